@@ -1,7 +1,7 @@
-"""Are the posteriors those of laplace-torch? Largest differences of mean and covariance.
+"""Compare posteriors with laplace-torch: largest differences of mean and covariance.
 
-``full``, ``diag`` and ``last-layer`` of small networks in float64, with laplace-torch's GGN matrix
-by BackPACK. It is no dependency: install laplace-torch beside evigrad to run this.
+The structures are ``full``, ``diag`` and ``last-layer`` of small networks in float64, with
+laplace-torch's GGN matrix by BackPACK. Install laplace-torch to run this script.
 
     python benchmarks/against_laplace_torch.py
 """
@@ -35,7 +35,7 @@ NETWORKS = {
 def moments(
     model: nn.Module, task: str, structure: str, train: tuple[Tensor, Tensor], x: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Mean and covariance of the outputs by laplace-torch."""
+    """Return mean and covariance of the outputs by laplace-torch."""
     from laplace import Laplace  # pyright: ignore[reportMissingImports]
     from laplace.curvature import BackPackGGN  # pyright: ignore[reportMissingImports]
 
@@ -57,7 +57,7 @@ def moments(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print the largest relative differences; fail where one is above 1e-5."""
+    """Print the largest relative differences. Fail if one exceeds 1e-5."""
     argparse.ArgumentParser(description=__doc__).parse_args(arguments)
     torch.set_default_dtype(torch.float64)
     worst = 0.0

@@ -1,9 +1,9 @@
-"""Seconds of steps where freed memory is kept for the next one, and where the system takes it back.
+"""Time steps with freed memory kept for the next step, and with memory returned to the system.
 
-A training step on m images and a hyperparameter step of m rows and layerwise precisions; where the
-network averages over S random transforms, on m times S images, and of the ranges too. Random data,
-which times do not depend on. Each case twice in a process of its own, as what a process did before
-matters, first as it is by default.
+The cases are a training step on m images, and a hyperparameter step of m rows for layerwise
+precisions. If the network averages over S random transforms, the steps have m times S images and
+also learn the ranges. Times do not depend on the data, which are random. Each case runs twice in a
+separate process, first with the default, because earlier work affects the allocator.
 
     python benchmarks/allocation.py --csv docs/results/allocation.csv
 """
@@ -30,7 +30,7 @@ CASES = (("mininet", 1, 250), ("mininet", 8, 250), ("wrn16-4", 1, 16))
 
 
 def works(name: str, samples: int, count: int) -> dict[str, Callable[[], object]]:
-    """The two steps."""
+    """Return the two steps."""
     network = make_model(name, SHAPES[name], 10, seed=0)
     x, y = torch.rand(count, *SHAPES[name]), torch.randint(10, (count,))
     hyperparameters: list[str] = []
@@ -56,14 +56,14 @@ def works(name: str, samples: int, count: int) -> dict[str, Callable[[], object]
 
 
 def measure(case: tuple[str, int, int], kept: bool, repeats: int) -> dict[str, float]:
-    """Seconds of both steps, one way."""
+    """Return the seconds of both steps for one setting."""
     with kept_memory() if kept else nullcontext():
         steps = works(*case)
         return {step: seconds(work, repeats, warmup=2) for step, work in steps.items()}
 
 
 def main() -> None:
-    """Measure all cases, or a single one for a process of its own."""
+    """Measure all cases, or a single one in a separate process."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)

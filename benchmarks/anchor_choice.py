@@ -1,18 +1,19 @@
-"""Which rows should be anchors? Choices compared by the tightness of the bound, on real data.
+"""Compare choices of anchors by the tightness of the bound, on real data.
 
-A network is trained with precisions (and noise) learned. Then the log-determinant of single draws
-is compared with the exact one of all rows: ``ntk-k-1``, the paper's, without anchors, and
-``ntk-k-rows-anchored`` with anchors chosen
+A network is trained with learned precisions (and noise). Then the log-determinant of single draws
+is compared with the exact value of all rows. The estimators are ``ntk-k-1``, the paper's estimator
+without anchors, and ``ntk-k-rows-anchored``, with anchors chosen
 
-* at random, by k-centre (spread over the inputs), by score (in regression all are the same);
-* greedily, always the row with most left to tell given those chosen so far, which is a pivoted
-  Cholesky factorisation: of the kernel of the last layer alone, which a cheap forward pass could
-  give, and of the whole kernel, which nobody has, to see what there is to gain.
+* at random, by ``k-centre`` (spread over the inputs), or by score (in regression all scores are
+  equal).
+* greedily: each new anchor is the row with the largest conditional variance given the previous
+  ones, a pivoted Cholesky factorization. The kernel is the one of the last layer, which a cheap
+  forward pass provides, or the whole kernel, which is too expensive in practice.
 
-The rest is in blocks of rows that have much in common given the anchors, and once, for k-centre,
-in blocks that are stratified by scores alone, which are random where all scores are the same.
+The other rows are in blocks that are correlated given the anchors. In one more case, for
+``k-centre``, the blocks are stratified by scores only, which is random if all scores are equal.
 
-Mean and standard deviation of a draw over the exact.
+The table has mean and standard deviation of a draw, divided by the exact value.
 
     python benchmarks/anchor_choice.py --data-dir DIR
 """
@@ -27,7 +28,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from measure import insert, machine, write_csv
+from measure import insert, machine, measured_on, write_csv
 from torch import Tensor
 from torch.func import functional_call, jacrev
 
@@ -58,7 +59,7 @@ TRAINING: dict[str, Any] = {
 def choices(
     k: int, data: DataSet, kernels: dict[str, Tensor]
 ) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Column of the table → estimator and its settings."""
+    """Return the estimator and its settings for each column of the table."""
     name = f"ntk-{k}-rows-anchored"
     found: dict[str, tuple[str, dict[str, Any]]] = {"ntk-k-1": (f"ntk-{k}-1", {})}
     named = ("random", "k-centre", *(["score"] if data.is_classification else []))
@@ -70,7 +71,7 @@ def choices(
 
 
 def whitened(evidence: Evidence, data: DataSet) -> dict[str, Tensor]:
-    """All rows, a matrix for each parameter tensor, by plain automatic differentiation."""
+    """Return all rows, a matrix per parameter tensor, by plain automatic differentiation."""
     model, (x, _) = evidence.model, data.train
     weights = {name: w.detach() for name, w in evidence.weights().items()}
     with torch.no_grad():
@@ -90,12 +91,12 @@ def whitened(evidence: Evidence, data: DataSet) -> dict[str, Tensor]:
 
 
 def grams(evidence: Evidence, data: DataSet) -> dict[str, Tensor]:
-    """The share of each parameter tensor in S of all rows."""
+    """Return the share of each parameter tensor in S of all rows."""
     return {name: rows @ rows.mT for name, rows in whitened(evidence, data).items()}
 
 
 def kernels(evidence: Evidence, data: DataSet) -> dict[str, Tensor]:
-    """S of all rows, and the part of the last layer in it."""
+    """Return S of all rows, and the part of the last layer in it."""
     shares = grams(evidence, data)
     last = list(shares)[-1].rpartition(".")[0]
     of_last = [gram for name, gram in shares.items() if name.startswith(f"{last}.")]
@@ -106,14 +107,14 @@ def kernels(evidence: Evidence, data: DataSet) -> dict[str, Tensor]:
 
 
 def greedy(kernel: Tensor, scores: Tensor, count: int) -> Tensor:
-    """``pivots`` among the rows that have scores: columns that are zero for certain have none."""
+    """Return ``pivots`` among the rows with scores. Columns that are always zero have none."""
     num_data, columns = scores.shape
     rows = torch.arange(len(kernel)).reshape(num_data, -1)[:, :columns].flatten()
     return pivots(kernel[rows][:, rows], count)
 
 
 def chosen_by(kernel: Tensor) -> Any:
-    """A context in which anchors are chosen greedily by a kernel of all rows."""
+    """Return a context in which a kernel of all rows chooses anchors greedily."""
 
     def choose(_: Anchoring, scores: Tensor, count: int, *__: Any) -> Tensor:
         return greedy(kernel, scores, count)[:count].sort().values
@@ -122,13 +123,13 @@ def chosen_by(kernel: Tensor) -> Any:
 
 
 def draws(evidence: Evidence, data: DataSet, count: int) -> list[float]:
-    """Log-determinants of draws, each with a partition of its own; some share their anchors."""
+    """Return log-determinants of draws, each with its own partition. Some share their anchors."""
     blocks = chain.from_iterable(evidence.blocks(data.train).take(1) for _ in repeat(None))
     return [evidence.estimate(next(blocks)).log_det for _ in range(count)]
 
 
 def one(name: str, seed: int, data: DataSet, rows: Sequence[int], count: int) -> list[dict]:
-    """All choices on one network."""
+    """Return the results of all choices on one network."""
     model = make_model(PROBLEMS[name], data.input_shape, data.num_outputs, seed=seed)
     likelihood = data.likelihood
     trained = evigrad.fit(model, data.train, likelihood=likelihood, seed=seed, **grouped(TRAINING))
@@ -157,9 +158,12 @@ def one(name: str, seed: int, data: DataSet, rows: Sequence[int], count: int) ->
 
 
 def as_markdown(found: list[dict[str, Any]]) -> str:
-    """A line for each data set and number of rows; means over the seeds."""
+    """Return a line for each data set and number of rows, with means over the seeds."""
     columns = list(dict.fromkeys(each["choice"] for each in found))
-    lines = [f"| data | rows | {' | '.join(columns)} |", "|---|---" + "|---" * len(columns) + "|"]
+    lines = [
+        f"| data | rows | {' | '.join(columns).replace('centre', 'center')} |",
+        "|---|---" + "|---" * len(columns) + "|",
+    ]
     for data, rows in dict.fromkeys((each["data"], each["rows"]) for each in found):
         cells = []
         for choice in columns:
@@ -172,7 +176,7 @@ def as_markdown(found: list[dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run all, write the table."""
+    """Run all cases, and write the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -193,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             data = load(name, data_dir=options.data_dir, subset=subset, seed=seed)
             found += one(name, seed, data, options.rows, options.draws)
     write_csv(options.tables / "anchor_choice.csv", found)
-    text = f"{as_markdown(found)}\n\n{machine()}"
+    text = f"{as_markdown(found)}\n\n{measured_on([machine()])}"
     print(text)
     if options.page.exists():
         insert(options.page, "anchor_choice", text)

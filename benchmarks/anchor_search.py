@@ -1,22 +1,22 @@
-"""What could make the anchored bound tighter, or its draws more alike? One idea at a time.
+"""Test variants of the anchored bound: which of them make it tighter or its draws more alike?
 
-MiniNet on 1000 MNIST digits, the networks of ``tightness.py``. The Gram matrix of all 10,000 rows
-is computed once, with the share of each parameter tensor in it; every idea is then plain linear
-algebra on parts of it. Of k rows in all for each draw:
+The networks come from ``tightness.py``: MiniNet on 1,000 MNIST digits. The script computes the Gram
+matrix of all 10,000 rows once, with the share of each parameter tensor. Every variant is then
+linear algebra on parts of it. Each draw has k rows. The variants change
 
-* anchors: greedily by the last layer's kernel (what the library does) or by the whole one, which
-  nobody has; by score, k-centre on the inputs, random; a part of them random; more or fewer;
-* blocks: the library's, where of the rows that can hold most those are together which are most
-  correlated given the anchors, by the last layer's kernel; all rows so, by that or by the whole
-  kernel (what tracking correlations from step to step could at best come to know); stratified
-  within columns of the root alone; uniform;
-* several smaller blocks for each draw in the place of one;
-* what is known of the columns from earlier draws as chances, and as a control variate of the value
-  (what the library does), or of the gradient too.
+* the anchors. The library chooses them greedily by the kernel of the last layer. Alternatives are
+  the whole kernel, scores, ``k-centre`` on the inputs, random or partly random anchors, and other
+  numbers of anchors.
+* the blocks. The library groups the rows with the largest scores by their correlation given the
+  anchors, in the kernel of the last layer. Alternatives group all rows, by that kernel or by the
+  whole one, stratify within columns of the root, or draw uniformly.
+* the number of blocks per draw.
+* the use of earlier draws: as probabilities of the columns, as a control variate of the value (as
+  in the library), or of the gradient too.
 
-The bound is the exact mean over the blocks of partitions, over the exact log-determinant; the
-deviations are those of single draws: of the value, over the exact value, and of the gradient with
-respect to the logarithms of the precisions, √(trace of the covariance) over its norm.
+The bound is the exact mean over the blocks of partitions, divided by the exact log-determinant. The
+deviations refer to single draws. The deviation of the gradient with respect to the logarithms of
+the precisions is √(trace of the covariance), divided by its norm.
 
     python benchmarks/anchor_search.py --data-dir DIR --seeds 0 1 2
     python benchmarks/anchor_search.py --table
@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from anchor_choice import grams
-from measure import insert, machine, means, write_csv
+from measure import insert, machine, means, measured_on, write_csv
 from tightness import evidence_at, study_parser, trained
 from torch import Tensor
 
@@ -54,19 +54,20 @@ PARTITIONS, DRAWS, WARM_UP = 3, 100, 20
 
 @dataclass(frozen=True)
 class Idea:
-    """How k rows are spent.
+    """How a draw spends its k rows.
 
     Attributes:
-        anchors: How they are chosen.
-        among: Of how many rows greedy ones are, over their number; 0 for all. Half of them have
-            the largest scores, the others are random.
-        share: Part of the rows that are anchors.
-        at_random: Part of the anchors that is random.
-        blocks: How the rest is partitioned.
-        several: Blocks of a draw, that share the rows which are no anchors.
-        chances: ``predicted`` by what was seen, or ``uniform``.
-        floor: Part of the draws that are uniform in any case.
-        control: Of what is known a control variate: ``value``, ``gradient`` for both, or nothing.
+        anchors: Choice of the anchors.
+        among: Number of candidates of a greedy choice, as a multiple of the anchors. 0 for all
+            rows. Half of the candidates have the largest scores, and the others are random.
+        share: Fraction of the rows that are anchors.
+        at_random: Fraction of the anchors that are random.
+        blocks: Partition of the other rows.
+        several: Number of blocks per draw, which share the rows that are not anchors.
+        chances: ``predicted`` from earlier draws, or ``uniform``.
+        floor: Fraction of the draws that are always uniform.
+        control: Use of earlier draws as a control variate: ``value``, ``gradient`` for both, or
+            nothing.
     """
 
     anchors: str = "last layer"
@@ -107,7 +108,7 @@ IDEAS: dict[str, Idea] = {
 
 
 class Problem:
-    """A trained network as the Gram matrix of all its rows, by parameter tensors."""
+    """A trained network as the Gram matrix of all its rows, by parameter tensor."""
 
     def __init__(self, evidence: Evidence, data: DataSet, shares: dict[str, Tensor]) -> None:
         with torch.no_grad():
@@ -134,7 +135,7 @@ class Problem:
         self._grouped: dict[tuple[Any, ...], tuple[list[Tensor], Tensor]] = {}
 
     def anchors(self, idea: Idea, count: int, generator: torch.Generator) -> Tensor:
-        """Anchors, rows as n K + d."""
+        """Return the anchors, as rows n K + d."""
         among = min(round(idea.among * count), max(2 * count, MOST_CANDIDATES))
         ranked = self._ranked(idea.anchors, count, among, generator)
         drawn = int(idea.at_random * count)
@@ -169,7 +170,7 @@ class Problem:
     def blocks(
         self, idea: Idea, anchors: Tensor, size: int, generator: torch.Generator
     ) -> tuple[list[Tensor], list[int], Tensor]:
-        """Blocks of the rest, the column that each belongs to, and guesses of what they hold."""
+        """Return blocks of the other rows, their columns, and estimates of their values."""
         num_rows = size + len(anchors)
         groups = Groups()
         if idea.blocks == "grouped":
@@ -201,24 +202,24 @@ class Problem:
         return parts, [0] * len(parts), torch.stack(guesses)
 
     def entropy(self, rows: Tensor) -> float:
-        """ℓ of some rows."""
+        """Return ℓ of some rows."""
         return entropy(self.kernels["all"][rows[:, None], rows])
 
     def gradient(self, rows: Tensor) -> Tensor:
-        """Of ℓ of some rows with respect to the logarithms of the precisions, without its sign."""
+        """Return the negative gradient of ℓ in the logarithms of the precisions."""
         matrix = self.kernels["all"][rows[:, None], rows]
         inverse = torch.linalg.inv(matrix + torch.eye(len(rows), dtype=matrix.dtype))
         return torch.stack([(inverse * g[rows[:, None], rows]).sum() for g in self.shares])
 
 
 def entropy(matrix: Tensor) -> float:
-    """The log-determinant of 1 + matrix."""
+    """Return the log-determinant of 1 + matrix."""
     factor = torch.linalg.cholesky(matrix.double() + torch.eye(len(matrix), dtype=torch.float64))
     return float(2 * factor.diagonal().log().sum())
 
 
 def measured(problem: Problem, idea: Idea, k: int, seed: int) -> dict[str, float]:
-    """Bound, deviation of a draw, deviation of its gradient."""
+    """Return the bound, the deviation of a draw, and the deviation of its gradient."""
     generator = torch.Generator().manual_seed(seed)
     count = int(idea.share * k)
     size = max(1, (k - count) // idea.several)
@@ -268,13 +269,13 @@ def measured(problem: Problem, idea: Idea, k: int, seed: int) -> dict[str, float
 
 
 class Gradients:
-    """What to expect of the gradient of a nat, from blocks of the same column seen before."""
+    """The expected gradient per nat, from earlier blocks of the same column."""
 
     def __init__(self) -> None:
         self._known: dict[int, Tensor] = {}
 
     def expected(self, keys: list[int], expected: Tensor) -> Tensor:
-        """(blocks, tensors), in proportion to what is expected of the value."""
+        """Return (blocks, tensors), in proportion to the expected values."""
         if not self._known:
             return expected[:, None] * 0
         mean = torch.stack([*self._known.values()]).mean(0)
@@ -283,28 +284,31 @@ class Gradients:
         )
 
     def observe(self, key: int, value: float, gradient: Tensor) -> None:
-        """Go half of the way to what was seen."""
+        """Move half of the way to a new observation."""
         if value > 0:
             one = gradient / value
             self._known[key] = 0.5 * (self._known.get(key, one) + one)
 
 
 def as_markdown(rows: list[dict[str, Any]]) -> str:
-    """A line for each idea; bound ± deviation of a draw (deviation of its gradient)."""
+    """Return a line per variant: bound ± deviation of a draw (deviation of its gradient)."""
     sizes = list(dict.fromkeys(row["rows"] for row in rows))
-    lines = [f"| | {' | '.join(f'{k} rows' for k in sizes)} |", "|---" * (1 + len(sizes)) + "|"]
+    lines = [
+        f"| variant | {' | '.join(f'{k} rows' for k in sizes)} |",
+        "|---" * (1 + len(sizes)) + "|",
+    ]
     for idea in dict.fromkeys(row["idea"] for row in rows):
         cells = [
             f"{row['bound']:.3f} ± {row['deviation']:.2f} ({row['gradient']:.2f})"
             for row in rows
             if row["idea"] == idea
         ]
-        lines.append(f"| {idea} | {' | '.join(cells)} |")
+        lines.append(f"| {idea.replace('centre', 'center')} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run what is missing, then write the table."""
+    """Run what is missing, and write the table."""
     parser = study_parser(__doc__, "anchor_search", ROWS)
     parser.add_argument("--stage", type=int, default=None, help="epochs trained; default: all")
     parser.add_argument("--networks", type=Path, default=Path("results/tightness"))
@@ -338,7 +342,7 @@ def main(arguments: list[str] | None = None) -> None:
     results.sort(key=lambda row: (row["rows"], list(IDEAS).index(row["idea"])))
     rows = means(results, ("idea", "rows"), ("bound", "deviation", "gradient"))
     write_csv(options.tables / "anchor_search.csv", rows)
-    text = f"{as_markdown(rows)}\n\n{machine()}"
+    text = f"{as_markdown(rows)}\n\n{measured_on([machine()])}"
     print(text)
     if options.page.exists():
         insert(options.page, "anchor_search", text)

@@ -1,14 +1,14 @@
-"""Does it pay to anchor the parametric structures?
+"""Test anchors for the parametric structures.
 
-``blockdiag`` is a sum over parameter tensors, each an entropy of its own, log det(1 + A_t A_tᵀ),
-and ``diag`` one over single weights: each of them has an anchored bound, ℓ(Z) + Σ ℓ(B | Z), which
-lies between its exact value and the bound on blocks without anchors. Whether that pays depends on
-where the exact value of the structure lies, below which no anchors take it.
+``blockdiag`` is a sum of entropies log det(1 + A_t A_tᵀ) over parameter tensors, and ``diag`` a sum
+over single weights. Both therefore have an anchored bound, ℓ(Z) + Σ ℓ(B | Z). It lies between the
+exact value of the structure and its bound on blocks without anchors. The exact value of the
+structure limits the gain.
 
-The networks of ``tightness.py``, at the end of their training; the library's anchors and blocks of
-k rows, all blocks of a partition; everything over the exact log-determinant. The rows are the same
-for all structures, and so are their passes. From k rows on, ``ntk`` needs one factorisation of k×k,
-``blockdiag`` one for each parameter tensor, ``diag`` none.
+The networks come from ``tightness.py``, after training. The library chooses anchors and blocks of k
+rows, with all blocks of a partition. All values are divided by the exact log-determinant. All
+structures share the rows and the passes. For k rows, ``ntk`` needs one factorization of k×k,
+``blockdiag`` one per parameter tensor, and ``diag`` none.
 
     python benchmarks/anchored_parametric.py --data-dir DIR --seeds 0 1 2
     python benchmarks/anchored_parametric.py --table
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from anchor_choice import whitened
 from anchor_search import NOW, Problem, entropy
-from measure import insert, machine, means, write_csv
+from measure import insert, machine, means, measured_on, write_csv
 from tightness import evidence_at, study_parser, trained
 from torch import Tensor
 
@@ -32,7 +32,7 @@ STRUCTURES = ("ntk", "blockdiag", "diag")
 
 
 def of_kernels(grams: list[Tensor], anchors: Tensor, parts: list[Tensor]) -> float:
-    """ℓ(Z) + Σ ℓ(B | Z), a sum over some Gram matrices."""
+    """Return ℓ(Z) + Σ ℓ(B | Z), summed over some Gram matrices."""
     total = 0.0
     for gram in grams:
         held = entropy(gram[anchors[:, None], anchors]) if len(anchors) else 0.0
@@ -44,7 +44,7 @@ def of_kernels(grams: list[Tensor], anchors: Tensor, parts: list[Tensor]) -> flo
 
 
 def of_weights(squares: Tensor, anchors: Tensor, parts: list[Tensor]) -> float:
-    """The same where each weight is an entropy of its own: squares (rows, P)."""
+    """Return the anchored bound with one entropy per weight, from squares (rows, P)."""
     held = squares[anchors].sum(0, dtype=torch.float64)
     total = held.log1p().sum()
     for part in parts:
@@ -55,7 +55,7 @@ def of_weights(squares: Tensor, anchors: Tensor, parts: list[Tensor]) -> float:
 def measured(
     problem: Problem, squares: Tensor, exact: dict[str, float], k: int, seed: int
 ) -> list[dict[str, Any]]:
-    """Each structure with and without anchors."""
+    """Return each structure with and without anchors."""
     generator = torch.Generator().manual_seed(seed)
     count = int(NOW.share * k)
     anchors = problem.anchors(NOW, count, generator)
@@ -79,10 +79,10 @@ def measured(
 
 
 def as_markdown(rows: list[dict[str, Any]]) -> str:
-    """A line for each structure: its exact value, then plain and anchored bounds by rows."""
+    """Return a line per structure: its exact value, then plain and anchored bounds by rows."""
     sizes = sorted({row["rows"] for row in rows})
     lines = [
-        f"| | exact | {' | '.join(f'{k} rows: plain, anchored' for k in sizes)} |",
+        f"| structure | exact | {' | '.join(f'{k} rows: plain, anchored' for k in sizes)} |",
         "|---" * (2 + len(sizes)) + "|",
     ]
     for structure in STRUCTURES:
@@ -93,7 +93,7 @@ def as_markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run what is missing, then write the table."""
+    """Run what is missing, and write the table."""
     parser = study_parser(__doc__, "anchored_parametric", ROWS)
     parser.add_argument("--networks", type=Path, default=Path("results/tightness"))
     options = parser.parse_args(arguments)
@@ -128,7 +128,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"there are no results in {options.results}")
     rows_of_table = means(results, ("structure", "rows"), ("exact", "plain", "anchored"))
     write_csv(options.tables / "anchored_parametric.csv", rows_of_table)
-    text = f"{as_markdown(rows_of_table)}\n\n{machine()}"
+    text = f"{as_markdown(rows_of_table)}\n\n{measured_on([machine()])}"
     print(text)
     if options.page.exists():
         insert(options.page, "anchored_parametric", text)

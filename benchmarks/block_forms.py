@@ -1,10 +1,10 @@
-"""``blockdiag`` and ``full`` by blocks of H and by the Gram matrices of their rows.
+"""Time ``blockdiag`` and ``full`` by blocks of H and by the Gram matrices of their rows.
 
-Both give the same number (Theorem 3 of the paper, block by block); which is cheaper depends on the
-rows of a block and on the weights in it, and is chosen by operation counts. Here each is forced in
-turn: seconds of ``Evidence.backward`` on one block, precisions learned, and the memory predicted.
-MiniNet's largest tensor has 12,800 weights: by H, a minute for each run. Random data, which times
-do not depend on.
+Both give equal numbers (Theorem 3 of the paper, block by block). The cheaper form depends on the
+rows and weights of a block, and the library chooses it by operation counts. This script forces each
+form in turn. It prints seconds of ``Evidence.backward`` on one block with learned precisions, and
+the predicted memory. MiniNet's largest tensor has 12,800 weights, so each run by H takes about a
+minute. Times do not depend on the data, which are random.
 
     python benchmarks/block_forms.py
     python benchmarks/block_forms.py --estimators full-10-C --repeats 3
@@ -29,7 +29,7 @@ FORMS = {"H": False, "rows": True}
 
 
 def gradient(name: str, by_rows: bool) -> tuple[Callable[[], object], float]:
-    """A gradient by one form, and its predicted MiB."""
+    """Return a gradient by one form, and its predicted MiB."""
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(int(name.split("-")[1]), *SHAPE, generator=generator)
     y = torch.randint(OUTPUTS, (len(x),), generator=generator)

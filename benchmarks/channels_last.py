@@ -1,7 +1,7 @@
-"""What channels last in memory save, in the time of the same work with channels first.
+"""Time work with channels last in memory, relative to channels first.
 
-Works: a training step and an evaluation of the network, and the gradient of estimators on the same
-images. Both layouts run in turns in one process; seconds are medians.
+The work is a training step and an evaluation of the network, and the gradient of estimators on the
+same images. Both layouts run in turns in one process. Seconds are medians.
 
     python benchmarks/channels_last.py --threads 1 --csv docs/results/channels_last.csv
 """
@@ -36,7 +36,7 @@ NETWORKS: dict[str, tuple[tuple[str, tuple[int, ...], int], dict[str, int], int]
 def works_of(
     network: nn.Module, x: Tensor, y: Tensor, estimators: list[str]
 ) -> dict[str, Callable[[], object]]:
-    """What is timed, by name."""
+    """Return the timed work by name."""
     weights = list(network.parameters())
 
     def step() -> None:
@@ -60,7 +60,7 @@ def works_of(
 
 
 def measure(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """All works on one network."""
+    """Return the times of all work on one network."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     made, settings, images = NETWORKS[name]
     network = make_model(*made, seed=0, **settings).to(device)

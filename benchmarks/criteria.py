@@ -1,26 +1,28 @@
-"""Why do evidence and test data disagree? What criteria of the training data say of one grid.
+"""Compare criteria of the training data: why do evidence and test data disagree?
 
-For each set 500 data train the same network from the same initial weights with seven weight decays,
-and with precisions learned by ``fit``. Of every network the script computes, exactly and in float64
-by the kernel of all rows,
+For each data set, 500 examples train the same network from the same initial weights, with seven
+weight decays and with precisions learned by ``fit``. For every network, the script computes
+exactly, in float64 and by the kernel of all rows,
 
-* ``evidence``: that of the linearised Laplace approximation;
-* ``tempered``: the same at the temperatures T = 1/2 and T = 1/4, as in data-emphasised bounds;
-* ``averaged``: the variational bound on the linearised model, with the curvature averaged over the
-  posterior, E_q[Λ(f)], by two fixed-point steps: it sees how outputs beside the mode saturate;
-* ``leave-one-out``: log p(y_n | f₋ₙ) with f₋ₙ = fₙ + Vₙ (I − Λₙ Vₙ)⁻¹ rₙ, V the posterior
-  covariance of the outputs and r the gradient of the negative log likelihood;
-* ``conditional``: the evidence of one half of the data given the other, the mean of four splits;
+* ``evidence``: the log evidence of the linearized Laplace approximation.
+* ``tempered``: the log evidence at the temperatures T = 1/2 and T = 1/4, as in data-emphasized
+  bounds.
+* ``averaged``: the variational bound on the linearized model, with the curvature averaged over the
+  posterior, E_q[Λ(f)], by two fixed-point steps. It includes the saturation of outputs away from
+  the mode.
+* ``leave-one-out``: log p(y_n | f₋ₙ) with f₋ₙ = fₙ + Vₙ (I − Λₙ Vₙ)⁻¹ rₙ. Here V is the posterior
+  covariance of the outputs, and r the gradient of the negative log likelihood.
+* ``conditional``: the evidence of one half of the data given the other, the mean of four splits.
 
-and on the test data the log likelihood of the plug-in network and that of the linearised posterior,
-the mean of 256 draws. The first table has the rank correlation of each criterion with both over
-the settings, and the network's test log likelihood at the setting that the criterion is highest
-for (``chosen``); the test data are used for nothing else.
+On the test data, it computes the log likelihood of the MAP prediction and of the linearized
+posterior, the mean of 256 draws. The first table has the rank correlation of each criterion with
+both over the settings. ``chosen`` is the test log likelihood of the MAP prediction at the setting
+with the highest criterion. The test data have no other use.
 
-``slopes`` are the derivatives of the evidence in the logarithm of a decay for all weights. MacKay's
-update, and the gradient of the paper, hold the weights: ``partial``. The weights follow the decay,
-and the curvature follows them: ``implicit`` is −½ ∂ℓ/∂w · dw*/dlog δ, where dw*/dlog δ is
-−(H + P0)⁻¹ P0 w*.
+``slopes`` are the derivatives of the evidence in the logarithm of one decay for all weights.
+MacKay's update and the gradient of the paper treat the weights as fixed: ``partial``. But the
+weights follow the decay, and the curvature follows the weights: ``implicit`` is −½ ∂ℓ/∂w · dw*/dlog
+δ, where dw*/dlog δ is −(H + P0)⁻¹ P0 w*.
 
     python benchmarks/criteria.py --data-dir DIR --results docs/results --pages docs/criteria.md
 """
@@ -58,6 +60,7 @@ CRITERIA = (
 )
 JUDGES = ("plug-in", "posterior")
 SLOPES = ("partial", "implicit")
+LABELS = {"plug-in": "MAP"}  # in the tables
 KEYS = (*JUDGES, *CRITERIA, *SLOPES)
 COLUMNS = ("row", "seed", *KEYS, "accuracy", "threads")
 AT_ONCE = 50
@@ -69,9 +72,9 @@ class Linearised:
     """A trained classifier as a Gaussian process: outputs f (n, C) and rows of its Jacobian.
 
     Args:
-        model: Of N data; it is taken to float64.
+        model: Classifier. It is converted to float64.
         precisions: P0 by name of a weight.
-        data: The training data.
+        data: Training data.
     """
 
     def __init__(self, model: nn.Module, precisions: Mapping[str, float], data: Pair) -> None:
@@ -89,11 +92,11 @@ class Linearised:
 
     @property
     def flat(self) -> Tensor:
-        """All weights as one vector."""
+        """Return all weights as one vector."""
         return torch.cat([w.flatten() for w in self.weights.values()])
 
     def passed(self, x: Tensor, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Outputs (n, C) and rows (nC, P) at some weights."""
+        """Return outputs (n, C) and rows (nC, P) for some weights."""
 
         def one(values: Mapping[str, Tensor], item: Tensor) -> tuple[Tensor, Tensor]:
             f = functional_call(self.model, dict(values), (item[None],))[0]
@@ -109,25 +112,25 @@ class Linearised:
 
 
 def root_of(curvature: Tensor) -> Tensor:
-    """Symmetric roots (n, C, C) of curvatures of the data."""
+    """Return symmetric square roots (n, C, C) of curvatures of the data."""
     values, vectors = torch.linalg.eigh(curvature)
     return (vectors * values.clamp(min=0).sqrt()[:, None, :]) @ vectors.mT
 
 
 def factor_of(root: Tensor, kernel: Tensor) -> Tensor:
-    """The Cholesky factor of I + LᵀKL for block-diagonal roots L."""
+    """Return the Cholesky factor of I + LᵀKL for block-diagonal roots L."""
     n, c = root.shape[:2]
     inner = torch.einsum("nab,nbmd,mde->name", root, kernel.view(n, c, n, c), root)
     return torch.linalg.cholesky(inner.reshape(n * c, n * c) + torch.eye(n * c, dtype=kernel.dtype))
 
 
 def log_det(factor: Tensor) -> float:
-    """The log-determinant of a matrix by its Cholesky factor."""
+    """Return the log-determinant of a matrix by its Cholesky factor."""
     return 2 * float(factor.diagonal().log().sum())
 
 
 def covariance(root: Tensor, factor: Tensor, cross: Tensor, own: Tensor) -> Tensor:
-    """Posterior covariances (m, C, C) of outputs, by their kernels with the rows and alone."""
+    """Return posterior covariances (m, C, C) of outputs, from their kernels."""
     n, c = root.shape[:2]
     weighed = torch.einsum("knc,ncd->knd", cross.view(-1, n, c), root).reshape(len(cross), -1)
     solved = torch.linalg.solve_triangular(factor, weighed.T, upper=False)
@@ -136,13 +139,13 @@ def covariance(root: Tensor, factor: Tensor, cross: Tensor, own: Tensor) -> Tens
 
 
 def curvature(f: Tensor) -> Tensor:
-    """Λ = diag(p) − ppᵀ, (n, C, C)."""
+    """Return Λ = diag(p) − ppᵀ, (n, C, C)."""
     p = f.softmax(1)
     return p.diag_embed() - p[:, :, None] * p[:, None, :]
 
 
 def draws(f: Tensor, covariance: Tensor) -> Tensor:
-    """Outputs (DRAWS, n, C) of their normal distribution, with common random numbers."""
+    """Return outputs (DRAWS, n, C) of their normal distribution, with common random numbers."""
     values, vectors = torch.linalg.eigh(covariance)
     root = vectors * values.clamp(min=0).sqrt()[:, None, :]
     noise = torch.randn(DRAWS, *f.shape, generator=torch.Generator().manual_seed(0))
@@ -150,13 +153,13 @@ def draws(f: Tensor, covariance: Tensor) -> Tensor:
 
 
 def blocks(kernel: Tensor, c: int) -> Tensor:
-    """Diagonal blocks (n, C, C) of a kernel of all rows."""
+    """Return the diagonal blocks (n, C, C) of a kernel of all rows."""
     n = len(kernel) // c
     return kernel.view(n, c, n, c).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
 
 def criteria(net: Linearised) -> dict[str, float]:
-    """All criteria of the training data, in nats per datum."""
+    """Return all criteria of the training data, in nats per example."""
     n, c = net.f.shape
     labels = torch.arange(n), net.y
     fit = float(net.f.log_softmax(1)[labels].sum())
@@ -180,7 +183,7 @@ def criteria(net: Linearised) -> dict[str, float]:
 
 
 def left_out(net: Linearised, v: Tensor) -> float:
-    """The approximate leave-one-out log likelihood of all data."""
+    """Return the approximate leave-one-out log likelihood of all data."""
     n, c = net.f.shape
     residual = net.f.softmax(1) - torch.eye(c, dtype=v.dtype)[net.y]
     inner = torch.eye(c, dtype=v.dtype) - curvature(net.f) @ v
@@ -189,7 +192,7 @@ def left_out(net: Linearised, v: Tensor) -> float:
 
 
 def conditional(net: Linearised) -> float:
-    """The evidence of halves given the others, times two: as large as that of all data."""
+    """Return twice the evidence of halves given the others, for the scale of all data."""
     n, c = net.f.shape
     log_probs = net.f.log_softmax(1)[torch.arange(n), net.y]
     whole, found = log_det(net.factor), []
@@ -203,7 +206,7 @@ def conditional(net: Linearised) -> float:
 
 
 def slopes(net: Linearised) -> dict[str, float]:
-    """Derivatives of the log evidence in the log of a decay for all weights, per datum."""
+    """Return derivatives of the log evidence in the log of one decay, per example."""
     n = len(net.f)
     gamma = len(net.kernel) - float(torch.cholesky_inverse(net.factor).diagonal().sum())
     # (H + P0)⁻¹ P0 w = w − P0⁻¹ JᵀL (I + S)⁻¹ LᵀJ w
@@ -227,7 +230,7 @@ def slopes(net: Linearised) -> dict[str, float]:
 
 
 def posterior(net: Linearised, test: Pair) -> float:
-    """Mean log likelihood of the test data by the linearised posterior."""
+    """Return the mean log likelihood of the test data by the linearized posterior."""
     found = []
     for x, y in zip(test[0].double().split(AT_ONCE), test[1].split(AT_ONCE), strict=True):
         f, rows = net.passed(x, net.weights)
@@ -240,7 +243,7 @@ def posterior(net: Linearised, test: Pair) -> float:
 
 
 def run(data: DataSet, name: str, setting: str, seed: int) -> Result:
-    """One training and all that is said of it."""
+    """Return all numbers of one training."""
     model = make_model(IMAGES[name][0], data.input_shape, data.num_outputs, seed)
     kind, _, decay = setting.partition(" ")
     options: dict[str, Any] = {"optimization": Optimization(prior_update="adam")}
@@ -268,7 +271,7 @@ def run(data: DataSet, name: str, setting: str, seed: int) -> Result:
 
 
 def correlation(runs: Sequence[Result], criterion: str, judge: str) -> float:
-    """Spearman's rank correlation over the settings, the mean of the seeds."""
+    """Return Spearman's rank correlation over the settings, the mean over seeds."""
     found = []
     for seed in sorted({run["seed"] for run in runs}):
         own = [run for run in runs if run["seed"] == seed]
@@ -277,17 +280,17 @@ def correlation(runs: Sequence[Result], criterion: str, judge: str) -> float:
 
 
 def chosen(runs: Sequence[Result], criterion: str) -> float:
-    """The network's test log likelihood at the setting with the highest criterion, over seeds."""
+    """Return the test log likelihood at the setting with the highest criterion, over seeds."""
     seeds = sorted({run["seed"] for run in runs})
     best = [max((r for r in runs if r["seed"] == s), key=lambda r: r[criterion]) for s in seeds]
     return fmean(run["plug-in"] for run in best)
 
 
 def tables_of(runs: list[Result]) -> str:
-    """Rank correlations and what a criterion chooses, then all values, as Markdown."""
+    """Return rank correlations and choices of the criteria, then all values, as Markdown."""
     names = [n for n in IMAGES if any(run["row"].startswith(f"{n}: ") for run in runs)]
     of = {n: [run for run in runs if run["row"].startswith(f"{n}: ")] for n in names}
-    heads = [f"{n}, {judge}" for n in names for judge in (*JUDGES, "chosen")]
+    heads = [f"{n}, {LABELS.get(k, k)}" for n in names for k in (*JUDGES, "chosen")]
     lines = [f"| criterion | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     for criterion in CRITERIA:
         cells = []
@@ -295,9 +298,10 @@ def tables_of(runs: list[Result]) -> str:
             cells += [f"{correlation(of[n], criterion, judge):+.2f}" for judge in JUDGES]
             cells.append(f"{chosen(of[n], criterion):.3f}")
         lines.append(f"| {criterion} | {' | '.join(cells)} |")
-    best = [cell for n in names for cell in ("", "", f"{chosen(of[n], JUDGES[0]):.3f}")]
-    lines.append(f"| *the test data themselves* | {' | '.join(best)} |")
-    lines += ["", f"| | accuracy, % | {' | '.join(KEYS)} |", "|---" * (len(KEYS) + 2) + "|"]
+    best = [cell for n in names for cell in ("–", "–", f"{chosen(of[n], JUDGES[0]):.3f}")]
+    lines.append(f"| *test log likelihood* | {' | '.join(best)} |")
+    heads = " | ".join(LABELS.get(key, key) for key in KEYS)
+    lines += ["", f"| data: setting | accuracy, % | {heads} |", "|---" * (len(KEYS) + 2) + "|"]
     for n in names:
         for setting in SETTINGS:
             own = [run for run in of[n] if run["row"] == f"{n}: {setting}"]

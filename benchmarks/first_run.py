@@ -1,7 +1,7 @@
-"""What ``make run`` shows, on further seeds: learned weight decay beside plain MAP.
+"""Repeat ``make run`` with more seeds: learned weight decay and MAP.
 
-Each run is ``evigrad train --config experiments/NAME.yaml --seed SEED``, in a folder of its own.
-Every run is kept as it ends: the script goes on where it was stopped.
+Each run is ``evigrad train --config experiments/NAME.yaml --seed SEED``, in its own folder. The
+script stores every finished run and resumes where it was stopped.
 
     python benchmarks/first_run.py --results docs/results --pages docs/results.md
 """
@@ -22,12 +22,13 @@ from evigrad.data import load
 CONFIGURATIONS = Path(__file__).parents[1] / "experiments"
 NAMES = ("mnist5k", "autompg")
 WAYS = ("MAP", "learned")
+LABELS = {"MAP": "weight decay 5e-4", "learned": "evigrad"}
 KEYS = ("log_likelihood", "accuracy", "rmse", "seconds")
 COLUMNS = ("row", "seed", *KEYS, "threads")
 
 
 def run(name: str, seed: int, threads: int) -> dict[str, Result]:
-    """The columns of both rows of a seed; errors of the regression are in miles per gallon."""
+    """Return the columns of both rows of a seed. RMSE is in miles per gallon."""
     with TemporaryDirectory() as folder:
         config = CONFIGURATIONS / f"{name}.yaml"
         own = ["--seed", str(seed), "--run-dir", folder, "--threads", str(threads)]
@@ -47,9 +48,9 @@ def run(name: str, seed: int, threads: int) -> dict[str, Result]:
 
 
 def table_of(runs: list[Result]) -> str:
-    """The means over the seeds, as Markdown."""
+    """Return the means over the seeds, as Markdown."""
     lines = [
-        "| data | | test log likelihood | accuracy, %, or error in miles per gallon | seconds"
+        "| data | method | test log likelihood | accuracy, %, or RMSE in miles per gallon | seconds"
         " | seeds |",
         "|---|---|---|---|---|---|",
     ]
@@ -61,7 +62,7 @@ def table_of(runs: list[Result]) -> str:
         (r,) = summaries(own, [f"{name}: {way}"], ("log_likelihood", key, "seconds"))
         cells = [
             name,
-            way,
+            LABELS[way],
             with_error(r["log_likelihood"], r["log_likelihood_error"], 3),
             with_error(factor * r[key], factor * r[f"{key}_error"], digits),
             f"{r['seconds']:.0f}",

@@ -1,22 +1,22 @@
-"""Does learning an invariance by the evidence pay? MAP, a fixed one, Augerino, and the estimators.
+"""Compare estimators that learn an invariance with MAP, a fixed invariance and Augerino.
 
-1000 digits drawn by the seed, MiniNet averaged over random rotations. With the data
-``mnist:rotated180`` every digit, of the training and of the test set, was rotated once by an angle
-uniform in ±180°; with ``mnist`` they stand upright. Each row trains from the same initial weights
-on the same data, by the same schedule:
+MiniNet on 1,000 digits drawn by the seed is averaged over random rotations. With the data
+``mnist:rotated180``, every training and test digit is rotated once by an angle uniform in ±180°.
+With ``mnist``, the digits are upright. Each row trains from the same initial weights on the same
+data, by the same schedule:
 
-* ``map``: no invariance;
-* ``fixed``: rotations by ±π, not learned;
-* ``augerino``, ``augerino-0.1``: the range trained with the weights on the training loss, with a
-  reward for wide ranges of weight 0.01 (the default of its authors' code) or 0.1 (what they take
-  for rotated MNIST);
-* the estimators: the range and layerwise prior precisions learned by the evidence.
+* ``map``: no invariance.
+* ``fixed``: rotations by ±π, not learned.
+* ``augerino``, ``augerino-0.1``: the range is trained with the weights on the training loss. The
+  reward for wide ranges has the weight 0.01 (the default of its authors' code) or 0.1 (their value
+  for rotated MNIST).
+* the estimators: the range and layerwise prior precisions are learned from the evidence.
 
-The first four keep the usual weight decay, 5e-4. Learned ranges start at 0.1. The log evidence of
-all rows is evaluated afterwards, and exactly: that of the linearised Laplace approximation for one
-draw of transforms, by all rows of all data. The test set, all of it, is only evaluated, with more
-transforms of each digit than in training. Every run is kept as it ends, and has checkpoints while
-it lasts: the script goes on where it was stopped. All settings are below, fixed beforehand.
+The first four rows keep weight decay 5e-4. Learned ranges start at 0.1. The log evidence of all
+rows is evaluated after training. It is exact, for the linearized Laplace approximation of one
+draw of transforms, by all rows of all data. The whole test set is only evaluated, with more
+transforms per digit than in training. The script stores finished runs and checkpoints, and resumes
+where it was stopped. All settings below were fixed before the first run.
 
     export PYTHONPATH=.  # for experiments/augerino.py
     python benchmarks/invariance_learning.py --data mnist:rotated180 --data-dir DIR --seeds 0 1 2
@@ -54,13 +54,19 @@ ESTIMATORS = (
     *("ntk-400-1", "kfac-400-1", "ntk-400-rows-anchored"),
 )
 ROWS = ("map", "fixed", *REWARDS, *ESTIMATORS)
+LABELS = {
+    "map": "no rotations",
+    "fixed": "full circle",
+    "augerino": "Augerino, reward 0.01",
+    "augerino-0.1": "Augerino, reward 0.1",
+}
 KEYS = ("log_likelihood", "accuracy", "rotation", "log_evidence", "seconds")
 COLUMNS = ("row", "seed", *KEYS, "threads", "epochs", "test_samples", "precisions")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A network and the number of data."""
+    """A network and the number of training examples."""
 
     model: str
     subset: int
@@ -84,7 +90,7 @@ SCHEDULE: dict[str, Any] = {
     "prior_lr": 0.1,
     "prior_lr_min": 0.01,
     "hyper_every": 1,
-    "hyper_steps": 7,  # with 140 rounds as many steps on the range as 500 epochs of two each have
+    "hyper_steps": 7,  # in 140 rounds, this equals 500 epochs with two steps each
     "hyper_lr": 0.05,
     "hyper_lr_min": 0.005,
     "progress": False,
@@ -92,35 +98,35 @@ SCHEDULE: dict[str, Any] = {
 
 
 def network(name: str, data: DataSet, seed: int, start: float | None, learn: bool) -> nn.Module:
-    """The network with the seed's initial weights, averaged over rotations from ``start`` on."""
+    """Return the network of a seed, averaged over rotations that start at ``start``."""
     model = make_model(name, data.input_shape, data.num_outputs, seed=seed)
     if start is None:
         return model
-    # Beyond the borders of a digit it is black, as in the data.
+    # Outside of a digit, pixels are black, as in the data.
     fill = (-data.mean / data.std).flatten().tolist()
     rotation = AffineInvariance({"rotation": start}, learn=learn, fill=fill)
     return Averaged(model, rotation, num_samples=SAMPLES)
 
 
 def rotation_of(model: nn.Module) -> float | None:
-    """The range of rotations of a network, in radians; None without rotations."""
+    """Return the range of rotations of a network in radians. None without rotations."""
     if not isinstance(model, Averaged):
         return None
     return model.invariance.named_ranges()["rotation"]
 
 
 def run_dir(folder: Path, seed: int, row: str) -> Path:
-    """Where a run has its checkpoints."""
+    """Return the folder of a run's checkpoints."""
     return folder / f"{row}-{seed}"
 
 
 def run_row(problem: Problem, folder: Path, data: DataSet, seed: int, row: str) -> Result:
-    """One row of the table for one seed, from the last checkpoint in its part of a folder on."""
+    """Return one row for one seed, resumed from its last checkpoint."""
     start = {"map": None, "fixed": math.pi}.get(row, START)
     model = network(problem.model, data, seed, start, learn=row not in ("map", "fixed"))
     options: dict[str, Any] = {"estimator": row, "prior": "layerwise", "precision": 1.0}
     if row not in ESTIMATORS:
-        # The usual decay in the loss's units, one for all weights.
+        # Weight decay 5e-4 for all weights, in the units of the loss.
         options = {"estimator": None, "prior": "scalar", "precision": DECAY * len(data.train[0])}
     if row in ESTIMATORS:
         options["hyperparameters"] = ["invariance"]
@@ -162,24 +168,24 @@ def run_row(problem: Problem, folder: Path, data: DataSet, seed: int, row: str) 
 def test_metrics(
     model: nn.Module, evidence: evigrad.Evidence, test: tuple[Tensor, Tensor]
 ) -> dict[str, float]:
-    """Log likelihood and accuracy on all test data, the same transforms for every row."""
+    """Return test log likelihood and accuracy, with equal transforms for every row."""
     generator = torch.Generator().manual_seed(0)
     return evaluate(model, evidence.likelihood, test, batch_size=TEST_BATCH, generator=generator)
 
 
 def table_of(runs: list[Result]) -> str:
-    """The table of the seeds' means, as Markdown."""
+    """Return the means over the seeds, as Markdown."""
     rows = summaries(runs, ROWS, KEYS)
     lines = [
-        "| | test log likelihood | test accuracy, % | rotation, ± radians"
-        " | log evidence per datum | seconds | seeds |",
+        "| method | test log likelihood | test accuracy, % | rotation, ± radians"
+        " | log evidence | seconds | seeds |",
         "|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         spread = r["rotation_error"] if r["row"] not in ("map", "fixed") else math.nan
         turned = "–" if r["row"] == "map" else with_error(r["rotation"], spread, 2)
         cells = [
-            r["row"],
+            LABELS.get(r["row"], r["row"]),
             with_error(r["log_likelihood"], r["log_likelihood_error"], 3),
             with_error(100 * r["accuracy"], 100 * r["accuracy_error"], 1),
             turned,
@@ -192,7 +198,7 @@ def table_of(runs: list[Result]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run what is missing, then print the table."""
+    """Run what is missing, and print the table."""
     parser = add_data_and_rows(make_parser(__doc__), list(PROBLEMS), ROWS)
     parser.add_argument("--checkpoints", type=Path, default=Path("results/invariance_learning"))
     given = parse(parser, arguments)

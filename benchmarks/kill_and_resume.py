@@ -1,18 +1,19 @@
-"""Kill a run at random moments, resume it, and compare it with one that nobody killed.
+"""Kill a run at random moments, resume it, and compare it with an uninterrupted run.
 
-Each trial starts ``evigrad train`` in a process of its own, kills that with SIGKILL at a random
-moment between its first file and its last, resumes it in another process, and compares weights,
-hyperparameters, states of optimisers and generators, metrics and results with those of an
-uninterrupted run: to the last bit, times excepted. The moments lie in the MAP baseline, in the run
-that learns, in the evaluation of both and in the writing of files. One thread, on the CPU.
+Each trial starts ``evigrad train`` in a process and kills it with SIGKILL at a random moment
+between its first file and its last. It resumes the run in another process. Then it compares
+weights, hyperparameters, states of optimizers and generators, metrics and results with an
+uninterrupted run. Everything except times must be equal to the last bit. The moments lie in the MAP
+baseline, in the run that learns, in the evaluation of both and in the writing of files. The runs
+use one CPU thread.
 
     python benchmarks/kill_and_resume.py
     python benchmarks/kill_and_resume.py --trials 5 --kills 3 --options="--invariance rotation"
 
-With --minutes it is a soak: trial after trial, each with random deaths until it is done, on a file
-system that is filled up at random moments, but for a random number of bytes, and emptied when the
-run has ended with a message. Between any two processes the last checkpoint must be readable, and
-no epoch that it had may be lost. --folder names the file system, best a small one:
+With --minutes it is a soak test. Each trial has random kills until its run is done. A ballast file
+fills the file system at random moments, except for a random number of bytes, until the run has
+ended with a message. Between any two processes, the last checkpoint must be readable and no epoch
+may be lost. --folder names the file system, preferably a small one:
 
     mount -t tmpfs -o size=1m tmpfs /mnt/small
     python benchmarks/kill_and_resume.py --minutes 30 --folder /mnt/small
@@ -49,7 +50,7 @@ RUN = (
 TIMES = "seconds"
 POLL = 0.005
 BLOCK = 4096
-MOST_LEFT = 150_000  # bytes that are left on a full file system
+MOST_LEFT = 150_000  # free bytes of a full file system
 
 
 def start(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -63,7 +64,7 @@ def start(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 def wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
-    """Until a file is there, or the process is not."""
+    """Wait until a file exists or the process has ended."""
     while not path.exists() and process.poll() is None:
         time.sleep(POLL)
 
@@ -75,7 +76,7 @@ def finish(process: subprocess.Popen[bytes]) -> None:
 
 
 def kill(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """With SIGKILL, after a time."""
+    """Kill a process with SIGKILL after a time."""
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -84,7 +85,7 @@ def kill(process: subprocess.Popen[bytes], seconds: float) -> None:
 
 
 class Ballast:
-    """A file that takes all the room of a file system but a little."""
+    """A file that fills a file system except for a few bytes."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "ballast"
@@ -100,14 +101,14 @@ class Ballast:
 
 
 def soak(arguments: argparse.Namespace, options: Sequence[str], scratch: Path) -> int:
-    """Trials with many deaths each, for some minutes; returns the exit code."""
+    """Run trials with many kills for some minutes, and return the exit code."""
     whole = scratch / "whole"
     began = time.monotonic()
     process = start([*options, "--run-dir", str(whole)])
     wait_for(whole / "config.yaml", process)
     starting = time.monotonic() - began
     finish(process)
-    # The first process of all starts slowly: the fastest says when there is work to kill.
+    # The first process starts slowly. The fastest one shows when there is work to kill.
     fastest = time.monotonic() - began
     start_of_work = starting / fastest
     expected, generator = contents(whole), random.Random(arguments.seed)
@@ -153,17 +154,17 @@ def soak(arguments: argparse.Namespace, options: Sequence[str], scratch: Path) -
 
 
 def saved_epoch(folder: Path) -> int:
-    """The epoch of the checkpoint that a run would go on from, 0 without one."""
+    """Return the epoch of the checkpoint to resume from, or 0 without one."""
     if not folder.is_dir():
         return 0
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # none was damaged
+        warnings.simplefilter("error")  # none is damaged
         state = RunDirectory(folder, resume=True).read_checkpoint()
     return 0 if state is None else int(state["epoch"])
 
 
 def progress(folder: Path) -> str:
-    """How far a run came, by its files."""
+    """Return how far a run came, by its files."""
     for name, part in (("learning", folder), ("MAP", folder / "map")):
         if (part / "checkpoint.pt").exists():
             rows = 0
@@ -175,11 +176,11 @@ def progress(folder: Path) -> str:
 
 
 def differences(one: Any, other: Any, where: str) -> Iterator[str]:
-    """Where two states, tables or results are not the same, times excepted."""
+    """Return where two states, tables or results differ, except times."""
     if type(one) is not type(other):
         yield where
     elif isinstance(one, torch.Tensor):
-        # The bits and not the numbers: NaN is equal to NaN here, and 0 is not -0.
+        # Compare bits and not numbers: NaN equals NaN here, and 0 differs from -0.
         same = one.shape == other.shape and one.dtype == other.dtype
         bits = [t.contiguous().flatten().view(torch.uint8) for t in (one, other)]
         if not (same and torch.equal(*bits)):
@@ -199,7 +200,7 @@ def differences(one: Any, other: Any, where: str) -> Iterator[str]:
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """All that a run left, times excepted."""
+    """Return all results of a run, except times."""
     found: dict[str, Any] = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         if path.name == "checkpoint_before.pt":  # which one is the last depends on times
@@ -226,17 +227,17 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--trials", type=int, default=20)
-    parser.add_argument("--kills", type=int, default=1, help="in each trial, one after the other")
+    parser.add_argument("--kills", type=int, default=1, help="kills in each trial")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, help="of a soak")
-    parser.add_argument("--folder", help="the file system of the soak, which is filled up")
-    parser.add_argument("--options", default="", help="of evigrad train, after those of this file")
+    parser.add_argument("--folder", help="file system of the soak test, which fills it")
+    parser.add_argument("--options", default="", help="more options of evigrad train")
     arguments = parser.parse_args()
     options = [*shlex.split(RUN), *shlex.split(arguments.options)]
     generator = random.Random(arguments.seed)
 
     if bool(arguments.minutes) != bool(arguments.folder):
-        parser.error("--minutes and --folder go together")
+        parser.error("--minutes requires --folder, and --folder requires --minutes")
     with tempfile.TemporaryDirectory() as scratch:
         if arguments.minutes:
             return soak(arguments, [*options, "--checkpoint-every", "1"], Path(scratch))
@@ -262,9 +263,9 @@ def main() -> int:
                 moment = duration * generator.random()
                 kill(process, moment)
                 if (folder / "results.json").exists():
-                    if moments:  # little was left of it
+                    if moments:  # little of the run was left
                         break
-                    # The machine has become faster: once more, and sooner.
+                    # The machine has become faster. Try again, and earlier.
                     duration = min(duration, moment)
                     shutil.rmtree(folder)
                     continue

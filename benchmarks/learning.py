@@ -1,8 +1,7 @@
-"""What the tables of trained networks share: options, finished runs, the loop over what is missing.
+"""Shared parts of the tables of trained networks: options, finished runs, and the main loop.
 
-A run is a row of the table for one seed, and a line of a CSV file as soon as it ends. A script goes
-on where it was stopped, also from the file in ``docs/results``: what has a line there is not run
-again.
+A run is a row of the table for one seed. It becomes a line of a CSV file when it ends. A script
+skips runs with a line in that file, also in ``docs/results``, and resumes where it was stopped.
 """
 
 import argparse
@@ -20,17 +19,18 @@ from evigrad.data import DataSet, load
 
 Result = dict[str, Any]
 
-# What evaluates the log evidence of all rows after training: exactly, by all rows of all data.
+# Estimator of the exact log evidence after training, by all rows of all data.
 JUDGE = "ntk-N-C"
 
 
 class Results:
-    """Finished runs in a CSV file; several processes may add to it.
+    """Finished runs in a CSV file. Several processes may add to it.
 
     Args:
-        path: Of the file; need not exist.
-        columns: Of the file, with ``row`` and ``seed``, which no two runs share. A run has them
-            all. None is an empty cell, and what is neither text nor a number is JSON.
+        path: Path of the file, which need not exist.
+        columns: Columns of the file. They include ``row`` and ``seed``, which identify a run. A run
+            has all columns. None is an empty cell, and values that are neither text nor numbers are
+            JSON.
     """
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
@@ -38,7 +38,7 @@ class Results:
         self.columns = list(columns)
 
     def read(self) -> list[Result]:
-        """All runs so far, in the order in which they ended."""
+        """Return all runs so far, in the order in which they ended."""
         if not self.path.exists():
             return []
         with self.path.open(newline="") as file:
@@ -46,11 +46,11 @@ class Results:
             return self._read(file)
 
     def has(self, row: str, seed: int) -> bool:
-        """Whether a run has ended, by now, in any process."""
+        """Return whether any process has finished a run."""
         return _is_in(self.read(), row, seed)
 
     def add(self, run: Result) -> None:
-        """Write a run down, unless another process has done so with the same one."""
+        """Store a run, unless another process has stored the same one."""
         if run.keys() != set(self.columns):
             raise ValueError(f"A run has {', '.join(self.columns)}, not {', '.join(run)}.")
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,8 +69,8 @@ class Results:
         reader = csv.DictReader(text.splitlines(keepends=True), strict=True)
         if reader.fieldnames not in (None, self.columns):
             raise SystemExit(
-                f"{self.path} has the columns {', '.join(reader.fieldnames or [])}, where runs of"
-                f" this script have {', '.join(self.columns)}. Give another --results."
+                f"{self.path} has the columns {', '.join(reader.fieldnames or [])}, but runs of"
+                f" this script have {', '.join(self.columns)}. Use another --results."
             )
         try:
             lines = list(reader)
@@ -80,7 +80,9 @@ class Results:
             line.keys() == set(self.columns) and None not in line.values() for line in lines
         )
         if text and not (whole and text.endswith("\n")):
-            raise SystemExit(f"{self.path} has a broken line: remove it, and it is run again.")
+            raise SystemExit(
+                f"{self.path} has a broken line. Remove it, and its run will run again."
+            )
         return [{key: _value(cell) for key, cell in line.items()} for line in lines]
 
 
@@ -106,7 +108,7 @@ def _value(cell: str) -> Any:
 def make_parser(
     description: str | None, seeds: Sequence[int] | None = (0, 1, 2)
 ) -> argparse.ArgumentParser:
-    """The options of all of them, to which a script adds those of its own."""
+    """Return the common options, to which a script adds its own."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -117,19 +119,19 @@ def make_parser(
         "--results",
         type=Path,
         default=Path("results"),
-        help="folder with the CSV file of the runs; what is there is not run again",
+        help="folder with the CSV file of the runs, which do not run again",
     )
     parser.add_argument(
-        "--pages", type=Path, nargs="*", default=[], help="pages that get the table"
+        "--pages", type=Path, nargs="*", default=[], help="pages to insert the table into"
     )
     parser.add_argument(
-        "--table", action="store_true", help="only print the table of what is there"
+        "--table", action="store_true", help="only print the table of the existing runs"
     )
     return parser
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the options and set the threads; there are no seeds where only the table is wanted."""
+    """Return the options and set the threads. There are no seeds with --table."""
     given = parser.parse_args(arguments)
     if given.table:
         given.seeds = []
@@ -140,7 +142,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
 def add_data_and_rows(
     parser: argparse.ArgumentParser, data: Sequence[str], rows: Sequence[str]
 ) -> argparse.ArgumentParser:
-    """Add what ``run_and_show`` needs: a set of data, and the rows of its table."""
+    """Return the parser with the options of ``run_and_show``: a data set, and rows."""
     parser.add_argument("--data", choices=data, default=data[0])
     parser.add_argument("--rows", nargs="+", choices=rows, default=list(rows))
     return parser
@@ -158,13 +160,13 @@ def run_and_show(
     """Run what is missing, then print the table and insert it into the pages.
 
     Args:
-        name: Of the table.
-        given: By the options of ``make_parser`` and ``add_data_and_rows``.
-        columns: Of the results.
-        subset: Training data to draw.
-        run_row: Runs a row for a seed; row, seed and threads are added to what it returns.
-        table_of: Makes the table as Markdown.
-        tidy: Called with seed and row after a run was written down.
+        name: Name of the table.
+        given: Options of ``make_parser`` and ``add_data_and_rows``.
+        columns: Columns of the results.
+        subset: Number of training examples to draw.
+        run_row: Function that runs a row for a seed. Row, seed and threads are added to its result.
+        table_of: Function that returns the table as Markdown.
+        tidy: Function that is called with seed and row after a run was stored.
     """
     results = Results(given.results / f"{name}_{given.data.replace(':', '_')}.csv", columns)
     for seed in given.seeds:

@@ -1,9 +1,10 @@
-"""What do batches of different lengths cost, beside equal ones?
+"""Time batches of different lengths, relative to equal lengths.
 
-A transformer encoder classifies padded sequences of words with masks. The blocks of a `DataLoader`
-are padded to their longest sequence: each has a length of its own, for which there may be no plan
-yet. They are compared, in turns, with blocks in which all sequences have the lengths' mean: as many
-words in all. Times are those of a step on the hyperparameters, of 64 rows, over many blocks.
+A transformer encoder classifies padded sequences of words with masks. A `DataLoader` pads its
+blocks to their longest sequence. Each block therefore has a different length, for which there may
+be no plan yet. In turns, the script compares them with blocks whose sequences have the mean length,
+so that both have equally many words. Times refer to a step on the hyperparameters, of 64 rows,
+over many blocks.
 
     python benchmarks/lengths.py --out benchmarks/lengths.csv
 """
@@ -24,14 +25,14 @@ from evigrad.passes.allocator import kept_memory
 from evigrad.priors import GaussianPrior
 
 WORDS, WIDTH, LAYERS, CLASSES, ROWS = 1000, 128, 2, 4, 64
-# Most words in a block, evenly distributed: as many as there are shapes.
+# Maximum lengths of the blocks, evenly distributed.
 SHORTEST, LONGEST = 17, 80
 BLOCKS = 32
 ESTIMATORS = ("ntk-64-1", "kfac-64-1")
 
 
 class Encoder(nn.Module):
-    """Words to the scores of classes, by the mean of what is no padding."""
+    """Scores of classes from words, by the mean over positions without padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +51,7 @@ class Encoder(nn.Module):
 
 
 def blocks(lengths: list[int]) -> list[tuple[dict[str, Tensor], Tensor]]:
-    """One block of data for each length, whose longest sequence has it."""
+    """Return one block of data for each maximum length."""
     made = []
     for number, length in enumerate(lengths):
         generator = torch.Generator().manual_seed(number)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: timing, peak memory in a process of its own, tables."""
+"""Shared parts of the benchmarks: timing, peak memory in a separate process, tables."""
 
 import csv
 import ctypes
@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -25,7 +26,7 @@ MIB = 2**20
 
 
 def seconds(work: Callable[[], object], repeats: int, warmup: int = 1) -> float:
-    """Median wall time of several runs, the device's queue included."""
+    """Return the median wall time of several runs, including the queue of the device."""
     for _ in range(warmup):
         work()
     times = []
@@ -41,7 +42,7 @@ def seconds(work: Callable[[], object], repeats: int, warmup: int = 1) -> float:
 def paired(
     works: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 1
 ) -> dict[str, float]:
-    """Median wall times of several things, run in turns so that a noisy machine hits all alike."""
+    """Return median wall times of several works that run in turns, so that noise hits all alike."""
     for work in works.values():
         for _ in range(warmup):
             work()
@@ -55,8 +56,8 @@ def paired(
 def pass_checks(evidence: Evidence, x: Tensor, y: Tensor, passes: int) -> None:
     """Pass over a few examples until the next ``passes`` calls check nothing.
 
-    In its passes 1, 2, 4, 8, ... an evidence compares its derivatives with plain automatic
-    differentiation, which benchmarks do not measure.
+    In its passes 1, 2, 4, 8, ..., an evidence compares its derivatives with plain automatic
+    differentiation. Benchmarks do not measure these checks.
     """
     for _ in range(2 ** passes.bit_length()):
         evidence.estimate(x, y)
@@ -68,7 +69,7 @@ def _synchronize() -> None:
 
 
 class Clock:
-    """Process time of what runs within it, summed over all entries."""
+    """Process time of the work within it, summed over all entries."""
 
     seconds = 0.0
 
@@ -81,10 +82,10 @@ class Clock:
 
 
 class Peak:
-    """Peak memory of a block of code, in bytes above what was there before it.
+    """Peak memory of a block of code, in bytes above the start.
 
-    On the CPU it is the resident memory of the process, whose allocator keeps what it once had: one
-    measurement for each process (``in_own_process``), before which it gives back what is free.
+    On the CPU, it is the resident memory of the process. The allocator keeps freed memory, so each
+    process can measure only once (``in_own_process``). Free memory is returned before.
     """
 
     def __enter__(self) -> "Peak":
@@ -94,8 +95,8 @@ class Peak:
             torch.cuda.reset_peak_memory_stats()
             self._before = torch.cuda.memory_allocated()
         else:
-            give_back()  # or what follows would seem to need no memory of its own
-            # Linux's way to forget the peak so far, which planning may have set.
+            give_back()  # otherwise later work seems to need no memory
+            # Linux resets the peak here, which planning may have set.
             Path("/proc/self/clear_refs").write_text("5")
             self._before = _resident("VmRSS")
         return self
@@ -109,26 +110,26 @@ class Peak:
 
 
 def give_back() -> None:
-    """Return memory that is free to the system, if its C library is glibc."""
+    """Return free memory to the system, if its C library is glibc."""
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(ctypes.c_size_t(0))
 
 
 def _resident(field: str) -> int:
-    """Resident memory of the process in bytes, at present (VmRSS) or at its peak (VmHWM)."""
+    """Return resident memory in bytes, now (VmRSS) or at its peak (VmHWM)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError("The system does not tell the resident memory.")
+    raise RuntimeError("The system does not report the resident memory.")
 
 
 def in_own_process(
     script: str, arguments: Sequence[str], timeout: float, source: Path | None = None
 ) -> dict[str, Any]:
-    """Run a benchmark's single case in a process of its own.
+    """Run a single case of a benchmark in a separate process.
 
-    ``source`` is the folder that evigrad is imported from, if not the installed one.
+    ``source`` is the folder to import evigrad from, if not the installed one.
 
     Returns:
         The JSON of its last line of output, or ``{"failed": reason}``.
@@ -153,7 +154,7 @@ def in_own_process(
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and its standard error, NaN where there is none."""
+    """Return the mean and its standard error, which is NaN if there is none."""
     mean = statistics.fmean(values) if values else math.nan
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return mean, math.nan
@@ -161,13 +162,13 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 
 def with_error(mean: float, error: float, digits: int) -> str:
-    """Both as text; the mean alone where there is no error, as of a single seed."""
+    """Return both as text, or only the mean if there is no error, such as for one seed."""
     spread = f" ± {error:.{digits}f}" if math.isfinite(error) else ""
     return f"{mean:.{digits}f}{spread}"
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Whole numbers as ranges, ``0-2, 5``."""
+    """Return integers as ranges, ``0-2, 5``."""
     found: list[list[int]] = []
     for number in sorted(numbers):
         if found and found[-1][-1] == number - 1:
@@ -180,9 +181,9 @@ def spans(numbers: Iterable[int]) -> str:
 def summaries(
     results: Sequence[Mapping[str, Any]], rows: Sequence[str], keys: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """For each row that has results the mean of every key over its seeds, and ``KEY_error``.
+    """Return the mean of every key over the seeds and ``KEY_error``, for each row with results.
 
-    None, as the seconds of a run that was suspended, does not count. ``seed_spans`` are the seeds.
+    None does not count, such as the seconds of a suspended run. ``seed_spans`` are the seeds.
     """
     found = []
     for row in rows:
@@ -200,7 +201,7 @@ def summaries(
 def means(
     results: Sequence[Mapping[str, Any]], keys: Sequence[str], names: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """For all distinct values of ``keys`` the means of ``names`` over the seeds."""
+    """Return the means of ``names`` over the seeds, for all distinct values of ``keys``."""
     found = []
     for values in dict.fromkeys(tuple(r[key] for key in keys) for r in results):
         same = [r for r in results if tuple(r[key] for key in keys) == values]
@@ -210,7 +211,7 @@ def means(
 
 
 def machine() -> str:
-    """The machine, its threads and the date, for the head of a table."""
+    """Return the machine, its threads and the date."""
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
     else:
@@ -224,7 +225,7 @@ def machine() -> str:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Rows as CSV, columns in the order of their first appearance."""
+    """Write rows as CSV, with columns in the order of their first appearance."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
@@ -233,16 +234,28 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         writer.writerows(rows)
 
 
+def with_minus(text: str) -> str:
+    """Return a text with a minus sign instead of a hyphen before negative numbers."""
+    return re.sub(r"(?<![\w.)−-])-(?=\d)", "−", text)
+
+
+def measured_on(machines: Iterable[str]) -> str:
+    """Return the line below a table of times: the machines, without dates."""
+    names = (re.sub(r"; \d{4}-\d\d-\d\d$", "", name) for name in machines)
+    names = (name.replace(" 1 threads", " 1 thread").replace("; ", ", ") for name in names)
+    return f"*Machine: {' and '.join(dict.fromkeys(names))}.*"
+
+
 def insert(page: Path, marker: str, text: str) -> None:
-    """Replace what stands between a page's markers, where it has them."""
+    """Replace the text between two markers of a page. A page without them stays as it is."""
     before, found, rest = page.read_text().partition(f"<!-- {marker} -->\n")
     if found:
         _, end, after = rest.partition(f"<!-- end {marker} -->")
-        page.write_text(f"{before}{found}{text}\n{end}{after}")
+        page.write_text(f"{before}{found}{with_minus(text)}\n{end}{after}")
 
 
 def show(marker: str, text: str, pages: Sequence[Path]) -> None:
-    """Print a text and put it between the pages' markers."""
+    """Print a text and put it between the markers of some pages."""
     print(text)
     for page in pages:
         insert(page, marker, text)

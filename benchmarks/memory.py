@@ -1,9 +1,9 @@
-"""Peak memory of the gradient in the ranges of an invariance, against the size of the subset.
+"""Measure the peak memory of the gradient in the ranges of an invariance, against the subset size.
 
-Each case runs in a process of its own: the peak above what the process held after one gradient of
-a single micro-batch's data, plus what that first gradient took. On a WRN-16-4 with S augmentation
-samples and a fixed micro-batch, kfac's memory is flat in m, ntk's grows by its rows (m x P
-numbers), and that of the one-graph twin by everything, until it no longer fits.
+Each case runs in a separate process. The peak is the memory above what the process held after one
+gradient of a single micro-batch, plus the memory of that first gradient. On a WRN-16-4 with S
+augmentation samples and a fixed micro-batch, the memory of kfac does not depend on m. The memory of
+ntk grows with its rows (m x P numbers). The one-graph twin stores everything.
 
     python benchmarks/memory.py --csv docs/results/memory.csv
 """
@@ -29,7 +29,7 @@ MODELS = {"wrn16-4": (3, 32, 32), "mininet": (1, 28, 28), "resnet50": (3, 64, 64
 
 
 def one_case(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Peak memory of one gradient, in this process."""
+    """Return the peak memory of one gradient, in this process."""
     (m,), (structure,), (way,) = arguments.data, arguments.structures, arguments.ways
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = MODELS[arguments.model]
@@ -51,12 +51,12 @@ def one_case(arguments: argparse.Namespace) -> dict[str, Any]:
         generator=0,
     )
     if arguments.limit and not torch.cuda.is_available():
-        # An allocation beyond it fails, in the place of the machine.
+        # An allocation beyond it fails instead of the machine.
         resource.setrlimit(resource.RLIMIT_AS, (arguments.limit * MIB * 1024,) * 2)
     x = torch.rand(m, *shape)
     y = torch.randint(arguments.outputs, (m,))
     x, y = x.to(device), y.to(device)
-    pass_checks(evidence, x[:3], y[:3], passes=1)  # and plan, which is not what is measured
+    pass_checks(evidence, x[:3], y[:3], passes=1)  # and plan, which is not measured
     with Peak() as peak:
         evidence.backward(x, y)
     return {"bytes": peak.bytes, "weights": sum(p.numel() for p in network.parameters())}
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--data", type=int, nargs="+", default=[16, 32, 64, 128, 256, 512])
     parser.add_argument("--structures", nargs="+", default=["kfac", "ntk"])
     parser.add_argument("--ways", nargs="+", default=["two-pass", "one-graph"])
-    parser.add_argument("--limit", type=int, help="memory that a process may take, in GiB")
+    parser.add_argument("--limit", type=int, help="memory limit of a process, in GiB")
     parser.add_argument("--bfloat16-rows", action="store_true")
     parser.add_argument("--timeout", type=float, default=900)
     parser.add_argument("--csv", type=Path)

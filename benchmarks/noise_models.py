@@ -1,10 +1,10 @@
-"""How well do networks of input-dependent noise find two levels of noise?
+"""Test how well networks with input-dependent noise recover two levels of noise.
 
 Every row trains two hidden layers of 64 by ``fit`` with its defaults, with ``heteroscedastic`` or
-``natural-gaussian`` outputs, on N synthetic examples y = x₀ + σ(x₁) ε. σ is 0.1 where x₁ is
-negative and 0.6 elsewhere; the table has the root mean square of the predicted σ in either half of
-2,000 test examples. ``plug-in`` predicts with the network alone, ``kfac`` with the posterior. Test
-data are only evaluated. Every run is kept as it ends: the script goes on where it was stopped.
+``natural-gaussian`` outputs. The N synthetic examples are y = x₀ + σ(x₁) ε. σ is 0.1 for negative
+x₁ and 0.6 otherwise. The table has the root mean square of the predicted σ in either half of 2,000
+test examples. ``plug-in`` is the MAP prediction, ``kfac`` the posterior prediction. Test data are
+only evaluated. The script stores every finished run and resumes where it was stopped.
 
     python benchmarks/noise_models.py --results docs/results --pages docs/posterior.md
 """
@@ -27,7 +27,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 def synthetic(num_data: int, seed: int) -> tuple[Pair, Pair]:
-    """Training and test data of a seed."""
+    """Return training and test data of a seed."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(num_data + NUM_TEST, 2, generator=generator)
     sigma = torch.where(x[:, 1:] < 0, *SIGMAS)
@@ -36,7 +36,7 @@ def synthetic(num_data: int, seed: int) -> tuple[Pair, Pair]:
 
 
 def run_row(num_data: int, method: str, seed: int) -> Result:
-    """One training on one draw of the data."""
+    """Return the numbers of one training on one draw of the data."""
     train, test = synthetic(num_data, seed)
     model = make_model("mlp", train[0].shape[1:], 2, seed)
     result = evigrad.fit(model, train, test=test, likelihood=method, seed=seed, progress=False)
@@ -55,9 +55,10 @@ def run_row(num_data: int, method: str, seed: int) -> Result:
 
 
 def table_of(runs: list[Result]) -> str:
-    """Means of the seeds as Markdown."""
+    """Return means of the seeds as Markdown."""
     lines = [
-        "| N | likelihood | test log likelihood, plug-in | kfac | σ where it is 0.1 | 0.6 |",
+        "| N | likelihood | test log likelihood, MAP | posterior, kfac"
+        " | σ (true 0.1) | σ (true 0.6) |",
         "|---|---|---|---|---|---|",
     ]
     for num_data in SIZES:

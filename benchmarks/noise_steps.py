@@ -1,9 +1,9 @@
-"""What do the weights' steps do when a round lowers the noise?
+"""Compare steps of the weights on the loss itself and on σ² times the loss.
 
-The gradient of a normal negative log likelihood grows as 1/σ². ``fit`` steps on σ² times the loss;
-here are the same runs with steps on the loss itself. Networks, splits and predictions are those of
-``rivals.py``'s ``default, posterior``. Every run is kept as it ends: the script goes on where it
-was stopped.
+The gradient of a Gaussian negative log likelihood grows like 1/σ². ``fit`` therefore takes its
+steps on σ² times the loss. This script repeats its runs with steps on the loss itself. Networks,
+splits and predictions come from ``default, posterior`` in ``rivals.py``. The script stores every
+finished run and resumes where it was stopped.
 
     python benchmarks/noise_steps.py --data-dir DIR --results docs/results --pages docs/start.md
 """
@@ -24,7 +24,7 @@ COLUMNS = ("row", "seed", *KEYS, "threads")
 
 
 def run(name: str, way: str, seed: int, data_dir: str | None) -> Result:
-    """One training by the defaults, and how well network and posterior predict the test data."""
+    """Return test log likelihoods of MAP and posterior for one training by the defaults."""
     task = make_task(name, seed, data_dir)
     if way == WAYS[0]:
         plug_in, posterior = run_default_posterior(task)
@@ -36,9 +36,9 @@ def run(name: str, way: str, seed: int, data_dir: str | None) -> Result:
 
 
 def table_of(runs: list[Result]) -> str:
-    """Means over the splits, and the differences split by split, as Markdown."""
+    """Return means over the splits, and differences split by split, as Markdown."""
     lines = [
-        "| table | steps on | test log likelihood, network | posterior | largest RMSE | splits |",
+        "| data set | loss | test log likelihood, MAP | posterior | largest RMSE | splits |",
         "|---|---|---|---|---|---|",
     ]
     for name in SETS:
@@ -51,7 +51,7 @@ def table_of(runs: list[Result]) -> str:
         first, second = found.values()
         if both := sorted(first.keys() & second.keys()):
             cells = [_mean([first[s][key] - second[s][key] for s in both]) for key in KEYS[:2]]
-            lines.append(f"| {name} | *difference* | {' | '.join(cells)} | | {spans(both)} |")
+            lines.append(f"| {name} | *difference* | {' | '.join(cells)} | – | {spans(both)} |")
     return "\n".join(lines)
 
 

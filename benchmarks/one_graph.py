@@ -1,4 +1,4 @@
-"""The twin of the two passes: one graph over the whole block, and plain autograd through it."""
+"""The twin of the two passes: one graph over the whole block, with plain autograd."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ from evigrad.passes.sweep import MicroBatchSweep
 
 
 class OneGraph(Evidence):
-    """An evidence without shortcuts: formed rows, H instead of kernels, and a graph of all rows."""
+    """An evidence without shortcuts: formed rows, H instead of kernels, and one graph."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)

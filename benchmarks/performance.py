@@ -1,13 +1,13 @@
 """Write the tables of docs/performance.md from the CSV files of the other benchmarks.
 
-Run it from anywhere after one of them: ``python benchmarks/performance.py``.
+Run it after one of them, from any folder: ``python benchmarks/performance.py``.
 """
 
 import csv
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from measure import insert
+from measure import insert, measured_on
 
 DOCS = Path(__file__).parents[1] / "docs"
 STRUCTURES = ("ntk", "kfac-expand", "kfac-reduce")
@@ -15,112 +15,112 @@ Row = Mapping[str, str]
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
+    """Return a table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def step_cost(rows: Sequence[Row]) -> str:
-    """Ratios to a training step, one line for each size."""
+    """Return ratios to a training step, one line for each size."""
     sizes = dict.fromkeys((r["m"], r["micro_batch"]) for r in rows)
     lines = []
     for m, micro_batch in sizes:
         mine = {r["structure"]: r for r in rows if r["m"] == m}
         step = float(next(iter(mine.values()))["step_seconds"])
-        ratios = [f"{mine[s]['ratio']} x" if s in mine else "" for s in STRUCTURES]
+        ratios = [f"{mine[s]['ratio']} ×" if s in mine else "–" for s in STRUCTURES]
         lines.append([m, micro_batch, f"{1e3 * step:.0f} ms", *ratios])
     return markdown(["m", "micro-batch", "training step", *STRUCTURES], lines)
 
 
 def step_cost_of_models(rows: Sequence[Row]) -> str:
-    """Ratios to a training step, one line for each network."""
+    """Return ratios to a training step, one line for each network."""
     lines = []
     for model in dict.fromkeys(r["model"] for r in rows):
         mine = {r["structure"]: r for r in rows if r["model"] == model}
         step = float(next(iter(mine.values()))["step_seconds"])
         lines.append(
-            [model, f"{1e3 * step:.0f} ms", *(f"{mine[s]['ratio']} x" for s in STRUCTURES)]
+            [model, f"{1e3 * step:.0f} ms", *(f"{mine[s]['ratio']} ×" for s in STRUCTURES)]
         )
     return markdown(["network", "training step", *STRUCTURES], lines)
 
 
 def vocabulary(rows: Sequence[Row]) -> str:
-    """Ratios to the smallest vocabulary, one line for each estimator and output layer."""
+    """Return ratios to the smallest vocabulary, by estimator and output layer."""
     words = list(dict.fromkeys(r["words"] for r in rows))
     lines = []
     for estimator, tied in dict.fromkeys((r["estimator"], r["tied"]) for r in rows):
         mine = {r["words"]: r for r in rows if (r["estimator"], r["tied"]) == (estimator, tied)}
-        ratios = [f"{float(mine[w]['ratio']):.2f} x" if w in mine else "" for w in words]
+        ratios = [f"{float(mine[w]['ratio']):.2f} ×" if w in mine else "–" for w in words]
         first = f"{float(mine[words[0]]['seconds']):.2f} s"
         lines.append([estimator, "tied" if tied == "True" else "own", first, *ratios])
     trained = {r["words"]: float(r["training"]) for r in rows if r["training"]}
-    ratios = [f"{trained[w] / trained[words[0]]:.2f} x" if w in trained else "" for w in words]
-    lines.append(["a training step", "own", f"{trained[words[0]]:.2f} s", *ratios])
+    ratios = [f"{trained[w] / trained[words[0]]:.2f} ×" if w in trained else "–" for w in words]
+    lines.append(["training step", "own", f"{trained[words[0]]:.2f} s", *ratios])
     header = ["step", "output layer", f"at {words[0]} words"]
     return markdown([*header, *(f"{int(w):,} words" for w in words)], lines)
 
 
 def lengths(rows: Sequence[Row]) -> str:
-    """Different lengths over equal ones."""
+    """Return times of different lengths, relative to equal ones."""
     lines = [
-        [r["estimator"], f"{float(r['equal']):.2f} s", f"{float(r['ratio']):.2f} x"] for r in rows
+        [r["estimator"], f"{float(r['equal']):.2f} s", f"{float(r['ratio']):.2f} ×"] for r in rows
     ]
-    return markdown(["estimator", "a step, equal lengths", "different lengths"], lines)
+    return markdown(["estimator", "step, equal lengths", "step, different lengths"], lines)
 
 
 def memory(rows: Sequence[Row]) -> str:
-    """Peaks in MiB, one line for each size."""
+    """Return peaks in MiB, one line for each size."""
     columns = [(s, way) for way in ("two-pass", "one-graph") for s in ("kfac", "ntk")]
     lines = []
     for m in dict.fromkeys(r["m"] for r in rows):
         found = {(r["structure"], r["way"]): r for r in rows if r["m"] == m}
-        cells = [found[c]["MiB"] or found[c]["note"] if c in found else "" for c in columns]
+        cells = [found[c]["MiB"] or found[c]["note"] if c in found else "–" for c in columns]
         held = found.get(("ntk", "two-pass"), {}).get("rows_MiB", "")
         lines.append([m, cells[0], cells[1], held, *cells[2:]])
-    header = ["m", "kfac", "ntk", "of which rows", "kfac, one graph", "ntk, one graph"]
+    header = ["m", "kfac", "ntk", "ntk: of which rows", "kfac, one graph", "ntk, one graph"]
     return markdown(header, lines)
 
 
 def scaling(rows: Sequence[Row]) -> str:
-    """Milliseconds, one line for each axis and structure."""
+    """Return milliseconds, one line for each size and structure."""
     lines = []
     for axis, structure in dict.fromkeys((r["axis"], r["structure"]) for r in rows):
         mine = [r for r in rows if (r["axis"], r["structure"]) == (axis, structure)]
         sizes = ", ".join(f"{int(r['size']):,}" for r in mine)
         times = ", ".join(f"{float(r['milliseconds']):.3g}" for r in mine)
-        lines.append([axis, structure, sizes, times, f"{mine[-1]['over_first']} x"])
-    return markdown(["size", "structure", "values", "ms", "last over first"], lines)
+        lines.append([axis, structure, sizes, times, f"{mine[-1]['over_first']} ×"])
+    return markdown(["varied size", "structure", "values", "ms per step", "last / first"], lines)
 
 
 def prior_steps(rows: Sequence[Row]) -> str:
-    """One step and many, one line for each case."""
+    """Return times of one step and of several, one line for each case."""
     lines = []
     for r in rows:
         one, many = float(r["one_step_seconds"]), float(r["many_steps_seconds"])
         named = [r["model"], r["estimator"], r["learned"]]
-        lines.append([*named, f"{1e3 * one:.0f} ms", f"{1e3 * many:.0f} ms", f"{r['ratio']} x"])
+        lines.append([*named, f"{1e3 * one:.0f} ms", f"{1e3 * many:.0f} ms", f"{r['ratio']} ×"])
     steps = rows[0]["steps"]
-    header = ["model", "estimator", "learned", "one step", f"{steps} steps", "ratio"]
+    header = ["model", "estimator", "learned", "1 step", f"{steps} steps", "ratio"]
     return markdown(header, lines)
 
 
 def allocation(rows: Sequence[Row]) -> str:
-    """With memory kept and without, one line for each case."""
+    """Return times with memory kept and without, one line for each case."""
     lines = []
     for r in rows:
         usual, kept = 1e3 * float(r["usual_seconds"]), 1e3 * float(r["kept_seconds"])
         named = [r["model"], r["samples"], r["m"], r["step"]]
-        lines.append([*named, f"{usual:.0f} ms", f"{kept:.0f} ms", f"{r['ratio']} x"])
-    return markdown(["model", "S", "m", "step", "usual", "kept", "ratio"], lines)
+        lines.append([*named, f"{usual:.0f} ms", f"{kept:.0f} ms", f"{r['ratio']} ×"])
+    return markdown(["model", "S", "m", "step", "default", "memory kept", "default / kept"], lines)
 
 
 def precision(rows: Sequence[Row]) -> str:
-    """Errors, one line for each case."""
+    """Return errors, one line for each case."""
     names = [name for name in rows[0] if name != "machine"]
     return markdown([n.replace("_", " ") for n in names], ([r[n] for n in names] for r in rows))
 
 
-# Marker in the page → file, what its rows must hold, and the table.
+# Marker in the page → file, required values of its rows, and the table.
 TABLES: dict[str, tuple[str, Mapping[str, str], Callable[[Sequence[Row]], str]]] = {
     "wrn precisions": ("step_cost_wrn_precisions", {}, step_cost),
     "wrn invariances": ("step_cost_wrn_invariances", {}, step_cost),
@@ -138,7 +138,7 @@ TABLES: dict[str, tuple[str, Mapping[str, str], Callable[[Sequence[Row]], str]]]
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a file."""
+    """Return the rows of a file."""
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -147,10 +147,10 @@ def main() -> None:
     for marker, (name, wanted, table) in TABLES.items():
         paths = sorted((DOCS / "results").glob(f"{name}.csv"))
         if not paths:
-            print(f"{name}.csv is missing: its table stays as it is")
+            print(f"{name}.csv is missing. Its table does not change")
             continue
         rows = [r for path in paths for r in read(path) if wanted.items() <= r.items()]
-        machines = "; ".join(dict.fromkeys(row["machine"] for row in rows))
+        machines = measured_on(row["machine"] for row in rows)
         insert(DOCS / "performance.md", marker, f"{table(rows)}\n\n{machines}")
 
 

@@ -1,13 +1,12 @@
-"""Do predictions with the posterior's uncertainty beat those without it?
+"""Compare posterior predictions with MAP predictions.
 
-Digits are scikit-learn's and the network is ``digitsnet``, trained by MAP at precision 1, and with
-precisions that the evidence learns. Tables are UCI's, standardised, each seed a split of its own,
-with two hidden layers of 64, precisions and noise learned; for ``heteroscedastic`` the network has
-a log variance for each target instead, and precisions begin at 10; ``natural`` is a network of a
-natural Gaussian. Every row predicts with the same
-trained network: ``plug-in`` without the weights' uncertainty, the others with the posterior of a
-structure. Test data are only evaluated. Every run is kept as it ends: the script goes on where it
-was stopped.
+The digits are scikit-learn's. Their network is ``digitsnet``, trained by MAP with precision 1, and
+with learned precisions. The tabular data sets are UCI's, standardized, with one split per seed.
+Their network has two hidden layers of 64, with learned precisions and noise. With
+``heteroscedastic``, the network has a log variance for each target, and precisions begin at 10.
+``natural`` is a network of a natural Gaussian. Every row predicts with the same trained network:
+``plug-in`` is the MAP prediction, and the others use the posterior of a structure. Test data are
+only evaluated. The script stores every finished run and resumes where it was stopped.
 
     python benchmarks/posterior.py --data-dir DIR --results docs/results --pages docs/posterior.md
 """
@@ -28,10 +27,10 @@ from evigrad.data import load
 from evigrad.models import make_model
 
 TABLES = ("yacht", "boston", "energy", "wine_red", "power", "naval")
-# Tables for all likelihoods, and those whose kernel of all rows is too large.
+# Data sets for all likelihoods, and those with too many rows for the kernel.
 SMALL, LARGE = TABLES[:3], TABLES[4:]
 TRAININGS = {"MAP": {"estimator": None, "precision": 1.0}, "learned": {}}
-# In tables N is small: the kernel of all rows is exact, and cheaper than H.
+# N is small here. The kernel of all rows is exact, and cheaper than H.
 OF_DIGITS = {"full": {}, "kfac": {}, "diag": {}, "last-layer": {}, "ntk, 1000 rows": {"rows": 1000}}
 OF_TABLES = {"ntk": {}, "kfac": {}, "diag": {}, "last-layer": {}}
 SUFFIXES = {
@@ -48,7 +47,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 def predictions(result: FitResult, train: Pair, test: Pair, structures: dict) -> Iterator[tuple]:
-    """The prediction of each structure, with its name and seconds to collect and to predict."""
+    """Yield name, seconds and prediction of each structure."""
     for name, options in structures.items():
         start = time.perf_counter()
         structure = name.partition(",")[0]
@@ -60,7 +59,7 @@ def predictions(result: FitResult, train: Pair, test: Pair, structures: dict) ->
 
 
 def classified(predictive: evigrad.Predictive, y: Tensor) -> Result:
-    """Log likelihood and accuracy of a classifier."""
+    """Return log likelihood and accuracy of a classifier."""
     right = (predictive.probabilities.argmax(1) == y).double().mean()
     return {
         "log_likelihood": float(predictive.log_prob(y).double().mean()),
@@ -70,7 +69,7 @@ def classified(predictive: evigrad.Predictive, y: Tensor) -> Result:
 
 
 def covered(predictive: evigrad.Predictive, y: Tensor, epistemic: bool) -> Result:
-    """Log likelihood and coverage of central intervals, with or without the epistemic part."""
+    """Return log likelihood and coverage of intervals, with or without the epistemic part."""
     error = (predictive.mean - y).double()
     noise = predictive.noise_variance
     assert noise is not None
@@ -91,7 +90,7 @@ def covered(predictive: evigrad.Predictive, y: Tensor, epistemic: bool) -> Resul
 
 
 def digits(training: str, seed: int) -> Iterator[tuple[str, Result]]:
-    """The rows of one training on digits."""
+    """Return the rows of one training on digits."""
     data = load("digits", seed=seed)
     model = make_model("digitsnet", data.input_shape, data.num_outputs, seed)
     result = evigrad.fit(model, data.train, seed=seed, progress=False, **TRAININGS[training])
@@ -110,7 +109,7 @@ def digits(training: str, seed: int) -> Iterator[tuple[str, Result]]:
 def table(
     name: str, seed: int, data_dir: str | None, likelihood: str
 ) -> Iterator[tuple[str, Result]]:
-    """The rows of one training on a table."""
+    """Return the rows of one training on a tabular data set."""
     data = load(f"uci/{name}", data_dir, seed=seed, likelihood=likelihood)
     model = make_model("mlp", data.input_shape, data.num_outputs, seed)
     result = evigrad.fit(
@@ -131,10 +130,10 @@ def table(
 
 
 def table_of(runs: list[Result], prefix: str, keys: dict[str, tuple[str, int]]) -> str:
-    """The rows of one kind as Markdown; ``keys`` gives each column's head and digits."""
+    """Return the rows of one kind as Markdown. ``keys`` has each column's header and digits."""
     rows = list(dict.fromkeys(run["row"] for run in runs if run["row"].startswith(prefix)))
     lines = [
-        f"| | {' | '.join(head for head, _ in keys.values())} |",
+        f"| training: prediction | {' | '.join(head for head, _ in keys.values())} |",
         "|---" * (1 + len(keys)) + "|",
     ]
     for row in summaries(runs, rows, list(keys)):

@@ -1,10 +1,11 @@
-"""What lower precision costs in accuracy: errors of value and gradient against float64.
+"""Measure the errors of value and gradient at lower precision, relative to float64.
 
-A network trained for a few epochs on real digits (or at its initial weights on noise, for
-WRN-16-4), with the ranges of an affine invariance to learn. "float32" is the default; "bfloat16
-passes" runs forward and backward passes under autocast, kernels and factors in float32; "bfloat16
-rows" keeps the rows of ntk in half of the memory, with products in float32. Errors are relative:
-of the log-determinant, and of the gradients in the log precisions and in the ranges by their norms.
+A network is trained for a few epochs on real digits, or stays at its initial weights on noise
+(WRN-16-4). It has the ranges of an affine invariance to learn. "float32" is the default. "bfloat16
+passes" runs forward and backward passes under autocast, with kernels and factors in float32.
+"bfloat16 rows" keeps the rows of ntk in half of the memory, with products in float32. Errors are
+relative to the log-determinant, and to the norms of the gradients in the log precisions and in the
+ranges.
 
     python benchmarks/precision.py --csv docs/results/precision.csv
 """
@@ -34,7 +35,7 @@ EPOCHS, BATCH = 5, 50
 
 
 def network(name: str, num_data: int) -> tuple[nn.Module, Tensor, Tensor]:
-    """A network and data for it."""
+    """Return a network and data for it."""
     if name == "mininet":
         data = load("mnist5k", subset=1000)
         model = make_model(name, data.input_shape, data.num_outputs, seed=0)
@@ -52,7 +53,7 @@ def network(name: str, num_data: int) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def train(model: nn.Module, x: Tensor, y: Tensor) -> None:
-    """A few epochs of Adam."""
+    """Train for a few epochs with Adam."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(0)
     for _ in range(EPOCHS):
@@ -63,7 +64,7 @@ def train(model: nn.Module, x: Tensor, y: Tensor) -> None:
 
 
 def measure(model_name: str, structure: str, num_data: int, repeats: int) -> list[dict[str, str]]:
-    """All variants on the same block with the same noise."""
+    """Return the errors of all variants on one block with equal noise."""
     found: dict[str, tuple[float, dict[str, Tensor], float]] = {}
     model, x, y = network(model_name, num_data)
     for variant, settings in VARIANTS.items():

@@ -1,15 +1,16 @@
-"""Does learning the weight decay by the evidence pay? MAP, a grid search, and the estimators.
+"""Compare estimators that learn the weight decay with MAP and a grid search.
 
 Each row trains from the same initial weights on the same data, by the same schedule:
 
-* ``map-none``: maximum likelihood, no decay; ``map-5e-4``: the usual weight decay;
-* ``grid``: one decay for all weights, the best of seven by the log likelihood of a fifth of the
-  training data held out, then trained again on all of it; its seconds are those of all eight runs;
-* the estimators: layerwise prior precisions learned during training, no held-out data.
+* ``map-none``: maximum likelihood without weight decay. ``map-5e-4``: weight decay 5e-4.
+* ``grid``: one decay for all weights, the best of seven by the log likelihood on 20 % held-out
+  data, then trained again on all data. Its seconds cover all eight runs.
+* the estimators: layerwise prior precisions learned during training, without held-out data.
 
-The log evidence of all rows is evaluated afterwards, and exactly: that of the linearised Laplace
-approximation, by all rows of all data. The test set is only evaluated. Every run is kept as it
-ends: the script goes on where it was stopped. Settings and grid are below, fixed beforehand.
+The log evidence of all rows is evaluated after training. It is exact, for the linearized Laplace
+approximation by all rows of all data. The test set is only evaluated. The script stores every
+finished run and resumes where it was stopped. Settings and grid below were fixed before the first
+run.
 
     python benchmarks/prior_learning.py --data mnist --data-dir DIR --seeds 0 1 2
     python benchmarks/prior_learning.py --data mnist --results docs/results --table
@@ -31,13 +32,18 @@ from evigrad.training.settings import grouped
 
 DECAYS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 VALIDATION = 0.2
-NO_DECAY = 1e-10  # a Gaussian prior needs a positive precision; this one is none in float32
+NO_DECAY = 1e-10  # a Gaussian prior needs a positive precision; this one has no effect in float32
 ESTIMATORS = (
     *("ntk-100-1", "ntk-150-1", "ntk-400-1"),
     *("ntk-150-rows-anchored", "ntk-400-rows-anchored", "ntk-1000-rows-anchored"),
     *("kfac-150-1", "kfac-400-1", "kfac-N-C", "ntk-N-1"),
 )
 ROWS = ("map-none", "map-5e-4", "grid", *ESTIMATORS)
+LABELS = {
+    "map-none": "no weight decay",
+    "map-5e-4": "weight decay 5e-4",
+    "grid": "grid search",
+}
 KEYS = ("log_evidence", "log_likelihood", "accuracy", "seconds")
 COLUMNS = ("row", "seed", *KEYS, "threads", "decay", "validation", "precisions")
 
@@ -71,7 +77,7 @@ SCHEDULE: dict[str, Any] = {
 
 
 def train(problem: Problem, data: DataSet, seed: int, parts: Any = None, **options: Any) -> Any:
-    """One run from the seed's initial weights; ``parts`` replaces (train, test)."""
+    """Return one run from the initial weights of a seed. ``parts`` replaces (train, test)."""
     train_set, test_set = parts or (data.train, data.test)
     model = make_model(problem.model, data.input_shape, data.num_outputs, seed=seed)
     return evigrad.fit(
@@ -91,13 +97,13 @@ def train(problem: Problem, data: DataSet, seed: int, parts: Any = None, **optio
 
 
 def run_map(problem: Problem, data: DataSet, seed: int, decay: float, parts: Any = None) -> Any:
-    """MAP at one weight decay: a precision of decay · N in the loss's units."""
+    """Return a MAP run with one weight decay, as a precision of decay · N."""
     n = len((parts or (data.train,))[0][0])
     return train(problem, data, seed, parts, estimator=None, prior="scalar", precision=decay * n)
 
 
 def run_row(problem: Problem, data: DataSet, seed: int, row: str) -> Result:
-    """One row of the table for one seed."""
+    """Return one row of the table for one seed."""
     run: Result = {"decay": None, "validation": None, "precisions": None, "log_evidence": None}
     searched = 0.0
     if row == "grid":
@@ -115,7 +121,7 @@ def run_row(problem: Problem, data: DataSet, seed: int, row: str) -> Result:
         result = train(problem, data, seed, estimator=row, prior="layerwise", precision=1.0)
         precisions = result.evidence.prior.precisions()
         run["precisions"] = {name: p.item() for name, p in precisions.items()}
-    if row != "map-none":  # without a prior there is no evidence
+    if row != "map-none":  # without a prior, there is no evidence
         judged = evaluate_evidence(result.evidence, data.train, JUDGE)
         run["log_evidence"] = judged.per_datum
     return run | {
@@ -126,12 +132,12 @@ def run_row(problem: Problem, data: DataSet, seed: int, row: str) -> Result:
 
 
 def table_of(runs: list[Result]) -> str:
-    """The table of the seeds' means, as Markdown."""
+    """Return the means over the seeds, as Markdown."""
     rows = summaries(runs, ROWS, KEYS)
     baseline = next((r["seconds"] for r in rows if r["row"] == "map-5e-4"), math.nan)
     lines = [
-        "| | test log likelihood | test accuracy, % | log evidence per datum"
-        " | seconds | × MAP | seeds |",
+        "| method | test log likelihood | test accuracy, % | log evidence"
+        " | seconds | time, × weight decay 5e-4 | seeds |",
         "|---|---|---|---|---|---|---|",
     ]
     for r in rows:
@@ -139,7 +145,7 @@ def table_of(runs: list[Result]) -> str:
         if not math.isnan(r["log_evidence"]):
             evidence = with_error(r["log_evidence"], r["log_evidence_error"], 3)
         cells = [
-            r["row"],
+            LABELS.get(r["row"], r["row"]),
             with_error(r["log_likelihood"], r["log_likelihood_error"], 3),
             with_error(100 * r["accuracy"], 100 * r["accuracy_error"], 1),
             evidence,
@@ -152,7 +158,7 @@ def table_of(runs: list[Result]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run what is missing, then print the table."""
+    """Run what is missing, and print the table."""
     parser = add_data_and_rows(make_parser(__doc__), sorted(PROBLEMS), ROWS)
     given = parse(parser, arguments)
     problem = PROBLEMS[given.data]

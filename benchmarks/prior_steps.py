@@ -1,13 +1,13 @@
-"""Fifty hyperparameter steps on one kept pass, beside one.
+"""Time 50 hyperparameter steps on one stored pass, relative to one step.
 
-The prior and the noise enter after the network: once a block is passed over, a step of
-Adam on layerwise precisions costs R²L + R³/3 operations for R rows and L parameter tensors (ntk),
-or a few per eigenvalue (kfac). "one step" and "fifty steps" both pass over the block once, keep the
-pass and take their steps on it; "without keeping" is the gradient on the block itself and one step.
-"precisions" learns layerwise precisions of a classifier, "noise" those and one noise of a
-regression on ten outputs. Steps cost the same whatever the network, so that the ratio falls with
-its size: MiniNet (15,000 weights) is the hard case. Random data, which times do not depend on;
-median of runs in turns.
+The prior and the noise enter after the network. After a pass over a block, a step of Adam on
+layerwise precisions is cheap. It costs R²L + R³/3 operations for R rows and L parameter tensors
+(ntk), or a few per eigenvalue (kfac). "one step" and "50 steps" pass over the block once, store the
+pass and take their steps on it. "without keeping" is the gradient on the block itself and one step.
+"precisions" learns layerwise precisions of a classifier. "noise" also learns one noise level of a
+regression on ten outputs. The cost of a step does not depend on the network, so the ratio falls
+with its size: MiniNet (15,000 weights) is the hard case. Times do not depend on the data, which are
+random. They are medians of runs in turns.
 
     python benchmarks/prior_steps.py --csv docs/results/prior_steps.csv
     python benchmarks/prior_steps.py --model wrn16-4 --estimators kfac-400-1 --repeats 3
@@ -34,14 +34,14 @@ OUTPUTS = 10
 NUM_DATA = 60_000
 ESTIMATORS = ("ntk-400-1", "kfac-400-1", "ntk-1000-1")
 GOAL = 1.5
-# Planning, and the checks against plain automatic differentiation at passes 1, 2, 4 and 8.
+# Planning, and checks against plain automatic differentiation at passes 1, 2, 4 and 8.
 WARMUP = 3
 
 
 def make(
     name: str, estimator: str, learned: str, device: torch.device
 ) -> tuple[Evidence, Tensor, Tensor]:
-    """An evidence and a block's data for it."""
+    """Return an evidence and a block of data for it."""
     model = make_model(name, SHAPES[name], OUTPUTS, seed=0).to(device)
     generator = torch.Generator().manual_seed(0)
     num_rows = int(estimator.split("-")[1])
@@ -66,7 +66,7 @@ def make(
 def steps(
     evidence: Evidence, x: Tensor, y: Tensor, count: int, keep: bool = True
 ) -> Callable[[], None]:
-    """Steps of Adam from the same start in every run."""
+    """Take steps of Adam from an equal start in every run."""
     parameters = list(evidence.hyperparameters().values())
     start = [p.detach().clone() for p in parameters]
 
@@ -88,7 +88,7 @@ def steps(
 
 
 def measure(name: str, estimator: str, learned: str, repeats: int, count: int) -> dict[str, Any]:
-    """One row of the table."""
+    """Return one row of the table."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     evidence, x, y = make(name, estimator, learned, device)
     works = {
@@ -112,7 +112,7 @@ def measure(name: str, estimator: str, learned: str, repeats: int, count: int) -
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as Markdown, with what they ran on."""
+    """Return the rows as Markdown, with their machine."""
     lines = [
         f"Goal: a ratio of at most {GOAL}. {'; '.join(dict.fromkeys(r['machine'] for r in rows))}",
         "",
@@ -148,7 +148,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.table:
         if arguments.csv is None:
-            parser.error("--table needs the --csv of a run")
+            parser.error("--table requires the --csv of a run")
         with arguments.csv.open(newline="") as file:
             print(table(list(csv.DictReader(file))))
         return

@@ -1,9 +1,9 @@
-"""What several processes cost: the time of a step, of its sum over ranks, and the bytes sent.
+"""Measure the cost of several processes: time of a step, time of its sum over ranks, bytes sent.
 
-Ranks of Gloo on this machine, one thread each, on a Wide ResNet whose rows are formed. Each rank
-evaluates its own block. ``step`` is the median time of a backward call, ``sum`` the time of the sum
-over ranks alone, right after a barrier. With more ranks than cores the first grows with what each
-core has to do, and only the bytes mean something.
+The processes are ranks of Gloo on this machine with one thread each. They run a Wide ResNet whose
+rows are formed, and each rank evaluates its own block. ``step`` is the median time of a backward
+call. ``sum`` is the time of the sum over ranks, right after a barrier. With more ranks than cores,
+times grow with the work per core, and only the bytes are meaningful.
 
     python benchmarks/ranks.py --csv docs/results/ranks.csv --pages docs/machines.md
 """
@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from measure import machine, pass_checks, show, write_csv
+from measure import machine, measured_on, pass_checks, show, write_csv
 from torch import distributed
 from torch.multiprocessing.spawn import start_processes
 
@@ -31,7 +31,7 @@ COLUMNS = ("rows", "ranks", "step_ms", "sum_ms", "bytes", "machine")
 
 
 def make_evidence(rows: int, group: Any) -> Evidence:
-    """An evidence whose ranks have one block each."""
+    """Return an evidence whose ranks have one block each."""
     return Evidence(
         make_model("wide_resnet", SHAPE, OUTPUTS, seed=0, depth=10, widen_factor=4),
         Categorical(),
@@ -44,12 +44,12 @@ def make_evidence(rows: int, group: Any) -> Evidence:
 
 
 def run(rows: int, repeats: int, group: Any) -> dict[str, float]:
-    """What one rank measures."""
+    """Return the measurements of one rank."""
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(NUM_DATA, *SHAPE, generator=generator)
     y = torch.randint(OUTPUTS, (NUM_DATA,), generator=generator)
     evidence = make_evidence(rows, group)
-    # Planning and the checks of the first passes are not what is measured.
+    # Planning and the checks of the first passes are not measured.
     pass_checks(evidence, x[:1], y[:1], passes=repeats + 1)
     blocks, ranks = iter(evidence.blocks((x, y))), evidence.ranks
     steps, sums, sent = [], [], 0
@@ -64,7 +64,7 @@ def run(rows: int, repeats: int, group: Any) -> dict[str, float]:
 
 
 def timed(group: Any, work: Any) -> float:
-    """Milliseconds of a call that all ranks begin together."""
+    """Return milliseconds of a call that all ranks begin together."""
     if group is not None:
         distributed.barrier(group)
     start = time.perf_counter()
@@ -73,7 +73,7 @@ def timed(group: Any, work: Any) -> float:
 
 
 def rank_of(rank: int, count: int, folder: str, rows: int, repeats: int) -> None:
-    """One process."""
+    """Run one process."""
     torch.set_num_threads(1)
     group = None
     if count > 1:
@@ -85,7 +85,7 @@ def rank_of(rank: int, count: int, folder: str, rows: int, repeats: int) -> None
 
 
 def measured(rows: int, count: int, repeats: int) -> dict[str, float]:
-    """The largest number of all ranks, of each kind."""
+    """Return the largest number over all ranks, of each kind."""
     with TemporaryDirectory() as folder:
         start_processes(rank_of, (count, folder, rows, repeats), nprocs=count, start_method="spawn")
         results = [torch.load(f"{folder}/{rank}.pt") for rank in range(count)]
@@ -93,13 +93,13 @@ def measured(rows: int, count: int, repeats: int) -> dict[str, float]:
 
 
 def table_of(rows: list[dict[str, Any]]) -> str:
-    """The measurements as Markdown."""
+    """Return the measurements as Markdown."""
     lines = [
-        "| rows of a block | ranks | step, ms | of it the sum, ms | bytes sent by a rank |",
+        "| rows per block | ranks | step, ms | of which sum, ms | bytes sent per rank |",
         "|---|---|---|---|---|",
     ]
     lines += [f"| {' | '.join(str(row[key]) for key in COLUMNS[:-1])} |" for row in rows]
-    return "\n".join([*lines, "", rows[0]["machine"]])
+    return "\n".join([*lines, "", measured_on([rows[0]["machine"]])])
 
 
 def main() -> None:

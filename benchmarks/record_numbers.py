@@ -1,15 +1,15 @@
-"""Records every number that must survive a change of the code, and compares two records.
+"""Record every number that must survive a change of the code, and compare two records.
 
-``FAMILIES`` of recorded_families.py says of what: estimates and gradients of every name, root,
-likelihood, prior and structure on small networks, kept passes, posteriors, trainings, two
-processes. Only public names of evigrad are used.
+``FAMILIES`` of recorded_families.py lists the cases: estimates and gradients of every name, root,
+likelihood, prior and structure on small networks, stored passes, posteriors, trainings, and two
+processes. The script uses only public names of evigrad.
 
     python benchmarks/record_numbers.py before.json --jobs 2           # at the old revision
     python benchmarks/record_numbers.py after.json --jobs 2 --against before.json
     python benchmarks/record_numbers.py part.json --only posteriors ranks --against before.json
 
-Numbers are compared relative to the largest of their list, by the tolerance of their family. What
-exceeds it is listed, and the exit status is 1. A family takes less than a minute.
+Numbers are compared relative to the largest of their list, by the tolerance of their family. Larger
+differences are listed, and the exit status is 1. A family takes less than a minute.
 """
 
 import argparse
@@ -30,25 +30,25 @@ from evigrad.errors import EvigradWarning
 
 Record = dict[str, dict[str, Numbers]]
 
-# A number below it is compared as if it were as large: what cancels to zero leaves its rounding.
+# Smaller numbers are compared as if they had this size, because cancellation leaves rounding.
 LEAST = 1e-3
 
 
 def set_up() -> None:
-    """One thread, so that sums are split in one way; warnings are not numbers."""
+    """Use one thread, so that sums have one order, and ignore warnings."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", EvigradWarning)
     warnings.filterwarnings("ignore", "enable_nested_tensor")  # of PyTorch's transformer
 
 
 def numbers_of(case: Case) -> tuple[Numbers, float]:
-    """The numbers of a case, and the processor's seconds that they took."""
+    """Return the numbers of a case, and their processor time in seconds."""
     start = time.process_time()
     return case.record(), time.process_time() - start
 
 
 def recorded(names: list[str], jobs: int) -> Record:
-    """The records of some families, by so many processes."""
+    """Return the records of some families, from several processes."""
     cases = [(name, case) for name in names for case in FAMILIES[name].cases()]
     record, spent = {name: {} for name in names}, dict.fromkeys(names, 0.0)
     for (name, case), (numbers, seconds) in zip(cases, computed(cases, jobs), strict=True):
@@ -62,7 +62,7 @@ def recorded(names: list[str], jobs: int) -> Record:
 
 
 def computed(cases: list[tuple[str, Case]], jobs: int) -> Iterator[tuple[Numbers, float]]:
-    """The numbers of each case, in order."""
+    """Yield the numbers of each case, in order."""
     alone = [case for _, case in cases]
     if jobs == 1:
         set_up()
@@ -73,14 +73,14 @@ def computed(cases: list[tuple[str, Case]], jobs: int) -> Iterator[tuple[Numbers
 
 
 def difference(new: Numbers, old: Numbers) -> float:
-    """Largest difference relative to the largest number of a list; infinite where unlike."""
+    """Return the largest difference relative to the largest number, infinite if unlike."""
     if len(new) != len(old):
         return math.inf
     return max((between(a, b) for a, b in zip(new, old, strict=True)), default=0.0)
 
 
 def between(new: list[float] | str, old: list[float] | str) -> float:
-    """The difference of two lists, or of two errors."""
+    """Return the difference of two lists, or of two errors."""
     if isinstance(new, str) or isinstance(old, str):
         return 0.0 if new == old else math.inf
     if len(new) != len(old):
@@ -93,7 +93,7 @@ def between(new: list[float] | str, old: list[float] | str) -> float:
 
 
 def compare(new: Mapping[str, Mapping[str, Numbers]], old: Record, exact: float) -> bool:
-    """Print where two records differ; whether they agree."""
+    """Print the differences of two records, and return whether they agree."""
     agree = True
     for name, cases in new.items():
         limit, before = FAMILIES[name].tolerance, old.get(name, {})

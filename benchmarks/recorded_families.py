@@ -1,4 +1,4 @@
-"""What `record_numbers.py` records: families of cases by name."""
+"""The cases of `record_numbers.py`: families of cases by name."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -33,13 +33,13 @@ FEWEST = ("ntk-3-1", "ntk-N-C", "blockdiag-3-C", "kfac-3-1", "kfac-N-C", "diag-N
 
 
 def crossed(names: Iterable[str] = NAMES, **axes: Iterable[Any]) -> Iterator[Case]:
-    """Cases of all names with all combinations of the values of fields of ``Case``."""
+    """Return cases of all names with all combinations of fields of ``Case``."""
     for name, *values in product(names, *axes.values()):
         yield Case(estimator=name, **dict(zip(axes, values, strict=True)))
 
 
 def options(**values: Iterable[Any]) -> list[dict[str, Any]]:
-    """All combinations of values by name."""
+    """Return all combinations of values by name."""
     return [dict(zip(values, some, strict=True)) for some in product(*values.values())]
 
 

@@ -1,7 +1,7 @@
-"""A case of `record_numbers.py`, and how its numbers are taken.
+"""A case of `record_numbers.py`, and how to take its numbers.
 
-A case names what its evidence is made of and which of ``MEASURES`` is taken of it. It is plain
-data, so that a process can take it and a file can name it.
+A case names the parts of its evidence and one of ``MEASURES``. It is plain data, so that a process
+can receive it and a file can name it.
 """
 
 import json
@@ -32,7 +32,7 @@ Numbers = list[list[float] | str]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One evidence and what is measured of it, by the names of the tables."""
+    """One evidence and its measure, by the names of the tables."""
 
     estimator: str = "ntk-3-C"
     network: str = "gated"
@@ -46,13 +46,13 @@ class Case:
 
     @property
     def key(self) -> str:
-        """What differs from the defaults, and the estimator."""
+        """Return the options that differ from the defaults, and the estimator."""
         defaults = asdict(Case())
         changed = {name: v for name, v in asdict(self).items() if v != defaults[name]}
         return json.dumps({"estimator": self.estimator, **changed})
 
     def record(self) -> Numbers:
-        """The numbers; one name of an error if already the evidence was refused."""
+        """Return the numbers, or the name of an error if the evidence raised it."""
         try:
             return MEASURES[self.measure](self)
         except EvigradError as error:
@@ -73,7 +73,7 @@ class Made(NamedTuple):
 
 
 def model_and_data(case: Case) -> tuple[nn.Module, Any, Any, Tensor]:
-    """The network, the likelihood, inputs and targets, all of a fixed seed."""
+    """Return network, likelihood, inputs and targets of a fixed seed."""
     network, dtype = NETWORKS[case.network], getattr(torch, case.dtype)
     make_likelihood, outputs, targets = LIKELIHOODS[case.likelihood]
     likelihood = make_likelihood()
@@ -99,7 +99,7 @@ def first_leaf(tree: Any) -> Tensor:
 
 
 def number_of_examples(case: Case, y: Tensor) -> int:
-    """N, which counts positions with a target."""
+    """Return N, which counts positions with a target."""
     positions = NETWORKS[case.network].positions
     if positions and case.likelihood == "categorical":
         return int((y != IGNORED).sum())
@@ -107,7 +107,7 @@ def number_of_examples(case: Case, y: Tensor) -> int:
 
 
 def make(case: Case, **options: Any) -> Made:
-    """The evidence of a case, its data and its generator."""
+    """Return the evidence of a case, its data and its generator."""
     model, likelihood, x, y = model_and_data(case)
     generator = torch.Generator().manual_seed(SEED)
     options = {"temperature": TEMPERATURE, **case.options, **options}
@@ -135,13 +135,13 @@ def make(case: Case, **options: Any) -> Made:
 
 
 def terms_of(estimate: Estimate) -> list[float]:
-    """The numbers of an estimate."""
+    """Return the numbers of an estimate."""
     names = ("log_evidence", "log_likelihood", "log_prior", "log_det", "log_hyperprior", "is_bound")
     return [float(getattr(estimate, name)) for name in names]
 
 
 def taken_gradients(evidence: Evidence) -> list[float]:
-    """The gradients in the hyperparameters, which are then cleared."""
+    """Return the gradients in the hyperparameters, and clear them."""
     values = list[float]()
     for parameter in evidence.hyperparameters().values():
         if parameter.grad is not None:
@@ -155,12 +155,12 @@ def flat(*tensors: Tensor) -> list[float]:
 
 
 def next_draw(generator: torch.Generator) -> list[float]:
-    """The next draw of a generator, which another number of draws before it would change."""
+    """Return the next draw of a generator, which reveals the number of draws before it."""
     return [float(torch.randint(2**31, (), generator=generator))]
 
 
 def kept_steps(evidence: Evidence, block: Any, names: Sequence[str], count: int = 2) -> Numbers:
-    """Steps of prior or noise on one kept pass; the error where it cannot be kept."""
+    """Return steps of prior or noise on a stored pass, or the error if there is none."""
     try:
         block_pass = evidence.collect(block, wrt=names)
     except EvigradError as error:
@@ -179,7 +179,7 @@ def kept_steps(evidence: Evidence, block: Any, names: Sequence[str], count: int 
 
 
 def draws(case: Case) -> Numbers:
-    """Estimates and gradients of several draws, and steps on kept passes."""
+    """Return estimates and gradients of several draws, and steps on stored passes."""
     evidence, x, y, generator = make(case)
     values: Numbers = []
     for block in evidence.blocks((x, y)).take(DRAWS):
@@ -194,7 +194,7 @@ def draws(case: Case) -> Numbers:
 
 
 def subsets(case: Case) -> Numbers:
-    """Data that the caller drew: all of them, a part, batches; one epoch; the mean of passes."""
+    """Return numbers of the caller's draws: all data, a part, batches, an epoch, a mean."""
     evidence, x, y, generator = make(case)
     values: Numbers = [terms_of(evidence.backward(x, y)), taken_gradients(evidence)]
     batches = [(x[i : i + 3], y[i : i + 3]) for i in range(0, len(y), 3)]
@@ -211,7 +211,7 @@ def subsets(case: Case) -> Numbers:
 
 
 def forms_of_data(case: Case) -> Numbers:
-    """The same data as a data set and as a loader."""
+    """Return numbers of equal data as a data set and as a loader."""
     evidence, x, y, generator = make(case)
     pairs = TensorDataset(x, y)
     values: Numbers = []
@@ -223,7 +223,7 @@ def forms_of_data(case: Case) -> Numbers:
 
 
 def kept(case: Case) -> Numbers:
-    """Many steps on one kept pass, of which the later ones may use eigenvalues."""
+    """Return numbers of many steps on a stored pass. Later steps may use eigenvalues."""
     evidence, x, y, generator = make(case)
     names = [name for name in evidence.hyperparameters() if not name.startswith("model.")]
     (block,) = evidence.blocks((x, y)).take(1)
@@ -231,7 +231,7 @@ def kept(case: Case) -> Numbers:
 
 
 def many_data(case: Case) -> Numbers:
-    """Draws of so many data that they are permuted, pooled and put into tails differently."""
+    """Return draws from large data sets, which use other permutations, pools and tails."""
     model, likelihood, _, _ = model_and_data(case)
     count = case.details["count"]
     items = ManyItems(count, LIKELIHOODS[case.likelihood][1])
@@ -254,15 +254,15 @@ def many_data(case: Case) -> Numbers:
 
 
 def beside_the_control_variate(estimate: Estimate) -> list[float]:
-    """The numbers of an estimate that an anchored draw's control variate is no part of."""
+    """Return the numbers of an estimate without the control variate of anchored draws."""
     return [estimate.log_likelihood, estimate.log_prior, *estimate.entropies]
 
 
 def anchored(case: Case) -> Numbers:
-    """Draws and a whole partition of an anchored estimator.
+    """Return draws and a whole partition of an anchored estimator.
 
-    The value has a control variate of expectation zero that no gradient sees. It is recorded by
-    ``details={"values": True}`` only, in a family of its own: removing it changes these numbers
+    The value has a control variate of expectation zero, which no gradient contains. Only
+    ``details={"values": True}`` records it, in a separate family: removing it changes these numbers
     and no others. ``bracket`` has it too, if it takes some of the blocks.
     """
     evidence, x, y, generator = make(case)
@@ -287,7 +287,7 @@ def anchored(case: Case) -> Numbers:
 
 
 def map_loss(case: Case) -> Numbers:
-    """The training loss, its gradients in the weights and in hyperparameters, and the decay."""
+    """Return the training loss, its gradients in weights and hyperparameters, and the decay."""
     evidence, x, y, _ = make(case)
     optimizer = torch.optim.SGD(evidence.weights().values(), lr=1.5)
     values: Numbers = []
@@ -305,7 +305,7 @@ def map_loss(case: Case) -> Numbers:
 
 
 def posterior(case: Case) -> Numbers:
-    """Covariances and predictions by every link, of the posterior and of its saved state."""
+    """Return covariances and predictions by every link, also from the saved state."""
     evidence, x, y, generator = make(case)
     fitted = evidence.posterior((x, y), **case.details)
     loaded = evidence.posterior(state=fitted.state_dict())
@@ -326,7 +326,7 @@ def posterior(case: Case) -> Numbers:
 
 
 def bracket(case: Case) -> Numbers:
-    """Bounds on the log evidence, by some blocks and by all; see ``anchored`` for the values."""
+    """Return bounds on the log evidence, by some blocks and by all. See ``anchored``."""
     evidence, x, y, generator = make(case)
     some_blocks = evigrad.bracket(evidence, (x, y), rows=8, blocks=2)
     if case.details.get("values", False):
@@ -342,7 +342,7 @@ SCHEDULE = {"epochs": 3, "batch_size": 3, "burn_in": 1, "every": 1, "steps": 2, 
 
 
 def training_options(case: Case) -> tuple[nn.Module, tuple[Any, Tensor], dict[str, Any]]:
-    """The model, the data, and keywords that ``fit`` and ``tune`` share."""
+    """Return the model, the data, and keywords that ``fit`` and ``tune`` share."""
     model, likelihood, x, y = model_and_data(case)
     options = {
         "likelihood": likelihood,
@@ -360,13 +360,13 @@ def training_options(case: Case) -> tuple[nn.Module, tuple[Any, Tensor], dict[st
 
 
 def learned(evidence: Evidence) -> Numbers:
-    """Weights and hyperparameters, and the next draw of the evidence."""
+    """Return weights and hyperparameters, and the next draw of the evidence."""
     values = [flat(*evidence.weights().values()), flat(*evidence.hyperparameters().values())]
     return [*values, next_draw(evidence.generator)]
 
 
 def fit(case: Case) -> Numbers:
-    """Three epochs of training: what was learned, and the metrics."""
+    """Return learned values and metrics of three epochs of training."""
     model, data, options = training_options(case)
     schedule = Schedule(**{**SCHEDULE, **case.details})
     result = evigrad.fit(model, data, schedule=schedule, test=data, progress=False, **options)
@@ -375,14 +375,14 @@ def fit(case: Case) -> Numbers:
 
 
 def tune(case: Case) -> Numbers:
-    """Rounds of hyperparameter steps, the weights fixed."""
+    """Return numbers of rounds of hyperparameter steps with fixed weights."""
     model, data, options = training_options(case)
     result = evigrad.tune(model, data, rounds=2, steps=2, **options, **case.details)
     return learned(result.evidence)
 
 
 def learner(case: Case) -> Numbers:
-    """A training loop of one's own, with its state saved and loaded in the middle."""
+    """Return numbers of a custom training loop, with its state saved and loaded in the middle."""
     evidence, x, y, _ = make(case)
     optimizer = torch.optim.Adam(evidence.weights().values(), lr=0.05)
     rounds = evigrad.Learner(evidence, (x, y), Schedule(epochs=4, burn_in=1, every=1, steps=2))
@@ -425,7 +425,7 @@ RANK_TRAINING = (
 
 
 def rank(number: int, folder: str) -> None:
-    """What one of two processes does; the first one's numbers are recorded."""
+    """Return the numbers of one of two processes. The first process is recorded."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", f"file://{folder}/store", rank=number, world_size=2

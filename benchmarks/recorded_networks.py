@@ -1,6 +1,6 @@
-"""The small networks, likelihoods and priors whose numbers `record_numbers.py` records.
+"""The small networks, likelihoods and priors of `record_numbers.py`.
 
-Only public names of evigrad are used, so that a record can be taken of every revision.
+They use only public names of evigrad, so that every revision can be recorded.
 """
 
 from collections.abc import Callable, Mapping
@@ -190,7 +190,7 @@ class WordMean(nn.Module):
 
 
 class Twice(nn.Module):
-    """A layer that is used twice, and one weight in the place of two."""
+    """A layer that is used twice, and one weight instead of two."""
 
     def __init__(self, outputs: int) -> None:
         super().__init__()
@@ -354,7 +354,7 @@ NETWORKS = {
 
 
 class Custom(Likelihood):
-    """Classes by their log density alone: derivatives and roots are the library's defaults."""
+    """Classes by their log density only. Derivatives and roots are the library's defaults."""
 
     name = "custom"
     couples_outputs = True

@@ -1,50 +1,51 @@
-"""Does learning the decay beat what people really use, at equal time? Rivals of one run by ``fit``.
+"""Compare one run of ``fit`` with the usual ways to choose weight decay, with their times.
 
-All ways train the same network from the same initial weights by the same optimiser, schedule of
-the learning rate, epochs and batches: those of ``evigrad.fit``'s defaults for the number of data.
-They differ in how the weight decay is chosen (with N data a decay is a precision of decay · N).
-Grids, ranges and settings are below, fixed beforehand. A fifth held out is drawn by the seed. The
-test set is only evaluated, outside of the clock.
+All methods train the same network from the same initial weights, with the same optimizer, learning
+rates, epochs and batches. These are the defaults of ``evigrad.fit``. They differ in how they choose
+the weight decay (with N examples, a decay is a precision of decay · N). Grids, ranges and settings
+below were fixed before the first run. The seed draws the held-out 20 %. The test set is only
+evaluated, and this time does not count.
 
-Classification: scikit-learn's ``digits`` (each seed a random 80/20 split, digitsnet), ``mnist``
-(1000 digits drawn by the seed, MiniNet, 10,000 test digits) and ``cifar10`` (1000 images, LeNet,
+Classification: scikit-learn's ``digits`` (a random 80/20 split per seed, digitsnet), ``mnist``
+(1,000 digits drawn by the seed, MiniNet, 10,000 test digits) and ``cifar10`` (1,000 images, LeNet,
 10,000 test images):
 
-* ``map-5e-4``: the usual decay;
-* ``grid``: one decay for all weights, the best of seven by the log likelihood of a fifth held out,
-  then trained again on all data; ``grid-5fold``: the same by five folds;
-* ``tpe-12``, ``tpe-36``: Optuna's TPE over log decays of each parameter tensor, 1e-5 to 1e-1, by a
-  fifth held out, then trained again on all data; the first 12 trials of the study, and all 36;
-* ``temperature``: the usual decay on four fifths, one temperature of the logits fitted to the rest;
-* ``early stopping``: no decay, on four fifths, from the best epoch by the log likelihood of the
-  rest;
-* ``ensemble-3``: probabilities averaged over three networks with the usual decay, each of its own
-  initial weights and order of data;
-* ``laplace-torch``: its ``marglik_training``, KFAC, layerwise precisions from 1 on, after 10 epochs
-  every 5 epochs 10 steps;
-* ``kfac-400-1``: ``fit`` with the paper's estimator; ``default``: ``fit`` with its defaults.
+* ``map-5e-4``: weight decay 5e-4.
+* ``grid``: one decay for all weights, the best of seven by the log likelihood on 20 % held-out
+  data, then trained again on all data. ``grid-5fold``: the same grid with five folds.
+* ``tpe-12``, ``tpe-36``: Optuna's TPE over log decays of each parameter tensor, 1e-5 to 1e-1, on 20
+  % held-out data, then trained again on all data; the first 12 trials of the study, and all 36.
+* ``temperature``: decay 5e-4 on 80 % of the data, and a temperature of the logits fitted to the
+  rest.
+* ``early stopping``: no decay on 80 % of the data, from the best epoch by the log likelihood of the
+  rest.
+* ``ensemble-3``: mean probabilities of three networks with decay 5e-4, with different initial
+  weights and orders of the data.
+* ``laplace-torch``: its ``marglik_training`` with KFAC and layerwise precisions from 1 on; after 10
+  epochs, 10 steps every 5 epochs.
+* ``kfac-400-1``: ``fit`` with the paper's estimator. ``default``: ``fit`` with its defaults.
 
-Regression: UCI's tables, each seed a split of its own, two hidden layers of 50, features and target
-standardised; log likelihoods are those of the standardised target:
+Regression: UCI data sets with one split per seed and two hidden layers of 50. Features and target
+are standardized, and log likelihoods refer to the standardized target:
 
-* ``early stopping``: that of ``tables.py``: a tenth held out, Adam at a constant rate, patience;
-* ``grid``: 5 decays × 5 noises by a fifth held out, then trained again on all data;
-* ``laplace-torch``: as above, the noise learned too;
-* ``map-noise``: the usual decay, the noise learned on the training loss; ``default``: ``fit``;
-* ``default, posterior``: the same network, predicting by its linearised posterior, all rows of all
-  data; ``laplace-torch, posterior``: its own, by KFAC.
+* ``early stopping``: as in ``tables.py``, with 10 % held out, Adam at a constant rate, patience.
+* ``grid``: 5 decays × 5 noise levels on 20 % held-out data, then trained again on all data.
+* ``laplace-torch``: as above, with learned noise.
+* ``map-noise``: decay 5e-4, with noise learned on the training loss. ``default``: ``fit``.
+* ``default, posterior``: the same network with predictions of its linearized posterior, by all rows
+  of all data. ``laplace-torch, posterior``: its own posterior, by KFAC.
 
-``log_likelihood`` is that of the plug-in network where no posterior is named, nats per datum;
-``scaled`` the same after the best scale of the logits, fitted to one half of the test set and
-evaluated on the other, and the other way round: a diagnostic of the network's confidence that
-nothing is chosen by. ``ece`` is the expected calibration error with 15 bins. ``seconds`` are
-process time of all that a way needed, its searches included. ``trace`` has, after each trial of a
-search, these seconds and the test log likelihood of the best trial so far by held-out data, and at
-last that of the network trained on all data.
+``log_likelihood`` refers to the MAP prediction unless the row names a posterior, in nats per
+example. ``scaled`` is the log likelihood after the best scale of the logits, fitted to one half of
+the test set and evaluated on the other, and vice versa. It measures the network's confidence, and
+nothing uses it. ``ece`` is the expected calibration error with 15 bins. ``seconds`` are the process
+time of a method, including its searches. ``trace`` has these seconds after each trial of a search,
+with the test log likelihood of the best trial so far by held-out data. Its last entry is the
+network trained on all data.
 
-Every run is kept as it ends, one CSV file for each set: the script goes on where it was stopped.
-``default`` is what the defaults were at that time: remove its lines to run it anew. TPE and
-laplace-torch need their packages beside evigrad: optuna; laplace-torch==0.3 and asdl.
+The script stores every finished run in one CSV file per data set, and resumes where it was stopped.
+``default`` has the defaults at the time of the run: remove its lines to run it again. TPE needs
+optuna, and laplace-torch needs laplace-torch==0.3 and asdl.
 
     python benchmarks/rivals.py --sets digits --seeds 0 1 2 3 4 5 6 7 8 9
     python benchmarks/rivals.py --sets mnist cifar10 --data-dir DIR --results docs/results
@@ -79,23 +80,24 @@ from evigrad.data import DataSet, load
 from evigrad.data.dataset import Scaling, stratified_split
 from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.models import make_model
+from evigrad.plots.style import LIGHT, decorate, new_figure, plain_ticks
 from evigrad.priors import GaussianPrior
 from evigrad.training.plan import plan_optimization, plan_schedule, planned
 
 USUAL = 5e-4
-SCHEDULE = Schedule(eval_every=0)  # fit's defaults; evaluations would only cost time
+SCHEDULE = Schedule(eval_every=0)  # fit's defaults, without evaluations
 FOLDS = 5
 TRIALS = {"tpe-12": 12, "tpe-36": 36}
-LOWEST, HIGHEST = 1e-5, 1e-1  # decays that TPE draws from
+LOWEST, HIGHEST = 1e-5, 1e-1  # range of decays of TPE
 MEMBERS = 3
-OTHER_MEMBER = 1000  # added to the seed for the next network of an ensemble
+OTHER_MEMBER = 1000  # added to the seed for each network of an ensemble
 LAPLACE = {"n_epochs_burnin": 10, "marglik_frequency": 5, "n_hypersteps": 10}
 TABLE_DECAYS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 TABLE_NOISES = (0.02, 0.05, 0.125, 0.32, 0.8)
 BINS = 15
 AT_ONCE = 1000
 
-# The network and its settings, the number of training data drawn, and the default seeds.
+# Network, number of training examples, and default seeds.
 IMAGES: dict[str, tuple[str, int | None, range]] = {
     "digits": ("digitsnet", None, range(10)),
     "mnist": ("mininet", 1000, range(3)),
@@ -103,21 +105,21 @@ IMAGES: dict[str, tuple[str, int | None, range]] = {
 }
 HIDDEN = (50, 50)
 BY_POSTERIOR = ", posterior"
-FEW_SPLITS = ("power", "naval")  # many data: three splits instead of twenty
+FEW_SPLITS = ("power", "naval")  # large data sets: 3 splits instead of 20
 SEEDS = {name: seeds for name, (_, _, seeds) in IMAGES.items()} | {
     name: range(3 if name in FEW_SPLITS else 20) for name in UCI
 }
 METRICS = ("log_likelihood", "accuracy", "rmse", "ece", "scaled")
 SETTINGS = ("decay", "noise", "temperature")
 COLUMNS = ("row", "seed", *METRICS, "seconds", *SETTINGS, "trace", "num_data", "epochs", "threads")
-# What no other way needs, and what to install.
+# Packages that only these methods need, and what to install.
 EXTRAS = {
     "tpe-12": ("optuna", "optuna"),
     "tpe-36": ("optuna", "optuna"),
     "laplace-torch": ("laplace", "laplace-torch==0.3 asdl"),
     f"laplace-torch{BY_POSTERIOR}": ("laplace", "laplace-torch==0.3 asdl"),
 }
-# Trainings of a way, in those of ``map-5e-4``; of those that learn precisions, about.
+# Cost of a method in trainings of ``map-5e-4``, roughly for learned precisions.
 COSTS = {
     "grid": len(DECAYS) + 1,
     "grid-5fold": FOLDS * len(DECAYS) + 1,
@@ -131,7 +133,23 @@ COSTS = {
 TIMED = 3  # epochs
 TABLE_COSTS = COSTS | {"grid": len(TABLE_DECAYS) * len(TABLE_NOISES) + 1}
 FIGURE = "images/rivals.png"
-LOWEST_SHOWN = -1.0  # in the figure: nats per datum behind the reference
+FIGURE_SETS = ("mnist", "yacht")  # the panels, if both have runs
+LABELS = {
+    "map-5e-4": "weight decay 5e-4",
+    "grid": "grid search",
+    "grid-5fold": "grid search, 5 folds",
+    "tpe-12": "TPE, 12 trials",
+    "tpe-36": "TPE, 36 trials",
+    "temperature": "temperature scaling",
+    "ensemble-3": "ensemble of 3",
+    "kfac-400-1": "evigrad, kfac-400-1",
+    "map-noise": "MAP, learned noise",
+    "default": "evigrad",
+    f"default{BY_POSTERIOR}": "evigrad, posterior",
+}
+TITLES = {"mnist": "1,000 MNIST digits", "yacht": "yacht (277 examples, regression)"}
+LOWEST_SHOWN = -1.0  # nats per example below the reference in the figure
+COLOURS = [*LIGHT.lines[:7], "#888888", "#6A3D9A"]
 
 Pair = tuple[Tensor, Tensor]
 Settings = Mapping[str, Any]
@@ -139,7 +157,7 @@ Decay = float | Mapping[str, float]  # one, or one for each tensor
 
 
 def fixed_prior(decay: Decay, num_data: int) -> GaussianPrior:
-    """The prior of a weight decay, or one for each tensor, that stays."""
+    """Return the fixed prior of one weight decay, or of one per tensor."""
     if isinstance(decay, Mapping):
         precision: Any = {name: value * num_data for name, value in decay.items()}
         return GaussianPrior("layerwise", precision, learnable=False)
@@ -154,28 +172,28 @@ class Task:
     model: str
     seed: int
     options: Settings
-    schedule: Schedule | None = None  # in the place of SCHEDULE
+    schedule: Schedule | None = None  # instead of SCHEDULE
 
     def network(self, seed: int | None = None) -> nn.Module:
-        """The network with the initial weights of a seed."""
+        """Return the network with the initial weights of a seed."""
         seed = self.seed if seed is None else seed
         data = self.data
         return make_model(self.model, data.input_shape, data.num_outputs, seed, **self.options)
 
     def fixed_prior(self, decay: Decay, num_data: int) -> GaussianPrior:
-        """The prior of weight decays that stay."""
+        """Return the prior of fixed weight decays."""
         return fixed_prior(decay, num_data)
 
     def held_out(self) -> tuple[Pair, Pair]:
-        """Four fifths of the training data, and the rest."""
+        """Return 80 % of the training data, and the rest."""
         return self.data.split_validation(VALIDATION, self.seed)
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A network that is trained, with the noise of its outputs (None for classes) and decays.
+    """A trained network, with the noise of its outputs (None for classes) and its decays.
 
-    ``evidence`` is that of ``fit``.
+    ``evidence`` comes from ``fit``.
     """
 
     model: nn.Module
@@ -184,24 +202,24 @@ class Fitted:
     evidence: evigrad.Evidence | None = None
 
     def outputs(self, x: Tensor) -> Tensor:
-        """The outputs for any number of inputs."""
+        """Return the outputs for any number of inputs."""
         self.model.eval()
         with torch.no_grad():
             return torch.cat([self.model(part) for part in x.split(AT_ONCE)])
 
     def log_likelihood(self, data: Pair) -> float:
-        """Nats per datum of the plug-in network."""
+        """Return the log likelihood of the MAP prediction, in nats per example."""
         return log_likelihood(self.outputs(data[0]), data[1], self.noise)
 
 
 def log_likelihood(f: Tensor, y: Tensor, noise: float | None) -> float:
-    """Mean log likelihood of the outputs, in nats per datum."""
+    """Return the mean log likelihood of the outputs, in nats per example."""
     likelihood = Categorical() if noise is None else Gaussian(noise, learnable=False)
     return float(likelihood.log_prob(f.double(), y).mean())
 
 
 def best_scale(f: Tensor, y: Tensor) -> float:
-    """The factor on the logits that maximises the log likelihood."""
+    """Return the factor on the logits that maximizes the log likelihood."""
 
     def loss(log_scale: float) -> float:
         return -log_likelihood(f * math.exp(log_scale), y, None)
@@ -210,7 +228,7 @@ def best_scale(f: Tensor, y: Tensor) -> float:
 
 
 def cross_fitted(f: Tensor, y: Tensor) -> float:
-    """Log likelihood after the best logit scale of the other half of the data."""
+    """Return the log likelihood with the best logit scale of the other half of the data."""
     halves = [(f[0::2], y[0::2]), (f[1::2], y[1::2])]
     found = 0.0
     for own, other in (halves, halves[::-1]):
@@ -219,7 +237,7 @@ def cross_fitted(f: Tensor, y: Tensor) -> float:
 
 
 def calibration_error(f: Tensor, y: Tensor) -> float:
-    """Expected calibration error: confidence against accuracy in bins of equal width."""
+    """Return the expected calibration error, with bins of equal width."""
     confidence, predicted = f.double().softmax(1).max(1)
     bins = (confidence * BINS).long().clamp(max=BINS - 1)
     gaps = torch.zeros(BINS, dtype=torch.float64)
@@ -228,7 +246,7 @@ def calibration_error(f: Tensor, y: Tensor) -> float:
 
 
 def metrics(f: Tensor, y: Tensor, noise: float | None = None) -> Result:
-    """All columns that judge outputs on the test set."""
+    """Return all columns that evaluate outputs on the test set."""
     found: Result = {"log_likelihood": log_likelihood(f, y, noise)}
     if noise is not None:
         return found | {"rmse": float((f - y).square().mean().sqrt()), "noise": noise}
@@ -240,7 +258,7 @@ def metrics(f: Tensor, y: Tensor, noise: float | None = None) -> Result:
 
 
 def judged(task: Task, fitted: Fitted) -> Result:
-    """The columns of a network on the test set."""
+    """Return the columns of a network on the test set."""
     x, y = task.data.test
     return metrics(fitted.outputs(x), y, fitted.noise)
 
@@ -256,7 +274,7 @@ def train(
     schedule: Schedule | None = None,
     **options: Any,
 ) -> Fitted:
-    """A training by ``fit``: MAP with the decay, one or one for each tensor, where it is given."""
+    """Return a training by ``fit``. With a decay, it is MAP with one decay, or one per tensor."""
     part = part or task.data.train
     likelihood: Any = task.data.likelihood
     if noise is not None:
@@ -282,11 +300,11 @@ def train(
 
 
 class Search:
-    """Trials of settings on held-out data, and what the best so far would do on the test set.
+    """Trials of settings on held-out data, and the test log likelihood of the best so far.
 
     Args:
-        task: What is trained.
-        folds: Training and held-out data; a setting's score is the mean over them.
+        task: Task to train.
+        folds: Pairs of training and held-out data. The score of a setting is the mean over them.
     """
 
     def __init__(self, task: Task, folds: Sequence[tuple[Pair, Pair]]) -> None:
@@ -308,7 +326,7 @@ class Search:
         return score
 
     def finish(self) -> Result:
-        """The columns after a training on all data with the best settings so far."""
+        """Return the columns after training on all data with the best settings so far."""
         with Clock() as clock:
             fitted = train(self.task, **self.best)
         found = judged(self.task, fitted) | self.best
@@ -318,21 +336,21 @@ class Search:
 
 
 def run_usual(task: Task) -> Result:
-    """MAP with the usual decay."""
+    """Return the result of MAP with weight decay 5e-4."""
     with Clock() as clock:
         fitted = train(task, decay=USUAL)
     return judged(task, fitted) | {"seconds": clock.seconds, "decay": USUAL}
 
 
 def run_learned(task: Task, **options: Any) -> Result:
-    """``fit`` with some options in the place of its defaults."""
+    """Return the result of ``fit`` with some options instead of its defaults."""
     with Clock() as clock:
         fitted = train(task, **options)
     return judged(task, fitted) | {"seconds": clock.seconds, "decay": fitted.decay}
 
 
 def run_default_posterior(task: Task) -> list[Result]:
-    """``fit`` with its defaults, and its linearised posterior on all rows."""
+    """Return the results of ``fit`` and of its linearized posterior on all rows."""
     with Clock() as clock:
         fitted = train(task)
     columns = judged(task, fitted) | {"seconds": clock.seconds, "decay": fitted.decay}
@@ -345,7 +363,7 @@ def run_default_posterior(task: Task) -> list[Result]:
 
 
 def run_grid(task: Task) -> Result:
-    """One decay by held-out data; of regression with the noise."""
+    """Return the best decay on held-out data, for regression with the noise."""
     search = Search(task, [task.held_out()])
     for decay in DECAYS if task.data.is_classification else TABLE_DECAYS:
         for noise in (None,) if task.data.is_classification else TABLE_NOISES:
@@ -354,7 +372,7 @@ def run_grid(task: Task) -> Result:
 
 
 def run_folds(task: Task) -> Result:
-    """One decay by five folds."""
+    """Return the result of one decay by five folds."""
     x, y = task.data.train
     splits = StratifiedKFold(FOLDS, shuffle=True, random_state=task.seed).split(x, y)
     search = Search(task, [((x[a], y[a]), (x[b], y[b])) for a, b in splits])
@@ -364,13 +382,13 @@ def run_folds(task: Task) -> Result:
 
 
 def run_tpe(task: Task) -> list[Result]:
-    """The first trials of a study of a decay for each tensor, and all of them."""
+    """Return the first trials of a study with a decay per tensor, and all trials."""
     names = [name for name, _ in task.network().named_parameters()]
     return study(Search(task, [task.held_out()]), names, LOWEST, HIGHEST)
 
 
 def study(search: Search, names: Sequence[str], lowest: float, highest: float) -> list[Result]:
-    """The columns after each number of TRIALS by Optuna's TPE over the logarithms of decays."""
+    """Return the columns after each number of TRIALS of Optuna's TPE over log decays."""
     import optuna  # pyright: ignore[reportMissingImports]
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -390,7 +408,7 @@ def study(search: Search, names: Sequence[str], lowest: float, highest: float) -
 
 
 def run_temperature(task: Task) -> Result:
-    """The usual decay on four fifths, and a temperature by the rest."""
+    """Return decay 5e-4 on 80 % of the data, with a temperature fitted to the rest."""
     part, (x, y) = task.held_out()
     with Clock() as clock:
         fitted = train(task, part, decay=USUAL)
@@ -401,7 +419,7 @@ def run_temperature(task: Task) -> Result:
 
 
 def run_early(task: Task) -> Result:
-    """No decay, and the weights of the epoch that was best on held-out data."""
+    """Return the result without decay, at the best epoch on held-out data."""
     part, rest = task.held_out()
     if not task.data.is_classification:
         with Clock() as clock:
@@ -425,7 +443,7 @@ def run_early(task: Task) -> Result:
 
 
 def run_ensemble(task: Task) -> Result:
-    """Mean probabilities of several networks with the usual decay."""
+    """Return the mean probabilities of several networks with weight decay 5e-4."""
     with Clock() as clock:
         seeds = [task.seed + OTHER_MEMBER * member for member in range(MEMBERS)]
         networks = [train(task, decay=USUAL, seed=seed) for seed in seeds]
@@ -436,7 +454,7 @@ def run_ensemble(task: Task) -> Result:
 
 
 class Batches(Sampler[Tensor]):
-    """Batches of nearly one size in a new order in each epoch, as those of ``fit``."""
+    """Batches of nearly equal size in a new order in each epoch. ``fit`` has the same."""
 
     def __init__(self, num_data: int, batch_size: int, seed: int) -> None:
         self._num_data, self._count = num_data, -(-num_data // batch_size)
@@ -451,7 +469,7 @@ class Batches(Sampler[Tensor]):
 
 
 def train_laplace(task: Task) -> tuple[Any, Fitted]:
-    """The training of laplace-torch, which keeps the weights with the best log evidence."""
+    """Return a training of laplace-torch, with the weights of the best log evidence."""
     from laplace import marglik_training  # pyright: ignore[reportMissingImports]
 
     data, model = task.data, task.network()
@@ -482,14 +500,14 @@ def train_laplace(task: Task) -> tuple[Any, Fitted]:
 
 
 def run_laplace(task: Task) -> Result:
-    """The plug-in network of laplace-torch's training."""
+    """Return the MAP prediction of laplace-torch's training."""
     with Clock() as clock:
         _, fitted = train_laplace(task)
     return judged(task, fitted) | {"seconds": clock.seconds, "decay": fitted.decay}
 
 
 def run_laplace_posterior(task: Task) -> list[Result]:
-    """The same network of a regression, and the posterior predictive of laplace-torch."""
+    """Return MAP and posterior predictions of laplace-torch for a regression."""
     with Clock() as clock:
         laplace, fitted = train_laplace(task)
     columns = judged(task, fitted) | {"seconds": clock.seconds, "decay": fitted.decay}
@@ -502,7 +520,7 @@ def run_laplace_posterior(task: Task) -> list[Result]:
     return [columns, columns | {"log_likelihood": found, "seconds": clock.seconds}]
 
 
-# Each makes the columns of its row, or those of all rows that it stands beside, in their order.
+# Each returns the columns of its row, or of all rows that share it, in their order.
 WAYS: dict[str, Callable[[Task], Any]] = {
     "map-5e-4": run_usual,
     "grid": run_grid,
@@ -527,13 +545,13 @@ TABLE_WAYS: dict[str, Callable[[Task], Any]] = {
     "default": run_default_posterior,
     f"default{BY_POSTERIOR}": run_default_posterior,
 }
-# The ways that others are compared with, split by split.
+# The methods that others are compared with, split by split.
 REFERENCES = ("map-5e-4", "default")
 TABLE_REFERENCES = ("early stopping", f"default{BY_POSTERIOR}")
 
 
 def random_split(data: DataSet, seed: int) -> DataSet:
-    """Another 80/20 split of all images of a set, standardised by its training part."""
+    """Return another 80/20 split of all images, standardized by its training part."""
     (x, y), (test_x, test_y) = data.train, data.test
     x, y = torch.cat([x, test_x]), torch.cat([y, test_y])
     train, test = map(torch.from_numpy, stratified_split(y.numpy(), VALIDATION, seed))
@@ -543,7 +561,7 @@ def random_split(data: DataSet, seed: int) -> DataSet:
 
 @lru_cache(maxsize=1)
 def read(name: str, seed: int, data_dir: str | None) -> DataSet:
-    """The data of a seed."""
+    """Return the data of a seed."""
     if name in UCI:
         return load(f"uci/{name}", data_dir, seed=seed)
     data = load(name, data_dir, subset=IMAGES[name][1], seed=seed)
@@ -551,7 +569,7 @@ def read(name: str, seed: int, data_dir: str | None) -> DataSet:
 
 
 def make_task(name: str, seed: int, data_dir: str | None) -> Task:
-    """The split of a seed with its network."""
+    """Return the split of a seed with its network."""
     data = read(name, seed, data_dir)
     if name in UCI:
         return Task(data, "mlp", seed, {"hidden": HIDDEN})
@@ -559,19 +577,19 @@ def make_task(name: str, seed: int, data_dir: str | None) -> Task:
 
 
 def ways_of(name: str) -> dict[str, Callable[[Task], Any]]:
-    """The rows of a set."""
+    """Return the rows of a data set."""
     return TABLE_WAYS if name in UCI else WAYS
 
 
 def columns_of(ways: Mapping[str, Callable[[Any], Any]], task: Task, row: str) -> dict[str, Result]:
-    """What the way of a row makes: the columns of it and of all rows that it stands beside."""
+    """Return the columns of a row and of the rows that share its training."""
     made = [other for other, way in ways.items() if way is ways[row]]
     found = ways[row](task)
     return dict(zip(made, found if len(made) > 1 else [found], strict=True))
 
 
 def run_way(task: Task, row: str) -> dict[str, Result]:
-    """The complete rows that a way makes."""
+    """Return the complete rows of a method."""
     ways = WAYS if task.data.is_classification else TABLE_WAYS
     num_data = len(task.data.train[0])
     common = {
@@ -587,7 +605,7 @@ def run_way(task: Task, row: str) -> dict[str, Result]:
 
 
 def missing_runs(given: argparse.Namespace) -> Iterator[tuple[str, int, str]]:
-    """Set, seed and row of what has not ended, in the order in which it is run."""
+    """Yield data set, seed and row of each missing run, in the order of the runs."""
     for name in given.sets:
         results = Results(path_of(given.results, name), COLUMNS)
         for seed in SEEDS[name] if given.seeds is None else given.seeds:
@@ -597,7 +615,7 @@ def missing_runs(given: argparse.Namespace) -> Iterator[tuple[str, int, str]]:
 
 
 def estimated(name: str, rows: Sequence[str], data_dir: str | None) -> float:
-    """Seconds of some rows, from a few epochs of a MAP training and ``COSTS``."""
+    """Return the seconds of some rows, from a few epochs of MAP and ``COSTS``."""
     task = make_task(name, 0, data_dir)
     schedule = plan_schedule(SCHEDULE, len(task.data.train[0]))
     short = partial(train, task, decay=USUAL, schedule=replace(SCHEDULE, epochs=TIMED))
@@ -610,17 +628,17 @@ def estimated(name: str, rows: Sequence[str], data_dir: str | None) -> float:
 
 
 def path_of(results: Path, name: str) -> Path:
-    """The file of a set's runs."""
+    """Return the file of a data set's runs."""
     return results / f"rivals_{name}.csv"
 
 
 def likelihoods_of(runs: list[Result], name: str) -> dict[int, float]:
-    """The test log likelihood of a way by seed."""
+    """Return the test log likelihood of a method by seed."""
     return {run["seed"]: run["log_likelihood"] for run in runs if run["row"] == name}
 
 
 def difference(runs: list[Result], row: str, reference: str) -> str:
-    """How far a row is ahead in test log likelihood, over the seeds that both have."""
+    """Return the gain of a row over a reference, for the seeds that both have."""
     own, other = likelihoods_of(runs, row), likelihoods_of(runs, reference)
     shared = sorted(own.keys() & other.keys())
     if row == reference or not shared:
@@ -630,7 +648,7 @@ def difference(runs: list[Result], row: str, reference: str) -> str:
 
 
 def table_of(name: str, runs: list[Result]) -> list[str]:
-    """Lines of the means over the seeds, a row for each way."""
+    """Return lines of the means over the seeds, a row for each method."""
     table = name in UCI
     references = TABLE_REFERENCES if table else REFERENCES
     rows = summaries(runs, list(ways_of(name)), ("seconds", *METRICS))
@@ -646,7 +664,7 @@ def table_of(name: str, runs: list[Result]) -> list[str]:
             judged = [cell("accuracy", 1, 100), cell("ece", 3), cell("scaled", 3)]
         cells = [
             *([name] if table else []),
-            r["row"],
+            LABELS.get(r["row"], r["row"]),
             cell("log_likelihood", 3),
             *(difference(runs, r["row"], reference) for reference in references),
             *judged,
@@ -659,92 +677,136 @@ def table_of(name: str, runs: list[Result]) -> list[str]:
 
 
 def head_of(table: bool) -> list[str]:
-    """The head of a table of images, or of those of UCI."""
+    """Return the header of an image table or of the UCI table."""
     references = TABLE_REFERENCES if table else REFERENCES
-    judged = ["RMSE"] if table else ["accuracy, %", "calibration error", "at the best scale"]
+    judged = ["RMSE"] if table else ["accuracy, %", "calibration error", "rescaled log likelihood"]
+    names = [LABELS.get(reference, reference) for reference in references]
     cells = [
-        *(["table"] if table else []),
-        "",
+        *(["data set"] if table else []),
+        "method",
         "test log likelihood",
-        *(f"ahead of {reference}" for reference in references),
+        *(f"gain over {name}" for name in names),
         *judged,
         "seconds",
-        f"× {references[0]}",
+        f"time, × {names[0]}",
         "seeds",
     ]
     return [f"| {' | '.join(cells)} |", "|" + "---|" * len(cells)]
 
 
 def draw(
-    found: Mapping[str, list[Result]], references: Sequence[str], rows: Iterable[str], path: Path
+    found: Mapping[str, list[Result]],
+    references: Sequence[str],
+    rows: Iterable[str],
+    path: Path,
+    labels: Mapping[str, str] = LABELS,
 ) -> None:
-    """Test log likelihood over seconds: lines for searches, points for what each way ends with.
+    """Draw the gain in test log likelihood over the time that each method took.
 
-    Both are differences to the reference of the set, seed by seed. ``found`` has the runs of each
-    set, and ``rows`` all that may be drawn.
+    Lines show the best trial so far of a search, points the end of each method. Gains are
+    differences to a reference, seed by seed. A point outside of the panel is left out.
+
+    Args:
+        found: Runs of each data set, a panel for each.
+        references: Row of each data set that the gains refer to.
+        rows: Rows that may be drawn.
+        path: Path of the PNG.
+        labels: Names of rows in the figure. Default: the names of this comparison.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
-    columns = min(3, len(found))
+    columns = min(2, len(found))
     height = -(-len(found) // columns)
-    figure, axes = pyplot.subplots(
-        height, columns, figsize=(4.6 * columns, 3.4 * height + 0.8), squeeze=False
-    )
+    figure = new_figure(5.2 * columns, 3.9 * height)
     rows = list(dict.fromkeys(rows))
     every = list(dict.fromkeys(row.removesuffix(BY_POSTERIOR) for row in rows))
-    colours = [*pyplot.get_cmap("tab10").colors, "none", "navy"]
-    handles: dict[str, Any] = {}
-    for axis in axes.flat[len(found) :]:
-        axis.set_axis_off()
-    for axis, (name, runs), reference in zip(axes.flat, found.items(), references, strict=False):
+    others = [row for row in every if row != "default"]
+    panels: list[tuple[Any, list[tuple[str, float, float, str]]]] = []
+    for place, (name, runs) in enumerate(found.items()):
+        axes, reference = figure.add_subplot(height, columns, place + 1), references[place]
+        named = labels.get(reference, reference)
+        title = TITLES.get(name, name)
+        decorate(
+            axes, title, "seconds, searches included", f"gain over {named}\n(nats per example)"
+        )
         levels = likelihoods_of(runs, reference)
-        ends = [0.0]
+        ends, points = [0.0], []
         for row in rows:
             own = [run for run in runs if run["row"] == row and run["seed"] in levels]
             if not own:
                 continue
-            way = row.removesuffix(BY_POSTERIOR)
-            colour = "black" if way == "default" else colours[every.index(way)]
-            values = [run["log_likelihood"] - levels[run["seed"]] for run in own]
-            mean, error = mean_and_error(values)
+            method = row.removesuffix(BY_POSTERIOR)
+            color = LIGHT.ink
+            if method != "default":
+                color = COLOURS[others.index(method) % len(COLOURS)]
+            mean, error = mean_and_error(
+                [run["log_likelihood"] - levels[run["seed"]] for run in own]
+            )
             error = 0.0 if math.isnan(error) else error
             seconds = fmean(run["seconds"] for run in own)
-            marker = "D" if row != way else "*" if row == "default" else "o"
-            style = {"color": colour, "marker": marker}
-            handles[row] = axis.errorbar(seconds, mean, error, linestyle="", **style)
+            marker = "*" if method == "default" else "D" if row != method else "o"
+            size = 11 if marker == "*" else 6
+            style = {"color": color, "marker": marker, "markersize": size, "elinewidth": 1.2}
+            axes.errorbar(seconds, mean, error, linestyle="", zorder=3, **style)
             ends += [mean - error, mean + error]
-            if own[0]["trace"] and row != "tpe-12":  # whose trials are the first of tpe-36
+            points.append((labels.get(row, row), seconds, mean, color))
+            if own[0]["trace"] and row != "tpe-12":  # its trials are the first of tpe-36
                 traces = torch.tensor([run["trace"] for run in own], dtype=torch.float64)
                 traces[:, :, 1] -= torch.tensor([levels[run["seed"]] for run in own])[:, None]
-                axis.plot(*traces.mean(0).T.tolist(), color=colour, linewidth=1.2)
-        lowest, highest = min(each for each in ends if each >= LOWEST_SHOWN), max(ends)
-        margin = 0.1 * (highest - lowest) or 0.01
-        axis.set_ylim(lowest - margin, highest + margin)
-        axis.axhline(0.0, color="grey", linewidth=0.6)
-        axis.set_xscale("log")
-        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axis.xaxis.set_minor_formatter(NullFormatter())
-        axis.set_title(name, fontsize=10)
-        axis.set_xlabel("seconds of process time", fontsize=9)
-        axis.set_ylabel(f"test log likelihood − that of {reference}", fontsize=8)
-        axis.tick_params(labelsize=8)
-    figure.legend(
-        handles.values(), handles, loc="lower center", ncols=2 * columns, fontsize=8, frameon=False
-    )
-    lines = -(-len(handles) // (2 * columns))
-    figure.tight_layout(rect=(0, (0.1 + 0.2 * lines) / figure.get_figheight(), 1, 1))
+                axes.plot(*traces.mean(0).T.tolist(), color=color, linewidth=1.2, alpha=0.7)
+        lowest, highest = min(end for end in ends if end >= LOWEST_SHOWN), max(ends)
+        margin = 0.12 * (highest - lowest) or 0.01
+        axes.set_ylim(lowest - margin, highest + margin)
+        axes.axhline(0.0, color=LIGHT.muted, linewidth=0.8)
+        axes.set_xscale("log")
+        left, right = min(point[1] for point in points), max(point[1] for point in points)
+        axes.set_xlim(left / 1.5, right * 1.5)
+        plain_ticks(axes.xaxis)
+        panels.append((axes, [p for p in points if p[2] >= lowest - margin]))
+    figure.draw_without_rendering()  # now all positions are known
+    for axes, points in panels:
+        _name_points(axes, points)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=90)
-    pyplot.close(figure)
+    figure.savefig(path, dpi=110)
+
+
+def _name_points(axes: Any, points: Sequence[tuple[str, float, float, str]]) -> None:
+    """Write the name of each point next to it, in the first free place."""
+    from matplotlib.patheffects import withStroke
+    from matplotlib.transforms import Bbox
+
+    halo = [withStroke(linewidth=2.5, foreground=LIGHT.paper)]
+    centers = axes.transData.transform([(x, y) for _, x, y, _ in points])
+    taken = [Bbox.from_extents(x - 5, y - 5, x + 5, y + 5) for x, y in centers]
+    for line in axes.lines:
+        corners = torch.as_tensor(line.get_transform().transform(line.get_xydata()))
+        for begin, end in zip(corners, corners[1:], strict=False):
+            along = begin + torch.linspace(0, 1, 60, dtype=begin.dtype)[:, None] * (end - begin)
+            taken += [Bbox.from_extents(x - 1, y - 1, x + 1, y + 1) for x, y in along.tolist()]
+    inside = axes.get_window_extent()
+    places = [("left", 8, up) for up in (-3, 7, -13, 17, -23)]
+    places += [("right", -8, up) for up in (-3, 7, -13, 17, -23)]
+    places += [("center", 0, up) for up in (12, -20, 22, -30)]
+    for name, x, y, color in points:
+        for last, (side, right, up) in enumerate(places, start=1):
+            text = axes.annotate(
+                name,
+                (x, y),
+                (right, up),
+                textcoords="offset points",
+                fontsize=8,
+                ha=side,
+                color=color,
+                path_effects=halo,
+            )
+            box = text.get_window_extent()
+            free = not any(box.overlaps(other) for other in taken)
+            if last == len(places) or (free and inside.x0 <= box.x0 and box.x1 <= inside.x1 + 60):
+                taken.append(box)
+                break
+            text.remove()
 
 
 def show(given: argparse.Namespace) -> None:
-    """Print the tables of what is there, and put them with the curves into the pages."""
+    """Print the tables of all runs, and insert them into the pages with the figure."""
     found = {name: Results(path_of(given.results, name), COLUMNS).read() for name in SEEDS}
     found = {name: runs for name, runs in found.items() if runs}
     if not found:
@@ -761,26 +823,27 @@ def show(given: argparse.Namespace) -> None:
         print(f"{marker}\n{table}\n")
         for page in given.pages:
             insert(page, marker, table)
-    references = [(TABLE_REFERENCES if name in UCI else REFERENCES)[0] for name in found]
+    shown = {name: found[name] for name in FIGURE_SETS if name in found} or found
+    references = [(TABLE_REFERENCES if name in UCI else REFERENCES)[0] for name in shown]
     for page in given.pages:
-        draw(found, references, [*WAYS, *TABLE_WAYS], page.parent / FIGURE)
+        draw(shown, references, [*WAYS, *TABLE_WAYS], page.parent / FIGURE)
 
 
 def check_extras(rows: Sequence[str]) -> None:
-    """Refuse rows whose package is not installed."""
+    """Raise an error for rows whose package is not installed."""
     for row in rows:
         module, package = EXTRAS.get(row, ("", ""))
         if module and find_spec(module) is None:
-            raise SystemExit(f"{row} needs {package}: pip install it, or name other --rows.")
+            raise SystemExit(f"{row} needs {package}. Install it with pip, or use other --rows.")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run what is missing, then print the tables."""
+    """Run what is missing, and print the tables."""
     parser = make_parser(__doc__, seeds=None)
     rows = list(dict.fromkeys([*WAYS, *TABLE_WAYS]))
     parser.add_argument("--sets", nargs="+", choices=list(SEEDS), default=list(SEEDS))
     parser.add_argument("--rows", nargs="+", choices=rows, default=None)
-    parser.add_argument("--estimate", action="store_true", help="only print what it would cost")
+    parser.add_argument("--estimate", action="store_true", help="only print the estimated time")
     given = parse(parser, arguments)
     left = list(missing_runs(given))
     check_extras([row for _, _, row in left])
@@ -792,7 +855,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     for name, seed, row in left:
         results = Results(path_of(given.results, name), COLUMNS)
-        if results.has(row, seed):  # some ways make two rows
+        if results.has(row, seed):  # some methods return two rows
             continue
         for run in run_way(make_task(name, seed, given.data_dir), row).values():
             results.add(run)

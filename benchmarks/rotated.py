@@ -1,19 +1,20 @@
-"""Rotated digits taken apart: is it the range of rotations that pays, or the decay?
+"""Separate the effects of the rotation range and of the weight decay on rotated digits.
 
-1000 digits of MNIST drawn by the seed, every one, of the training and of the test set, rotated once
-by an angle uniform in ±180°; MiniNet averaged over eight random rotations of each, 32 for the test.
-Every range is trained with every decay, from the same initial weights, by ``fit``'s schedule:
+The seed draws 1,000 MNIST digits. Every training and test digit is rotated once by an angle
+uniform in ±180°. MiniNet is averaged over 8 random rotations of each digit, or 32 in the test.
+Every range is trained with every decay, from the same initial weights, by the schedule of ``fit``:
 
-* ranges: ``none``, no rotations; ``fixed``, the full circle; ``augerino``, learned on the training
-  loss with a reward of 0.1 for a wide range; ``learned``, by the evidence, from ±0.1 radians on;
-* decays: ``5e-4``, the usual one; ``grid``, the best of seven by the log likelihood of a fifth held
-  out, then trained again on all data; ``learned``, layerwise precisions by ``fit``'s defaults.
+* ranges: ``none``, no rotations. ``fixed``, the full circle. ``augerino``, learned on the training
+  loss with a reward of 0.1 for a wide range. ``learned``, from the evidence, starting at ±0.1
+  radians.
+* decays: ``5e-4``, fixed. ``grid``, the best of seven by the log likelihood on 20 % held-out data,
+  then trained again on all data. ``learned``, layerwise precisions by ``fit``'s defaults.
 
 The grid is searched without rotations and with the full circle. ``augerino, grid`` and ``learned,
-grid`` have the decay that was found with the full circle; their seconds include that search.
-``augerino, learned`` keeps the range that Augerino found with the usual decay; its seconds include
-that training. The test set is only evaluated. Every run is kept as it ends: the script goes on
-where it was stopped.
+grid`` have the decay of the full circle, and their seconds include that search. ``augerino,
+learned`` keeps the range that Augerino learned with decay 5e-4, and its seconds include that
+training. The test set is only evaluated. The script stores every finished run and resumes where it
+was stopped.
 
     export PYTHONPATH=.  # for experiments/augerino.py
     python benchmarks/rotated.py --data-dir DIR --results docs/results --pages docs/rotated.md
@@ -40,7 +41,7 @@ DATA, MODEL, SUBSET = "mnist:rotated180", "mininet", 1000
 RANGES = ("none", "fixed", "augerino", "learned")
 WAYS = ("5e-4", "grid", "learned")
 ROWS = tuple(f"{found}, {way}" for found in RANGES for way in WAYS)
-# The reward is what its authors take for rotated MNIST; the range has a step in each batch.
+# The reward is that of its authors for rotated MNIST. Each batch has a step on the range.
 REWARD, AUGERINO = 0.1, Optimization(hyper_lr=0.05, hyper_lr_min=0.005)
 KEYS = ("log_likelihood", "accuracy", "rotation", "seconds")
 COLUMNS = ("row", "seed", *KEYS, "decay", "epochs", "threads")
@@ -54,7 +55,7 @@ def train(
     start: float | None = None,
     part: Pair | None = None,
 ) -> evigrad.FitResult:
-    """A training with one of ``RANGES``; without a decay its precisions are learned."""
+    """Return a training with one of ``RANGES``. Without a decay, it learns its precisions."""
     part = part or data.train
     if start is None:
         start = {"none": None, "fixed": math.pi}.get(rotations, START)
@@ -79,7 +80,7 @@ def train(
 
 
 def judged(result: evigrad.FitResult, test: Pair) -> Result:
-    """Log likelihood, accuracy and range of a network, over more rotations than in training."""
+    """Return log likelihood, accuracy and range, with more rotations than in training."""
     model = result.model
     if isinstance(model, Averaged):
         model.num_samples = TEST_SAMPLES
@@ -89,7 +90,7 @@ def judged(result: evigrad.FitResult, test: Pair) -> Result:
 
 
 def search(data: DataSet, seed: int, rotations: str) -> float:
-    """The decay that is best on a fifth of the training data."""
+    """Return the best decay on 20 % held-out training data."""
     part, held_out = data.split_validation(VALIDATION, seed)
     scores = {
         decay: judged(train(data, seed, rotations, decay, part=part), held_out)["log_likelihood"]
@@ -99,7 +100,7 @@ def search(data: DataSet, seed: int, rotations: str) -> float:
 
 
 def run_row(data: DataSet, seed: int, row: str, earlier: dict[str, Result]) -> Result:
-    """The columns of a row; ``earlier`` has those of the seed that ended before."""
+    """Return the columns of a row. ``earlier`` has finished rows of the seed."""
     rotations, way = row.split(", ")
     decay: float | None = {"5e-4": USUAL}.get(way)
     before, start = 0.0, None
@@ -120,7 +121,7 @@ def run_row(data: DataSet, seed: int, row: str, earlier: dict[str, Result]) -> R
 
 
 def table_of(runs: Sequence[Result]) -> str:
-    """The means over the seeds, as Markdown."""
+    """Return the means over the seeds, as Markdown."""
     lines = [
         "| range | decay | test log likelihood | test accuracy, % | rotation, ± radians"
         " | seconds | seeds |",

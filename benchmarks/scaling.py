@@ -1,11 +1,12 @@
-"""What one hyperparameter step costs as one size grows and all others stay.
+"""Measure the cost of one hyperparameter step when one size grows and all others stay.
 
-A step is ``Evidence.backward`` on one block of the data set, drawn and fetched: flat in N for
-every stochastic estimator, flat in C for one output per block, and in m, width and depth as the
-paper's complexities say: O(m p) for rows, O(m^2 p) for their Gram and O(m^3) for its factor (ntk);
-O(m p) and the cube of a layer's width (kfac). An anchored estimator is measured by rounds of ten
-steps as in training, each with a new choice of its anchors, among a pool where data are many.
-Vocabularies are in vocabulary.py, and ranks in ranks.py.
+A step is ``Evidence.backward`` on one block of the data set, including drawing and loading it. It
+does not depend on N for any stochastic estimator, nor on C for one output per block. In m, width
+and depth, it follows the paper's complexities. For ntk, these are O(m p) for rows, O(m^2 p) for
+their Gram and O(m^3) for its factor. For kfac, they are O(m p) and the cube of a layer's width. An
+anchored estimator is measured by rounds of ten steps as in training. Each round has a new choice of
+anchors, among a pool for large data sets. For vocabularies see vocabulary.py, and for ranks see
+ranks.py.
 
     python benchmarks/scaling.py --csv docs/results/scaling.csv
 """
@@ -39,7 +40,7 @@ AXES: dict[str, Sequence[int]] = {
 
 
 class Made(Dataset[tuple[Tensor, Tensor]]):
-    """A data set that makes each item when it is asked for, and holds none."""
+    """A data set that creates each item on request, and stores none."""
 
     def __init__(self, num_data: int, num_outputs: int) -> None:
         self.num_data, self.num_outputs = num_data, num_outputs
@@ -53,7 +54,7 @@ class Made(Dataset[tuple[Tensor, Tensor]]):
 
 
 def step(structure: str, sizes: dict[str, int]) -> Callable[[], None]:
-    """One gradient of one block, drawn from the data set; or a round of an anchored estimator."""
+    """Take one gradient of one block from the data set, or a round of an anchored estimator."""
     estimator = f"{structure}-{sizes['m']}-1"
     if structure == "anchored":
         estimator = f"ntk-{sizes['m']}-rows-anchored"

@@ -1,26 +1,26 @@
-"""Does one fit of ``evigrad.sklearn`` beat a searched MLP on tables? And gradient boosting?
+"""Compare ``evigrad.sklearn`` with a tuned MLP and gradient boosting on tabular data.
 
-Four ways to predict a table, each with its settings and the noise of its target found on the
-training part alone:
+There are four methods. Each finds its settings and the noise of its target on the training part
+only:
 
-* ``evidence``: ``EvidenceRegressor`` or ``EvidenceClassifier`` with their defaults;
+* ``evidence``: ``EvidenceRegressor`` or ``EvidenceClassifier`` with their defaults.
 * ``MLP, grid``: scikit-learn's ``MLPRegressor`` or ``MLPClassifier`` with the same hidden layers,
-  the best of six ``alpha`` by five folds, then trained again on all data;
-* ``MLP, Optuna``: the same by Optuna's TPE over ``alpha``, learning rate and hidden layers, as many
-  trials as end within the time that ``evidence`` took on this split (one at least), then trained
-  again; it needs optuna beside evigrad;
-* ``gradient boosting``: ``HistGradientBoostingRegressor`` or ``…Classifier`` with their defaults,
-  which is the bar that users of tables know.
+  the best of six ``alpha`` by five folds, then trained again on all data.
+* ``MLP, Optuna``: Optuna's TPE over ``alpha``, learning rate and hidden layers. It runs trials for
+  as long as ``evidence`` took on this split, at least one, and trains again. It needs optuna.
+* ``gradient boosting``: ``HistGradientBoostingRegressor`` or ``…Classifier`` with their defaults, a
+  familiar baseline for tabular data.
 
-MLPs get standardised features and targets. Of those that say no noise it is the root mean squared
-error of the five folds, with which targets are normal about the prediction; for ``evidence`` it is
-that of ``predict(X, return_std=True)``. Grids, ranges and settings are below, fixed beforehand.
+MLPs get standardized features and targets. If a method has no noise, its noise is the root mean
+squared error of the five folds, for a normal distribution about the prediction. For ``evidence``,
+it comes from ``predict(X, return_std=True)``. Grids, ranges and settings below were fixed before
+the first run.
 
-Regression: UCI's tables with their own splits by the seed; ``score`` is R², and log likelihoods are
-those of standardised targets. Classification: scikit-learn's, a fifth for the test set, stratified,
-drawn by the seed; ``score`` is accuracy. ``seconds`` are process time of all that a way needed on
-one thread, its searches included. Test data are only evaluated. Every run is kept as it ends: the
-script goes on where it was stopped.
+Regression uses UCI data sets with their splits by the seed. ``score`` is R², and log likelihoods
+refer to standardized targets. Classification uses scikit-learn's data sets, with a stratified test
+set of 20 % drawn by the seed. ``score`` is accuracy. ``seconds`` are the process time of a method
+on one thread, including its searches. Test data are only evaluated. The script stores every
+finished run and resumes where it was stopped.
 
     python benchmarks/sklearn_tables.py --data-dir DIR --pages docs/sklearn.md
 """
@@ -59,8 +59,8 @@ HIDDEN = (64, 64)
 ALPHAS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 FOLDS = 5
 TEST_SHARE = 0.2
-MAX_EPOCHS = 1000  # of an MLP, which stops when its loss does
-# Of Optuna.
+MAX_EPOCHS = 1000  # maximum of an MLP, which stops with its loss
+# Search space of Optuna.
 LOWEST_ALPHA, HIGHEST_ALPHA = 1e-6, 10.0
 LOWEST_RATE, HIGHEST_RATE = 1e-4, 1e-2
 LAYERS = {"32": (32,), "64": (64,), "128": (128,), "64-64": (64, 64), "128-128": (128, 128)}
@@ -69,7 +69,7 @@ Table = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 def read_table(name: str, seed: int, data_dir: str | None) -> Table:
-    """Training table and targets, test table and targets."""
+    """Return training data and targets, test data and targets."""
     if name in UCI:
         found = load(f"uci/{name}", data_dir, seed=seed)
         (x, y), (test_x, test_y) = found.train, found.test
@@ -82,7 +82,7 @@ def read_table(name: str, seed: int, data_dir: str | None) -> Table:
 
 
 def make_mlp(classifies: bool, seed: int, **settings: Any) -> Any:
-    """Scikit-learn's MLP, features and targets standardised."""
+    """Return scikit-learn's MLP with standardized features and targets."""
     kind = MLPClassifier if classifies else MLPRegressor
     settings = {"hidden_layer_sizes": HIDDEN, **settings}
     mlp = make_pipeline(StandardScaler(), kind(max_iter=MAX_EPOCHS, random_state=seed, **settings))
@@ -90,7 +90,7 @@ def make_mlp(classifies: bool, seed: int, **settings: Any) -> Any:
 
 
 def held_out_score(model: Any, x: np.ndarray, y: np.ndarray, seed: int) -> float:
-    """Over five folds: mean log likelihood of classes, or minus the root mean squared error."""
+    """Return the mean log likelihood of classes, or minus the RMSE, over five folds."""
     if is_classifier(model):
         folds, scoring = StratifiedKFold(FOLDS, shuffle=True, random_state=seed), "neg_log_loss"
         return float(cross_val_score(model, x, y, cv=folds, scoring=scoring).mean())
@@ -100,7 +100,7 @@ def held_out_score(model: Any, x: np.ndarray, y: np.ndarray, seed: int) -> float
 
 
 def judged(model: Any, noise: Any, x: np.ndarray, y: np.ndarray) -> Result:
-    """Score and log likelihood on the test set; ``noise`` is that of a regression."""
+    """Return score and log likelihood on the test set. ``noise`` is the noise of a regression."""
     found = {"score": float(model.score(x, y))}
     if is_classifier(model):
         probabilities = model.predict_proba(x)
@@ -169,7 +169,7 @@ def run_boosting(table: Table, classifies: bool, seed: int) -> Result:
 
 
 def run_row(name: str, method: str, seed: int, data_dir: str | None, results: Results) -> Result:
-    """One way on one split of a table; Optuna gets the time of ``evidence`` on the same split."""
+    """Return one method on one split. Optuna gets the time of ``evidence`` on that split."""
     table = read_table(name, seed, data_dir)
     classifies = name in CLASSES
     size = {"num_data": len(table[0]), "num_features": table[0].shape[1]}
@@ -180,7 +180,7 @@ def run_row(name: str, method: str, seed: int, data_dir: str | None, results: Re
     elif method == "MLP, Optuna":
         own = [r for r in results.read() if (r["row"], r["seed"]) == (f"{name}: evidence", seed)]
         if not own:
-            raise SystemExit("MLP, Optuna gets the time of evidence: run that one first.")
+            raise SystemExit("MLP, Optuna gets the time of evidence. Run that method first.")
         found = run_optuna(table, classifies, seed, own[0]["seconds"])
     else:
         found = run_boosting(table, classifies, seed)
@@ -188,9 +188,10 @@ def run_row(name: str, method: str, seed: int, data_dir: str | None, results: Re
 
 
 def table_of(runs: list[Result]) -> str:
-    """Means of the seeds as Markdown."""
+    """Return means of the seeds as Markdown."""
     lines = [
-        "| table | rows x columns | | R² or accuracy | test log likelihood | seconds | splits |",
+        "| data set | rows × columns | method | R² or accuracy | test log likelihood"
+        " | seconds | splits |",
         "|---|---|---|---|---|---|---|",
     ]
     for name in (*UCI, *CLASSES):
@@ -198,7 +199,7 @@ def table_of(runs: list[Result]) -> str:
             first = next(run for run in runs if run["row"] == row["row"])
             cells = [
                 name,
-                f"{first['num_data']:,} x {first['num_features']}",
+                f"{first['num_data']:,} × {first['num_features']}",
                 row["row"].partition(": ")[2],
                 with_error(row["score"], row["score_error"], 3),
                 with_error(row["log_likelihood"], row["log_likelihood_error"], 3),
@@ -217,8 +218,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     given = parse(parser, arguments)
     if "MLP, Optuna" in given.methods and find_spec("optuna") is None:
-        raise SystemExit("MLP, Optuna needs optuna: pip install it, or name other --methods.")
-    warnings.simplefilter("ignore", ConvergenceWarning)  # the epochs are those above
+        raise SystemExit("MLP, Optuna needs optuna. Install it with pip, or use other --methods.")
+    warnings.simplefilter("ignore", ConvergenceWarning)  # the number of epochs is set above
     results = Results(given.results / "sklearn_tables.csv", COLUMNS)
     with threadpool_limits(given.threads):
         for seed in given.seeds:

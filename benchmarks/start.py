@@ -1,15 +1,15 @@
-"""Do learned precisions end at the same place from any start?
+"""Test whether learned precisions depend on the start.
 
-Every run is ``fit`` with its defaults but for the start; networks and splits are those of
-``rivals.py``, and of a made table whose labels are drawn from probabilities near one half.
+Every run is ``fit`` with its defaults except for the start. Networks and splits come from
+``rivals.py``. One more data set is synthetic. Its labels are drawn from probabilities near 1/2.
 
-* ``fixed point``: the default, MacKay's update, after a burn-in with a weight decay that does not
-  depend on the precision given: 0.01, or here 0.003 and 0.03;
-* ``adam``: steps of Adam on the log precisions, from the precision given, as in the paper.
+* ``fixed point``: the default, MacKay's update. Its burn-in has a weight decay of 0.01 whatever the
+  given precision. Here it is also 0.003 and 0.03.
+* ``adam``: steps of Adam on the log precisions, from the given precision, as in the paper.
 
-The log evidence is evaluated after training, exactly; the test set only judges. The spread of a set
-is the largest difference between two starts of a seed, the mean over the seeds. Every run is kept
-as it ends: the script goes on where it was stopped.
+The log evidence is evaluated after training, exactly. The test set is only evaluated. The spread of
+a data set is the largest difference between two starts of a seed, the mean over the seeds. The
+script stores every finished run and resumes where it was stopped.
 
     python benchmarks/start.py --data-dir DIR --results docs/results --pages docs/start.md
 """
@@ -32,7 +32,7 @@ from evigrad.measure import evaluate_evidence
 from evigrad.models import make_model
 from evigrad.training import plan
 
-# Starts of each way: weight decays of the burn-in, or precisions.
+# Starts of each update: weight decays of the burn-in, or precisions.
 WAYS = {"fixed point": (0.003, 0.01, 0.03), "adam": (0.01, 0.1, 1.0, 10.0)}
 NOISY = "noisy table"
 SETS = ("digits", "mnist", "cifar10", "yacht", "boston", NOISY)
@@ -44,7 +44,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 def noisy_table(seed: int) -> tuple[Pair, Pair]:
-    """Standard normal features, and labels of a logistic regression on two of them."""
+    """Return standard normal features, and labels of a logistic regression on two of them."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(ROWS + TEST_ROWS, FEATURES, generator=generator)
     probability = torch.sigmoid(0.8 + 0.9 * x[:, 0] - 0.5 * x[:, 1])
@@ -53,7 +53,7 @@ def noisy_table(seed: int) -> tuple[Pair, Pair]:
 
 
 def problem(name: str, seed: int, data_dir: str | None) -> tuple[nn.Module, Pair, Pair, str]:
-    """The network, training and test data of a seed, and the likelihood."""
+    """Return the network, training and test data of a seed, and the likelihood."""
     if name == NOISY:
         return make_model("mlp", (FEATURES,), 2, seed), *noisy_table(seed), "categorical"
     task = make_task(name, seed, data_dir)
@@ -61,7 +61,7 @@ def problem(name: str, seed: int, data_dir: str | None) -> tuple[nn.Module, Pair
 
 
 def run(name: str, way: str, start: float, seed: int, data_dir: str | None) -> Result:
-    """One training and its judgement."""
+    """Return the evaluation of one training."""
     model, train, test, likelihood = problem(name, seed, data_dir)
     decay = start if way == "fixed point" else plan.BURN_IN_DECAY
     start_of_burn_in = {"BURN_IN_DECAY": decay, "BURN_IN_PRECISION": math.inf}
@@ -91,18 +91,18 @@ def run(name: str, way: str, start: float, seed: int, data_dir: str | None) -> R
 
 
 def exact(model: nn.Module, data: Pair) -> str:
-    """The cheaper of the two exact estimators, by weights or by rows."""
+    """Return the cheaper of the two exact estimators, by weights or by rows."""
     rows = model(data[0][:2]).shape[1] * len(data[0])
     return "full-N-C" if sum(w.numel() for w in model.parameters()) < rows else "ntk-N-C"
 
 
 def row_of(name: str, way: str, start: float) -> str:
-    """The name of a run's row in the results."""
+    """Return the name of a run's row in the results."""
     return f"{name}: {way} from {start:g}"
 
 
 def spread(runs: Sequence[Result], rows: Sequence[str], key: str) -> tuple[float, float]:
-    """The largest difference between rows of a seed: mean over complete seeds, standard error."""
+    """Return the largest difference between rows of a seed, with mean and error over seeds."""
     found = []
     for seed in sorted({run["seed"] for run in runs}):
         values = [run[key] for run in runs if run["seed"] == seed and run["row"] in rows]
@@ -112,9 +112,9 @@ def spread(runs: Sequence[Result], rows: Sequence[str], key: str) -> tuple[float
 
 
 def table_of(runs: list[Result]) -> str:
-    """Each start's means over the seeds and the spread over starts, as Markdown."""
+    """Return the means over seeds of each start, and the spread, as Markdown."""
     lines = [
-        "| set | way | start | log evidence per datum | test log likelihood | accuracy, % or RMSE"
+        "| data | update | start | log evidence | test log likelihood | accuracy, % or RMSE"
         " | seeds |",
         "|---|---|---|---|---|---|---|",
     ]
@@ -138,16 +138,16 @@ def table_of(runs: list[Result]) -> str:
         differences = [spread(runs, rows, key) for key in ("log_evidence", "log_likelihood")]
         if not math.isnan(differences[0][0]):
             cells = [with_error(*difference, 3) for difference in differences]
-            lines.append(f"| {name} | {way} | *spread* | {' | '.join(cells)} | | |")
+            lines.append(f"| {name} | {way} | *spread* | {' | '.join(cells)} | – | – |")
     return "\n".join(lines)
 
 
 def precisions_of(runs: list[Result]) -> str:
-    """Each start's precisions of the weight tensors, geometric means over the seeds, as Markdown.
+    """Return precisions of the weight tensors, geometric means over the seeds, as Markdown.
 
-    Those of the biases are in the file of the runs.
+    The file of the runs also has the precisions of the biases.
     """
-    lines = ["| set | way | start | prior precisions of the weights |", "|---|---|---|---|"]
+    lines = ["| data | update | start | prior precisions of the weights |", "|---|---|---|---|"]
     for name, (way, starts) in product(SETS, WAYS.items()):
         for start in starts:
             own = [r["precisions"] for r in runs if r["row"] == row_of(name, way, start)]

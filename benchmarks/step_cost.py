@@ -1,23 +1,23 @@
-"""What a hyperparameter gradient costs, in plain training steps on the same images.
+"""Measure the cost of a hyperparameter gradient, in plain training steps on the same images.
 
-The yardstick is the forward and backward pass of the training loss of the weights on m images, or
-on m times S where the network averages over S transforms, in the same process and in turns with
-the gradient; both by the same micro-batches, and both with channels first in memory where
-``--channels-last`` is not given. "precisions" learns layerwise precisions alone,
-"invariances" the ranges of an affine invariance as well, exactly, in two passes.
+The training step is the forward and backward pass of the training loss on m images, or on m times S
+images if the network averages over S transforms. It runs in the same process and in turns with the
+gradient. Both use equal micro-batches, with channels first in memory unless ``--channels-last`` is
+given. "precisions" learns only layerwise precisions. "invariances" also learns the ranges of an
+affine invariance, exactly, in two passes.
 
     python benchmarks/step_cost.py --model mininet --csv docs/results/step_cost_mininet.csv
     python benchmarks/step_cost.py --model wrn16-4 --data 64 --csv docs/results/step_cost_wrn.csv
     python benchmarks/step_cost.py --model vit bert gpt lstm gru --data 64 --samples 1 --threads 1
 
-``--against`` compares with another source tree, case by case: processes of both take turns, and
-each ratio is one of two neighbors. The training step, which is the same code in both, tells how
-far the ratio of equals is from 1.
+``--against`` compares with another source tree, case by case. Processes of both trees take turns,
+and each ratio compares two neighbors. The training step is equal in both trees. Its ratio shows the
+noise.
 
     python benchmarks/step_cost.py --model mininet --data 64 --against ../before/src --rounds 9
 
 "vit", "bert" and "gpt" are small networks of the package transformers, with four blocks of 128
-units, on images of 65 patches or 64 words; "lstm" and "gru" are PyTorch's, with 128 units and 32
+units, on images of 65 patches or 64 words. "lstm" and "gru" are PyTorch's, with 128 units and 32
 words.
 """
 
@@ -96,7 +96,7 @@ def gpt() -> nn.Module:
     return Reader(GPT2ForSequenceClassification(GPT2Config(**settings, **sizes)))
 
 
-# Networks that ``make_model`` does not know, and the shape of a datum; words have one dimension.
+# Networks without ``make_model``, and the shape of an example. Words have one dimension.
 OTHERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "vit": (vit, (3, 32, 32)),
     "bert": (bert, (64,)),
@@ -107,7 +107,7 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def network_and_data(name: str, num_data: int) -> tuple[nn.Module, Tensor]:
-    """A network and random inputs; a quarter of the sentences is padded to half."""
+    """Return a network and random inputs. A quarter of the sentences is padded to half."""
     if name not in OTHERS:
         return make_model(name, SHAPES[name], 10, seed=0), torch.rand(num_data, *SHAPES[name])
     build, shape = OTHERS[name]
@@ -127,7 +127,7 @@ HERE = Path(evigrad.__file__).parent.parent
 
 
 def training_step(model: nn.Module, x: Tensor, y: Tensor, micro_batch: int) -> Callable[[], None]:
-    """Forward and backward of the mean negative log likelihood, in micro-batches."""
+    """Run forward and backward of the mean negative log likelihood, in micro-batches."""
     weights = [p for p in model.parameters() if p.requires_grad]
 
     def step() -> None:
@@ -149,7 +149,7 @@ def times_of(
     micro_batch: int,
     arguments: argparse.Namespace,
 ) -> dict[str, float]:
-    """Seconds of the training step and of each structure's gradient, on one network and size."""
+    """Return seconds of the training step and of each structure's gradient."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     network, x = network_and_data(name, num_data)
     network, x = network.to(device), x.to(device)
@@ -195,7 +195,7 @@ def times_of(
 def measure(
     name: str, num_data: int, samples: int, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """All structures on one network and size, compared with the training step."""
+    """Return all structures on one network and size, relative to the training step."""
     micro_batch = micro_batch_of(num_data, samples, arguments)
     times = times_of(name, num_data, samples, micro_batch, arguments)
     kind = "precisions" if samples == 1 else "invariances"
@@ -224,14 +224,14 @@ def measure(
 
 
 def micro_batch_of(num_data: int, samples: int, arguments: argparse.Namespace) -> int:
-    """Examples in a pass."""
+    """Return the number of examples per pass."""
     return max(1, (arguments.images or num_data * samples) // samples)
 
 
 def compare(
     name: str, num_data: int, samples: int, structure: str, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Seconds of one case here and in another source tree, by processes that take turns."""
+    """Return seconds of one case in two source trees, by processes that take turns."""
     case = ["--one", "--model", name, "--data", str(num_data), "--samples", str(samples)]
     case += ["--structures", structure, "--repeats", str(arguments.repeats)]
     case += ["--threads", str(arguments.threads)]
@@ -282,8 +282,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--autocast", action="store_true", help="passes in bfloat16")
     parser.add_argument("--csv", type=Path)
-    parser.add_argument("--against", type=Path, help="folder of another evigrad, as ../before/src")
-    parser.add_argument("--rounds", type=int, default=5, help="processes of each tree")
+    parser.add_argument(
+        "--against", type=Path, help="source folder of another evigrad, such as ../before/src"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="number of processes per tree")
     parser.add_argument("--timeout", type=float, default=600, help="seconds of a process")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -1,16 +1,15 @@
-"""Do the defaults lose to early stopping on tables? Test log likelihood of three ways to train.
+"""Compare the defaults of ``fit`` with early stopping on tabular data.
 
-Every row trains the same network, two hidden layers of 64, from the same initial weights on the
-same split. Features and target are standardised by the training data.
+Every row trains the same network with two hidden layers of 64, from the same initial weights on the
+same split. Features and target are standardized by the training data.
 
-* ``early stopping``: a plain loop, Adam at a constant rate, the noise learned with the weights; a
-  tenth of the training data is held out, and the weights that were best there are kept;
-* ``map-noise``: MAP by ``fit``, the noise learned on the training loss, all else by default;
-* ``fit``: ``fit`` with its defaults, precisions and noise learned by the evidence.
+* ``early stopping``: a plain loop with Adam at a constant rate, which learns the noise with the
+  weights. It keeps the best weights on 10 % held-out data.
+* ``map-noise``: MAP by ``fit``, with noise learned on the training loss and other defaults.
+* ``fit``: ``fit`` with its defaults, with precisions and noise learned from the evidence.
 
-The tables are UCI's, each seed a split of its own, and of scikit-learn, where a tenth is the test
-set. Test data are only evaluated. Every run is kept as it ends: the script goes on where it was
-stopped.
+The data sets are UCI's, with one split per seed, and scikit-learn's, with a test set of 10 %. Test
+data are only evaluated. The script stores every finished run and resumes where it was stopped.
 
     python benchmarks/tables.py --data-dir DIR --results docs/results --pages docs/results.md
 """
@@ -34,16 +33,17 @@ from evigrad.training.settings import grouped
 UCI = ("yacht", "boston", "energy", "wine_red", "power", "naval")
 MADE = ("friedman1, 1030 x 8", "friedman1, 8192 x 10", "diabetes")
 METHODS = ("early stopping", "map-noise", "fit")
+LABELS = {"map-noise": "MAP, learned noise", "fit": "evigrad"}
 KEYS = ("log_likelihood", "rmse", "seconds")
 COLUMNS = ("row", "seed", *KEYS, "num_data", "num_features", "epochs", "threads")
-# Of early stopping, fixed beforehand.
+# Settings of early stopping, fixed before the first run.
 LR, BATCH, HELD_OUT, PATIENCE, MOST_EPOCHS = 1e-2, 64, 0.1, 20, 1000
 
 Pair = tuple[Tensor, Tensor]
 
 
 def read_table(name: str, seed: int, data_dir: str | None) -> tuple[Pair, Pair]:
-    """Standardised training and test data of a seed."""
+    """Return standardized training and test data of a seed."""
     if name in UCI:
         found = load(f"uci/{name}", data_dir, seed=seed)
         return found.train, found.test
@@ -60,7 +60,7 @@ def read_table(name: str, seed: int, data_dir: str | None) -> tuple[Pair, Pair]:
 
 
 def stop_early(model: nn.Module, train: Pair, test: Pair, seed: int) -> Result:
-    """A plain training with learned noise, kept as it was best on the data held out."""
+    """Train with learned noise, and return the best network on held-out data."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(train[0]), generator=generator)
     held, used = order.tensor_split([max(1, int(HELD_OUT * len(order)))])
@@ -95,7 +95,7 @@ def stop_early(model: nn.Module, train: Pair, test: Pair, seed: int) -> Result:
 
 
 def run_row(name: str, method: str, seed: int, data_dir: str | None) -> Result:
-    """One way to train on one split of a table."""
+    """Return one method on one split."""
     train, test = read_table(name, seed, data_dir)
     model = make_model("mlp", train[0].shape[1:], 1, seed)
     size = {"num_data": len(train[0]), "num_features": train[0].shape[1]}
@@ -122,10 +122,10 @@ def run_row(name: str, method: str, seed: int, data_dir: str | None) -> Result:
 
 
 def table_of(runs: list[Result]) -> str:
-    """Means of the seeds as Markdown."""
+    """Return means of the seeds as Markdown."""
     lines = [
-        "| table | data x features | | test log likelihood | RMSE | seconds | × early stopping"
-        " | seeds |",
+        "| data set | examples × features | method | test log likelihood | RMSE | seconds"
+        " | time, × early stopping | seeds |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name in (*UCI, *MADE):
@@ -133,9 +133,9 @@ def table_of(runs: list[Result]) -> str:
         for row in rows:
             first = next(run for run in runs if run["row"] == row["row"])
             cells = [
-                name,
-                f"{first['num_data']:,} x {first['num_features']}",
-                row["row"].rpartition(": ")[2],
+                name.replace(" x ", " × "),
+                f"{first['num_data']:,} × {first['num_features']}",
+                LABELS.get(method := row["row"].rpartition(": ")[2], method),
                 with_error(row["log_likelihood"], row["log_likelihood_error"], 3),
                 with_error(row["rmse"], row["rmse_error"], 3),
                 f"{row['seconds']:.1f}",

@@ -1,15 +1,17 @@
-"""How tight is one draw of each estimator, and what does it cost?
+"""Measure the tightness of single draws of each estimator, and their cost.
 
-MiniNet on 1000 MNIST digits, trained for 500 epochs with layerwise precisions; its weights and
-precisions are kept at 0, 20, 50 and 100 % of the training. At each of these, of k rows:
+MiniNet is trained on 1,000 MNIST digits for 500 epochs with layerwise precisions. Its weights and
+precisions are stored at 0, 20, 50 and 100 % of the training. At each of these stages, the
+estimators of k rows are
 
-* ``ntk-k-1``: one output drawn for k data, the paper's; ``ntk-(k/10)-C``: all outputs of k/10 data;
-* ``kfac-k-1``, which is no bound;
-* ``ntk-k-rows``: rows of the eigen root drawn freely; ``ntk-k-rows-anchored``: given anchors.
+* ``ntk-k-1``: one random output of k examples (the paper's). ``ntk-(k/10)-C``: all outputs of k/10
+  examples.
+* ``kfac-k-1``, which is not a bound.
+* ``ntk-k-rows``: single rows of the eigen root. ``ntk-k-rows-anchored``: the same given anchors.
 
-The log-determinant of many draws is compared with the exact one of all 10,000 rows: mean and
-standard deviation over it. The seconds are those of a step on the precisions, in rounds of ten as
-in training, in alternation on the same machine. Every case is kept as it ends.
+The log-determinant of many draws is divided by the exact one of all 10,000 rows, for mean and
+standard deviation. The seconds refer to a step on the precisions, in rounds of ten as in
+training, in turns on one machine. The script stores every finished case.
 
     python benchmarks/tightness.py --data-dir DIR --seeds 0 1 2
     python benchmarks/tightness.py --table
@@ -25,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import insert, machine, write_csv
+from measure import insert, machine, measured_on, write_csv
 from torch import Tensor
 
 import evigrad
@@ -63,7 +65,7 @@ SCHEDULE: dict[str, Any] = {
 
 
 def names(k: int) -> dict[str, str]:
-    """Row of the table → estimator, all of k rows."""
+    """Return the estimator of each row of the table, all with k rows."""
     return {
         "ntk-k-1": f"ntk-{k}-1",
         "ntk-(k/10)-C": f"ntk-{k // 10}-C",
@@ -79,7 +81,7 @@ def make(data: DataSet, seed: int) -> tuple[torch.nn.Module, GaussianPrior]:
 
 
 def trained(data: DataSet, seed: int, epochs: int, folder: Path) -> dict[int, Path]:
-    """Checkpoints of a training at each stage."""
+    """Return checkpoints of a training at each stage."""
     stages = [stage * epochs // EPOCHS for stage in STAGES]
     files = {stage: folder / f"weights-{seed}-{stage}.pt" for stage in stages}
     if all(path.exists() for path in files.values()):
@@ -109,7 +111,7 @@ def trained(data: DataSet, seed: int, epochs: int, folder: Path) -> dict[int, Pa
 
 
 def evidence_at(path: Path, data: DataSet, seed: int, estimator: str) -> Evidence:
-    """The evidence of a checkpoint by an estimator."""
+    """Return the evidence of a checkpoint by an estimator."""
     model, prior = make(data, seed)
     evidence = Evidence(
         model,
@@ -127,12 +129,12 @@ def evidence_at(path: Path, data: DataSet, seed: int, estimator: str) -> Evidenc
 
 
 def blocks(evidence: Evidence, data: tuple[Tensor, Tensor]) -> Iterator[Block]:
-    """Draws that each are the first block of a partition of its own; some share their anchors."""
+    """Yield first blocks of independent partitions. Some share their anchors."""
     return chain.from_iterable(evidence.blocks(data).take(1) for _ in repeat(None))
 
 
 def draws(evidence: Evidence, data: tuple[Tensor, Tensor], count: int) -> list[float]:
-    """Log-determinants of independent draws."""
+    """Return log-determinants of independent draws."""
     source = blocks(evidence, data)
     return [evidence.estimate(next(source)).log_det for _ in range(count)]
 
@@ -146,7 +148,7 @@ def one_case(
     known: dict[str, Any],
     again: list[str],
 ) -> dict[str, Any]:
-    """All estimators at one checkpoint, but for those that are known and not wanted again."""
+    """Return all estimators at one checkpoint, except for known results."""
     found = dict(known)
     if "exact" not in known:
         start = time.perf_counter()
@@ -168,12 +170,12 @@ def one_case(
 
 
 def timings(path: Path, data: DataSet, seed: int, rows: list[int], repeats: int) -> dict[str, Any]:
-    """Seconds of a step of a round on k rows, with its gradient, estimators in alternation.
+    """Return seconds of a step with its gradient in a round on k rows, with estimators in turns.
 
-    A round begins with a partition, and for the anchored bound some with a choice of anchors, as in
-    training: what is timed are as many rounds as there are from one choice to the next. Steps of
-    the anchored bound share the pass over their anchors; what each costs with a pass of its own, as
-    steps on hyperparameters of the model have it, is timed beside it.
+    A round begins with a partition and, for some rounds of the anchored bound, with a choice of
+    anchors, as in training. The time covers the rounds from one choice to the next. Steps of the
+    anchored bound share the pass over their anchors. The cost of a step with its own pass, as for
+    hyperparameters of the model, is timed too.
     """
     found: dict[str, Any] = {}
     rounds = Anchoring().refresh
@@ -202,7 +204,7 @@ def timings(path: Path, data: DataSet, seed: int, rows: list[int], repeats: int)
 def steps_of_a_round(
     evidence: Evidence, data: DataSet, alone: bool
 ) -> Iterable[Block | list[KeptPass]]:
-    """What the steps of a round are on; ``alone`` is a pass for each in any case."""
+    """Return the blocks of a round's steps. With ``alone``, each step has its own pass."""
     if alone:
         return evidence.blocks(data.train).take(ROUND)
     learned = list(evidence.hyperparameters())
@@ -211,7 +213,7 @@ def steps_of_a_round(
 
 
 def rows_of(block: Block | list[KeptPass], num_outputs: int) -> int:
-    """Rows that a step looks at."""
+    """Return the number of rows of a step."""
     if isinstance(block, Block):
         return block.num_rows or len(block.indices) * num_outputs
     (collected,) = block
@@ -220,7 +222,7 @@ def rows_of(block: Block | list[KeptPass], num_outputs: int) -> int:
 
 
 def table(results: list[dict[str, Any]], stage: int) -> list[dict[str, Any]]:
-    """Means over the seeds at one stage."""
+    """Return means over the seeds at one stage."""
     cases = [r for r in results if r["stage"] == stage]
     rows = []
     for key in (key for key in cases[0] if isinstance(cases[0][key], dict)):
@@ -240,7 +242,7 @@ def table(results: list[dict[str, Any]], stage: int) -> list[dict[str, Any]]:
 
 
 def as_markdown(rows: list[dict[str, Any]]) -> str:
-    """One line for each stage and number of rows."""
+    """Return one line for each stage and number of rows."""
     columns = list(dict.fromkeys(row["estimator"] for row in rows))
     lines = [
         f"| training | rows | {' | '.join(columns)} |",
@@ -258,7 +260,7 @@ def as_markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def times_as_markdown(times: dict[str, Any]) -> str:
-    """Milliseconds, and those per row over the paper's."""
+    """Return milliseconds, and ratios to the paper's estimator."""
     keys = [key.rpartition(" ") for key in times if " " in key]
     columns = list(dict.fromkeys(row for row, _, _ in keys))
     lines = [f"| rows | {' | '.join(columns)} |", "|---" + "|---" * len(columns) + "|"]
@@ -269,11 +271,11 @@ def times_as_markdown(times: dict[str, Any]) -> str:
             for column in columns
         ]
         lines.append(f"| {k} | {' | '.join(cells)} |")
-    return "\n".join(lines) + f"\n\n{times['machine']}"
+    return "\n".join(lines) + f"\n\n{measured_on([times['machine']])}"
 
 
 def times_as_rows(times: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row for each estimator and size."""
+    """Return one row for each estimator and size."""
     keys = [key.rpartition(" ") for key in times if " " in key]
     return [
         {
@@ -288,7 +290,7 @@ def times_as_rows(times: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def study_parser(doc: str | None, name: str, rows: Sequence[int]) -> argparse.ArgumentParser:
-    """The options that all studies of these networks have."""
+    """Return the common options of all studies of these networks."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--data-dir", default=None, help="folder with mnist_train.parquet")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -304,11 +306,11 @@ def study_parser(doc: str | None, name: str, rows: Sequence[int]) -> argparse.Ar
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run what is missing, then write the tables."""
+    """Run what is missing, and write the tables."""
     parser = study_parser(__doc__, "tightness", ROWS)
     parser.add_argument("--draws", type=int, default=DRAWS)
-    parser.add_argument("--again", nargs="*", default=[], metavar="ROW", help="measure these anew")
-    parser.add_argument("--time", action="store_true", help="only measure times, again")
+    parser.add_argument("--again", nargs="*", default=[], metavar="ROW", help="measure these again")
+    parser.add_argument("--time", action="store_true", help="only measure times again")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     folder: Path = options.results

@@ -1,27 +1,28 @@
-"""Fine-tuning: how closely should a network keep to its pretrained weights?
+"""Compare ways to regularize fine-tuning toward the pretrained weights.
 
 A Wide ResNet (16-1, 173,845 weights, Fixup) is trained on CIFAR-10's classes 0 to 4 (25,000 images,
-averaged to 16 x 16 pixels; the usual decay), then fine-tuned on N = 100 or 1000 images of classes 5
-to 9, drawn by the seed, and judged on the 5,000 test images of these classes. The backbone's decay
-draws it to its pretrained weights, that of the new last layer to zero. All ways begin at the same
-weights and take the same steps; they differ in how the two decays are chosen:
+averaged to 16 x 16 pixels, weight decay 5e-4). It is then fine-tuned on N = 100 or 1,000 images of
+classes 5 to 9, drawn by the seed, and evaluated on the 5,000 test images of these classes. The
+decay of the backbone pulls it toward its pretrained weights, and the decay of the new last layer
+pulls toward zero. All methods begin at the same weights and take equally many steps. They differ in
+how they choose the two decays:
 
-* ``usual``: 5e-4 for all weights, drawn to zero, as most fine-tuning has it;
+* ``usual``: 5e-4 for all weights toward zero, as in most fine-tuning.
 * ``grid``: six decays of the backbone times six of the last layer, the best by the log likelihood
-  of a fifth held out, then trained again on all data;
-* ``tpe-12``, ``tpe-36``: Optuna's TPE over the two logarithms in the range of the grid, the same;
-* ``last layer``: the backbone stays as it is, and six decays of the last layer are tried;
-* ``default-2``, ``default``: ``fit`` learns two precisions, one of the backbone and one of the last
-  layer, or one for each tensor, by its default estimator, on one block in each round
-  (``Schedule(prior_blocks=1)``), without held-out data; ``…, posterior``: the same network,
-  predicting by the posterior of its last layer (``structure="last-layer"``);
-* ``diag-ef``: two precisions by the evidence with a diagonal empirical Fisher of all data.
+  on 20 % held-out data, then trained again on all data.
+* ``tpe-12``, ``tpe-36``: Optuna's TPE over the two log decays in the range of the grid.
+* ``last layer``: the backbone stays fixed, and six decays of the last layer are tried.
+* ``default-2``, ``default``: ``fit`` learns two precisions, one for the backbone and one for the
+  last layer, or one per tensor. It uses its default estimator with one block per round
+  (``Schedule(prior_blocks=1)``) and no held-out data. ``…, posterior``: the same network with
+  predictions of the posterior of its last layer (``structure="last-layer"``).
+* ``diag-ef``: two precisions from the evidence with a diagonal empirical Fisher of all data.
 
-``seconds`` are process time of all that a way needed but the pretraining; ``trace`` has, after each
-trial of a search, these seconds and the test log likelihood of the best trial so far by held-out
-data, and at last that of the network trained on all data. Grids and settings are below, fixed
-beforehand; the test set is only evaluated. Every run is kept as it ends: the script goes on where
-it was stopped. TPE needs optuna.
+``seconds`` are the process time of a method without pretraining. ``trace`` has these seconds after
+each trial of a search, with the test log likelihood of the best trial so far by held-out data. Its
+last entry is the network trained on all data. Grids and settings below were fixed before the first
+run, and the test set is only evaluated. The script stores every finished run and resumes where it
+was stopped. TPE needs optuna.
 
     python benchmarks/transfer.py --data-dir DIR --results docs/results --pages docs/transfer.md
 """
@@ -62,9 +63,9 @@ from evigrad.priors import GaussianPrior
 
 SIZES = (100, 1000)
 SUBSETS = range(5)
-OLD = 5  # the first classes; all others are new
+OLD = 5  # number of old classes
 MODEL, OPTIONS = "wide_resnet", {"depth": 16, "widen_factor": 1}
-POOLED = 2  # pixels of a side that become one
+POOLED = 2  # pixels per side to average
 PRETRAINING = Schedule(epochs=15, eval_every=0)
 # 200 steps in batches of 50.
 SCHEDULES = {
@@ -82,13 +83,13 @@ COLUMNS = ("row", "seed", *METRICS, "seconds", "decay", "trace", "threads")
 
 @dataclass(frozen=True)
 class Transfer(Task):
-    """A fine-tuning: a split with the weights that its backbone begins with."""
+    """A fine-tuning task: a split with the initial weights of its backbone."""
 
     weights: dict[str, torch.Tensor] | None = None
     frozen: bool = False
 
     def network(self, seed: int | None = None) -> nn.Module:
-        """The pretrained backbone with a new last layer."""
+        """Return the pretrained backbone with a new last layer."""
         model = super().network(seed)
         assert self.weights is not None
         model.load_state_dict(self.weights, strict=False)
@@ -98,7 +99,7 @@ class Transfer(Task):
         return model
 
     def fixed_prior(self, decay: Decay, num_data: int) -> GaussianPrior:
-        """One decay towards zero, or the backbone's towards where it begins, and the head's."""
+        """Return one decay toward zero, or decays of backbone and head toward their starts."""
         if not isinstance(decay, Mapping):
             return super().fixed_prior(decay, num_data)
         precision = {group: value * num_data for group, value in decay.items()}
@@ -107,14 +108,14 @@ class Transfer(Task):
 
 @lru_cache(maxsize=1)
 def read(data_dir: str | None) -> DataSet:
-    """All of CIFAR-10, at half of its resolution."""
+    """Return all of CIFAR-10, at half of its resolution."""
     data = load("cifar10", data_dir)
     small = [(F.avg_pool2d(x, POOLED), y) for x, y in (data.train, data.test)]
     return replace(data, train=small[0], test=small[1], input_shape=tuple(small[0][0].shape[1:]))
 
 
 def of_classes(data: DataSet, old: bool) -> DataSet:
-    """The images of the old or of the new classes, numbered from 0."""
+    """Return the images of the old or new classes, numbered from 0."""
 
     def part(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         kept = (y < OLD) if old else (y >= OLD)
@@ -124,7 +125,7 @@ def of_classes(data: DataSet, old: bool) -> DataSet:
 
 
 def pretrained(data: DataSet, path: Path) -> dict[str, torch.Tensor]:
-    """The backbone's weights after training on the old classes, from a file if it is there."""
+    """Return the backbone's weights after training on the old classes, or from a file."""
     if not path.exists():
         model = make_model(MODEL, data.input_shape, data.num_outputs, seed=0, **OPTIONS)
         result = evigrad.fit(
@@ -137,7 +138,7 @@ def pretrained(data: DataSet, path: Path) -> dict[str, torch.Tensor]:
 
 
 def make_task(data: DataSet, size: int, seed: int, weights: dict[str, torch.Tensor]) -> Transfer:
-    """A subset of the new classes, each in proportion."""
+    """Return a subset of the new classes, in equal proportions."""
     x, y = data.train
     _, drawn = stratified_split(y.numpy(), size / len(y), seed)
     subset = replace(data, train=(x[drawn], y[drawn]))
@@ -145,14 +146,14 @@ def make_task(data: DataSet, size: int, seed: int, weights: dict[str, torch.Tens
 
 
 def run_once(task: Transfer, **options: Any) -> Result:
-    """One training on all data."""
+    """Return one training on all data."""
     with Clock() as clock:
         fitted = train(task, **options)
     return judged(task, fitted) | {"seconds": clock.seconds, "decay": fitted.decay}
 
 
 def run_grid(task: Transfer) -> Result:
-    """A decay of the backbone and one of the last layer."""
+    """Return the best decay of the backbone and of the last layer."""
     search = Search(task, [task.held_out()])
     for backbone, head in product(DECAYS, DECAYS):
         search.trial(decay={"backbone": backbone, "head": head})
@@ -160,12 +161,12 @@ def run_grid(task: Transfer) -> Result:
 
 
 def run_tpe(task: Transfer) -> list[Result]:
-    """The same two decays by Optuna's TPE."""
+    """Return the best two decays by Optuna's TPE."""
     return study(Search(task, [task.held_out()]), list(GROUPS), DECAYS[0], DECAYS[-1])
 
 
 def run_last(task: Transfer) -> Result:
-    """A decay of the last layer, and a backbone that stays as it is."""
+    """Return the best decay of the last layer with a fixed backbone."""
     frozen = replace(task, frozen=True)
     search = Search(frozen, [frozen.held_out()])
     for decay in DECAYS:
@@ -174,18 +175,18 @@ def run_last(task: Transfer) -> Result:
 
 
 def learned_prior(structure: Any) -> GaussianPrior:
-    """A precision for each tensor or for each of two groups."""
+    """Return a prior with a precision per tensor, or for each of two groups."""
     mean: Any = MEAN if structure == "layerwise" else {"backbone": "initial"}
     return GaussianPrior(structure, mean=mean)
 
 
 def run_fisher(task: Transfer) -> Result:
-    """Two precisions by the evidence with a diagonal empirical Fisher."""
+    """Return two precisions from the evidence with a diagonal empirical Fisher."""
     return run_once(task, prior=learned_prior(GROUPS), estimator="diag-N-1-ef")
 
 
 def run_learned(task: Transfer, structure: Any) -> list[Result]:
-    """Precisions by ``fit``'s default; and the same network, predicting by its posterior."""
+    """Return learned precisions by ``fit``, with MAP and posterior predictions."""
     with Clock() as clock:
         fitted = train(task, prior=learned_prior(structure))
     columns = judged(task, fitted) | {"seconds": clock.seconds, "decay": fitted.decay}
@@ -201,7 +202,7 @@ def run_learned(task: Transfer, structure: Any) -> list[Result]:
     return [columns, columns | found]
 
 
-# Each makes the columns of its row, or those of all rows that it stands beside, in their order.
+# Each returns the columns of its row, or of all rows that share it, in their order.
 WAYS: dict[str, Callable[[Transfer], Any]] = {
     "usual": partial(run_once, decay=USUAL),
     "last layer": run_last,
@@ -216,8 +217,28 @@ WAYS: dict[str, Callable[[Transfer], Any]] = {
 }
 
 
+LABELS = dict(
+    zip(
+        WAYS,
+        (
+            "weight decay 5e-4",
+            "last layer only",
+            "grid search",
+            "TPE, 12 trials",
+            "TPE, 36 trials",
+            "diagonal Fisher",
+            "evigrad, 2 precisions",
+            "evigrad, 2 precisions, posterior",
+            "evigrad",
+            "evigrad, posterior",
+        ),
+        strict=True,
+    )
+)
+
+
 def run_way(task: Transfer, row: str) -> list[Result]:
-    """The complete rows that a way makes."""
+    """Return the complete rows of a method."""
     return [
         {key: columns.get(key) for key in COLUMNS} | {"row": name, "seed": task.seed}
         for name, columns in columns_of(WAYS, task, row).items()
@@ -225,10 +246,11 @@ def run_way(task: Transfer, row: str) -> list[Result]:
 
 
 def table_of(size: int, runs: Sequence[Result]) -> str:
-    """The means over the subsets, as Markdown."""
+    """Return the means over the subsets, as Markdown."""
     found = {row: likelihoods_of(list(runs), row) for row in WAYS}
     lines = [
-        "| N | | test log likelihood | ahead of grid | accuracy, % | seconds | × grid | subsets |",
+        "| N | method | test log likelihood | gain over grid search | accuracy, % | seconds"
+        " | time, × grid search | subsets |",
         "|---|---|---|---|---|---|---|---|",
     ]
     rows = summaries(runs, list(WAYS), (*METRICS, "seconds"))
@@ -237,8 +259,8 @@ def table_of(size: int, runs: Sequence[Result]) -> str:
         shared = sorted(found[r["row"]].keys() & found["grid"].keys())
         ahead = [found[r["row"]][seed] - found["grid"][seed] for seed in shared]
         cells = [
-            str(size),
-            r["row"],
+            f"{size:,}",
+            LABELS[r["row"]],
             with_error(r["log_likelihood"], r["log_likelihood_error"], 3),
             "–" if r["row"] == "grid" or not ahead else with_error(*mean_and_error(ahead), 3),
             with_error(100 * r["accuracy"], 100 * r["accuracy_error"], 1),
@@ -269,7 +291,7 @@ def main(arguments: list[str] | None = None) -> None:
         weights = pretrained(of_classes(data, old=True), given.backbone)
         data = of_classes(data, old=False)
         for size, seed, row in left:
-            if results[size].has(row, seed):  # some ways make two rows
+            if results[size].has(row, seed):  # some methods return two rows
                 continue
             for run in run_way(make_task(data, size, seed, weights), row):
                 if results[size].has(run["row"], seed):
@@ -278,10 +300,10 @@ def main(arguments: list[str] | None = None) -> None:
                 print({key: run[key] for key in ("row", "seed", *METRICS, "seconds")}, flush=True)
     for size in SIZES:
         show(f"transfer {size}", table_of(size, results[size].read()), given.pages)
-    found = {f"{size} images": results[size].read() for size in SIZES}
+    found = {f"{size:,} images": results[size].read() for size in SIZES}
     found = {name: runs for name, runs in found.items() if runs}
     for page in given.pages:
-        draw(found, ["grid"] * len(found), WAYS, page.parent / FIGURE)
+        draw(found, ["grid"] * len(found), WAYS, page.parent / FIGURE, LABELS)
 
 
 if __name__ == "__main__":

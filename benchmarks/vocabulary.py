@@ -1,10 +1,10 @@
-"""How the cost of a step on the hyperparameters of a language model grows with its vocabulary.
+"""Measure how a hyperparameter step of a language model scales with its vocabulary.
 
-A causal transformer of two layers reads sequences of 128 words; its last layer is linear, with
-weights of its own or those of the embedding. A step is the gradient of an estimate, with its block
-drawn and fetched, on 64 rows of 64 positions: at equal rows. Each ratio is to the smallest
-vocabulary in the same run, in turns. Beside it stands a training step (forward and backward of the
-loss) on 64 sequences, which has to score every word at every position.
+A causal transformer of two layers reads sequences of 128 words. Its last layer is linear, with its
+own weights or the weights of the embedding. A step is the gradient of an estimate on 64 rows of 64
+positions, including drawing and loading its block. Each ratio is to the smallest vocabulary in the
+same run, in turns. For comparison, a training step (forward and backward of the loss) on 64
+sequences must score every word at every position.
 
     python benchmarks/vocabulary.py --out benchmarks/vocabulary.csv
 """
@@ -54,20 +54,20 @@ class LanguageModel(nn.Module):
 
 
 def step(evidence: Evidence, data: tuple[Tensor, Tensor]) -> Callable[[], object]:
-    """A step on the hyperparameters, with its block drawn and fetched."""
+    """Take a step on the hyperparameters, including drawing and loading its block."""
     blocks = iter(evidence.blocks(data))
     return lambda: evidence.backward(next(blocks))
 
 
 def training_step(evidence: Evidence, data: tuple[Tensor, Tensor]) -> Callable[[], object]:
-    """Forward and backward of the loss."""
+    """Run forward and backward of the loss."""
     x, y = (part[:TRAINED] for part in data)
     return lambda: evidence.map_loss(x, y).backward()
 
 
 def measured(estimator: str, tied: bool, repeats: int) -> list[dict[str, Any]]:
     works: dict[str, Callable[[], object]] = {}
-    # Kronecker factors of the output layer are as large as the square of the vocabulary.
+    # Kronecker factors of the output layer grow with the square of the vocabulary.
     vocabularies = [w for w in WORDS if w <= MOST_TRAINED or tied or estimator != ESTIMATORS[1]]
     for words in vocabularies:
         torch.manual_seed(0)

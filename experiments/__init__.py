@@ -1,8 +1,8 @@
-"""The paper's figures and tables, and experiments like them: ``python -m experiments fig4``.
+"""The paper's figures and tables, and custom experiments: ``python -m experiments fig4``.
 
 An experiment is a YAML file (``definition``) of some kind (``kinds``). Its cases are read from the
-results of jobs (``jobs``), which ``runner`` does where they have none, by ``work``; ``present``
-draws and writes what is known. It is a program beside the library, and no part of its package.
+results of jobs (``jobs``). ``runner`` runs missing jobs with ``work``, and ``present`` draws and
+writes the results. This program is not part of the installed package.
 """
 
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""``python -m experiments``: a figure or a table of the paper from nothing."""
+"""``python -m experiments``: reproduce a figure or a table of the paper."""
 
 import argparse
 import sys
@@ -14,7 +14,7 @@ from rich.table import Table
 
 from evigrad import cli
 from evigrad.errors import ConfigurationError, EvigradError
-from experiments import kinds  # noqa: F401  # what files may name
+from experiments import kinds  # noqa: F401  # the kinds that files may name
 from experiments.checks import problems
 from experiments.definition import PRESETS, Experiment, paper_experiments, read_experiment
 from experiments.jobs import Job, Store
@@ -24,36 +24,41 @@ from experiments.trainings import Place, place_of
 from experiments.work import PARTIAL, RUN
 
 _DESCRIPTION = """\
-Run what a figure or a table of the paper is made of, draw it, and write its table.
+Reproduce a figure or table from the paper: run the experiments, draw the figure, and write the
+table.
 
-Each run is known by all its settings: what is done is never done again, what was interrupted goes
-on from its last checkpoint. The preset 'small' shows the effect in minutes on a small machine,
-'tiny' in a minute that it works; 'cpu' has the paper's data and networks and what a processor does
-of the rest in hours, and 'paper' has the paper's settings.
+A run is identified by all its settings. Finished runs never run again, and interrupted runs resume
+from their last checkpoint.
+
+presets:
+  tiny    checks in a minute that it works
+  small   shows the effect in minutes on a small machine (the default)
+  cpu     the paper's data and networks, scaled down to hours on a CPU
+  paper   the paper's settings
 
 examples:
-  python -m experiments --list                      what there is, and how much of it is done
+  python -m experiments --list                      list experiments and their progress
   python -m experiments fig4 --preset tiny
   python -m experiments table1 --data-dir DIR
-  python -m experiments FILE.yaml --seeds 0 1       an experiment of your own
+  python -m experiments FILE.yaml --seeds 0 1       a custom experiment
   python -m experiments table1 --preset paper --cluster CLUSTER.yaml
-  python -m experiments pareto --help               which estimator is worth its time, on your data
-  python -m experiments bounds --help               bounds along a hyperparameter, on your data"""
-# Modules of commands with options of their own, which are those of ``evigrad train`` and more.
+  python -m experiments pareto --help               compare estimators on your data
+  python -m experiments bounds --help               draw bounds along a hyperparameter"""
+# Modules of commands with other options: those of ``evigrad train`` and more.
 _COMMANDS = ("bounds", "pareto")
 _INTERRUPTED = 130
-_PIPE_WIDTH = 100  # of tables that no terminal shows
+_PIPE_WIDTH = 100  # of tables outside of a terminal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        argv: The arguments. Default: those of the process.
+        argv: Arguments. Default: the arguments of the process.
 
     Returns:
-        The exit code: 0; 1 where a run failed; 2 for a mistake that the user can mend; 130 after
-        Ctrl-C.
+        The exit code: zero for success, 1 if a run failed, 2 for a mistake that the user can fix,
+            and 130 after Ctrl-C.
     """
     arguments = sys.argv[1:] if argv is None else argv
     if arguments and arguments[0] in _COMMANDS:
@@ -72,30 +77,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f"error: {error.filename or 'A file'}: {error.strerror or error}.")
         return 2
     except KeyboardInterrupt:
-        _say("Interrupted. The same command goes on.")
+        _say("Interrupted. Run the same command to resume.")
         return _INTERRUPTED
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The options of the command."""
+    """Return the options of the command."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("name", nargs="?", metavar="NAME", help="as fig4, or a YAML file")
-    add("--preset", help=f"how much of it: {', '.join(PRESETS)} (default: small, if there is one)")
-    add("--seeds", type=int, nargs="+", metavar="N", help="in the place of the preset's")
-    add("--list", action="store_true", help="only say what there is and what is done")
-    add("--dry-run", action="store_true", help="only say which jobs are missing")
-    add("--no-run", action="store_true", help="only draw what is done")
+    add("name", nargs="?", metavar="NAME", help="name, such as fig4, or a YAML file")
+    add("--preset", help=f"size: {', '.join(PRESETS)} (default: small, if the file has it)")
+    add(
+        "--seeds",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="seeds that replace the seeds of the preset",
+    )
+    add("--list", action="store_true", help="only list experiments and their progress")
+    add("--dry-run", action="store_true", help="only list the missing jobs")
+    add("--no-run", action="store_true", help="only draw the existing results")
     add(
         "--page",
         type=Path,
         metavar="FILE",
-        help="Markdown file to put all into that was run, of --preset, or of paper, cpu and small;"
-        " without a NAME nothing is run for it; what it shows of others stays",
+        help="Markdown file that gets all results of --preset (default: paper, cpu and small);"
+        " without a NAME nothing runs; other sections of the file stay",
     )
     add("--results", default="results", metavar="DIR", help="folder of all results")
     add(
@@ -105,7 +116,7 @@ def make_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="FILE",
-        help="results that --export wrote, as on another machine, to begin with; may be repeated",
+        help="results to start from, which --export wrote on any machine; may be repeated",
     )
     add(
         "--export",
@@ -117,13 +128,13 @@ def make_parser() -> argparse.ArgumentParser:
         "--jobs",
         type=int,
         metavar="N",
-        help="runs side by side; what measures time runs alone (default: one for each core, four"
-        " at most; one on a GPU)",
+        help="parallel runs; timings run by themselves (default: one per core, at most four; one"
+        " on a GPU)",
     )
-    add("--cluster", type=Path, metavar="FILE", help="YAML that says how to run on a cluster")
+    add("--cluster", type=Path, metavar="FILE", help="YAML file with the settings of a cluster")
     add("--data-dir", metavar="DIR", help="folder of data sets (default: EVIGRAD_DATA)")
-    add("--device", default="auto", help="cpu, cuda, or auto, which is cuda if there is one")
-    add("--threads", type=int, metavar="N", help="CPU threads of each run")
+    add("--device", default="auto", help="cpu, cuda, or auto (cuda if available)")
+    add("--threads", type=int, metavar="N", help="CPU threads per run")
     return parser
 
 
@@ -133,8 +144,8 @@ def _run(options: argparse.Namespace) -> int:
     store = Store(place.results)
     if options.page is not None and options.name not in (None, *paper_experiments()):
         raise ConfigurationError(
-            f"A page shows the paper's experiments alone, and '{options.name}' is none of them."
-            f" Without --page its figure and its tables come into {place.results / 'shown'}."
+            f"--page only shows experiments of the paper, got '{options.name}'. Omit --page. The"
+            f" figure and tables are in {place.results / 'shown'}."
         )
     for file in options.imported:
         _say(f"{store.take(file)} results of {file} are new in {place.results}")
@@ -142,14 +153,14 @@ def _run(options: argparse.Namespace) -> int:
     if options.page is not None:
         presets = [options.preset] if options.preset else PAGE_PRESETS
         shown = write_page(options.page, store, presets)
-        _say(f"{options.page} shows {', '.join(shown) or 'nothing, as nothing was run'}")
+        _say(f"{options.page} shows {', '.join(shown) or 'nothing, because nothing was run'}")
     if options.export is not None:
         _say(f"{options.export} holds {store.export(options.export)} results")
     return code
 
 
 def _done(options: argparse.Namespace, place: Place, store: Store) -> int:
-    """What is listed or run before results are written elsewhere; the exit code."""
+    """List or run what the options request, and return the exit code."""
     if options.list:
         names = [options.name] if options.name else list(paper_experiments())
         presets = [options.preset] if options.preset else PRESETS
@@ -158,8 +169,7 @@ def _done(options: argparse.Namespace, place: Place, store: Store) -> int:
     if options.name is None:
         if not (options.page or options.export or options.imported):
             raise ConfigurationError(
-                "Name what to reproduce, as in python -m experiments fig4; --list says what there"
-                " is."
+                "Name an experiment, for example python -m experiments fig4. --list shows all."
             )
         return 0
     experiment = read_experiment(options.name, options.preset)
@@ -179,18 +189,18 @@ def _done(options: argparse.Namespace, place: Place, store: Store) -> int:
 
 
 def reproduce(experiment: Experiment, place: Place, cluster: Path | None = None) -> int:
-    """Run what is missing of an experiment, draw its figure, print its table.
+    """Run what is missing of an experiment, draw its figure, and print its table.
 
     Args:
-        experiment: Any.
-        place: Where.
-        cluster: A file, as for ``experiments.runner.run``.
+        experiment: Experiment.
+        place: Where to run.
+        cluster: File for ``experiments.runner.run``.
 
     Returns:
-        The exit code: 1 where a run failed.
+        The exit code: 1 if a run failed.
 
     Raises:
-        ConfigurationError: If nothing of it can be done here, or shown.
+        ConfigurationError: If nothing of it can run here, or if there is nothing to show.
     """
     store, start = Store(place.results), time.perf_counter()
     forbidden = _left_out(experiment, place)
@@ -224,7 +234,7 @@ def reproduce(experiment: Experiment, place: Place, cluster: Path | None = None)
 
 
 def _show(experiment: Experiment, store: Store) -> bool:
-    """Draw the figure, print the table; whether there is anything to show."""
+    """Draw the figure, print the table, and return whether there is anything to show."""
     try:
         shown = present(experiment, store)
     except ConfigurationError as error:
@@ -238,7 +248,7 @@ def _show(experiment: Experiment, store: Store) -> bool:
 
 
 def _begun(job: Job, store: Store) -> str:
-    """What is there of a missing job, in words behind its label."""
+    """Return the state of a missing job, as words behind its label."""
     if store.result(job) is not None:
         return ", again: its network was not imported"
     if store.failure(job) is not None:
@@ -248,7 +258,7 @@ def _begun(job: Job, store: Store) -> str:
 
 
 def _left_out(experiment: Experiment, place: Place) -> set[str]:
-    """The jobs that cannot be done here, after saying why; refuses if nothing could be shown."""
+    """Return the jobs that cannot run here, after a warning. Raise if nothing can be shown."""
     store, cases = Store(place.results), experiment.cases()
     left = missing(experiment.jobs(), store)
     found = problems(left, place)
@@ -264,11 +274,11 @@ def _left_out(experiment: Experiment, place: Place) -> set[str]:
 
 def _warn(found: Mapping[str, Sequence[Job]], left: Sequence[Job]) -> None:
     for reason, jobs in found.items():
-        _say(f"warning: {len(jobs)} of {len(left)} jobs are left out: {reason}")
+        _say(f"warning: {len(jobs)} of {len(left)} jobs cannot run: {reason}")
 
 
 def _overview(names: Sequence[str], presets: Sequence[str], store: Store) -> Table:
-    caption = "Jobs done of all, and the time that those took, one after the other."
+    caption = "Finished jobs, all jobs, and the total time of the finished ones."
     table = Table(box=SIMPLE_HEAD, title="Experiments", caption=caption, caption_justify="left")
     table.add_column("name", no_wrap=True)
     for head in ("shows", *presets):
@@ -286,7 +296,7 @@ def _overview(names: Sequence[str], presets: Sequence[str], store: Store) -> Tab
 
 
 def _say(text: str) -> None:
-    """One line on standard error."""
+    """Print one line on standard error."""
     print(" ".join(text.split()), file=sys.stderr)
 
 

@@ -1,9 +1,9 @@
-"""Bounds along a hyperparameter, the weights being fixed, as in Figures 3 to 6 of the paper.
+"""Bounds along a hyperparameter for fixed weights, as in Figures 3 to 6 of the paper.
 
-Along a hyperparameter of the model every point needs a pass over the data for each estimator. But
-the Gram matrix of any block is R K Rᵀ, with K the kernel of all outputs of all data under the prior
-and R roots of Λ at the block's data: where K is formed anyway, one pass and one K at each point
-serve every estimator by rows.
+Along a hyperparameter of the model, each estimator needs one pass over the data per point. The Gram
+matrix of any block is R K Rᵀ. K is the kernel of all outputs of all data under the prior, and R
+holds roots of Λ at the data of the block. If K is formed anyway, one pass and one K per point serve
+every estimator that uses rows.
 """
 
 import json
@@ -40,7 +40,7 @@ from evigrad.passes.memory import fits
 from evigrad.priors import GaussianPrior
 from evigrad.training.data import derived_seed
 
-# The hyperparameter that is no range of an invariance: one precision for all weights.
+# The hyperparameter that is not a range of an invariance: one precision for all weights.
 PRECISION = "precision"
 # The estimator that forms the kernel of all rows.
 _WHOLE = "ntk-N-C"
@@ -58,25 +58,25 @@ def evidence_along(
     blocks: int | None = None,
     partial: Path | None = None,
 ) -> dict[str, Any]:
-    """Evaluate all blocks of one partition at each point of a grid.
+    """Return the log evidence by all blocks of one partition at each point of a grid.
 
-    The partition, and the random transforms of each of its blocks, are the same at all points.
+    The partition and the random transforms of each block are equal at all points.
 
     Args:
-        evidence: The evidence of a trained model; left as it is.
-        data: All training data, on the model's device.
+        evidence: Evidence of a trained model. It does not change.
+        data: All training data, on the device of the model.
         estimator: Name of the bound.
         hyperparameter: ``precision``, one for all weights, or the name of a range of the model's
             invariance.
-        grid: Its values.
+        grid: Values of the hyperparameter.
         seed: Seed of the partition.
-        blocks: How many of its blocks are looked at, at most. Default: all.
-        partial: File that keeps the blocks that are done, so that an interrupted call goes on to
-            the same numbers. Default: none.
+        blocks: Maximum number of blocks to evaluate. Default: all.
+        partial: File for finished blocks. An interrupted call resumes from it, with equal numbers.
+            Default: none.
 
     Returns:
-        ``grid``; for each point the ``mean`` over the blocks and its standard error ``sem``, in
-        nats per datum; and the number of ``blocks``.
+        The ``grid``, the ``mean`` over the blocks in nats per example and its standard error
+        ``sem`` for each point, and the number of ``blocks``.
 
     Raises:
         ConfigurationError: If there is no such hyperparameter.
@@ -100,7 +100,7 @@ def evidence_along(
             values, kept = [], None
             for value in grid:
                 set_hyperparameter(one, hyperparameter, value)
-                # Of its own for each block, so that an interruption changes no draw.
+                # Each block has its own generator, so an interruption changes no draw.
                 one.generator.manual_seed(derived_seed(seed, "evidence", number + 1))
                 if is_precision:
                     kept = kept or one.collect(block, wrt="prior")
@@ -121,19 +121,19 @@ def evidence_along(
 
 
 def make_grid(start: float, stop: float, count: int, log: bool = False) -> list[float]:
-    """``count`` values, with six digits, that a curve is drawn over; refuses what is no grid."""
+    """Return ``count`` values with six digits. Raise ConfigurationError for an invalid grid."""
     if count < 2:
-        raise ConfigurationError(f"A grid has 2 points or more, not {count}.")
+        raise ConfigurationError(f"A grid must have at least 2 points, got {count}.")
     if not math.isfinite(start) or not math.isfinite(stop) or not start < stop:
-        raise ConfigurationError(f"A grid goes up, not from {start:g} to {stop:g}.")
+        raise ConfigurationError(f"A grid must increase, got start={start:g} and stop={stop:g}.")
     if log and start <= 0:
-        raise ConfigurationError(f"A logarithmic grid begins above 0, not at {start:g}.")
+        raise ConfigurationError(f"A logarithmic grid must start above 0, got {start:g}.")
     values = np.geomspace(start, stop, count) if log else np.linspace(start, stop, count)
     return [float(f"{value:.6g}") for value in values]
 
 
 def set_hyperparameter(evidence: Evidence, name: str, value: float) -> None:
-    """Set ``precision``, of a scalar prior, or a range of the model's transforms by its name."""
+    """Set the ``precision`` of a scalar prior, or a range of the model's transforms."""
     with torch.no_grad():
         if name == PRECISION:
             assert evidence.prior.log_precision is not None
@@ -151,7 +151,7 @@ def set_hyperparameter(evidence: Evidence, name: str, value: float) -> None:
 
 @contextmanager
 def _kept_ranges(model: nn.Module) -> Iterator[None]:
-    """Put the ranges of a model back on the way out."""
+    """Restore the ranges of a model at the end."""
     tensors = [*model.parameters(), *model.buffers()]
     small = [(t, t.detach().clone()) for t in tensors if t.dim() == 0]
     try:
@@ -172,22 +172,22 @@ def curves_along(
     seed: int = 0,
     partial: Path | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Evaluate several estimators at each point of a grid, each on all blocks of one partition.
+    """Return the curves of several estimators, each on all blocks of one partition.
 
-    ``served_together`` names those that one kernel at each point serves, with the same random
-    transforms. Others are evaluated by ``evidence_along``.
+    One kernel per point serves the estimators of ``served_together``, with equal random transforms.
+    ``evidence_along`` evaluates all others.
 
     Args:
-        evidence: As for ``evidence_along``, and so are all other arguments.
+        evidence: Evidence of a trained model.
         data: All training data.
-        estimators: Their names.
-        hyperparameter: Its name.
-        grid: Its values.
+        estimators: Names of the bounds.
+        hyperparameter: Name of the hyperparameter.
+        grid: Values of the hyperparameter.
         seed: Seed of the partitions.
-        partial: File that keeps the results so far, beside files of what has begun.
+        partial: File for the results so far. Further files hold unfinished curves.
 
     Returns:
-        The results of ``evidence_along`` by the estimators' names.
+        The results of ``evidence_along`` by name of the estimator.
 
     Raises:
         ConfigurationError: If there is no such hyperparameter.
@@ -222,16 +222,17 @@ def served_together(
 ) -> list[str]:
     """Return the estimators that ``curves_along`` evaluates from one kernel.
 
-    Along a hyperparameter of the model, where ``ntk-N-C`` is among them and forms the kernel
-    anyway, these are all by ``ntk``, ``full`` and ``blockdiag`` with the GGN and without anchors;
-    none where a precision varies inside a tensor, or an output has positions. On a partition that
-    refines another one the bound is then lower at every point, and not only in expectation.
+    Along a hyperparameter of the model, these are all estimators by ``ntk``, ``full`` and
+    ``blockdiag`` with the GGN and without anchors. They must include ``ntk-N-C``, which forms the
+    kernel anyway. There are none if a precision varies inside a tensor or if outputs have
+    positions. If one partition refines another, its bound is then lower at every point, and not
+    only in expectation.
 
     Args:
-        evidence: Of the model.
+        evidence: Evidence of the model.
         data: All training data.
-        estimators: Names.
-        hyperparameter: What the curves are drawn along.
+        estimators: Names of the bounds.
+        hyperparameter: Name of the hyperparameter.
     """
     specs = {name: Estimator.parse(name) for name in estimators}
     found = [name for name, spec in specs.items() if _is_of_rows(spec)]
@@ -248,7 +249,7 @@ def _write(path: Path, found: Mapping[str, Any]) -> None:
 
 
 def _is_of_rows(spec: Estimator) -> bool:
-    """Whether its log-determinants are those of Gram matrices of rows that a block lists."""
+    """Return whether its log-determinants come from Gram matrices of listed rows."""
     is_exact = spec.structure in ("ntk", "full", "blockdiag")
     return is_exact and spec.curvature == "ggn" and not spec.anchored
 
@@ -262,7 +263,7 @@ def _of_kernels(
     seed: int,
     partial: Path | None,
 ) -> dict[str, dict[str, Any]]:
-    """Return the results of estimators that one kernel at each point serves."""
+    """Return the results of estimators that one kernel per point serves."""
     drawn: dict[str, tuple[Estimator, list[Block]]] = {}
     for name in estimators:
         one = evidence.with_estimator(name, generator=seed)
@@ -309,12 +310,12 @@ class _Kernels:
     """The kernel of all outputs of all data, under the present prior and hyperparameters.
 
     Attributes:
-        evidence: Of the model.
-        outputs: f.
-        targets: y.
-        whole: J P0^{-1} Jᵀ.
-        of_tensors: Its term of each parameter tensor, or of a narrow one the rows J P0^{-1/2} that
-            it is the product of; empty where no estimator needs them.
+        evidence: Evidence of the model.
+        outputs: Outputs f.
+        targets: Targets y.
+        whole: Kernel J P0^{-1} Jᵀ.
+        of_tensors: Term of each parameter tensor. For a narrow tensor, the rows J P0^{-1/2}
+            instead. Empty if no estimator needs them.
     """
 
     evidence: Evidence
@@ -332,7 +333,7 @@ class _Kernels:
         by_tensor: bool,
         dtype: torch.dtype | None = None,
     ) -> "_Kernels":
-        """Pass over the data once; ``seed`` gives what the model draws."""
+        """Return the kernels after one pass over the data. ``seed`` sets the model's draws."""
         (x, y), weights = data, list(evidence.weights().values())
         shape, first = torch.Size((len(x), evidence.num_outputs(x[:2]))), weights[0]
         own = reduce(torch.promote_types, (w.dtype for w in weights))
@@ -364,7 +365,7 @@ class _Kernels:
     def estimates(
         self, drawn: Mapping[str, tuple[Estimator, Sequence[Block]]]
     ) -> dict[str, list[float]]:
-        """Return the log evidence per datum by each block of each estimator."""
+        """Return the log evidence per example by each block of each estimator."""
         evidence, found = self.evidence, dict[str, list[float]]()
         log_prior = -0.5 * evidence.prior.quadratic(evidence.weights())
         for name, (spec, blocks) in drawn.items():
@@ -374,7 +375,7 @@ class _Kernels:
         return found
 
     def _of_data(self, spec: Estimator, block: Block, kernels: Sequence[Tensor]) -> Tensor:
-        """The log evidence by a block, but for the log prior, in nats."""
+        """Return the log evidence by a block without the log prior, in nats."""
         evidence, likelihood = self.evidence, self.evidence.likelihood
         data = block.indices.to(self.outputs.device)
         f, y = self.outputs[data], self.targets[data]
@@ -391,7 +392,7 @@ class _Kernels:
 
 
 def _log_det(kernel: Tensor, data: Tensor, rows: Float[Tensor, "m k C"]) -> Float[Tensor, ""]:
-    """log|I + R K Rᵀ| of the rows of a block, K or its factor; rows of zeros add nothing."""
+    """Return log|I + R K Rᵀ| for the rows of a block, from K or its factor."""
     if kernel.ndim == 3:
         own = (rows @ kernel[data]).flatten(0, 1)
         small = own.mT @ own if own.shape[1] < own.shape[0] else own @ own.mT

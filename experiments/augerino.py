@@ -1,21 +1,21 @@
 """Augerino, a baseline without evidence: ranges learned on the training loss, with a reward.
 
 G. Benton, M. Finzi, P. Izmailov and A. G. Wilson (2020), *Learning Invariances in Neural Networks
-from Training Data*, NeurIPS. The ranges of the augmentation are trained together with the weights,
-by the training loss minus λ times the Euclidean norm of the widths of the uniform distributions
-that transforms are drawn from. Without this reward the loss would prefer no augmentation.
+from Training Data*, NeurIPS. Augerino trains the ranges of the augmentation together with the
+weights. Its loss is the training loss minus λ times the Euclidean norm of the widths of the uniform
+distributions of the transforms. Without this reward, the loss would prefer no augmentation.
 
-The authors' published code, and where this one differs:
+Differences from the authors' published code:
 
-- Widths reach from one end to the other: twice the ranges of ``evigrad.invariances``, which are
-  half widths. Translations count in tenths of half the image. λ is 0.01 by default (0.1 for
-  rotated MNIST).
-- There is no reward while any width is 10 or more. Here the limits of the affine ranges keep
-  widths below 2π, so that only a user's own transforms can get there.
-- Adam learns weights and widths at one rate (0.01 on CIFAR-10, 0.1 on rotated MNIST), with weight
-  decay on the weights alone. Here the ranges have the rates of the model's hyperparameters,
-  ``hyper_lr`` to ``hyper_lr_min`` by a cosine over the epochs, and a step in every batch.
-- A softplus keeps their widths positive; here the ranges are reflected at 0.
+- Widths reach from one end to the other. They are twice the ranges of ``evigrad.invariances``,
+  which are half widths. Translations count in tenths of half the image. λ is 0.01 by default (0.1
+  for rotated MNIST).
+- There is no reward if any width is 10 or more. Here the limits of the affine ranges keep widths
+  below 2π, so only custom transforms can get there.
+- Their Adam learns weights and widths at one rate (0.01 on CIFAR-10, 0.1 on rotated MNIST), with
+  weight decay only on the weights. Here the ranges have the rates of the model's hyperparameters,
+  ``hyper_lr`` to ``hyper_lr_min``, by a cosine over the epochs. They take a step in every batch.
+- Their softplus keeps widths positive. Here the ranges are reflected at 0.
 """
 
 import math
@@ -34,7 +34,7 @@ from evigrad.invariances.transform import learnable_ranges, ranged_modules
 from evigrad.priors import matches
 from evigrad.training import FitResult, Settings, Trainer, prepare
 
-NAME = "augerino"  # in the place of an estimator's
+NAME = "augerino"  # instead of the name of an estimator
 WEIGHT = 0.01
 # From this width on there is no reward, as in the authors' code.
 WIDEST = 10.0
@@ -43,8 +43,8 @@ WIDEST = 10.0
 class AugerinoTrainer(Trainer):
     """Learns the ranges of transforms on the training loss.
 
-    The model's ranges are among the hyperparameters; ``weight`` is λ, in nats per datum and unit of
-    width. The positional arguments are those of ``Trainer``.
+    The model's ranges are among the hyperparameters. ``weight`` is λ, in nats per example and unit
+    of width. ``Trainer`` has the same positional arguments.
     """
 
     def __init__(self, *arguments: Any, weight: float) -> None:
@@ -60,7 +60,7 @@ class AugerinoTrainer(Trainer):
 
     @property
     def record(self) -> dict[str, Any]:
-        """The settings by name, with those of Augerino."""
+        """Return the settings by name, including the ones of Augerino."""
         return super().record | {"estimator": NAME, "augerino_weight": self._weight}
 
     def loss(self, x: Tensor, y: Tensor, indices: Tensor, scale: float) -> Tensor:
@@ -88,13 +88,13 @@ def fit_augerino(
     """Train the weights by MAP and the ranges of the model's transforms by the training loss.
 
     Args:
-        model: It is averaged over transforms whose ranges are learned.
-        train: As for ``evigrad.fit``.
-        weight: λ, in nats per datum and unit of width.
-        test: Only evaluated.
+        model: Model that averages over transforms with learned ranges.
+        train: Training data for ``evigrad.fit``.
+        weight: λ, in nats per example and unit of width.
+        test: Test data. They are only evaluated.
         run_dir: Folder of the run.
-        resume: Whether to go on with its run.
-        progress: Whether to show it.
+        resume: Whether to resume the run in that folder.
+        progress: Whether to show progress.
         **settings: Other keywords of ``evigrad.training.Settings``.
 
     Returns:
@@ -109,7 +109,7 @@ def fit_augerino(
 def prepare_augerino(
     model: nn.Module, train: Any, settings: Settings, weight: float = WEIGHT, **options: Any
 ) -> AugerinoTrainer:
-    """Return a checked trainer; ``settings`` have no estimator, ``options`` are ``prepare``'s."""
+    """Return a checked trainer from ``settings`` without estimator and ``prepare``'s options."""
     settings = replace(settings, hyperparameters=with_ranges(model, settings.hyperparameters))
     make = partial(AugerinoTrainer, weight=weight)
     return prepare(model, train, settings, make=make, **options)
@@ -122,7 +122,7 @@ def with_ranges(model: nn.Module, names: Sequence[str]) -> list[str]:
 
 
 def range_parameters(model: nn.Module) -> list[str]:
-    """Names of the ranges that a model learns; ConfigurationError if there are none."""
+    """Return the names of the learned ranges. Raise ConfigurationError if there are none."""
     names = [
         f"{path}.{name}" if path else name
         for path, module in ranged_modules(model).items()

@@ -1,4 +1,4 @@
-"""``python -m experiments bounds``: bounds along a hyperparameter, on your data and network."""
+"""``python -m experiments bounds``: bounds along a hyperparameter, for your data and network."""
 
 import math
 from statistics import fmean
@@ -18,9 +18,9 @@ from experiments import figures, trainings
 from experiments.along import PRECISION, curves_along, make_grid, served_together
 
 _DESCRIPTION = """\
-Train a network once, with --estimator, and evaluate bounds on its log evidence along one
-hyperparameter, the weights being fixed, as in Figures 3 to 6 of the paper: the mean over all blocks
-of a partition and its standard error. All other options are those of evigrad train.
+Draw bounds on the log evidence along one hyperparameter, as in Figures 3 to 6 of the paper. The
+network is trained once, with --estimator, and its weights stay fixed. Each bound is the mean over
+all blocks of a partition, with its standard error. All other options come from evigrad train.
 
 examples:
   python -m experiments bounds --subset 200
@@ -37,8 +37,8 @@ def make_parser() -> Parser:
     """Return the options of the command."""
     parser = Parser(description=_DESCRIPTION, usage="python -m experiments bounds [options]")
     group = parser.add_argument_group("what to draw")
-    trainings.add_list(group, "--curves", str, CURVES, "Estimators, a curve for each.")
-    trainings.add_list(group, "--seeds", int, [0], "Each is a training of its own.")
+    trainings.add_list(group, "--curves", str, CURVES, "Estimators. Each has a curve.")
+    trainings.add_list(group, "--seeds", int, [0], "Seeds. Each has a training.")
     parser.add_group("along what", grid_along, types=_TYPES)
     parser.add_group("where", trainings.place_of, trainings.PLACE_OF_TRAINING)
     add_training(parser)
@@ -52,18 +52,19 @@ def grid_along(
     points: int = 33,
     log_grid: bool | None = None,
 ) -> list[float]:
-    """Return the values that curves are drawn over, with six digits.
+    """Return the values of the horizontal axis, with six digits.
 
     Args:
-        along: The hyperparameter: precision, one prior precision for all weights, or the range of
-            a random transform, as rotation.
-        start: Its first value. Default: 1e-4 of the precision, 0 of a range.
-        stop: Its last value. Default: 1e4 of the precision, π of a rotation, 1 of other ranges.
-        points: How many values.
-        log_grid: Whether they are evenly spaced on a logarithmic scale. Default: of the precision.
+        along: Hyperparameter: ``precision``, one prior precision for all weights, or the range of a
+            random transform, such as rotation.
+        start: First value. Default: 1e-4 for the precision, 0 for a range.
+        stop: Last value. Default: 1e4 for the precision, π for a rotation, 1 for other ranges.
+        points: Number of values.
+        log_grid: Whether the values are evenly spaced on a logarithmic scale. Default: only for the
+            precision.
 
     Raises:
-        ConfigurationError: If they are no grid.
+        ConfigurationError: If the grid is invalid.
     """
     is_precision = along == PRECISION
     first, last = (1e-4, 1e4) if is_precision else (0.0, math.pi if along == "rotation" else 1.0)
@@ -83,13 +84,13 @@ def curves(
     along: str,
     grid: list[float],
 ) -> dict[str, Any]:
-    """Train once, and evaluate the bounds along the hyperparameter; see ``curves_along``."""
+    """Train once, and return the bounds along the hyperparameter. See ``curves_along``."""
     folder = trainings.run_folder(config, place)
     setup, result = trainings.trained(config, folder, place)
     data = setup.data.train
     together = served_together(result.evidence, data, names, along)
     found = {}
-    # A curve that is added later leaves those alone that are evaluated by themselves.
+    # A curve that is added later does not change curves that are evaluated by themselves.
     for some in [*([together] if together else []), *([n] for n in names if n not in together)]:
         file = f"curves-{trainings.digest([some, along, grid])}.json"
         found |= trainings.kept(
@@ -108,12 +109,12 @@ def curves(
 
 
 def run(parser: Parser, options: Namespace) -> int:
-    """Draw the bounds; the exit code is 1 where a curve is missing."""
+    """Draw the bounds and return the exit code: 1 if a curve is missing."""
     place, along = trainings.place_from(options), options.along
     grid = grid_along(**chosen(grid_along, options))
     wanted = {spec.name: spec for spec in map(Estimator.parse, options.curves)}
     if not wanted or not options.seeds:
-        raise ConfigurationError("Name an estimator or more to draw a curve of, and a seed.")
+        raise ConfigurationError("Name at least one estimator and one seed.")
     setup, training = trainings.named_setup(options, place)
     names, problems = [], []
     for name, spec in wanted.items():
@@ -125,7 +126,7 @@ def run(parser: Parser, options: Namespace) -> int:
     if not names:
         raise ConfigurationError(" ".join(problems))
     for reason in problems:
-        show("warning", f"A curve is left out: {reason}")
+        show("warning", f"A curve is omitted: {reason}")
     configs = [trainings.resolved({**training, "seed": seed}) for seed in options.seeds]
     done = trainings.each_done(curves, configs, place, names=names, along=along, grid=grid)
     known = [found for found in done if found is not None]
@@ -143,12 +144,12 @@ def run(parser: Parser, options: Namespace) -> int:
     panel = figures.Panel(
         f"{training['model']} on {training['data']}",
         "prior precision" if is_precision else f"range of {along}",
-        "log marginal likelihood bound\n(nats per datum)",
+        "log evidence bound\n(nats per example)",
         lines,
         log=is_precision if options.log_grid is None else options.log_grid,
         clipped=True,
     )
-    heads = ["estimator", "highest, nats per datum", "standard error", f"there, {along}"]
+    heads = ["estimator", "maximum, nats per example", "standard error", f"at {along}"]
     folder = folder_name("bounds", along, training["data"], training["model"])
     figure = figures.panels([[panel]], mark_tops=True)
     trainings.write_results(place, folder, [configs, names, along, grid], figure, heads, rows)

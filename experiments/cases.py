@@ -1,4 +1,4 @@
-"""Results of jobs as rows: one for each case, means and standard errors over the seeds."""
+"""Results of jobs as rows: one row per case, with means and standard errors over seeds."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -16,14 +16,14 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """What is shown as one point, curve or cell, of one seed.
+    """One point, curve or cell, for one seed.
 
     Attributes:
-        keys: What tells it from others, as ``{"panel": ..., "estimator": ...}``.
-        seed: Of its jobs.
-        jobs: By the words that ``read`` knows them by.
-        read: From the results of these jobs to named numbers, or lists of numbers; None where
-            there is none.
+        keys: Keys that distinguish the case, such as ``{"panel": ..., "estimator": ...}``.
+        seed: Seed of its jobs.
+        jobs: Jobs by the names that ``read`` uses.
+        read: Function from the results of these jobs to named numbers or lists of numbers. None is
+            a missing value.
     """
 
     keys: Mapping[str, Any]
@@ -37,10 +37,10 @@ class Mean:
     """A number over the seeds, or one for each point of a curve.
 
     Attributes:
-        mean: Their mean; NaN where one is not known.
-        error: Its standard error; NaN of a single one.
-        count: How many seeds.
-        by_seed: What it is the mean of.
+        mean: Mean. NaN if a value is unknown.
+        error: Standard error. NaN for one seed.
+        count: Number of seeds.
+        by_seed: The value of each seed.
     """
 
     mean: Any
@@ -50,7 +50,7 @@ class Mean:
 
     @classmethod
     def of(cls, by_seed: Mapping[int, Any]) -> "Mean":
-        """The mean of what is known of each seed."""
+        """Return the mean over the known values of each seed."""
         values = np.array(list(by_seed.values()), dtype=float)
         values[~np.isfinite(values)] = np.nan
         many = len(values) > 1
@@ -59,7 +59,7 @@ class Mean:
 
 
 def rows_of(cases: Iterable[Case], store: Store) -> list[Row]:
-    """What is known of each case with any result: its keys, and a ``Mean`` for each number."""
+    """Return a row for each case with any result: its keys, and a ``Mean`` for each number."""
     found: dict[tuple[Any, ...], tuple[Row, dict[str, dict[int, Any]]]] = {}
     for case in cases:
         results = {name: store.result(job) for name, job in case.jobs.items()}
@@ -76,15 +76,15 @@ def rows_of(cases: Iterable[Case], store: Store) -> list[Row]:
 
 
 def coverage(cases: Iterable[Case], rows: Iterable[Row]) -> dict[str, tuple[int, int]]:
-    """How much of each case is done: means of different seeds are not to be compared.
+    """Return the progress of each case. Means over different seeds are not comparable.
 
     Args:
-        cases: Of an experiment.
-        rows: What is known of them.
+        cases: Cases of an experiment.
+        rows: Rows of the results so far.
 
     Returns:
-        By a case's keys in words, in the order of the cases: how many seeds are done, and how many
-        there are.
+        Number of finished seeds and number of all seeds, by name of the case and in the order of
+        the cases.
     """
     seeds = Counter(in_words(case.keys) for case in cases)
     done = {
@@ -95,11 +95,11 @@ def coverage(cases: Iterable[Case], rows: Iterable[Row]) -> dict[str, tuple[int,
 
 
 def seeds_of(rows: Iterable[Row]) -> set[int]:
-    """The seeds of which something is known."""
+    """Return the seeds with any result."""
     return {seed for row in rows for v in row.values() if isinstance(v, Mean) for seed in v.by_seed}
 
 
 def in_words(keys: Mapping[str, Any]) -> str:
-    """What tells a case, or its row, from others, for people."""
+    """Return a name of a case or row for people."""
     own = keys.get("label", keys.get("estimator", ""))
     return " ".join([*(str(keys[p]) for p in _PARTS if p in keys and "label" in keys), own])

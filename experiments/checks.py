@@ -1,4 +1,4 @@
-"""What is wrong with jobs that can be known before anything runs."""
+"""Checks of jobs before anything runs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,7 +16,7 @@ from experiments.along import PRECISION
 from experiments.jobs import WITHOUT_ESTIMATE, Job
 from experiments.trainings import Place
 
-# Of data sets that need not be loaded for it: shape of an input, classes, training data.
+# Known without loading: shape of an input, number of classes, number of training examples.
 SHAPES: dict[str, tuple[tuple[int, ...], int, int]] = {
     "digits": ((1, 8, 8), 10, 1438),
     "mnist5k": ((1, 28, 28), 10, 4000),
@@ -30,16 +30,16 @@ _INVARIANCE = ("invariance", "initial_range", "learn_invariance", "flip", "sampl
 
 
 def problems(jobs: Sequence[Job], place: Place) -> dict[str, list[Job]]:
-    """What forbids jobs, before any of them runs.
+    """Return what prevents jobs, before any of them runs.
 
     Args:
-        jobs: Those that are missing.
+        jobs: Missing jobs.
         place: Where they would run.
 
     Returns:
-        Reasons, and the jobs that each forbids, those that need them with them.
+        Reasons, with the jobs that each reason prevents and the jobs that need those.
     """
-    known: dict[Any, str | None] = {}  # each data set and network is looked at once
+    known: dict[Any, str | None] = {}  # each data set and network is checked once
 
     def reason(key: Any, attempt: Callable[[], Any]) -> str | None:
         if key not in known:
@@ -68,20 +68,20 @@ def problems(jobs: Sequence[Job], place: Place) -> dict[str, list[Job]]:
 
 def _find(name: str, data_dir: str | None) -> None:
     if name.partition(":")[0] not in available(data_dir):
-        load(name, data_dir)  # says what is wrong
+        load(name, data_dir)  # raises the error
 
 
 def network_of(training: Mapping[str, Any]) -> nn.Module | None:
-    """The network of a training, with initial weights and without any invariance.
+    """Return the network of a training, with initial weights and without any invariance.
 
     Args:
-        training: Its options.
+        training: Options of the training.
 
     Returns:
-        The network; None where nothing is known of the data before they are loaded.
+        The network. None if the shape of the data is unknown before loading.
 
     Raises:
-        EvigradError: If there is no such network, or it does not take such data.
+        EvigradError: If there is no such network, or if it does not accept the data.
     """
     shape = SHAPES.get(training["data"].partition(":")[0])
     if shape is None:
@@ -109,12 +109,14 @@ def _check_options(job: Job) -> None:
     name, least = job.options["hyperparameter"], min(job.options["grid"])
     if name == PRECISION:
         if least <= 0:
-            raise ConfigurationError(f"A precision is positive; the grid begins at {least:g}.")
+            raise ConfigurationError(
+                f"A precision must be positive, but the grid starts at {least:g}."
+            )
         return
     invariance = read_invariance(*(job.training[option] for option in _INVARIANCE))
     ranges = [] if invariance is None else list(invariance.ranges)
     if name not in ranges:
         raise ConfigurationError(
-            f"There is no hyperparameter '{name}' to go along: {PRECISION}, or the range of a"
+            f"There is no hyperparameter '{name}' to draw along. Use {PRECISION}, or the range of a"
             f" transform of the training's invariance ({', '.join(ranges) or 'it has none'})."
         )

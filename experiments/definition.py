@@ -1,4 +1,4 @@
-"""An experiment as it is written down: a YAML file with presets."""
+"""The definition of an experiment: a YAML file with presets."""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -21,30 +21,31 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent / "paper"
 PAPER = "paper"  # the preset that the file itself is
-CPU = "cpu"  # the paper's data, network and schedule, and what a processor does in hours
-SMALL = "small"  # the one that is taken where nothing is said
-PRESETS = (PAPER, CPU, SMALL, "tiny")
+CPU = "cpu"  # the paper's data and networks, scaled down to hours on a CPU
+SMALL = "small"  # the default
+TINY = "tiny"
+PRESETS = (PAPER, CPU, SMALL, TINY)
 Options = dict[str, Any]
 
-# libyaml's is several times as fast, and in every wheel of PyYAML.
+# libyaml's loader is several times as fast and is in every wheel of PyYAML.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A figure or a table: what is run for it, and how it is shown. Each kind is a class.
+    """A figure or a table: the runs that it needs and how to show them. Each kind is a class.
 
     Attributes:
-        name: As ``fig4``.
-        preset: As ``small``; ``paper`` is the file without any.
-        title: In words.
-        caption: What is to be seen.
-        shows: Which one of the paper it is, as ``Figure 4``.
-        seeds: Each is a run of its own.
+        name: Name, such as ``fig4``.
+        preset: Preset, such as ``small``. ``paper`` is the file without presets.
+        title: Title of the figure or table.
+        caption: Caption of the figure or table.
+        shows: Part of the paper, such as ``Figure 4``.
+        seeds: Seeds. Each one is a run.
         training: Options of ``evigrad train`` that all trainings share.
-        reference: Labels in black, which the others are compared with.
-        ordered: Whether the others are in an order, as sizes are.
-        differs: Where it differs from the paper, in words.
+        reference: Labels in black, with which the others are compared.
+        ordered: Whether the other labels have an order, such as sizes.
+        differs: Differences from the paper.
     """
 
     name: str
@@ -63,8 +64,8 @@ class Experiment:
     def __post_init__(self) -> None:
         if not self.seeds or min(self.seeds) < 0:
             raise ConfigurationError(
-                f"The experiment {self.name} has {self.seeds} for seeds; give whole numbers, 0 or"
-                " more."
+                f"The experiment {self.name} must have integer seeds of 0 or more,"
+                f" got {self.seeds}."
             )
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -72,48 +73,48 @@ class Experiment:
         Experiment.kinds[cls.__name__.lower()] = cls
 
     def cases(self) -> list[Case]:
-        """What is run."""
+        """Return all cases to run."""
         raise NotImplementedError
 
     def table(self, rows: list[Row]) -> Table:
-        """All numbers of the results."""
+        """Return all numbers of the results."""
         raise NotImplementedError
 
     def figure(self, rows: list[Row]) -> "Figure | None":
-        """The figure of the results, if it has one."""
+        """Return the figure of the results, if there is one."""
         return None
 
     def remarks(self, rows: list[Row]) -> list[str]:
-        """What theory demands and whether it holds, in words, if there is anything to say."""
+        """Return sentences about the results, such as whether an ordering of the theory holds."""
         return []
 
     def jobs(self) -> list[Job]:
-        """All jobs, each once, with what it needs before it."""
+        """Return all jobs, each once and after the jobs that it needs."""
         return distinct(job for case in self.cases() for job in case.jobs.values())
 
     def with_seeds(self, seeds: Sequence[int]) -> Self:
-        """The same with other seeds."""
+        """Return the experiment with other seeds."""
         return replace(self, seeds=list(seeds))
 
     def own_settings(self) -> list[tuple[str, Options]]:
-        """Names of panels, blocks or rows, and the options that their trainings have alone."""
+        """Return names of panels, blocks or rows, with the options that only they have."""
         return []
 
     def in_order(self, rows: list[Row], part: str, parts: Sequence[str]) -> list[Row]:
-        """Rows by one of their keys, and then as a legend has their labels."""
+        """Return rows sorted by one of their keys, then in the order of the legend."""
         labels = legend_order((row["label"] for row in rows), self.reference, self.ordered)
         return sorted(rows, key=lambda r: (parts.index(r[part]), labels.index(r["label"])))
 
 
 def paper_experiments() -> dict[str, Path]:
-    """The paper's figures and tables: name to file, in the paper's order."""
-    # One with an underscore is what others have in common.
+    """Return the paper's figures and tables: name to file, in the order of the paper."""
+    # A file with an underscore holds what others have in common.
     files = {p.stem: p for p in FOLDER.glob("*.yaml") if not p.stem.startswith("_")}
     return dict(sorted(files.items(), key=lambda item: _order(item[0])))
 
 
 def _order(name: str) -> tuple[int, int, str]:
-    """Figures by their number, those of the Appendix, tables, and what is not the paper's."""
+    """Return a sort key: figures by number, the Appendix, tables, and additions to the paper."""
     digits = "".join(c for c in name if c.isdigit())
     place = 0 if name.startswith("fig") else 1 if name.startswith("table") else 2
     return place, int(digits) if digits and place < 2 else 99, name
@@ -123,14 +124,14 @@ def read_experiment(name: str, preset: str | None = PAPER) -> Experiment:
     """Read an experiment.
 
     Args:
-        name: Of the paper's, as ``fig4``; or the path of a file.
-        preset: Of the file's. None takes ``small`` where there is one, else the file itself.
+        name: Name of a figure or table of the paper, such as ``fig4``, or the path of a file.
+        preset: Preset of the file. Default: ``small``, or the file itself if it has no presets.
 
     Returns:
         The experiment.
 
     Raises:
-        ConfigurationError: If there is no such experiment or preset, or the file is wrong.
+        ConfigurationError: If there is no such experiment or preset, or if the file is invalid.
     """
     known = paper_experiments()
     path = known.get(name, Path(name))
@@ -138,13 +139,13 @@ def read_experiment(name: str, preset: str | None = PAPER) -> Experiment:
         if path.suffix in (".yaml", ".yml"):
             raise ConfigurationError(f"There is no file {path}.")
         raise ConfigurationError(
-            f"There is no experiment '{name}'.{nearest(name, known)} Known are"
-            f" {', '.join(known) or 'none'}, and YAML files."
+            f"There is no experiment '{name}'.{nearest(name, known)} Use one of"
+            f" {', '.join(known) or 'none'}, or a YAML file."
         )
     if path.stem in known and path.resolve() != known[path.stem].resolve():
         raise ConfigurationError(
-            f"{path} has the name of an experiment of the paper, whose results it would overwrite;"
-            " name it otherwise."
+            f"{path} has the name of an experiment of the paper, and would overwrite its results."
+            " Use another name."
         )
     content = _content(path)
     if preset is None:
@@ -160,7 +161,7 @@ def read_experiment(name: str, preset: str | None = PAPER) -> Experiment:
 
 
 def _content(path: Path, above: tuple[Path, ...] = ()) -> Options:
-    """The keys of a file, over those of the one beside it that it extends."""
+    """Return the keys of a file, merged over the file that it extends."""
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _LOADER)
     except (OSError, UnicodeError, yaml.YAMLError) as error:
@@ -177,19 +178,19 @@ def _content(path: Path, above: tuple[Path, ...] = ()) -> Options:
 
 
 def make_experiment(name: str, content: Mapping[str, Any], preset: str = PAPER) -> Experiment:
-    """An experiment from its keys.
+    """Return an experiment from its keys.
 
     Args:
-        name: Its name.
-        content: As in a file.
-        preset: Of ``content["presets"]``, or ``paper``.
+        name: Name of the experiment.
+        content: Keys, as in a file.
+        preset: Key of ``content["presets"]``, or ``paper``.
 
     Returns:
         The experiment.
 
     Raises:
-        ConfigurationError: If there is no such preset or kind, or a key is missing, unknown, or of
-            a value that makes no sense.
+        ConfigurationError: If there is no such preset or kind, or if a key is missing, unknown or
+            has an invalid value.
     """
     rest = deepcopy(dict(content))  # the parser writes into what it is given
     presets = rest.pop("presets", {}) or {}
@@ -233,15 +234,14 @@ def _parser(kind: type[Experiment]) -> ArgumentParser:
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Options:
-    """A nested dictionary with changes.
+    """Return a nested dictionary with changes.
 
     Args:
-        base: Before.
-        changes: Dictionaries go into dictionaries, null removes a key, and anything else takes the
-            place of what was there.
+        base: The original.
+        changes: Dictionaries are merged, null removes a key, and other values replace the original.
 
     Returns:
-        After.
+        The changed dictionary.
     """
     result = dict(base)
     for name, value in changes.items():

@@ -1,4 +1,4 @@
-"""Figures that compare: panels of curves, and points of two quantities."""
+"""Figures that compare: panels of curves, and points with two coordinates."""
 
 import math
 import re
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _MARKER = 6.0  # points
-# Nats per datum: how far below the lowest top a clipped panel goes; more where the tops are further
-# apart.
+# Nats per example that a clipped panel extends below its lowest maximum. It extends further if the
+# maxima are further apart.
 _BELOW = 2.0
-# Places for a point's name, the best first: its alignment, and its offset in points right and up.
+# Places for a point's name, the best first: alignment, and offset in points right and up.
 _FAR = (("left", 8, -22), ("right", -8, 14), ("left", 8, 14), ("right", -8, -22), ("left", 12, -33))
 _UNDER = (("right", -3, -11), ("left", 3, -11), ("left", 5, 5), ("right", -5, 5), *_FAR)
 _BESIDE = (("left", 5, 4), ("left", 5, -11), ("right", -5, 4), ("right", -5, -11), *_FAR)
@@ -38,10 +38,10 @@ class Curve:
     """A line of a panel.
 
     Attributes:
-        label: Its name in the legend; a name has the same look in all panels.
+        label: Name in the legend. A name has one look in all panels.
         x: Positions.
-        y: Values there; non-finite ones are left out.
-        error: Standard errors of the values, drawn as a band; empty for none.
+        y: Values. Values that are not finite are omitted.
+        error: Standard errors of the values, drawn as a band. Empty for none.
     """
 
     label: str
@@ -58,11 +58,11 @@ class Panel:
         title: Title of the axes.
         across: Label of the horizontal axis.
         along: Label of the vertical axis, with its unit.
-        curves: The curves.
+        curves: Curves.
         log: Whether the horizontal axis is logarithmic.
-        clipped: Whether to leave out what lies so far below the tops that it flattens the rest.
-        names: What stands at the positions 0, 1, … of the horizontal axis, which no lines join;
-            empty for a scale.
+        clipped: Whether to omit values so far below the maxima that they flatten the rest.
+        names: Names at the positions 0, 1, … of the horizontal axis, without lines between them.
+            Empty for a scale.
     """
 
     title: str
@@ -76,16 +76,16 @@ class Panel:
 
 @dataclass(frozen=True)
 class Point:
-    """A point of a figure of two quantities.
+    """A point of a figure with two quantities.
 
     Attributes:
-        group: Points of a group look alike.
-        name: Its name within the group.
+        group: Group. Its points look alike.
+        name: Name within the group.
         x: First coordinate.
         y: Second coordinate.
-        x_error: Standard error of the first; NaN where it is not known.
-        y_error: Standard error of the second.
-        hollow: Whether its marker is not filled: it came about otherwise than the others.
+        x_error: Standard error of the first coordinate. NaN if unknown.
+        y_error: Standard error of the second coordinate.
+        hollow: Whether its marker is hollow, which marks other settings.
     """
 
     group: str
@@ -103,9 +103,10 @@ def legend_order(
     """Return labels, each once, in the order of a legend.
 
     Args:
-        labels: Labels as they come, maybe repeated.
-        reference: Labels that the others are compared with, which come last.
-        ordered: Whether to sort the others by the numbers in them; one without comes last.
+        labels: Labels, possibly repeated.
+        reference: Labels for comparison, which come last.
+        ordered: Whether to sort the other labels by their numbers. A label without a number comes
+            last.
     """
     unique_labels = list(dict.fromkeys(labels))
     others = [label for label in unique_labels if label not in reference]
@@ -127,14 +128,15 @@ def panels(
     """Return a grid of panels with one legend.
 
     Args:
-        rows: The panels of each row, from the top.
+        rows: Panels of each row, from the top.
         reference: Labels in black.
-        ordered: Whether the others are in an order, as sizes are, and get shades instead of
-            colours.
-        size: Width and height of a panel, inches.
-        shared: Whether all panels have one horizontal scale, and those of a row one vertical.
+        ordered: Whether the other labels have an order, such as sizes. They get shades instead of
+            colors.
+        size: Width and height of a panel, in inches.
+        shared: Whether all panels share the horizontal scale, and the panels of a row the vertical
+            one.
         markers: Whether the values have markers.
-        mark_tops: Whether the highest value of each curve has a dot.
+        mark_tops: Whether the maximum of each curve has a dot.
     """
     columns = max(map(len, rows))
     figure = new_figure(size[0] * columns + 1.4, size[1] * len(rows))
@@ -189,17 +191,16 @@ def points(
     reference: Sequence[str] = (),
     frontier: bool = False,
 ) -> "Figure":
-    """Return a figure of points of two quantities with errors both ways.
+    """Return a figure of points with two quantities and their errors.
 
     Args:
-        data_points: The points; a line joins those of a group in their order.
+        data_points: Points. With ``frontier``, a line joins the points of a group in their order.
         title: Title of the figure.
         across: Label of the horizontal axis.
         along: Label of the vertical axis.
         reference: Groups in black.
-        frontier: Whether small is good both ways, as of times and gaps. Then the horizontal axis
-            is logarithmic, points of a group are joined, and the frontier is drawn, whose points
-            alone are named.
+        frontier: Whether small values are better for both quantities. Then the horizontal axis is
+            logarithmic, and the figure shows the frontier and the names of its points only.
     """
     figure = new_figure(7.2, 4.4)
     axes = figure.add_subplot()
@@ -235,19 +236,41 @@ def points(
         axes.step(x, y, where="post", label="frontier", **look)
     axes.margins(0.1)
     times = {point.x for point in data_points}
-    if frontier and len(times) == 1:  # some limits of matplotlib's own would be equal
+    if frontier and len(times) == 1:  # some of matplotlib's limits would be equal
         axes.set_autoscalex_on(False)
         axes.set_xlim(min(times) / 2, min(times) * 2)
     if frontier:
         plain_ticks(axes.xaxis)
+        _point_to_the_best(axes)
+    if any(point.hollow for point in data_points):
+        entry: dict[str, Any] = {"marker": "o", "linestyle": "", "color": LIGHT.muted}
+        entry["markerfacecolor"] = LIGHT.paper
+        axes.plot([], [], label="hollow: other settings", **entry)
     if len(groups) > 1 or frontier:
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=SMALL)
     _name_points(figure, axes, named, _UNDER if frontier else _BESIDE)
     return figure
 
 
+def _point_to_the_best(axes: "Axes") -> None:
+    """Draw an arrow to the lower left corner, where both quantities are best."""
+    style = {"arrowstyle": "-|>", "color": LIGHT.muted, "linewidth": 1.2}
+    axes.annotate(
+        "better",
+        xy=(0.015, 0.02),
+        xytext=(0.06, 0.08),
+        xycoords="axes fraction",
+        textcoords="axes fraction",
+        fontsize=SMALL,
+        color=LIGHT.muted,
+        ha="left",
+        va="bottom",
+        arrowprops=style,
+    )
+
+
 def pareto_front(coordinates: Sequence[tuple[float, float]]) -> list[int]:
-    """Positions, by first coordinate, of points that no other beats in both (small is good)."""
+    """Return positions of points that no other point beats in both coordinates, by the first."""
     front: list[int] = []
     for i in sorted(range(len(coordinates)), key=lambda i: coordinates[i]):
         if not front or coordinates[i][1] < coordinates[front[-1]][1]:
@@ -258,15 +281,15 @@ def pareto_front(coordinates: Sequence[tuple[float, float]]) -> list[int]:
 def _styles(
     names: Sequence[str], reference: Sequence[str], ordered: bool
 ) -> dict[str, dict[str, Any]]:
-    """Colour, dash and marker of each name, distinct in print and for the colour-blind."""
+    """Return color, dash and marker of each name, distinct in print and for the color-blind."""
     others = [name for name in names if name not in reference]
-    # Only the names that others are compared with are drawn in ink.
-    plain = [colour for colour in LIGHT.lines if colour != LIGHT.ink]
-    colours = shades_of(len(others), LIGHT) if ordered else plain
+    # Only reference names are drawn in ink.
+    plain = [color for color in LIGHT.lines if color != LIGHT.ink]
+    colors = shades_of(len(others), LIGHT) if ordered else plain
     styles: dict[str, dict[str, Any]] = {}
     for place, name in enumerate(others):
-        turn = place // len(colours) if ordered else place
-        styles[name] = {"color": colours[place % len(colours)], "linestyle": turn, "marker": place}
+        turn = place // len(colors) if ordered else place
+        styles[name] = {"color": colors[place % len(colors)], "linestyle": turn, "marker": place}
     for place, name in enumerate(name for name in names if name in reference):
         styles[name] = {"color": LIGHT.ink, "linestyle": place, "marker": place}
     for look in styles.values():
@@ -288,14 +311,14 @@ def _draw_curve(axes: "Axes", curve: Curve, look: dict[str, Any], mark_top: bool
 
 
 def _draw_apart(axes: "Axes", curve: Curve, look: dict[str, Any]) -> Any:
-    """The values alone, with bars for errors."""
+    """Draw values without a line, with bars for errors."""
     errors = [_known(error) for error in curve.error] or None
     look = {**look, "linestyle": "", "markersize": _MARKER, "elinewidth": 0.9}
     return axes.errorbar(list(curve.x), list(curve.y), yerr=errors, **look)
 
 
 def _leave_out_depths(axes: "Axes", curves: Sequence[Curve]) -> None:
-    """Cut the axis above bounds of bad hyperparameters, which would flatten the rest."""
+    """Cut the axis above the bounds of bad hyperparameters, which would flatten the rest."""
     finite = [[value for value in curve.y if math.isfinite(value)] for curve in curves]
     tops = [max(values) for values in finite if values]
     if not tops:
@@ -310,10 +333,10 @@ def _leave_out_depths(axes: "Axes", curves: Sequence[Curve]) -> None:
 def _name_points(
     figure: "Figure", axes: "Axes", named: Sequence[Point], places: Sequence[tuple[str, int, int]]
 ) -> None:
-    """Name points, each in the first place where the name covers no other name and no point."""
+    """Write the name of each point in the first place without another name or point."""
     from matplotlib.transforms import Bbox
 
-    figure.draw_without_rendering()  # now it is known where everything lies
+    figure.draw_without_rendering()  # now all positions are known
     half = _MARKER / 2 * figure.dpi / 72
     at = axes.transData.transform([(point.x, point.y) for point in named])
     taken = [Bbox.from_extents(x - half, y - half, x + half, y + half) for x, y in at]

@@ -1,4 +1,4 @@
-"""What experiments are made of: jobs, each a state point of a signac project, and their results."""
+"""Jobs of experiments and their results. Each job is a state point of a signac project."""
 
 import gzip
 import json
@@ -21,19 +21,19 @@ from experiments.trainings import resolved, stored
 # training figures, which have trainings in common.
 BLOCKS = 30
 OVER_SUBSETS = "standard error over its subsets"  # of an estimate, and the head of its column
-RANGE = "range/"  # what the metrics of learned ranges begin with
+RANGE = "range/"  # prefix of the metrics of learned ranges
 # Estimators of trainings that have no estimate of the evidence.
 WITHOUT_ESTIMATE = (None, "map", "augerino")
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A piece of work with a result that is kept, known by all that this depends on.
+    """Work with a stored result, identified by everything that the result depends on.
 
     Attributes:
-        kind: ``train``; or ``evaluate``, ``curve``, ``curves`` and ``time``, of a trained network.
-        training: All options of the training, as of ``evigrad train``.
-        options: Of what is done with it.
+        kind: ``train``, or ``evaluate``, ``curve``, ``curves`` or ``time`` of a trained network.
+        training: All options of ``evigrad train`` for the training.
+        options: Options of the work with the trained network.
     """
 
     kind: str
@@ -42,22 +42,22 @@ class Job:
 
     @property
     def statepoint(self) -> dict[str, Any]:
-        """What signac knows it by."""
+        """Return the state point of signac."""
         return {"kind": self.kind, "training": self.training, **self.options}
 
     @cached_property
     def id(self) -> str:
-        """The same for the same work, another for any other."""
+        """Return the identity: equal for equal work, different for any other work."""
         return calc_id(self.statepoint)
 
     @property
     def needs(self) -> "Job | None":
-        """The job that has to be done before."""
+        """Return the job that must be done before."""
         return None if self.kind == "train" else Job("train", self.training)
 
     @property
     def label(self) -> str:
-        """Words for people."""
+        """Return a name for people."""
         of = self.training
         data = of["data"] if of["subset"] is None else f"{of['subset']} of {of['data']}"
         own = [str(self.options[n]) for n in ("estimator", "hyperparameter") if n in self.options]
@@ -70,12 +70,12 @@ class Job:
 
 
 def is_kept(metric: str) -> bool:
-    """Whether a training keeps this of all epochs; the rest is in the folder of its run."""
+    """Return whether a training stores this metric for all epochs. Its run has the rest."""
     return metric == "log_evidence" or metric.startswith(("test_", "train_", RANGE))
 
 
 def training(*options: Mapping[str, Any], seed: int) -> Job:
-    """A training by options of ``evigrad train``, of which later ones replace earlier ones."""
+    """Return a training by options of ``evigrad train``. Later options replace earlier ones."""
     together = {name: value for part in options for name, value in part.items()}
     return Job("train", _resolved(json.dumps(together)) | {"seed": seed})
 
@@ -86,30 +86,29 @@ def _resolved(options: str) -> dict[str, Any]:
 
 
 def evaluation(of: Job, estimator: str | None = None, blocks: int | None = None) -> Job:
-    """The log evidence of a trained network by its own estimator, or by another one.
+    """Return the job for the log evidence of a trained network.
 
     Args:
-        of: The training.
-        estimator: Default: its own.
-        blocks: Of a partition, at most; None for all.
+        of: Training.
+        estimator: Name of the estimator. Default: the estimator of the training.
+        blocks: Maximum number of blocks of a partition. None for all.
     """
     name = estimator or of.training["estimator"]
     return Job("evaluate", of.training, {"estimator": name, "blocks": blocks})
 
 
 def with_estimate(of: Job, blocks: int | None = None) -> dict[str, Job]:
-    """A training as ``train``; its own estimate as ``estimate`` where it has an estimator."""
+    """Return a training as ``train`` and, if it has an estimator, its estimate as ``estimate``."""
     has_none = of.training["estimator"] in WITHOUT_ESTIMATE
     return {"train": of} | ({} if has_none else {"estimate": evaluation(of, blocks=blocks)})
 
 
 def final_numbers(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """What tables and figures show of the results of ``with_estimate``.
+    """Return the numbers that tables and figures show from the results of ``with_estimate``.
 
     Returns:
-        Log evidence and its standard error over subsets (None of a baseline), and test log
-        likelihood in nats per datum, test accuracy in percent, seconds of the training, and its
-        number of weights.
+        Log evidence and its standard error over subsets (None for a baseline), test log
+        likelihood in nats per example, test accuracy in percent, seconds, and number of weights.
     """
     trained = results["train"]
     estimate = results.get("estimate", {})
@@ -124,31 +123,31 @@ def final_numbers(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def timing(of: Job) -> Job:
-    """The time of an estimate with its gradient by a training's own estimator."""
+    """Return the job for the time of an estimate with its gradient."""
     return Job("time", of.training)
 
 
 def curves(of: Job, estimators: list[str], along: str, grid: list[float]) -> Job:
-    """Several bounds along a hyperparameter of the model, which one kernel serves.
+    """Return the job for several bounds along a hyperparameter, which one kernel serves.
 
     Args:
-        of: The training.
-        estimators: The bounds.
-        along: The name of a range.
-        grid: Its values.
+        of: Training.
+        estimators: Bounds.
+        along: Name of a range.
+        grid: Values of the range.
     """
     return Job("curves", of.training, {"estimators": estimators, **_along(along, grid)})
 
 
 def curve(of: Job, estimator: str, along: str, grid: list[float], blocks: int | None) -> Job:
-    """A bound along a hyperparameter, for the weights of a training.
+    """Return the job for a bound along a hyperparameter, for the weights of a training.
 
     Args:
-        of: The training.
-        estimator: The bound.
+        of: Training.
+        estimator: Bound.
         along: ``precision``, or the name of a range.
-        grid: Its values.
-        blocks: Of a partition, at most; None for all.
+        grid: Values of the hyperparameter.
+        blocks: Maximum number of blocks of a partition. None for all.
     """
     options = {"estimator": estimator, **_along(along, grid), "blocks": blocks}
     return Job("curve", of.training, options)
@@ -159,37 +158,37 @@ def _along(hyperparameter: str, grid: list[float]) -> dict[str, Any]:
 
 
 def _of(statepoint: Mapping[str, Any]) -> Job:
-    """The job that signac knows by this."""
+    """Return the job of a signac state point."""
     options = dict(statepoint)
     return Job(options.pop("kind"), options.pop("training"), options)
 
 
 def distinct(jobs: Iterable[Job]) -> list[Job]:
-    """All jobs with what they need, each once, in an order in which they can be done."""
+    """Return all jobs and the jobs that they need, each once, in a possible order of work."""
     chains = ([job] if job.needs is None else [job.needs, job] for job in jobs)
     return list({each.id: each for chain in chains for each in chain}.values())
 
 
 class Store:
-    """Results of jobs in a signac project. Nothing in it names a place outside of it.
+    """Results of jobs in a signac project. It contains no paths to other places.
 
     Args:
-        path: Its folder, made when the first job begins.
+        path: Folder of the project, created when the first job begins.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
     def folder(self, job: Job) -> Path:
-        """The folder of a job, which may not exist yet."""
+        """Return the folder of a job, which may not exist yet."""
         return self.path / "workspace" / job.id
 
     def result(self, job: Job) -> dict[str, Any] | None:
-        """What was kept of a job; None where it is not done."""
+        """Return the result of a job. None if it is not done."""
         return self._document(job).get("result")
 
     def failure(self, job: Job) -> str | None:
-        """Why a job without a result could not be done the last time, in words."""
+        """Return why a job without a result failed the last time."""
         return self._document(job).get("failure")
 
     def begin(self, job: Job) -> Path:
@@ -201,31 +200,32 @@ class Store:
         return Path(self._opened(job).path)
 
     def finish(self, job: Job, result: dict[str, Any]) -> None:
-        """Keep the result of a job: plain numbers, texts, lists and dictionaries of them."""
+        """Store the result of a job: plain numbers, texts, lists and dictionaries of them."""
         self._opened(job).document.reset({"result": result})
 
     def fail(self, job: Job, reason: str) -> None:
-        """Keep why a job could not be done."""
+        """Store why a job failed."""
         self._opened(job).document["failure"] = reason
 
     def export(self, file: Path) -> int:
         """Write all results, without the trained networks, which may be large.
 
         Args:
-            file: A line of JSON for each, compressed by gzip; the same results make the same file.
+            file: File with a line of JSON per result, compressed by gzip. Equal results make an
+                equal file.
 
         Returns:
-            How many.
+            Number of results.
 
         Raises:
-            ConfigurationError: If there is none, or one cannot be read.
+            ConfigurationError: If there are no results, or if one cannot be read.
             OSError: If the file cannot be written.
         """
         there = self.project() if self.path.exists() else ()
         jobs = [_of(each.cached_statepoint) for each in there]
         found = [(job, result) for job in jobs if (result := self.result(job)) is not None]
         if not found:
-            raise ConfigurationError(f"There is no result in {self.path}; run an experiment first.")
+            raise ConfigurationError(f"There is no result in {self.path}. Run an experiment first.")
         lines = [
             json.dumps({"job": job.statepoint, "result": result}, sort_keys=True) + "\n"
             for job, result in found
@@ -236,13 +236,13 @@ class Store:
         return len(found)
 
     def take(self, file: Path) -> int:
-        """Keep results that ``export`` has written, those of them that are not here.
+        """Add results from a file of ``export`` that are not here.
 
         Args:
-            file: As ``export`` writes it.
+            file: File that ``export`` wrote.
 
         Returns:
-            How many were not here.
+            Number of new results.
 
         Raises:
             ConfigurationError: If the file cannot be read.
@@ -254,7 +254,7 @@ class Store:
             known = [(_of(each["job"]), dict(each["result"])) for each in map(json.loads, lines)]
         except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError) as error:
             raise ConfigurationError(
-                f"{file} holds no results that can be read ({error}). Give one that --export wrote."
+                f"{file} holds no readable results ({error}). Use a file that --export wrote."
             ) from error
         new = [(job, result) for job, result in known if self.result(job) is None]
         for job, result in new:
@@ -265,7 +265,7 @@ class Store:
         return self.project().open_job(job.statepoint).init()
 
     def project(self) -> signac.Project:
-        """The signac project, made where there is none: before several processes want it.
+        """Return the signac project. Create it before several processes need it.
 
         Raises:
             ConfigurationError: If it cannot be made.
@@ -280,6 +280,6 @@ class Store:
             ) from error
 
     def _document(self, job: Job) -> dict[str, Any]:
-        # Read without signac, which would make a folder for it.
+        # Read without signac, which would make a folder.
         path = self.folder(job) / SignacJob.FN_DOCUMENT
         return stored(path) if path.exists() else {}

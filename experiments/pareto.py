@@ -1,4 +1,4 @@
-"""``python -m experiments pareto``: which estimator is worth its time on your data and network."""
+"""``python -m experiments pareto``: compare estimators by tightness and time on your data."""
 
 import math
 from dataclasses import asdict, replace
@@ -18,10 +18,10 @@ from experiments import figures, trainings
 from experiments.times import time_steps
 
 _DESCRIPTION = """\
-Train with each of some estimators, and show the log evidence at the end by the estimator itself
-over the time of one estimate with its gradient, as in Figure 1 of the paper: a point for each, the
-frontier of those that no other one beats in both, full-batch estimators in black. The anchored
-bound is one of the family. All other options are those of evigrad train.
+Compare estimators. Train one network per estimator and plot each estimator's final log evidence
+against the time of one gradient estimate, as in Figure 1 of the paper. The frontier joins the
+estimators that no other one beats in both. Full-batch estimators are black. All other options
+come from evigrad train.
 
 examples:
   python -m experiments pareto                                    digits, a small network
@@ -35,7 +35,7 @@ ESTIMATORS = (
     *("ntk-100-rows-anchored", "ntk-200-rows-anchored", "ntk-400-rows-anchored"),
     *("kfac-50-1", "kfac-200-1", "kfac-50-C", "kfac-N-C", "diag-50-C", "diag-N-C"),
 )
-# Blocks that an estimate at the end is the mean of.
+# Number of blocks of a final estimate.
 _BLOCKS = 30
 
 
@@ -44,9 +44,7 @@ def make_parser() -> Parser:
     parser = Parser(description=_DESCRIPTION, usage="python -m experiments pareto [options]")
     group = parser.add_argument_group("what to compare")
     trainings.add_list(group, "--estimators", str, ESTIMATORS, "Estimators.")
-    trainings.add_list(
-        group, "--seeds", int, [0], "Each is a training of its own for each estimator."
-    )
+    trainings.add_list(group, "--seeds", int, [0], "Seeds. Each has a training per estimator.")
     parser.add_group("a common measure", evaluated, ("judge",))
     parser.add_group("where", trainings.place_of, trainings.PLACE_OF_TRAINING)
     add_training(parser, with_estimator=False)
@@ -56,16 +54,16 @@ def make_parser() -> Parser:
 def evaluated(
     config: dict[str, Any], place: trainings.Place, *, judge: str | None = None
 ) -> dict[str, Any]:
-    """Return values at the end of a training, in nats per datum.
+    """Return values at the end of a training, in nats per example.
 
     They are ``value``, the log evidence by the training's own estimator, ``log_likelihood`` of the
     test data, and the log evidence by the ``judge``.
 
     Args:
-        config: The options of the training.
+        config: Options of the training.
         place: Where it runs.
-        judge: Estimator by which the log evidence of all trained networks is evaluated too, for
-            the table. Default: none.
+        judge: Estimator that also evaluates the log evidence of all trained networks, for the
+            table. Default: none.
     """
     folder = trainings.run_folder(config, place)
     setup, result = trainings.trained(config, folder, place)
@@ -86,7 +84,7 @@ def evaluated(
 
 
 def timed(config: dict[str, Any], place: trainings.Place) -> dict[str, Any]:
-    """Time an estimate by the estimator of a finished training; nothing may run beside it."""
+    """Return the time of an estimate after a training. Nothing else may run at this time."""
     folder = trainings.run_folder(config, place)
 
     def compute() -> dict[str, Any]:
@@ -99,11 +97,11 @@ def timed(config: dict[str, Any], place: trainings.Place) -> dict[str, Any]:
 
 
 def run(parser: Parser, options: Namespace) -> int:
-    """Compare the estimators; the exit code is 1 where one is missing."""
+    """Compare the estimators and return the exit code: 1 if one is missing."""
     place = trainings.place_from(options)
     specs = {spec.name: spec for spec in map(Estimator.parse, options.estimators)}
     if len(specs) < 2 or not options.seeds:
-        raise ConfigurationError("Name two estimators or more to compare, and a seed or more.")
+        raise ConfigurationError("Name at least two estimators and one seed.")
     judge = None if options.judge is None else Estimator.parse(options.judge).name
     _, training = trainings.named_setup(options, place)
     configs = [
@@ -141,18 +139,18 @@ def run(parser: Parser, options: Namespace) -> int:
         where = f"{training['model']} on {training['subset']} of {training['data']}"
     figure = figures.points(
         drawn,
-        f"Tightness over time, {where}",
-        "seconds of an estimate and its gradient",
-        "− log marginal likelihood estimate\n(nats per datum)",
+        f"Tightness against time, {where}",
+        "seconds per estimate with gradient",
+        "− log evidence, own estimate\n(nats per example)",
         reference=[name for name, spec in specs.items() if spec.is_full_batch],
         frontier=True,
     )
     heads = ["estimator", "− log evidence, own estimate", "standard error"]
-    heads += ["seconds of an estimate with gradient", "× a step of the weights"]
+    heads += ["seconds per estimate with gradient", "time, × training step"]
     heads += ["test log likelihood", *([] if judge is None else [f"− log evidence by {judge}"])]
     heads.append("on the frontier")
     folder = folder_name("pareto", training["data"], training["model"])
     trainings.write_results(place, folder, [configs, judge], figure, heads, rows)
     front = ", ".join(rows[number][0] for number in corners)
-    show("note", f"On the frontier, by their time: {front}.")
+    show("note", f"On the frontier, from fast to slow: {front}.")
     return 0 if all(map(len, found.values())) and len(left) == len(configs) else 1

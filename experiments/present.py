@@ -1,4 +1,4 @@
-"""What is shown of an experiment: its figure, its table, and a page of all that was run."""
+"""The display of an experiment: its figure, its table, and a page of all results."""
 
 import json
 import re
@@ -19,6 +19,7 @@ from experiments.definition import (
     PAPER,
     PRESETS,
     SMALL,
+    TINY,
     Experiment,
     paper_experiments,
     read_experiment,
@@ -26,24 +27,25 @@ from experiments.definition import (
 from experiments.jobs import Store
 from experiments.trainings import stored
 
-PAGE_PRESETS = (PAPER, CPU, SMALL)  # that a page shows if nobody names one
+PAGE_PRESETS = (PAPER, CPU, SMALL)  # that a page shows by default
+GALLERY = (SMALL, TINY)  # presets whose sections link their tables
 BEGIN, END = "<!-- experiments -->", "<!-- end experiments -->"
 
 _MOST_NAMES = 12  # in a sentence
 _SUMMARY = "summary.json"
 _WANTED = "seeds_wanted"
-_IMAGES = "images/experiments"
+_IMAGES, _TABLES = "images/experiments", "results"
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What is known of an experiment.
+    """The files of an experiment.
 
     Attributes:
-        folder: Where its files are.
-        figure: As PNG; None for a table alone.
-        table: As Markdown.
-        summary: What was run: jobs, seeds, machines, dates, seconds, and remarks.
+        folder: Folder of its files.
+        figure: Path of the PNG. None if there is only a table.
+        table: Table as Markdown.
+        summary: Jobs, seeds, machines, dates, seconds and remarks.
     """
 
     folder: Path
@@ -53,14 +55,14 @@ class Shown:
 
 
 def state_of(experiment: Experiment, store: Store) -> tuple[int, int, float]:
-    """Jobs that are done, jobs in all, and the seconds that those took, one after the other."""
+    """Return finished jobs, all jobs, and the total seconds of the finished ones."""
     results = [store.result(job) for job in experiment.jobs()]
     known = [result for result in results if result is not None]
     return len(known), len(results), float(sum(result["job_seconds"] for result in known))
 
 
 def shown_in(experiment: Experiment, store: Store) -> Path:
-    """The folder of an experiment's figure and tables."""
+    """Return the folder of an experiment's figure and tables."""
     return _folder_of(experiment.name, experiment.preset, store)
 
 
@@ -69,17 +71,17 @@ def _folder_of(name: str, preset: str, store: Store) -> Path:
 
 
 def present(experiment: Experiment, store: Store) -> Shown:
-    """Draw what is known of an experiment, and write its table.
+    """Draw the results of an experiment, and write its table.
 
     Args:
-        experiment: Any.
-        store: Results; the files go into a folder of it.
+        experiment: Experiment.
+        store: Results. The files go into a folder of it.
 
     Returns:
-        What was written.
+        The files.
 
     Raises:
-        ConfigurationError: If there is no result as yet.
+        ConfigurationError: If there is no result yet.
     """
     cases = experiment.cases()
     rows = rows_of(cases, store)
@@ -117,7 +119,7 @@ def present(experiment: Experiment, store: Store) -> Shown:
 def _warnings(
     experiment: Experiment, cases: Sequence[Case], rows: Sequence[Row], store: Store
 ) -> list[str]:
-    """What is not there, and what forbids to compare the rows with each other, in words."""
+    """Return sentences about missing results and about rows that are not comparable."""
     found = []
     covered = coverage(cases, rows)
     if left := [name for name, (some, _) in covered.items() if not some]:
@@ -128,7 +130,7 @@ def _warnings(
         found.append(f"So far {some} of {all_} seeds.")
     elif partial:
         words = [f"{name} ({some} of {all_})" for name, (some, all_) in partial.items()]
-        found.append(f"Means of fewer seeds than those of the others: {_enumerated(words)}.")
+        found.append(f"Fewer seeds than the others: {_enumerated(words)}.")
     results = [(job, store.result(job)) for job in experiment.jobs()]
     reasons = Counter(filter(None, (store.failure(job) for job, result in results if not result)))
     for reason, count in reasons.items():
@@ -144,22 +146,21 @@ def _enumerated(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + more
 
 
-# Reading an experiment takes a tenth of a second, and a page names all of them.
+# Reading an experiment takes 0.1 s, and a page names all experiments.
 _as_published = cache(read_experiment)
 
 
 def write_page(page: Path, store: Store, presets: Sequence[str] = PAGE_PRESETS) -> list[str]:
-    """Put all that was run into a page of Markdown, and its figures beside it.
+    """Write all results into a page of Markdown, and its figures into a folder next to it.
 
     Args:
-        page: The file. Between its markers the sections of what is in the store are replaced, and
-            those of other experiments and presets stay; without markers, or without the file, they
-            come to its end.
-        store: Results. Of these it shows what ``present`` has shown before.
-        presets: Of which presets.
+        page: File. Sections of experiments in the store replace those between its markers, and
+            other sections stay. Without markers, or without the file, the sections come at the end.
+        store: Results. The page shows the experiments that ``present`` has shown before.
+        presets: Presets to show.
 
     Returns:
-        Names of the experiments that are shown.
+        Names of the experiments on the page.
 
     Raises:
         ConfigurationError: If the page cannot be read.
@@ -183,7 +184,7 @@ def write_page(page: Path, store: Store, presets: Sequence[str] = PAGE_PRESETS) 
         if found[0] != PAPER and experiment.cases():
             reduced.append(f"`{name}`")
     if left or reduced:
-        said = [f"With every setting as published: {', '.join(reduced)}."] if reduced else []
+        said = [f"With all published settings: {', '.join(reduced)}."] if reduced else []
         with_them = " and ".join(f"`{preset}`" for preset in presets)
         said += [f"With {with_them}: {', '.join(left)}."] if left else []
         parts.append("### Not run\n\n" + "\n\n".join(said) + "\n")
@@ -194,12 +195,12 @@ def write_page(page: Path, store: Store, presets: Sequence[str] = PAGE_PRESETS) 
 
 
 def _read_page(page: Path) -> tuple[str, dict[str, str], str]:
-    """What stands before the markers, the sections between them by their commands, and the rest."""
+    """Return the text before the markers, the sections by command, and the text after."""
     try:
         content = page.read_text(encoding="utf-8") if page.exists() else ""
     except UnicodeDecodeError as error:
         raise ConfigurationError(
-            f"{page} is no text in UTF-8 ({error}). Save it as UTF-8, or name another file."
+            f"{page} is not UTF-8 text ({error}). Save it as UTF-8, or name another file."
         ) from error
     before, begin, rest = content.partition(BEGIN + "\n")
     between, end, after = rest.partition(END)
@@ -213,16 +214,16 @@ def _read_page(page: Path) -> tuple[str, dict[str, str], str]:
 
 
 def _if_shown(name: str, preset: str, store: Store) -> Experiment | None:
-    """One that was shown before, and still is: some of its jobs may be those of another one."""
+    """Return an experiment that was shown before, if it still has results."""
     summary = _folder_of(name, preset, store) / _SUMMARY
-    if not summary.exists():  # which is quicker to see than to read the experiment
+    if not summary.exists():  # checking this is faster than reading the experiment
         return None
     try:
         experiment = read_experiment(name, preset)
-    except ConfigurationError:  # it has no such preset any more
+    except ConfigurationError:  # the preset no longer exists
         return None
     seeds = stored(summary).get(_WANTED, experiment.seeds)
-    if seeds != experiment.seeds:  # seeds of panels or blocks of their own stay where nobody asks
+    if seeds != experiment.seeds:  # otherwise panels and blocks keep their own seeds
         experiment = experiment.with_seeds(seeds)
     cases = experiment.cases()
     return experiment if not cases or rows_of(cases, store) else None
@@ -234,49 +235,82 @@ def _command(name: str, preset: str) -> str:
 
 def _section(experiment: Experiment, store: Store, folder: Path) -> str:
     shown = present(experiment, store)
-    summary, (done, total) = shown.summary, shown.summary["jobs"]
-    command = _command(experiment.name, experiment.preset)
-    caption = " ".join(experiment.caption.split())
-    lines = [f"### {experiment.title}", "", f"    {command}", "", caption]
     if shown.figure is not None:
-        target = folder / _IMAGES / f"{experiment.name}-{experiment.preset}.png"
+        target = folder / _image_of(experiment)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(shown.figure, target)
-        lines += ["", f"![{experiment.title}]({_IMAGES}/{target.name})"]
-    lines += ["", shown.table, "", *(f"- {remark}" for remark in summary["remarks"])]
-    how = f" Preset `{experiment.preset}`, seeds {', '.join(map(str, summary['seeds']))}."
-    lines.append(f"- What it shows: {experiment.shows}.{how if total else ''}")
-    if total:
-        dates = " to ".join(dict.fromkeys((summary["dates"][0], summary["dates"][-1])))
-        lines += [
-            f"- Settings: {_settings(experiment)}.",
-            f"- {'; '.join(summary['machines'])}; {dates}; {duration(summary['seconds'])} of runs.",
-        ]
-    if summary["num_data"]:
-        lines.append(f"- Training data: {', '.join(f'{n:,}' for n in summary['num_data'])}.")
+    if experiment.preset in GALLERY:
+        target = folder / _csv_of(experiment)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(shown.folder / "table.csv", target)
+    return section_of(experiment, shown)
+
+
+def _image_of(experiment: Experiment) -> str:
+    return f"{_IMAGES}/{experiment.name}-{experiment.preset}.png"
+
+
+def _csv_of(experiment: Experiment) -> str:
+    return f"{_TABLES}/{experiment.preset}/{experiment.name}.csv"
+
+
+def section_of(experiment: Experiment, shown: Shown) -> str:
+    """Return the section of a page, which refers to files next to it.
+
+    With a preset of ``GALLERY``, it links the table as CSV. Otherwise it contains the table, the
+    differences from the paper and all settings.
+    """
+    summary, (done, total) = shown.summary, shown.summary["jobs"]
+    gallery = experiment.preset in GALLERY
+    lines = [f"### {experiment.title}", "", _one_sentence_a_line(experiment.caption)]
+    if shown.figure is not None:
+        lines += ["", f"![{experiment.title}]({_image_of(experiment)})"]
+    if not gallery:
+        lines += ["", shown.table]
+    seeds = ", ".join(map(str, summary["seeds"]))
+    how = f" Preset `{experiment.preset}`, seeds {seeds}." if total else ""
+    facts = [*summary["remarks"], f"Shows: {experiment.shows}.{how}"]
+    spent = duration(summary["seconds"])
+    examples = ", ".join(f"{number:,}" for number in summary["num_data"])
+    if gallery:
+        facts.append(f"Numbers: [{experiment.name}.csv]({_csv_of(experiment)}).")
+        if total and examples:
+            facts[-1] += f" Training examples: {examples}. Time of all runs: {spent}."
+    else:
+        facts += [f"Training examples: {examples}."] if examples else []
+        if experiment.differs:
+            facts.append(f"Differences from the paper: {' '.join(experiment.differs.split())}")
+        if total:
+            facts += _settings(experiment)
+            machines = " and ".join(summary["machines"])
+            facts.append(f"Machine: {machines}. Time of all runs: {spent}.")
     if done < total:
-        lines.append(f"- {done} of {total} jobs are done.")
-    if experiment.differs:
-        lines.append(f"- Where it differs from the paper: {' '.join(experiment.differs.split())}")
-    return "\n".join(lines) + "\n"
+        facts.append(f"{done} of {total} jobs are done.")
+    lines += ["", *(f"- {fact}" for fact in facts)]
+    command = _command(experiment.name, experiment.preset)
+    return "\n".join([*lines, "", f"    {command}"]) + "\n"
+
+
+def _one_sentence_a_line(text: str) -> str:
+    return re.sub(r"(?<=[.?]) (?=[A-Z])", "\n", " ".join(text.split()))
 
 
 def duration(seconds: float) -> str:
-    """A time in words, for people."""
+    """Return a time in words."""
     for unit, size, below in (("s", 1, 90), ("min", 60, 5400), ("h", 3600, 2 * 86400)):
         if seconds < below:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds / 86400:.0f} days"
 
 
-def _settings(experiment: Experiment) -> str:
-    """What all trainings have in common, and what is of some panels, blocks or rows alone."""
+def _settings(experiment: Experiment) -> list[str]:
+    """Return the options of all trainings, and those of single panels, blocks or rows."""
     names: dict[str, list[str]] = {}
     for name, options in experiment.own_settings():
         if own := {key: value for key, value in options.items() if key != "estimator"}:
             names.setdefault(_in_line(own), []).append(name)
-    own_lines = [f"{', '.join(those)}: {line}" for line, those in names.items()]
-    return "; ".join([_in_line(experiment.training), *own_lines])
+    own_lines = [f"Settings of {', '.join(those)}: {line}." for line, those in names.items()]
+    return [f"Settings: {_in_line(experiment.training)}.", *own_lines]
 
 
 def _in_line(options: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Doing what is missing: one after the other, side by side, or on a cluster."""
+"""Run missing jobs: one after another, side by side, or on a cluster."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
@@ -24,16 +24,16 @@ Outcome = tuple[str | None, float]
 
 @dataclass(frozen=True)
 class Failure:
-    """A job that could not be done, and why, in words."""
+    """A job that failed, and why."""
 
     job: Job
     reason: str
 
 
 def missing(jobs: Sequence[Job], store: Store) -> list[Job]:
-    """The jobs without a result, and what they need, each once, in an order to do them in.
+    """Return the jobs without a result and the jobs that they need, in a possible order.
 
-    An imported training has a result but no network: it is trained again where that is needed.
+    An imported training has a result but no network. It is trained again if its network is needed.
     """
     every = distinct(jobs)
     left = {job.id for job in every if store.result(job) is None}
@@ -45,16 +45,16 @@ def missing(jobs: Sequence[Job], store: Store) -> list[Job]:
 def run(
     jobs: Sequence[Job], place: Place, tell: Tell | None = None, cluster: Path | None = None
 ) -> list[Failure]:
-    """Do all that is missing: trainings, what needs them, and alone, what measures time.
+    """Run all missing jobs: first trainings, then jobs that need them, and timings by themselves.
 
     Args:
-        jobs: Wanted.
-        place: Where, and how many at once.
-        tell: Told of every job that is over.
-        cluster: A file as of ``cluster_executor``, to run there. Default: on this machine.
+        jobs: Jobs to run.
+        place: Folder, device and number of parallel runs.
+        tell: Function that is called after every job.
+        cluster: File for ``cluster_executor``. Default: run on this machine.
 
     Returns:
-        The jobs that failed, and those that needed them.
+        The failed jobs, and the jobs that needed them.
     """
     store = Store(place.results)
     left = missing(jobs, store)
@@ -70,7 +70,7 @@ def run(
         for number, wave in enumerate(waves):
             ready = [j for j in wave if j.needs is None or store.result(j.needs) is not None]
             broken = [
-                (job, (f"what it needs failed ({job.needs.label})", 0.0))
+                (job, (f"a required job failed ({job.needs.label})", 0.0))
                 for job in wave
                 if job.needs is not None and job not in ready
             ]
@@ -88,7 +88,7 @@ def run(
 def _done(
     jobs: Sequence[Job], place: Place, pool: ProcessPoolExecutor | None, cluster: Path | None
 ) -> Iterator[tuple[Job, Outcome]]:
-    """Jobs that do not need each other, as they are over."""
+    """Yield independent jobs when they end."""
     if cluster is not None and jobs:
         executor = cluster_executor(cluster, place)
         with executor.batch():
@@ -106,37 +106,38 @@ def _done(
 
 
 def _outcome(over: Future[Outcome] | submitit.Job[Outcome]) -> Outcome:
-    """Of a process that may have been killed, as for its memory or its time."""
+    """Return the outcome of a process that may have been killed, for example for its memory."""
     error = over.exception()
     return over.result() if error is None else (f"{type(error).__name__}: {error}", 0.0)
 
 
 def cluster_executor(file: Path, place: Place) -> submitit.AutoExecutor:
-    """What gives jobs to a cluster.
+    """Return the executor that submits jobs to a cluster.
 
     Args:
-        file: YAML: ``cluster``, as slurm, and parameters of submitit's ``AutoExecutor``, as
-            timeout_min, gpus_per_node, slurm_partition, slurm_array_parallelism.
-        place: Its folder of results is one that all machines see.
+        file: YAML file with ``cluster``, such as slurm, and parameters of submitit's
+            ``AutoExecutor``, such as timeout_min, gpus_per_node, slurm_partition,
+            slurm_array_parallelism.
+        place: Place with a folder of results that all machines can access.
 
     Returns:
-        The executor, whose own files are in the folder of results.
+        The executor. Its own files are in the folder of results.
 
     Raises:
-        ConfigurationError: If the file cannot be read, or there is no such cluster or parameter.
+        ConfigurationError: If the file cannot be read, or if there is no such cluster or parameter.
     """
     try:
         settings = yaml.safe_load(file.read_text(encoding="utf-8"))
         cluster = settings.pop("cluster", None)
         executor = submitit.AutoExecutor(folder=place.results / "cluster", cluster=cluster)
         executor.update_parameters(**settings)
-    except Exception as error:  # submitit's are of many types
+    except Exception as error:  # submitit raises errors of many types
         raise ConfigurationError(f"The cluster of {file} cannot be used: {error}") from error
     return executor
 
 
 def attempt(job: Job, place: Place) -> Outcome:
-    """Do a job; an error is its own, and the other jobs do not depend on it."""
+    """Run a job. Its error does not affect other jobs."""
     try:
         with kept_memory():  # of this process, which may be one of several
             return None, perform(job, place)["job_seconds"]

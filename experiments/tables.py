@@ -19,13 +19,12 @@ class Column:
     """A column of a table.
 
     Attributes:
-        name: Its head.
-        digits: Behind the point. None for two significant ones at least, and none behind the point
-            where there are more before it.
-        scale: What numbers are multiplied by, as 100 for percent.
-        best: ``high`` or ``low`` to have the best values in bold; empty for none. Numbers without
-            a standard error, as those of one seed, are not bold, and nothing is where one of
-            them is better.
+        name: Header.
+        digits: Number of decimals. None for at least two significant digits, and no decimals for
+            larger numbers.
+        scale: Factor of the numbers, such as 100 for percent.
+        best: ``high`` or ``low`` to print the best values in bold. Empty for none. Numbers without
+            a standard error are not bold. If one of them is the best, nothing is bold.
     """
 
     name: str
@@ -34,7 +33,7 @@ class Column:
     best: str = ""
 
     def shown(self, cell: Cell, between: str) -> str:
-        """A cell as text, with some words between a mean and its error."""
+        """Return a cell as text, with some text between a mean and its error."""
         if isinstance(cell, str):
             return cell
         mean, error = (cell.mean, cell.error) if isinstance(cell, Mean) else (cell, math.nan)
@@ -54,9 +53,9 @@ class Table:
     """Rows of cells under columns.
 
     Attributes:
-        columns: The heads; the first column holds words.
+        columns: Columns. The first one holds words.
         rows: A cell for each column.
-        group: For each row what it is compared with for the best in bold; all rows if empty.
+        group: Group of each row within which the best value is bold. Empty for one group.
     """
 
     columns: Sequence[Column]
@@ -64,15 +63,15 @@ class Table:
     group: Sequence[str] = ()
 
     def markdown(self) -> str:
-        """The table as Markdown."""
+        """Return the table as Markdown, with a minus sign before negative numbers."""
         head, *body = (
             f"| {' | '.join(line)} |"
             for line in ([c.name for c in self.columns], *self._cells(" ± ", "**{}**"))
         )
-        return "\n".join([head, "|" + "---|" * len(self.columns), *body])
+        return _with_minus("\n".join([head, "|" + "---|" * len(self.columns), *body]))
 
     def latex(self) -> str:
-        """The table as LaTeX, for the package booktabs."""
+        """Return the table as LaTeX, for the package booktabs."""
         columns = [[row[i] for row in self.rows] for i in range(len(self.columns))]
         aligned = "".join("r" if any(map(_is_number, column)) else "l" for column in columns)
         lines = [r"\begin{tabular}{" + aligned + "}", r"\toprule"]
@@ -85,7 +84,7 @@ class Table:
         return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
 
     def csv(self) -> str:
-        """The table as CSV with every digit, means and errors in columns of their own."""
+        """Return the table as CSV with all digits, and separate columns for means and errors."""
         with_error = [any(isinstance(row[i], Mean) for row in self.rows) for i in self._places]
         lines = [[column.name for column in self.columns], *self.rows]
         text = io.StringIO(newline="")
@@ -120,7 +119,7 @@ class Table:
         ]
 
     def _best(self, place: int) -> list[int]:
-        """The rows whose standard errors overlap with those of the best one of their group."""
+        """Return the rows whose standard errors overlap with the best row of their group."""
         if not self.columns[place].best:
             return []
         sign = 1.0 if self.columns[place].best == "high" else -1.0
@@ -140,6 +139,10 @@ class Table:
                 least = sign * top.mean - top.error
                 found += [n for n, c in known.items() if sign * c.mean + c.error >= least]
         return found
+
+
+def _with_minus(text: str) -> str:
+    return re.sub(r"(?<![\w.)−-])-(?=\d)", "−", text)
 
 
 def _is_number(cell: Cell) -> bool:

@@ -1,4 +1,4 @@
-"""Times of what a training repeats."""
+"""Times of the repeated parts of a training."""
 
 from dataclasses import dataclass
 
@@ -14,8 +14,8 @@ class StepTimes:
 
     Attributes:
         estimate: An estimate with its gradient, and its share of the draw.
-        draw: The start of a round of estimates, as drawing a partition or choosing anchors.
-        step: A step of the weights on a batch, without the optimiser.
+        draw: The start of a round of estimates, such as drawing a partition or choosing anchors.
+        step: A step of the weights on a batch, without the optimizer.
     """
 
     estimate: float
@@ -26,7 +26,7 @@ class StepTimes:
 def time_steps(
     evidence: Evidence, data: tuple[Tensor, Tensor], batch_size: int, steps: int
 ) -> StepTimes:
-    """Return the times of what a training repeats, in rounds of ``steps`` that share a draw.
+    """Return the times of the repeated parts, for rounds of ``steps`` that share a draw.
 
     The gradients of ``evidence`` change.
     """

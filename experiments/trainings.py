@@ -1,4 +1,4 @@
-"""Trainings by the options of ``evigrad train``, many of them and each done once."""
+"""Trainings by the options of ``evigrad train``. Each one runs only once."""
 
 import csv
 import hashlib
@@ -62,7 +62,7 @@ _MAP = "map"
 
 @dataclass(frozen=True)
 class Place:
-    """Where runs find what they need and where they run (``place_of``); no result depends on it."""
+    """Folders, device and threads of runs (``place_of``). No result depends on it."""
 
     results: Path
     data_dir: str | None = None
@@ -78,20 +78,20 @@ def place_of(
     device: str = "auto",
     threads: int | None = None,
 ) -> Place:
-    """Return where many trainings run.
+    """Return where trainings run.
 
     Args:
-        results: Folder of all results, by what they are results of: nothing is run twice, what was
-            interrupted goes on, and the folder can be moved.
-        jobs: Runs side by side, each in a process of its own. What measures time runs alone.
-            Default: one for each core of the CPU, four at most; one on a GPU.
+        results: Folder of all results. Nothing runs twice, interrupted runs resume, and you can
+            move the folder.
+        jobs: Number of parallel runs, each in its own process. Jobs that measure time run by
+            themselves. Default: one per CPU core, at most four, or one on a GPU.
         data_dir: Folder with NAME_train.parquet and NAME_test.parquet. Default: the environment
             variable EVIGRAD_DATA.
-        device: Where to compute: cpu, cuda, or auto (cuda if there is one).
-        threads: CPU threads of each run. Default: the cores, divided by the runs side by side.
+        device: Device: cpu, cuda, or auto (cuda if available).
+        threads: CPU threads per run. Default: the cores divided by the parallel runs.
 
     Raises:
-        ConfigurationError: If a number makes no sense.
+        ConfigurationError: If a number is invalid.
     """
     for name, value in (("jobs", jobs), ("threads", threads)):
         if value is not None:
@@ -103,18 +103,18 @@ def place_of(
 
 
 def place_from(options: Namespace) -> Place:
-    """The place that a command's options name, by those of ``place_of``."""
+    """Return the place from a command's options, by ``place_of``."""
     return place_of(**chosen(place_of, options))
 
 
 def resolved(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all options that a training's result may depend on, typed, names with underscores.
+    """Return all options that a result may depend on, typed, with underscores in their names.
 
-    ``options`` are some of those of ``evigrad train``, with hyphens or underscores; the estimator
-    may also be ``augerino``, and ``augerino_weight`` that of its reward.
+    ``options`` are options of ``evigrad train``, with hyphens or underscores. The estimator
+    may also be ``augerino``, with ``augerino_weight`` for its reward.
 
     Raises:
-        ConfigurationError: If there is no such option, or a value is of a wrong type.
+        ConfigurationError: If there is no such option, or if a value has a wrong type.
     """
     parser, defaults = _parser()
     given = {name.replace("-", "_"): value for name, value in options.items()}
@@ -139,10 +139,9 @@ def _parser() -> tuple[Parser, Mapping[str, Any]]:
 
 
 def trained(config: Mapping[str, Any], folder: Path, place: Place) -> tuple[Setup, FitResult]:
-    """Return data, network and result of a training from ``resolved``: new, gone on with, or done.
+    """Return data, network and result of a training from ``resolved``: new, resumed or done.
 
-    ``folder`` is the run's, as that of ``evigrad train``; ``place`` says where data are, and on
-    what to compute.
+    ``folder`` is the folder of the run. ``place`` names data and device.
 
     Raises:
         EvigradError: If the options do not fit each other or the data.
@@ -168,7 +167,7 @@ def trained(config: Mapping[str, Any], folder: Path, place: Place) -> tuple[Setu
 
 
 def train_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of ``evigrad train`` for a training from ``resolved``."""
+    """Return the options of ``evigrad train`` for a training from ``resolved``."""
     options = {name: value for name, value in config.items() if name not in _GONE}
     if options["estimator"] in (_MAP, AUGERINO):
         options["estimator"] = NO_ESTIMATOR
@@ -176,18 +175,18 @@ def train_options(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_folder(config: Mapping[str, Any], place: Place) -> Path:
-    """The folder of a training, from ``resolved``, and of all that is computed of it."""
+    """Return the folder of a training from ``resolved`` and of everything computed from it."""
     return place.results / "train" / digest(config)
 
 
 def digest(content: Any) -> str:
-    """A name of a few letters for plain values, the same for any order of the keys."""
+    """Return a short name of plain values, equal for any order of the keys."""
     text = json.dumps(content, sort_keys=True)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:_DIGITS]
 
 
 def kept(path: Path, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a JSON file holds; where there is none, what ``compute`` gives, and the file keeps."""
+    """Return the content of a JSON file. If there is none, call ``compute`` and store its value."""
     if path.exists():
         return stored(path)
     found = compute()
@@ -197,12 +196,12 @@ def kept(path: Path, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def stored(path: Path) -> dict[str, Any]:
-    """What a JSON file of results holds; ConfigurationError if it cannot be read."""
+    """Return the content of a JSON file. Raise ConfigurationError if it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"{path} cannot be read ({error}). Remove it: it will be computed again."
+            f"{path} cannot be read ({error}). Remove it, and it will be computed again."
         ) from error
 
 
@@ -212,10 +211,10 @@ Work = Callable[..., dict[str, Any]]
 def each_done(
     work: Work, configs: Sequence[dict[str, Any]], place: Place, **options: Any
 ) -> list[dict[str, Any] | None]:
-    """Return what a function ``work(config, place, **options)`` returns for each of some trainings.
+    """Return the results of ``work(config, place, **options)`` for several trainings.
 
-    It is done side by side if the place says so; the function is that of a module. A failure is
-    told as a warning, gives None, and the others go on.
+    They run in parallel if the place has several jobs. The function must belong to a module. A
+    failure prints a warning and gives None, and the others continue.
     """
     found: list[dict[str, Any] | None] = [None] * len(configs)
     attempt = partial(_attempt, work, place, options)
@@ -237,7 +236,7 @@ Outcome = tuple[dict[str, Any] | None, str]
 def _outcomes(
     attempt: Callable[[dict[str, Any]], Outcome], configs: Sequence[dict[str, Any]], jobs: int
 ) -> Iterator[tuple[int, Outcome]]:
-    """The position of each, with its result and words, as they are over."""
+    """Yield the position, result and message of each training when it ends."""
     if jobs == 1 or len(configs) == 1:
         yield from enumerate(map(attempt, configs))
         return
@@ -249,7 +248,7 @@ def _outcomes(
 
 @contextmanager
 def processes(count: int) -> Iterator[ProcessPoolExecutor]:
-    """Fresh interpreters, as threads of forked ones would hang; what has not begun is dropped."""
+    """Yield fresh interpreters, since threads of forked ones would hang. Drop unstarted work."""
     pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"))
     try:
         yield pool
@@ -272,7 +271,7 @@ def _attempt(
 
 
 def named_setup(options: Namespace, place: Place) -> tuple[Setup, dict[str, Any]]:
-    """Data and network of a command with ``cli.train.add_training``, and its training's options."""
+    """Return data and network of a command with ``add_training``, and its options."""
     known = {*NETWORK, *INVARIANCE, *SETTINGS} - {"data_dir"}
     training = {name: options[name] for name in known if name in options}
     keywords = signature(set_up).parameters
@@ -286,7 +285,7 @@ def _set_up_at(place: Place, options: dict[str, Any]) -> Setup:
 
 
 def add_list(group: Any, flag: str, kind: type, default: Sequence[Any] | None, words: str) -> None:
-    """Add an option such as ``--seeds`` that takes several values of one type."""
+    """Add an option, such as ``--seeds``, that takes several values of one type."""
     group.add_argument(
         flag,
         type=kind,
@@ -307,7 +306,7 @@ def write_results(
 ) -> None:
     """Write a figure and a table, and print the table.
 
-    ``content`` is all that the results depend on: others of the same ``name`` stay beside them.
+    ``content`` is everything that the results depend on. Results of other content stay.
     """
     folder = place.results / "shown" / name / digest(content)[:6]
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The kinds of jobs: trainings, and what is done with a trained network."""
+"""The kinds of jobs: trainings, and work with a trained network."""
 
 import math
 import platform
@@ -23,11 +23,11 @@ _DIGITS = 6  # of what is kept of all epochs, which is drawn
 
 
 def perform(job: Job, place: Place) -> dict[str, Any]:
-    """Do a job whose needs are done, or go on with it, and keep its result.
+    """Run or resume a job whose needs are done, and store its result.
 
     Args:
-        job: Any.
-        place: Where.
+        job: Job.
+        place: Where to run.
 
     Returns:
         The result.
@@ -36,7 +36,7 @@ def perform(job: Job, place: Place) -> dict[str, Any]:
     store = Store(place.results)
     folder, start = store.begin(job), time.perf_counter()
     found = _result(job, folder, store.folder(job.needs or job) / RUN, place)
-    # A training that goes on knows what it took before.
+    # A resumed training knows its earlier time.
     found["job_seconds"] = max(time.perf_counter() - start, found.get("seconds", 0.0))
     found |= {"machine": machine(place), "date": date.today().isoformat()}
     store.finish(job, found)
@@ -80,7 +80,7 @@ def _trained(result: FitResult) -> dict[str, Any]:
 
 
 def machine(place: Place) -> str:
-    """Processor or GPU, threads, and version of PyTorch, in words."""
+    """Return processor or GPU, threads, and version of PyTorch."""
     if torch.cuda.is_available() and place.device != "cpu":
         name = torch.cuda.get_device_name()
     else:

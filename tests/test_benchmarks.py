@@ -57,7 +57,7 @@ def test_finished_runs_are_written_once_and_whole(monkeypatch, tmp_path):
             with pytest.raises(SystemExit, match="broken line"):
                 use()
     path.write_text("row,seed\n")
-    with pytest.raises(SystemExit, match="columns row, seed, where"):
+    with pytest.raises(SystemExit, match="columns row, seed, but"):
         results.read()
 
 
@@ -105,11 +105,11 @@ def test_invariance_learning(monkeypatch, tmp_path, capsys):
     text = page.read_text()
     assert text.startswith("a\n<!--") and text.endswith("-->\nb\n") and "old" not in text
     assert text.count("\n| ") == len(rows) + 1
-    assert "| fixed |" in text and "| 3.14 |" in text
+    assert "| full circle |" in text and "| 3.14 |" in text
     with pytest.raises(SystemExit, match="no runs"):
         script.main(["--results", str(tmp_path / "none"), "--table"])
     path.write_text("row,seed\nfixed,0\n")
-    with pytest.raises(SystemExit, match="columns row, seed, where"):
+    with pytest.raises(SystemExit, match="columns row, seed, but"):
         script.main([*common, "--table"])
 
 
@@ -132,7 +132,7 @@ def test_prior_learning(monkeypatch, tmp_path, capsys):
     assert all(p != 1.0 for p in json.loads(learned["precisions"]).values())
     assert float(learned["log_evidence"]) < 0
     table = capsys.readouterr().out
-    assert "| map-none |" in table and "| – |" in table
+    assert "| no weight decay |" in table and "| – |" in table
 
 
 def short_rivals(monkeypatch):
@@ -202,7 +202,7 @@ def test_rivals_on_a_table(monkeypatch, tmp_path, capsys):
     assert plain["rmse"] == averaged["rmse"] and plain["decay"] == averaged["decay"]
     assert plain["log_likelihood"] != averaged["log_likelihood"]
     assert float(plain["seconds"]) < float(averaged["seconds"])
-    assert "| yacht | map-noise |" in capsys.readouterr().out
+    assert "| yacht | MAP, learned noise |" in capsys.readouterr().out
 
 
 def test_noise_steps(monkeypatch, tmp_path):
@@ -329,7 +329,7 @@ def test_anchor_choice(monkeypatch, tmp_path, capsys):
     options = "--data digits --seeds 0 --rows 20 --draws 2 --threads"
     threads = str(torch.get_num_threads())
     script.main([*options.split(), threads, "--tables", str(tmp_path), "--page", str(page)])
-    assert "| random | k-centre | score | greedy, last layer | greedy, all |" in page.read_text()
+    assert "| random | k-center | score | greedy, last layer | greedy, all |" in page.read_text()
     assert (tmp_path / "anchor_choice.csv").read_text().count("\n") == 1 + 7
 
 

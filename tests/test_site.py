@@ -87,7 +87,7 @@ def test_short_names_and_numbers_are_not_broken(site: dict[Path, Page]) -> None:
     (results,) = [path.read_text() for path in site if path.name == "results.html"]
     for mark in ("td", "code"):
         assert f'<{mark} class="whole">ntk-400-rows-anchored</{mark}>' in results
-    assert re.search(r'<td class="whole">[-.\d]+ ± [.\d]+</td>', results)
+    assert re.search(r'<td class="whole">[−.\d]+ ± [.\d]+</td>', results)
 
 
 def test_every_public_name_is_in_the_reference(site: dict[Path, Page]) -> None:

@@ -1,4 +1,4 @@
-"""The kinds of experiments: classes, which a file's ``kind`` names in lower case."""
+"""The kinds of experiments. The ``kind`` of a file names a class in lower case."""
 
 from experiments.kinds.bounds import Bounds
 from experiments.kinds.comparison import Comparison

@@ -1,4 +1,4 @@
-"""Bounds on the log evidence along a hyperparameter, for weights trained once (Figures 3 to 6)."""
+"""Bounds on the log evidence along a hyperparameter, for fixed weights (Figures 3 to 6)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ from experiments.tables import Column, Table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Of a value in nats per datum: less than this is rounding in single precision.
+# Relative differences of log evidences below this are rounding errors of single precision.
 _ROUNDING = 2e-6
 # Ends the labels of bounds on subsets that are filled class by class.
 _GROUPED = ", grouped"
@@ -24,7 +24,7 @@ _GROUPED = ", grouped"
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """So many values of a hyperparameter, from the first to the last, maybe logarithmic."""
+    """Values of a hyperparameter between two limits, possibly on a logarithmic scale."""
 
     start: float
     stop: float
@@ -32,21 +32,21 @@ class Grid:
     log: bool = False
 
     def __post_init__(self) -> None:
-        self.values()  # refuses what is no grid
+        self.values()  # raises an error for an invalid grid
 
     def values(self) -> list[float]:
-        """The values, with six digits."""
+        """Return the values, with six digits."""
         return make_grid(self.start, self.stop, self.count, self.log)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundPanel:
-    """A panel: the hyperparameter that bounds are drawn along, and what its training has alone.
+    """A panel: the hyperparameter of its horizontal axis, and options of its training.
 
     Attributes:
-        together: Estimators of one job, which one kernel serves at each point; the same in all
-            experiments that are to share it.
-        seeds: Where they are not the experiment's.
+        together: Estimators of one job, which one kernel per point serves. Experiments share the
+            job if their lists are equal.
+        seeds: Seeds. Default: the seeds of the experiment.
     """
 
     axis: str
@@ -63,10 +63,10 @@ class Bounds(Experiment):
     """Bounds along hyperparameters.
 
     Attributes:
-        panels: By their names.
+        panels: Panels by name.
         curves: Estimator to the label of its curve, in all panels.
-        orderings: Lists of estimators, the higher bounds first, that theory demands.
-        blocks: Of a partition, at most; None for all.
+        orderings: Lists of estimators in the order that the theory demands, higher bounds first.
+        blocks: Maximum number of blocks of a partition. None for all.
     """
 
     panels: dict[str, BoundPanel]
@@ -75,7 +75,7 @@ class Bounds(Experiment):
     blocks: int | None = None
 
     def cases(self) -> list[Case]:
-        """A curve for each panel, estimator and seed."""
+        """Return a curve for each panel, estimator and seed."""
         found = []
         for name, panel in self.panels.items():
             grid = panel.grid.values()
@@ -93,16 +93,16 @@ class Bounds(Experiment):
         return found
 
     def with_seeds(self, seeds: Sequence[int]) -> Self:
-        """The same with other seeds, in panels that have their own as well."""
+        """Return the experiment with other seeds, also in panels with their own seeds."""
         panels = {name: replace(panel, seeds=None) for name, panel in self.panels.items()}
         return replace(self, seeds=list(seeds), panels=panels)
 
     def own_settings(self) -> list[tuple[str, Options]]:
-        """Those of the panels."""
+        """Return the settings of the panels."""
         return [(name, panel.training) for name, panel in self.panels.items()]
 
     def figure(self, rows: list[Row]) -> "Figure":
-        """Panels side by side, one line for each estimator; those on grouped subsets below."""
+        """Return panels side by side, with one line per estimator. Grouped subsets are below."""
         is_grouped = {name: Estimator.parse(name).grouped for name in self.curves}
         drawn = [self._panels([row for row in rows if not is_grouped[row["estimator"]]])]
         if any(is_grouped.values()):
@@ -114,7 +114,7 @@ class Bounds(Experiment):
         return figures.panels(drawn, reference=self.reference, ordered=self.ordered, mark_tops=True)
 
     def _panels(self, rows: list[Row], ending: str = "") -> list[figures.Panel]:
-        """A panel for each hyperparameter with these rows, whose labels lose their ending."""
+        """Return a panel per hyperparameter, with labels that lose their ending."""
         drawn = []
         for name, panel in self.panels.items():
             curves = [
@@ -127,14 +127,14 @@ class Bounds(Experiment):
                 for row in rows
                 if row["panel"] == name
             ]
-            unit = "" if drawn else "log marginal likelihood bound\n(nats per datum)"
+            unit = "" if drawn else "log evidence bound\n(nats per example)"
             title = (panel.title or name) + ending
             made = figures.Panel(title, panel.axis, unit, curves, panel.grid.log, True)
             drawn += [made] if curves else []
         return drawn
 
     def table(self, rows: list[Row]) -> Table:
-        """Where each bound is highest, and how high, in the order of the legend."""
+        """Return the maximum of each bound and its position, in the order of the legend."""
         cells = []
         for row in self.in_order(rows, "panel", list(self.panels)):
             grid = self.panels[row["panel"]].grid.values()
@@ -142,11 +142,11 @@ class Bounds(Experiment):
             best = max(range(len(grid)), key=values.mean.__getitem__)
             top = [f"{values.mean[best]:.3f}", f"{grid[best]:.3g}", str(values.count)]
             cells.append([row["panel"], row["label"], *top])
-        names = ("panel", "estimator", "highest, nats per datum", "there, hyperparameter", "seeds")
+        names = ("panel", "estimator", "maximum, nats per example", "at hyperparameter", "seeds")
         return Table([Column(name) for name in names], cells, [cell[0] for cell in cells])
 
     def remarks(self, rows: list[Row]) -> list[str]:
-        """Whether the orderings hold, seed by seed and point by point."""
+        """Return whether the orderings hold for each seed and point."""
         found = []
         for chain in self.orderings:
             for panel in self.panels:
@@ -159,12 +159,14 @@ class Bounds(Experiment):
                     if gaps:
                         broken.append(
                             f"{upper} lies below {lower} at {len(gaps)} of {points} points, by"
-                            f" {max(gaps):.2g} nats per datum at most"
+                            f" {max(gaps):.2g} nats per example at most"
                         )
                 if seeds:
-                    each = f"holds for each of {len(seeds)} seeds" if len(seeds) > 1 else "holds"
-                    verdict = "; ".join(broken) or f"{each} at every point of the grid"
-                    found.append(f"{panel}: {' ≥ '.join(chosen)}: {verdict}.")
+                    all_seeds = f", for each of {len(seeds)} seeds" if len(seeds) > 1 else ""
+                    verdict = f"holds at every point of the grid{all_seeds}"
+                    if broken:
+                        verdict = f"does not hold everywhere: {', '.join(broken)}"
+                    found.append(f"The ordering `{' ≥ '.join(chosen)}` ({panel}) {verdict}.")
         return found
 
 
@@ -174,7 +176,7 @@ def _read(results: Mapping[str, dict[str, Any]], of: str | None = None) -> dict[
 
 
 def _gaps(above: Mean, below: Mean) -> tuple[set[int], int, list[float]]:
-    """Common seeds, points of their curves, and by how much some of these are in disorder."""
+    """Return common seeds, number of points, and the size of each violation of the order."""
     seeds = above.by_seed.keys() & below.by_seed.keys()
     pairs = [
         pair

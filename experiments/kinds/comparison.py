@@ -1,4 +1,4 @@
-"""Methods in a table, blocks of them on several data sets, beside the paper's numbers."""
+"""Tables of methods: blocks of methods on several data sets, with the paper's numbers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,10 +20,10 @@ class Block:
     """Methods that are compared with each other.
 
     Attributes:
-        rows: Label of a method to options of its trainings, and maybe ``stands_for``.
-        training: Options of all of them.
-        seeds: Where they are not the experiment's.
-        yardstick: The row that times relate to, where it is not the experiment's.
+        rows: Label of a method to options of its trainings, and optionally ``stands_for``.
+        training: Options of all trainings of the block.
+        seeds: Seeds. Default: the seeds of the experiment.
+        yardstick: Row that times relate to. Default: the yardstick of the experiment.
     """
 
     rows: dict[str, Options]
@@ -37,9 +37,9 @@ class Comparison(Experiment):
     """Methods on data sets.
 
     Attributes:
-        blocks: By their names.
+        blocks: Blocks by name.
         data_sets: Label to data set.
-        yardstick: The row that times relate to. None for seconds.
+        yardstick: Row that times relate to. None for seconds.
         paper: Block, data set and method to the paper's numbers: evidence, log likelihood,
             accuracy, time.
     """
@@ -50,7 +50,7 @@ class Comparison(Experiment):
     paper: dict[str, dict[str, dict[str, list[Any]]]] = field(default_factory=dict)
 
     def cases(self) -> list[Case]:
-        """A training for each block, data set, row and seed."""
+        """Return a training for each block, data set, row and seed."""
         found = []
         for name, block in self.blocks.items():
             for data_set, data in self.data_sets.items():
@@ -64,35 +64,35 @@ class Comparison(Experiment):
         return found
 
     def with_seeds(self, seeds: Sequence[int]) -> Self:
-        """The same with other seeds, in blocks that have their own as well."""
+        """Return the experiment with other seeds, also in blocks with their own seeds."""
         blocks = {name: replace(block, seeds=None) for name, block in self.blocks.items()}
         return replace(self, seeds=list(seeds), blocks=blocks)
 
     def own_settings(self) -> list[tuple[str, Options]]:
-        """Those of the blocks and of their rows."""
+        """Return the settings of the blocks and of their rows."""
         found = []
         for name, block in self.blocks.items():
             found += [(name, block.training), *((n, _own(row)) for n, row in block.rows.items())]
         return found
 
     def table(self, rows: list[Row]) -> Table:
-        """A row for each method; for each data set ours and, behind it, the paper's.
+        """Return a row per method, with our numbers and the paper's for each data set.
 
-        The paper's methods that ours have none of come last in their block.
+        Methods that only the paper has come last in their block.
         """
         found = {(row["block"], row["data_set"], row["label"]): row for row in rows}
         data_sets = list(dict.fromkeys(row["data_set"] for row in rows))
         standards = {n: block.yardstick or self.yardstick for n, block in self.blocks.items()}
         named = ", ".join(dict.fromkeys(name for name in standards.values() if name))
         time = f"time, % of {named}" if named else "seconds"
-        columns = [Column(""), Column("method"), Column("weights")]
+        columns = [Column("block"), Column("method"), Column("weights")]
         for data_set in data_sets:
             columns += [
                 Column(f"{data_set}: log evidence", 2, best="high"),
                 Column(f"{data_set}: test log likelihood", 2, best="high"),
                 Column(f"{data_set}: accuracy, %", 1, best="high"),
                 Column(f"{data_set}: {time}", 0),
-                Column(f"{data_set}: the paper's (evidence, log likelihood, accuracy, time)"),
+                Column(f"{data_set}, the paper: evidence, log likelihood, accuracy, time"),
             ]
         cells: list[list[Any]] = []
         for name, block in self.blocks.items():
@@ -122,11 +122,11 @@ class Comparison(Experiment):
         return "–" if numbers is None else ", ".join("–" if n is None else str(n) for n in numbers)
 
     def remarks(self, rows: list[Row]) -> list[str]:
-        """What is bold, whose evidence it is, and which data sets the preset leaves out."""
+        """Return remarks on bold numbers, on the evidence, and on omitted data sets."""
         found = [
-            "The log evidence is each estimator's own estimate: a looser bound reports less of it.",
-            "Bold: the best of a block, and what overlaps with it within standard errors. Numbers"
-            " of one seed have none, and are not bold.",
+            "Each estimator reports its own log evidence. Looser bounds report lower values.",
+            "Bold: the best of a block, and all that overlap with it within standard errors."
+            " Results of one seed have no standard error and are not bold.",
         ]
         of_paper = dict.fromkeys(
             data_set for block in self.blocks for data_set in self.paper.get(block, {})
@@ -141,7 +141,7 @@ def _own(row: Options) -> Options:
 
 
 def _time(row: Row | None, standard: str | None, yardstick: Row | None) -> Mean | None:
-    """Seconds of a training, or percent of those of the yardstick where there is one."""
+    """Return seconds of a training, or percent of the yardstick if there is one."""
     if row is None or (standard is not None and yardstick is None):
         return None
     share = 1.0 if yardstick is None else 100 / yardstick["seconds"].mean

@@ -1,4 +1,4 @@
-"""Trainings over their epochs, by many estimators (the training figures of the Appendix)."""
+"""Quantities over the epochs of trainings by several estimators (figures of the Appendix)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,9 +22,9 @@ class Learning(Experiment):
     """Quantities over the epochs.
 
     Attributes:
-        quantities: Name of a metric to the words of its axis.
+        quantities: Name of a metric to the label of its axis.
         groups: Columns of the figure: estimators with their labels.
-        exceptions: Estimator to options that its trainings have alone.
+        exceptions: Estimator to options that only its trainings have.
     """
 
     quantities: dict[str, str]
@@ -41,7 +41,7 @@ class Learning(Experiment):
                 )
 
     def cases(self) -> list[Case]:
-        """A training for each group, estimator and seed, and its estimate at the end."""
+        """Return a training and its final estimate for each group, estimator and seed."""
         found = []
         for group, estimators in self.groups.items():
             for name, label in estimators.items():
@@ -53,19 +53,23 @@ class Learning(Experiment):
         return found
 
     def remarks(self, rows: list[Row]) -> list[str]:
-        """What the log evidence of the figure and of the table is, and what has a schedule."""
-        names = [f"{r['group']} {r['label']}" for r in rows if r["estimator"] in self.exceptions]
-        found = [f"With settings of their own, named below: {'; '.join(names)}."] if names else []
+        """Return remarks on the log evidence, and on estimators with other settings."""
+        found = []
+        for group in self.groups:
+            own = [r for r in rows if r["group"] == group and r["estimator"] in self.exceptions]
+            if own:
+                labels = ", ".join(row["label"] for row in own)
+                found.append(f"Estimators with other settings in *{group}*: {labels}.")
         if "log_evidence" in self.quantities:
             found.append(
-                "Log evidence: the figure shows means over the steps of a round, without the lowest"
-                f" values; the table shows the estimate after training, over at most {BLOCKS}"
-                " subsets, which is exact on all data."
+                "The figure shows the mean log evidence over the steps of a round, without the"
+                " lowest values. The table shows the estimate after training, over at most"
+                f" {BLOCKS} subsets. It is exact for estimators on all data."
             )
         return found
 
     def own_settings(self) -> list[tuple[str, Options]]:
-        """Those of the exceptions."""
+        """Return the settings of the exceptions."""
         known = {name for estimators in self.groups.values() for name in estimators}
         return [item for item in self.exceptions.items() if item[0] in known]
 
@@ -84,7 +88,7 @@ class Learning(Experiment):
         return found
 
     def figure(self, rows: list[Row]) -> "Figure":
-        """Groups side by side, quantities one below the other."""
+        """Return groups side by side, with quantities below each other."""
         columns = {group: [row for row in rows if row["group"] == group] for group in self.groups}
         columns = {group: found for group, found in columns.items() if found}
         grid = [
@@ -113,7 +117,7 @@ class Learning(Experiment):
         return figures.panels(grid, size=(3.6, 2.5), shared=True, **looks)
 
     def table(self, rows: list[Row]) -> Table:
-        """Where each training ended, in the order of the legend."""
+        """Return the final numbers of each training, in the order of the legend."""
         others = ("log_evidence", "test_log_likelihood")
         names = [name for name in self.quantities if name not in others]
         columns = [
@@ -138,7 +142,7 @@ class Learning(Experiment):
 
 
 def _last(value: Mean | None) -> Mean | None:
-    """Of a curve, where it is known of all seeds."""
+    """Return the last value of a curve that is known for all seeds."""
     if value is None:
         return None
     known = np.flatnonzero(np.isfinite(value.mean))

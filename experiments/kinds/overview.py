@@ -1,4 +1,4 @@
-"""The bounds and how they come from each other, with where each lives in the code (Figure 2)."""
+"""The bounds and their relations (Figure 2)."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,14 +18,14 @@ class Box:
     """A bound in the overview.
 
     Attributes:
-        title: In words.
-        formula: What takes the place of ℓ(I) in the log evidence.
-        names: Its estimators.
-        source: What it follows from.
-        code: Where it lives, under ``src/evigrad``.
+        title: Title.
+        formula: Term that replaces ℓ(I) in the log evidence.
+        names: Estimators.
+        source: Theorem or argument for the bound.
+        code: Modules under ``src/evigrad``.
         place: Column and row in the figure.
-        is_bound: Whether theory guarantees it.
-        is_new: Whether the paper does not have it.
+        is_bound: Whether the theory guarantees the bound.
+        is_new: Whether the bound is not in the paper.
     """
 
     title: str
@@ -40,16 +40,16 @@ class Box:
 
 BOXES = {
     "exact": Box(
-        "linearised Laplace",
-        r"$\ell(I)=\log|P_0^{-1}H+1|=\log|S+1|$",
+        "linearized Laplace",
+        r"$\ell(I)=\log|I+P_0^{-1}H|=\log|I+S|$",
         "full-N-C = ntk-N-C",
-        "equation 4; the kernel form is its dual",
+        "equation 4 and its dual, the kernel form",
         "core/curvature/dense.py, ntk.py",
         (1, 2),
     ),
     "blocks": Box(
         "blocks of parameters",
-        r"$\Sigma_b\,\log|H_{bb}/P_{0,b}+1|$",
+        r"$\Sigma_b\,\log|I+P_{0,b}^{-1}H_{bb}|$",
         "blockdiag-N-C, diag-N-C",
         "Theorem 1",
         "core/curvature/dense.py, diagonal.py",
@@ -57,7 +57,7 @@ BOXES = {
     ),
     "kfac": Box(
         "Kronecker factors",
-        r"$\Sigma_b\,\log|A_b\otimes G_b/P_{0,b}+1|$",
+        r"$\Sigma_b\,\log|I+P_{0,b}^{-1}A_b\otimes G_b|$",
         "kfac-N-C, kfac-m-1, …",
         "an approximation",
         "core/curvature/kfac.py",
@@ -73,16 +73,16 @@ BOXES = {
         (2, 1),
     ),
     "outputs": Box(
-        "and of outputs",
+        "subsets of outputs",
         r"rows $(n,d)$ of one or some outputs $d$",
         "ntk-m-1, ntk-m-k, …-iid",
-        "Theorem 2; a bound with the roots fisher and eigen",
+        "Theorem 2 (root fisher or eigen)",
         "core/partition.py, core/roots.py",
         (2, 0),
         is_bound=False,
     ),
     "anchored": Box(
-        "given anchors",
+        "anchored rows",
         r"$\ell(Z)+\Sigma_m\,\ell(B_m|Z)$",
         "ntk-k-rows-anchored",
         "conditioning never increases an entropy",
@@ -92,7 +92,7 @@ BOXES = {
     ),
     "doubly": Box(
         "both partitions",
-        r"$\Sigma_m\,\Sigma_b\,\log|H_{bb}^{(m)}/P_{0,b}+1|$",
+        r"$\Sigma_m\,\Sigma_b\,\log|I+P_{0,b}^{-1}H_{bb}^{(m)}|$",
         "blockdiag-m-C, diag-m-C, …",
         "Theorem 3 and the doubly lower bound",
         "core/curvature/ × core/partition.py",
@@ -114,14 +114,14 @@ _WIDTH, _HEIGHT = 0.92, 0.74
 
 @dataclass(frozen=True, kw_only=True)
 class Overview(Experiment):
-    """The overview of the bounds, for which nothing is run."""
+    """The overview of the bounds, which needs no runs."""
 
     def cases(self) -> list[Case]:
-        """None."""
+        """Return no cases."""
         return []
 
     def figure(self, rows: list[Row]) -> "Figure":
-        """A box for each bound, and arrows to what is looser."""
+        """Return a box for each bound, with arrows to looser bounds."""
         drawn = new_figure(11.5, 4.9)
         axes = drawn.add_subplot()
         axes.set_axis_off()
@@ -137,8 +137,8 @@ class Overview(Experiment):
         axes.text(
             0,
             2,
-            "Arrows lead to a looser bound on the log evidence.\n"
-            "Dashed: no bound, or not with every root.\nShaded: not in the paper.",
+            "Arrows point to looser bounds on the log evidence.\n"
+            "Dashed: not a guaranteed bound.\nShaded: the anchored bound of evigrad.",
             ha="center",
             va="center",
             fontsize=9,
@@ -149,7 +149,7 @@ class Overview(Experiment):
         return drawn
 
     def table(self, rows: list[Row]) -> Table:
-        """A row for each bound."""
+        """Return a row for each bound."""
         columns = ["bound", "estimators", "follows from", "guaranteed", "code, under src/evigrad"]
         cells = [
             [b.title, f"`{b.names}`", b.source, "yes" if b.is_bound else "no", f"`{b.code}`"]
@@ -174,11 +174,10 @@ def _draw(axes: "Axes", box: Box) -> None:
     )
     axes.add_patch(patch)
     lines: tuple[tuple[float, str, dict[str, Any]], ...] = (
-        (0.26, box.title, {"fontsize": 11, "weight": "bold"}),
-        (0.12, box.formula, {"fontsize": 10}),
-        (-0.01, box.names, {"fontsize": 9, "family": "monospace", "color": LIGHT.lines[0]}),
-        (-0.14, box.source, {"fontsize": 8}),
-        (-0.26, box.code, {"fontsize": 8, "family": "monospace", "color": LIGHT.muted}),
+        (0.2, box.title, {"fontsize": 11, "weight": "bold"}),
+        (0.06, box.formula, {"fontsize": 10}),
+        (-0.07, box.names, {"fontsize": 9, "family": "monospace", "color": LIGHT.lines[0]}),
+        (-0.2, box.source, {"fontsize": 8}),
     )
     for shift, text, style in lines:
         axes.text(x, y + shift, text, ha="center", va="center", **style)

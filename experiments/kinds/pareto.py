@@ -1,4 +1,4 @@
-"""Tightness over time of many estimators, each of a training of its own (Figure 1)."""
+"""Tightness against time of several estimators, each with its own training (Figure 1)."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """Every combination of the parts of an estimator's name, and more names."""
+    """All combinations of the parts of an estimator's name, and more names."""
 
     structures: list[str]
     subsets: list[int | str]
@@ -30,12 +30,12 @@ class Names:
 
 @dataclass(frozen=True, kw_only=True)
 class Pareto(Experiment):
-    """Tightness over time.
+    """Tightness against time.
 
     Attributes:
-        estimators: What is compared: names, or the parts of names.
-        exceptions: Estimator to options that its trainings have alone.
-        judge: A common estimator of all trained networks, for the table.
+        estimators: Estimators to compare: names, or parts of names.
+        exceptions: Estimator to options that only its trainings have.
+        judge: Common estimator for all trained networks, for the table.
     """
 
     estimators: list[str] | Names
@@ -43,7 +43,7 @@ class Pareto(Experiment):
     judge: str | None = None
 
     def specs(self) -> dict[str, Estimator]:
-        """The estimators that are compared, by their names."""
+        """Return the estimators to compare, by name."""
         found = self.estimators
         if isinstance(found, Names):
             parts = product(found.structures, found.subsets, found.outputs)
@@ -54,7 +54,7 @@ class Pareto(Experiment):
         return {spec.name: spec for spec in specs}
 
     def cases(self) -> list[Case]:
-        """A training for each estimator and seed, its estimate at the end, and the time of one."""
+        """Return a training, its final estimate and its time for each estimator and seed."""
         found = []
         for name in self.specs():
             for seed in self.seeds:
@@ -71,37 +71,39 @@ class Pareto(Experiment):
         return found
 
     def own_settings(self) -> list[tuple[str, Options]]:
-        """Those of the exceptions."""
+        """Return the settings of the exceptions."""
         known = self.specs()
         return [item for item in self.exceptions.items() if item[0] in known]
 
     def figure(self, rows: list[Row]) -> "Figure":
-        """A point for each estimator, and the frontier; full-batch estimators in black."""
+        """Return a point for each estimator, and the frontier. Full-batch estimators are black."""
         specs, found = self.specs(), []
         families = [specs[row["estimator"]].family for row in rows]
         many = Counter(group for group, _ in families)
         for row, (group, size) in zip(rows, families, strict=True):
-            if many[group] == 1:
+            if specs[row["estimator"]].anchored:
+                group += " (evigrad)"
+            elif many[group] == 1:
                 group = row["estimator"]
             x, y, own = row["seconds"], row["value"], row["estimator"] in self.exceptions
             found.append(figures.Point(group, size, x.mean, y.mean, y_error=y.error, hollow=own))
         return figures.points(
             found,
             self.title,
-            "seconds of an estimate and its gradient",
-            "− log marginal likelihood estimate\n(nats per datum)",
+            "seconds per estimate with gradient",
+            "− log evidence, own estimate\n(nats per example)",
             reference=[name for name, spec in specs.items() if spec.is_full_batch],
             frontier=True,
         )
 
     def table(self, rows: list[Row]) -> Table:
-        """Times and values."""
+        """Return times and values."""
         columns = [
             Column("estimator"),
             Column("− log evidence, own estimate"),
             Column(OVER_SUBSETS),
-            Column("seconds of an estimate with gradient", digits=4),
-            Column("× a step of the weights", digits=1),
+            Column("seconds per estimate with gradient", digits=4),
+            Column("time, × training step", digits=1),
             Column("test log likelihood", best="high"),
         ]
         keys = ["value", OVER_SUBSETS, "seconds", "steps", "log_likelihood"]
@@ -124,15 +126,15 @@ class Pareto(Experiment):
         return Table(columns, cells)
 
     def remarks(self, rows: list[Row]) -> list[str]:
-        """Which estimators are on the frontier, and what is to be known of points and times."""
-        found = [f"On the frontier, by their time: {', '.join(self._front(rows))}."]
+        """Return the estimators on the frontier, and remarks on points and times."""
+        found = [f"On the frontier, from fast to slow: {', '.join(self._front(rows))}."]
         specs, names = self.specs(), [row["estimator"] for row in rows]
         if any(name in self.exceptions for name in names):
-            found.append("Hollow in the figure: trained with settings of their own, named below.")
+            found.append("Hollow markers: trained with other settings, named below.")
         if any(specs[name].anchored for name in names):
             found.append(
-                "Anchors are chosen in every third round: the seconds of anchored rows hold their"
-                " part of that, which the steps of these rounds share."
+                "Anchors are chosen every third round. The time of anchored rows includes their"
+                " share of the choice."
             )
         return found
 

@@ -1,4 +1,4 @@
-"""Architectures compared by their log evidence, against what the test data say."""
+"""Architectures compared by log evidence and by test log likelihood."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection(Experiment):
-    """Test log likelihood over log evidence, a point for each architecture.
+    """Test log likelihood against log evidence, with a point for each architecture.
 
     Attributes:
         architectures: Families of labels with the options of their trainings.
-        judge: Estimator of the log evidence of all of them.
+        judge: Estimator of the log evidence of all architectures.
     """
 
     architectures: dict[str, dict[str, Options]]
     judge: str
 
     def cases(self) -> list[Case]:
-        """A training for each architecture and seed, and its log evidence by the judge."""
+        """Return a training and its log evidence by the judge for each architecture and seed."""
         found = []
         for family, architectures in self.architectures.items():
             for label, options in architectures.items():
@@ -40,7 +40,7 @@ class Selection(Experiment):
         return found
 
     def figure(self, rows: list[Row]) -> "Figure":
-        """A point for each architecture, with errors both ways."""
+        """Return a point for each architecture, with errors of both quantities."""
         found = [
             figures.Point(
                 row["family"],
@@ -52,16 +52,16 @@ class Selection(Experiment):
             )
             for row in rows
         ]
-        across = f"log marginal likelihood by {self.judge} (nats per datum)"
-        return figures.points(found, self.title, across, "test log likelihood (nats per datum)")
+        across = f"log evidence by {self.judge} (nats per example)"
+        return figures.points(found, self.title, across, "test log likelihood (nats per example)")
 
     def table(self, rows: list[Row]) -> Table:
-        """Both numbers for each architecture."""
+        """Return both numbers for each architecture."""
         columns = [
             Column("family"),
             Column("architecture"),
             Column("weights", 0),
-            Column("log evidence per datum", best="high"),
+            Column("log evidence", best="high"),
             Column("test log likelihood", best="high"),
             Column("test accuracy, %", 1, 100.0, best="high"),
         ]
@@ -72,7 +72,7 @@ class Selection(Experiment):
         return Table(columns, cells, [row["family"] for row in rows])
 
     def remarks(self, rows: list[Row]) -> list[str]:
-        """How far evidence and test data agree, and what both choose, in each family."""
+        """Return what evidence and test data choose in each family, and their correlation."""
         found = []
         for family in self.architectures:
             chosen = [row for row in rows if row["family"] == family]
@@ -81,8 +81,9 @@ class Selection(Experiment):
             by_evidence, by_test = (max(chosen, key=lambda row: row[key].mean) for key in "xy")
             agreement = rank_correlation(*([row[key].mean for row in chosen] for key in "xy"))
             found.append(
-                f"{family}: the evidence chooses {by_evidence['label']}, the test data"
-                f" {by_test['label']}; rank correlation {agreement:.2f} over {len(chosen)}."
+                f"{family}: the log evidence chooses {by_evidence['label']}, and the test data"
+                f" choose {by_test['label']}. Rank correlation {agreement:.2f} over {len(chosen)}"
+                " networks."
             )
         return found
 
@@ -98,6 +99,6 @@ def _read(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's correlation, between -1 and 1, of two lists without ties."""
+    """Return Spearman's correlation, between -1 and 1, of two lists without ties."""
     one, other = (np.argsort(np.argsort(values)) for values in (first, second))
     return float(np.corrcoef(one, other)[0, 1])

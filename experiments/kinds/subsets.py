@@ -1,4 +1,4 @@
-"""Trainings on data sets of several sizes and variants (Figure 7 and its plots in the Appendix)."""
+"""Trainings on data sets of several sizes and variants (Figure 7 and the Appendix)."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 _BLOCKS = 20  # that an estimate at the end is the mean of
 _APART = 0.12  # between methods that stand side by side, of the distance between variants
 _QUANTITIES = {
-    "log_evidence": "log marginal likelihood\n(nats per datum)",
-    "log_likelihood": "test log likelihood\n(nats per datum)",
+    "log_evidence": "log evidence\n(nats per example)",
+    "log_likelihood": "test log likelihood\n(nats per example)",
     "accuracy": "test accuracy (%)",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subsets(Experiment):
-    """Evidence, test log likelihood and accuracy over the number of training data.
+    """Evidence, test log likelihood and accuracy against the number of training examples.
 
     Attributes:
-        sizes: Of the training data.
+        sizes: Numbers of training examples.
         variants: Label to data set.
         rows: Label to options of its trainings.
     """
@@ -36,7 +36,7 @@ class Subsets(Experiment):
     rows: dict[str, Options]
 
     def cases(self) -> list[Case]:
-        """A training for each variant, row, size and seed."""
+        """Return a training for each variant, row, size and seed."""
         found = []
         for variant, data in self.variants.items():
             for label, options in self.rows.items():
@@ -50,13 +50,13 @@ class Subsets(Experiment):
         return found
 
     def own_settings(self) -> list[tuple[str, Options]]:
-        """Those of the rows."""
+        """Return the settings of the rows."""
         return list(self.rows.items())
 
     def figure(self, rows: list[Row]) -> "Figure":
-        """Evidence, test log likelihood and accuracy, over the sizes of each variant.
+        """Return evidence, test log likelihood and accuracy over the sizes of each variant.
 
-        Of a single size the variants stand side by side in one panel of each quantity.
+        With a single size, each quantity has one panel with the variants side by side.
         """
         columns = {v: [row for row in rows if row["variant"] == v] for v in self.variants}
         columns = {variant: found for variant, found in columns.items() if found}
@@ -76,7 +76,7 @@ class Subsets(Experiment):
             [
                 figures.Panel(
                     variant if down == 0 else "",
-                    "training data" if down == len(_QUANTITIES) - 1 else "",
+                    "training examples" if down == len(_QUANTITIES) - 1 else "",
                     "" if variant != variants[0] else unit,
                     [
                         _curve(label, own, [row["size"] for row in own], name)
@@ -91,7 +91,7 @@ class Subsets(Experiment):
         return figures.panels(grid, size=(3.6, 2.5), shared=True, markers=True, **looks)
 
     def table(self, rows: list[Row]) -> Table:
-        """A row for each point of the figure."""
+        """Return a row for each point of the figure."""
         columns = [
             Column("variant"),
             Column("N", digits=0),
@@ -113,13 +113,13 @@ class Subsets(Experiment):
 
 
 def _curve(label: str, rows: list[Row], places: list[float], name: str) -> figures.Curve:
-    """A quantity of a method at the places of its rows."""
+    """Return a quantity of a method at the places of its rows."""
     numbers = [row[name] for row in rows]
     return figures.Curve(label, places, [n.mean for n in numbers], [n.error for n in numbers])
 
 
 def _beside(rows: list[Row], variants: list[str], name: str) -> list[figures.Curve]:
-    """A quantity of each method over the variants, the methods a little apart."""
+    """Return a quantity of each method over the variants, with methods slightly apart."""
     by_label = _by_label(rows)
     found = []
     for number, (label, own) in enumerate(by_label.items()):

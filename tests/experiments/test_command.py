@@ -36,7 +36,8 @@ def test_figure_4_from_nothing(capsys, tmp_path, small_figure_4):
     run("fig4", "--preset", "tiny", *where)
     captured = capsys.readouterr()
     assert "0 of 6 jobs are done" in captured.err and "[6/6]" in captured.err
-    assert "ntk-N-C ≥ ntk-20-C ≥ ntk-10-C: holds at every point of the grid" in captured.err
+    ordering = "`ntk-N-C ≥ ntk-20-C ≥ ntk-10-C` (rotation) holds at every point of the grid"
+    assert ordering in captured.err
     assert "| rotation | full |" in captured.out
     folder = tmp_path / "shown" / "fig4" / "tiny"
     assert (folder / "figure.png").stat().st_size > 10_000
@@ -99,13 +100,16 @@ def test_jobs_run_side_by_side_where_nothing_is_said(monkeypatch):
 
 def test_mistakes(capsys, tmp_path):
     for arguments, words in (
-        ((), "Name what to reproduce"),
+        ((), "Name an experiment, for example"),
         (("fgi4",), "Did you mean 'fig4'"),
         (("fig4", "--jobs", 0), "jobs must be at least 1"),
-        (("fig4", "--seeds", -1), "give whole numbers, 0 or more"),
+        (("fig4", "--seeds", -1), "integer seeds of 0 or more"),
         ((tmp_path / "none.yaml",), "There is no file"),
         (("--import", tmp_path / "none.gz", "--results", tmp_path / "r"), "There is no file"),
-        (("mine.yaml", "--page", tmp_path / "page.md"), "'mine.yaml' is none of them"),
+        (
+            ("mine.yaml", "--page", tmp_path / "page.md"),
+            "only shows experiments of the paper, got 'mine.yaml'",
+        ),
     ):
         run(*arguments, code=2)
         assert words in capsys.readouterr().err
@@ -121,7 +125,7 @@ def test_what_is_missing_is_said_once(capsys, monkeypatch, tmp_path):
     assert not (tmp_path / "r").exists()
     run("table1", "--dry-run", "--results", tmp_path / "r")
     error = capsys.readouterr().err
-    assert error.count("jobs are left out: There is no data set 'cifar10' here") == 1
+    assert error.count("jobs cannot run: There is no data set 'cifar10' here") == 1
 
 
 def test_a_file_of_ones_own(capsys, tmp_path):
@@ -149,7 +153,7 @@ def test_a_failed_run_is_told(capsys, tmp_path):
     run(file, *where, code=1)
     captured = capsys.readouterr()
     # Larger than the data set, which is known before anything runs.
-    assert "warning: 1 of 3 jobs are left out: 'ntk-50-C' asks for" in captured.err
+    assert "warning: 1 of 3 jobs cannot run: 'ntk-50-C' asks for" in captured.err
     assert "Not run: prior ntk-50-C." in captured.err
     assert "Failed, 1 job: 'ntk-50-C' asks for blocks of 50 data" in captured.err
     assert "| prior | ntk-10-C |" in captured.out
@@ -160,5 +164,5 @@ def test_a_page_that_is_not_utf_8_is_one_line(capsys, tmp_path):
     page.write_bytes(b"caf\xe9\n")
     run("--page", page, "--results", tmp_path / "r", code=2)
     error = capsys.readouterr().err
-    assert "is no text in UTF-8" in error and error.count("\n") == 1
+    assert "is not UTF-8 text" in error and error.count("\n") == 1
     assert page.read_bytes() == b"caf\xe9\n"

@@ -34,10 +34,10 @@ def run(*arguments, code=0):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("pareto", "--estimators", "ntk-10-1"), "two estimators or more"),
+        (("pareto", "--estimators", "ntk-10-1"), "at least two estimators"),
         (("pareto", "--estimators", "ntk-10-1", "ntk-10"), "OUTPUTS is missing"),
-        (("bounds", "--start", 2, "--stop", 1), "A grid goes up, not from 2 to 1"),
-        (("bounds", "--points", 1), "2 points or more"),
+        (("bounds", "--start", 2, "--stop", 1), "A grid must increase, got start=2 and stop=1"),
+        (("bounds", "--points", 1), "at least 2 points"),
         (("bounds", "--jobs", 0), "jobs must be at least 1"),
         (("bounds", "--threads", 1000000), "threads must be at most 1024, not 1000000"),
         (("bounds", "--curves", "ntk-50-C", *QUICK), "'ntk-50-C' asks for"),
@@ -73,7 +73,7 @@ def test_bounds_of_two_seeds(capsys, tmp_path):
     run("bounds", *options, "--seeds", 0, 1, code=1)
     captured = capsys.readouterr()
     # Larger than the data set, which is known before anything runs.
-    assert "A curve is left out: 'ntk-50-C' asks for blocks of 50 data" in captured.err
+    assert "A curve is omitted: 'ntk-50-C' asks for blocks of 50 data" in captured.err
     assert "[2/2] ntk-20-1, seed 1" in captured.err
     (table,) = (tmp_path / "shown").rglob("table.csv")
     head, *rows = csv.reader(table.read_text().splitlines())

@@ -46,7 +46,7 @@ def test_points_are_named_and_those_behind_the_frontier_are_not():
     (axes,) = figures.points(found, "All", "x", "y").axes
     assert [text.get_text() for text in axes.texts] == ["1", "2", "3", "4"]
     (axes,) = figures.points(found, "Best", "x", "y", frontier=True, reference=["b"]).axes
-    assert [text.get_text() for text in axes.texts] == ["1", "2", "4"]
+    assert [text.get_text() for text in axes.texts] == ["better", "1", "2", "4"]
     assert axes.get_xscale() == "log"
 
 
@@ -55,7 +55,7 @@ def test_a_point_that_came_about_otherwise_is_hollow():
     (axes,) = figures.points(found, "All", "x", "y").axes
     hollow = [line for line in axes.lines if line.get_markerfacecolor() == LIGHT.paper]
     drawn = [np.asarray(line.get_xydata()).tolist() for line in hollow]
-    assert drawn == [[[2.0, 2.0]]]
+    assert drawn == [[[2.0, 2.0]], []]  # and the entry of the legend
 
 
 def test_values_over_names_stand_apart_with_their_errors():

@@ -145,7 +145,7 @@ def test_results_go_from_one_folder_to_another(tmp_path):
 )
 def test_a_file_that_holds_no_results_is_named(content, tmp_path):
     (file := tmp_path / "r.jsonl.gz").write_bytes(content)
-    with pytest.raises(ConfigurationError, match=r"r\.jsonl\.gz holds no results"):
+    with pytest.raises(ConfigurationError, match=r"r\.jsonl\.gz holds no readable results"):
         Store(tmp_path / "new").take(file)
     assert not (tmp_path / "new").exists()
 

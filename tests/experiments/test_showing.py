@@ -107,7 +107,7 @@ def test_means_that_are_not_to_be_compared_are_named(tmp_path, monkeypatch):
     store.finish(jobs[0], (store.result(jobs[0]) or {}) | {"machine": "another"})
     remove(store, jobs[-1])
     _, partial, machines = remarks()
-    assert partial.endswith("than those of the others: ntk-20-1 (1 of 2).")
+    assert partial.endswith("than the others: ntk-20-1 (1 of 2).")
     assert machines == "Times of several machines: another; none."
     remove(store, jobs[-2])
     store.fail(jobs[-2], "out of memory")
@@ -115,7 +115,7 @@ def test_means_that_are_not_to_be_compared_are_named(tmp_path, monkeypatch):
     assert left == "Not run: ntk-20-1." and failed == "Failed, 1 job: out of memory"
     fake(experiment, store)
     remove(store, jobs[0])
-    assert remarks()[1] == "Means of fewer seeds than those of the others: ntk-10-1 (1 of 2)."
+    assert remarks()[1] == "Fewer seeds than the others: ntk-10-1 (1 of 2)."
     remove(store, jobs[3])
     assert remarks()[1] == "So far 1 of 2 seeds."
 
@@ -220,13 +220,13 @@ def test_the_papers_numbers_stand_beside_ours(tmp_path):
     assert "Not run: CIFAR-100." in shown.summary["remarks"]
     assert "**" not in shown.table  # one seed
     line = next(line for line in lines if "| kfac-100-1 |" in line)
-    assert "-1.41 ± 0.02, -0.38 ± 0.00, 88.2 ± 0.1, 65 %" in line
+    assert "−1.41 ± 0.02, −0.38 ± 0.00, 88.2 ± 0.1, 65 %" in line
     # The paper's rows that nothing stands for come last.
     assert any("| prior | kfac-N-C | – | – |" in line for line in lines)
     fake(large := read_experiment("table1").with_seeds([0]), store)
     line = next(line for line in present(large, store).table.splitlines() if "kfac-500-10" in line)
-    assert "-1.31 ± 0.01, -0.38 ± 0.00, 88.6 ± 0.1, 81 %" in line
-    assert "-3.95 ± 0.04, -1.26 ± 0.01, 67.9 ± 0.2, 70 %" in line
+    assert "−1.31 ± 0.01, −0.38 ± 0.00, 88.6 ± 0.1, 81 %" in line
+    assert "−3.95 ± 0.04, −1.26 ± 0.01, 67.9 ± 0.2, 70 %" in line
 
 
 def test_both_widths_of_table_2_are_there(tmp_path):
@@ -236,7 +236,7 @@ def test_both_widths_of_table_2_are_there(tmp_path):
     fake(experiment, store)
     table = present(experiment, store).table
     lines = [line for line in table.splitlines() if "| kfac-60-1 |" in line]
-    assert len(lines) == 2 and all("-2.02 ± 0.10, 58.4 ± 0.3" in line for line in lines)
+    assert len(lines) == 2 and all("−2.02 ± 0.10, 58.4 ± 0.3" in line for line in lines)
     assert "TinyImageNet: time, % of kfac-400-1, kfac-60-1" in table
     assert table.count("| partitioned networks | – | – | – | – | – | –, –, 48.6 ± 0.0, – |") == 2
 
@@ -272,9 +272,20 @@ def test_options_that_several_rows_share_are_said_once(tmp_path, blank_figures):
     present(experiment, store)
     write_page(tmp_path / "page.md", store, ["cpu"])
     text = (tmp_path / "page.md").read_text()
-    (settings,) = [line for line in text.splitlines() if line.startswith("- Settings: ")]
-    assert settings.count("prior_update: fixed_point") == 1
-    assert "; ntk-250-C, ntk-500-C, full-N-C, blockdiag-N-C: `prior_update" in settings
+    settings = [line for line in text.splitlines() if line.startswith("- Settings")]
+    assert len(settings) == 2 and settings[0].startswith("- Settings: `")
+    names = "ntk-250-C, ntk-500-C, full-N-C, blockdiag-N-C"
+    assert settings[1].startswith(f"- Settings of {names}: `prior_update: fixed_point")
+
+
+def test_a_page_has_the_settings_of_panels(tmp_path, blank_figures):
+    experiment, store = read_experiment("fig6", "cpu").with_seeds([0]), Store(tmp_path)
+    fake(experiment, store)
+    present(experiment, store)
+    write_page(tmp_path / "page.md", store, ["cpu"])
+    text = (tmp_path / "page.md").read_text()
+    assert "- Settings of prior: `data: mnist, every: 5, steps: 10`." in text
+    assert "\n| prior | m = 10 |" in text and "Differences from the paper:" in text
 
 
 def test_a_page_holds_what_was_run_and_names_the_rest(tmp_path, blank_figures):
@@ -296,10 +307,13 @@ def test_a_page_holds_what_was_run_and_names_the_rest(tmp_path, blank_figures):
     assert write_page(page, store) == ["fig6"]
     text = page.read_text()
     assert "    python -m experiments fig6\n" in text and "Preset `small`, seeds 0, 1, 2" in text
-    assert "prior: `data: digits, every: 5, steps: 10`" in text  # the panel's own settings
     assert "![" in text and (page.parent / "images/experiments/fig6-small.png").exists()
+    # A gallery links its tables.
+    table = page.parent / "results/small/fig6.csv"
+    assert "[fig6.csv](results/small/fig6.csv)" in text and "\n| " not in text
+    assert table.read_text().startswith("panel,estimator,")
     assert "### Not run" in text and "`table2` (Table 2)" in text and "`fig6` (" not in text
-    assert "With every setting as published: `fig6`.\n" in text
+    assert "With all published settings: `fig6`.\n" in text
     # What another folder of results knows stays, and what is known here is replaced.
     old = {
         name: f"### A figure\n\n    python -m experiments {name}\n\nold {name}\n"
@@ -310,19 +324,20 @@ def test_a_page_holds_what_was_run_and_names_the_rest(tmp_path, blank_figures):
     assert write_page(page, store) == ["fig5", "fig6"]
     kept = page.read_text()
     assert old["fig5"] + "\n### " in kept and "old fig6" not in kept and "fig99" not in kept
-    assert "`fig5` (" not in kept and "With every setting as published: `fig5`, `fig6`.\n" in kept
+    assert "`fig5` (" not in kept and "With all published settings: `fig5`, `fig6`.\n" in kept
     write_page(page, store)
     assert page.read_text() == kept
     page.write_text(f"# Mine\n\n{BEGIN}\nold\n{END}\n\nafter\n")
     write_page(page, store)
     again = page.read_text()
-    assert again.startswith("# Mine\n\n") and again.endswith("\n\nafter\n") and "old" not in again
+    assert again.startswith("# Mine\n\n") and again.endswith("\n\nafter\n")
+    assert "\nold\n" not in again
     # Nothing is run for the overview, and nothing is said of machine and time.
     present(read_experiment("fig2", "small"), store)
     assert write_page(page, store) == ["fig2", "fig6"]
-    overview = page.read_text().partition("experiments fig2")[2].partition("###")[0]
-    assert "What it shows: Figure 2.\n" in overview and "minutes" not in overview
-    assert "With every setting as published: `fig6`.\n" in page.read_text()
+    overview = page.read_text().partition("experiments fig2\n")[0]
+    assert "- Shows: Figure 2.\n" in overview and "Time of all runs" not in overview
+    assert "With all published settings: `fig6`.\n" in page.read_text()
     page.write_text("# Mine\n")
     write_page(page, store)
     assert page.read_text().startswith("# Mine\n\n" + BEGIN)

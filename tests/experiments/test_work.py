@@ -81,7 +81,7 @@ def test_nothing_is_done_twice_and_the_folder_can_be_moved(done, tmp_path):
     assert str(tmp_path) not in "".join(path.read_text() for path in moved.path.rglob("*.json"))
     shown = present(experiment, moved)
     assert shown.summary["remarks"] == [
-        "prior: ntk-N-C ≥ ntk-10-C: holds at every point of the grid."
+        "The ordering `ntk-N-C ≥ ntk-10-C` (prior) holds at every point of the grid."
     ]
     assert {p.name for p in shown.folder.iterdir()} == {
         *("figure.png", "figure.pdf", "table.md", "table.csv", "table.tex", "summary.json")
@@ -120,7 +120,7 @@ def test_a_failure_takes_with_it_what_needs_it_and_nothing_else(tmp_path):
     jobs = [evaluation(bad), evaluation(good)]
     failures = run(jobs, place, tell=lambda words, over, count: told.append((words, over, count)))
     assert [f.job.kind for f in failures] == ["train", "evaluate"]
-    assert "what it needs failed" in failures[1].reason
+    assert "a required job failed" in failures[1].reason
     assert result_of(place, jobs[1])
     assert [(over, count) for _, over, count in told] == [(n, 4) for n in range(1, 5)]
     assert "failed" in told[0][0]
