@@ -344,7 +344,7 @@ class Silent(Plain):
         (Silent, {}, {}, "network=..., of net"),
         (Plain, {"network": "nett"}, {}, "Did you mean 'net'"),
         (Plain, {}, {"max_epochs": -1}, "Training has no end"),
-        (Plain, {"schedule": Schedule(burn_in=4)}, {}, "training ends after 3 epochs"),
+        (Plain, {"schedule": Schedule(burn_in=4)}, {}, "at most epochs = 3, got"),
         (Plain, {"estimator": None}, {}, "by the estimate of a named estimator"),
         (Plain, {"schedule": Schedule(epochs=4)}, {}, "leave epochs=... out"),
         (Plain, {"loss": "sum"}, {}, "loss is one of nll, mse"),

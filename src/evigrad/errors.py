@@ -126,9 +126,7 @@ def memory_for(what: str, cheaper: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, EvigradError) or not is_out_of_memory(error):
             raise
-        raise MemoryBudgetError(
-            f"Memory does not suffice for {what}. Cheaper: {cheaper}."
-        ) from error
+        raise MemoryBudgetError(f"Out of memory for {what}. Use {cheaper}.") from error
 
 
 @contextmanager

@@ -277,7 +277,7 @@ def test_the_version(capsys):
         *[
             (
                 f"{command} --estimator map",
-                "'map' is no estimator: plain MAP training is estimator=None",
+                "'map' is not an estimator. For plain MAP training use estimator=None",
             )
             for command in ("train", "doctor")
         ],

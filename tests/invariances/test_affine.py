@@ -358,5 +358,7 @@ def test_fills_that_do_not_fit() -> None:
         with pytest.raises(ConfigurationError, match="finite, one number or one per channel"):
             AffineInvariance(fill=fill)
     transform = AffineInvariance(fill=[0.0, 1.0])
-    with pytest.raises(InputError, match="fill has 2 values, the images 3 channels"):
+    with pytest.raises(
+        InputError, match="fill must have one value, or one per channel \\(3\\), got 2"
+    ):
         transform(torch.zeros(1, 3, 4, 4), torch.zeros(1, 6))

@@ -208,7 +208,7 @@ def test_resuming_in_an_empty_folder_begins_there(blobs, tmp_path, whole):
     (tmp_path / "mine" / "letter.txt").write_text("Dear")
     with pytest.raises(ConfigurationError, match="mine holds no run"):
         train("ntk", blobs, tmp_path / "mine", resume=True)
-    with pytest.raises(ConfigurationError, match="name its folder"):
+    with pytest.raises(ConfigurationError, match="requires the folder of a run"):
         fit(net(), blobs[0], resume=True, **grouped(SMALL))
 
 
@@ -246,7 +246,8 @@ def test_callbacks_belong_to_the_epoch_that_is_saved(blobs, tmp_path):
     with pytest.raises(KeyboardInterrupt) as found:
         run(tmp_path / "run", dies=True)
     assert dead
-    assert "resume=True goes on from the last checkpoint" in found.value.__notes__[0]
+    assert "To resume from the last checkpoint, make the same call" in found.value.__notes__[0]
+    assert "resume=True" in found.value.__notes__[0]
     run(tmp_path / "run", resume=True)
     assert_same_runs(tmp_path / "run", tmp_path / "whole")
 

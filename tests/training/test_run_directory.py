@@ -27,7 +27,7 @@ def test_parents_are_made(tmp_path):
 
 def test_a_place_that_cannot_be_written_is_an_error_of_ours(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigurationError, match="cannot be made"):
+    with pytest.raises(ConfigurationError, match="Cannot make the run directory"):
         RunDirectory(tmp_path / "file" / "below")
 
 
@@ -44,7 +44,7 @@ def test_metrics_are_on_the_disk_before_the_file_is_closed(tmp_path):
 
 
 def test_reading_what_is_no_table_of_metrics(tmp_path):
-    with pytest.raises(InputError, match="There is no file"):
+    with pytest.raises(InputError, match="no such file"):
         read_metrics(tmp_path / "metrics.csv")
     (tmp_path / "other.csv").write_text("a,b\n1,x\n")
     with pytest.raises(InputError, match="not a table of metrics"):
@@ -86,7 +86,9 @@ def test_a_checkpoint_that_was_cut_at_any_length_gives_way_to_the_one_before(tmp
     content = directory.checkpoint.read_bytes()
     for length in range(len(content)):
         directory.checkpoint.write_bytes(content[:length])
-        with pytest.warns(EvigradWarning, match=r"checkpoint before it is taken, after epoch 1"):
+        with pytest.warns(
+            EvigradWarning, match=r"resumes from the checkpoint before it, after epoch 1"
+        ):
             assert directory.read_checkpoint() == {"epoch": 1}
     # What is damaged does not push out the one that can be read.
     directory.write_checkpoint({"epoch": 3})
@@ -105,7 +107,7 @@ def test_a_checkpoint_without_a_digest_is_one_of_an_older_version(tmp_path):
     torch.save({"epoch": 1, "format": 3}, directory.checkpoint)
     assert directory.read_checkpoint() == {"epoch": 1, "format": 3}
     torch.save({"epoch": 1, "format": 4}, directory.checkpoint)
-    with pytest.raises(ConfigurationError, match="it is damaged, as it has lost its digest"):
+    with pytest.raises(ConfigurationError, match="it is damaged, because its digest is missing"):
         directory.read_checkpoint()
     directory.checkpoint.write_bytes(b"no archive")
     with pytest.raises(ConfigurationError, match="cannot be read"):
@@ -145,7 +147,7 @@ def test_what_a_crash_leaves_is_no_run_and_in_nobodys_way(tmp_path):
 def test_only_runs_are_gone_on_with(tmp_path):
     assert RunDirectory(tmp_path / "new", resume=True).path.is_dir()
     (tmp_path / "letter.txt").write_text("Dear")
-    with pytest.raises(ConfigurationError, match="holds no run to go on with: there is no config"):
+    with pytest.raises(ConfigurationError, match="holds no run to resume: it has no config"):
         RunDirectory(tmp_path, resume=True)
     with pytest.raises(ConfigurationError, match="holds no run"):
         RunDirectory(tmp_path / "letter.txt", resume=True)

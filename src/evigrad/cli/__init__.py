@@ -90,7 +90,7 @@ def reported(work: Callable[[], int]) -> int:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            show("error", f"Memory does not suffice: {error} Take less data or a smaller network.")
+            show("error", f"Out of memory: {error} Use less data or a smaller network.")
             return 2
         except KeyboardInterrupt as error:
             show("error", f"Interrupted. {error}")
