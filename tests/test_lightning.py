@@ -343,10 +343,10 @@ class Silent(Plain):
         (Some, {}, {}, "does not hold 'net.2.weight', 'net.2.bias'"),
         (Silent, {}, {}, "network=..., of net"),
         (Plain, {"network": "nett"}, {}, "Did you mean 'net'"),
-        (Plain, {}, {"max_epochs": -1}, "Training has no end"),
+        (Plain, {}, {"max_epochs": -1}, "must have an end"),
         (Plain, {"schedule": Schedule(burn_in=4)}, {}, "at most epochs = 3, got"),
-        (Plain, {"estimator": None}, {}, "by the estimate of a named estimator"),
-        (Plain, {"schedule": Schedule(epochs=4)}, {}, "leave epochs=... out"),
+        (Plain, {"estimator": None}, {}, "must be the name of an estimator, got None"),
+        (Plain, {"schedule": Schedule(epochs=4)}, {}, "Remove epochs=..."),
         (Plain, {"loss": "sum"}, {}, "loss is one of nll, mse"),
     ],
 )
@@ -364,7 +364,7 @@ def test_batches_that_are_no_pairs() -> None:
     with pytest.raises(InputError, match="neither .* say split"):
         train(Triple(), callback(), dataset=dataset)
     train(Triple(), callback(split=lambda batch: tuple(batch[:2])), dataset=dataset)
-    with pytest.raises(ConfigurationError, match="training has not begun"):
+    with pytest.raises(ConfigurationError, match="before training has started"):
         _ = callback().evidence
 
 

@@ -286,7 +286,7 @@ def test_a_loss_of_something_else_is_noticed(tmp_path: Path) -> None:
     unshifted = callback(
         split=lambda b: ({n: v for n, v in b.items() if n != "labels"}, b["labels"])
     )
-    with pytest.warns(EvigradWarning, match="own loss of two data"):
+    with pytest.warns(EvigradWarning, match="own loss of two examples"):
         trainer_of(gpt(), text(), tmp_path, unshifted, max_steps=1).train()
 
 
@@ -311,7 +311,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=words):
             trainer_of(bert(), data, tmp_path, callback(), **settings).train()
     arguments = SimpleNamespace(deepspeed=None, fsdp="full_shard")
-    with pytest.raises(ConfigurationError, match="FSDP are not supported"):
+    with pytest.raises(ConfigurationError, match="must have all weights, got DeepSpeed or FSDP"):
         callback().on_train_begin(arguments, None, None)
 
 

@@ -41,7 +41,7 @@ def houses(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_invariance_is_for_images(houses, capsys):
     given = ["train", "--data", str(houses / "houses.csv"), "--target", "price"]
     assert main([*given, "--invariance", "rotation"]) == 2
-    assert "--invariance and --flip transform images" in capsys.readouterr().err
+    assert "--invariance and --flip need images, got" in capsys.readouterr().err
 
 
 def rmse_of(words: str) -> float:
@@ -79,7 +79,7 @@ def test_training_on_a_table(houses, tmp_path, capsys, suffix, target, options, 
         assert f"less by {np.log(deviation):.1f}"[:-1] in words
     assert "model: mlp" in (run / "config.yaml").read_text()
     assert main(["train", "--resume", str(run)]) == 0
-    assert "nothing left to do" in capsys.readouterr().err
+    assert "Nothing is left to do" in capsys.readouterr().err
 
 
 def test_columns_by_options(houses, tmp_path):
@@ -98,7 +98,7 @@ def test_counts_keep_their_units(houses, tmp_path, capsys):
     found = json.loads((tmp_path / "run" / "results.json").read_text())["ntk-20-1"]["test"]
     shown = rmse_of(words)
     assert shown == pytest.approx(found["squared_error"] ** 0.5, rel=1e-2)
-    assert "test RMSE" in words and "standardised" not in words
+    assert "test RMSE" in words and "standardized" not in words
 
 
 def test_mistakes_in_the_target(houses, capsys):

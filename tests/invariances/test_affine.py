@@ -284,8 +284,8 @@ def test_learned_and_fixed_ranges() -> None:
     [
         ({"ranges": {"rotate": 1.0}}, "Did you mean 'rotation'"),
         ({"learn": ["scalex"]}, "Did you mean 'scale_x'"),
-        ({"ranges": -0.1}, "between 0 and 2, not -0.1"),
-        ({"ranges": {"rotation": 3.2}}, "between 0 and 3.142, not 3.2"),
+        ({"ranges": -0.1}, "between 0 and 2, got -0.1"),
+        ({"ranges": {"rotation": 3.2}}, "between 0 and 3.142, got 3.2"),
         ({"ranges": math.nan}, "between 0 and"),
     ],
 )

@@ -313,9 +313,9 @@ def test_noise_on_tables() -> None:
     ("settings", "words"),
     [
         ({"average": "logit"}, "Did you mean 'logits'"),
-        ({"num_samples": 0}, "num_samples=0"),
-        ({"chunk": 0}, "chunk=0"),
-        ({"invariance": nn.ReLU()}, "sample\\(n, generator\\), got ReLU"),
+        ({"num_samples": 0}, "at least 1, got 0 and None"),
+        ({"chunk": 0}, "at least 1, got 2 and 0"),
+        ({"invariance": nn.ReLU()}, "sample(n, generator), got ReLU"),
         ({"model": averaged()}, "must not draw noise, got Averaged"),
     ],
 )

@@ -73,7 +73,7 @@ def test_the_dtype_of_the_input_is_kept(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
 def test_errors(value: float) -> None:
-    with pytest.raises(ConfigurationError, match="scale="):
+    with pytest.raises(ConfigurationError, match="scale must be positive"):
         InputScale(3, scale=value)
     with pytest.raises(ConfigurationError, match="level="):
         AdditiveNoise(3, level=value)

@@ -55,7 +55,9 @@ def test_later_hyperparameters_do_not_matter_and_later_weights_are_refused():
         lambda: posterior.load_state_dict(state),
         lambda: own.evidence.posterior(state=state),
     ):
-        with pytest.raises(ConfigurationError, match="'4.bias' have changed"):
+        with pytest.raises(
+            ConfigurationError, match="have changed since the posterior was made: '4.bias'"
+        ):
             refused()
     weight.data = kept
     assert torch.equal(posterior(own.test).std, expected.std)
@@ -159,7 +161,7 @@ def test_what_does_not_fit_is_not_recommended(structure, monkeypatch):
     monkeypatch.setattr(memory, "_free_bytes", lambda device: 100)
     with pytest.raises(MemoryBudgetError, match=f"posterior '{structure}'") as caught:
         own.evidence.posterior(own.train, structure=structure)
-    advice = str(caught.value).rsplit("Take ", 1)[1]
+    advice = str(caught.value).rsplit("Use ", 1)[1]
     assert f"'{structure}'" not in advice
     assert "blockdiag" not in str(caught.value)  # an estimator's
 

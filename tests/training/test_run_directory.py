@@ -47,7 +47,9 @@ def test_reading_what_is_no_table_of_metrics(tmp_path):
     with pytest.raises(InputError, match="no such file"):
         read_metrics(tmp_path / "metrics.csv")
     (tmp_path / "other.csv").write_text("a,b\n1,x\n")
-    with pytest.raises(InputError, match="not a table of metrics"):
+    with pytest.raises(
+        InputError, match="must be the metrics.csv of a run, got .*other.csv: could not convert"
+    ):
         read_metrics(tmp_path / "other.csv")
 
 

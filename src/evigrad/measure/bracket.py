@@ -163,6 +163,6 @@ def check_bracket(spec: Estimator) -> None:
     """Raise ConfigurationError for curvatures other than the GGN."""
     if spec.curvature != "ggn":
         raise ConfigurationError(
-            f"A bracket needs the curvature 'ggn', got '{spec.curvature}' in {spec.name}. Use"
+            f"The bounds need the GGN as curvature, got '{spec.curvature}' in {spec.name}. Use"
             " another estimator."
         )
