@@ -339,7 +339,7 @@ class Silent(Plain):
 @pytest.mark.parametrize(
     ("make", "settings", "trainer", "words"),
     [
-        (Two, {}, {}, "has 2 optimisers"),
+        (Two, {}, {}, "must have one optimizer that holds all weights, got 2"),
         (Some, {}, {}, "does not hold 'net.2.weight', 'net.2.bias'"),
         (Silent, {}, {}, "network=..., of net"),
         (Plain, {"network": "nett"}, {}, "Did you mean 'net'"),

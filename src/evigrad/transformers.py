@@ -276,8 +276,8 @@ def _compare_losses(
             warn(
                 f"The model's own loss of two examples is {float(model_loss):.4g}, but the"
                 f" evidence assumes their mean negative log likelihood, {expected:.4g}. Targets or"
-                " likelihood differ. Set split=..., likelihood=... or loss='mse'. (Ignore this if the"
-                " trainer computes its own loss, and that is the mean negative log likelihood.)",
+                " likelihood differ. Set split=..., likelihood=... or loss='mse'. (Ignore this if"
+                " the trainer computes its own loss as the mean negative log likelihood.)",
             )
         elif accumulation > 1 and accepts_count:
             # For such a model, the trainer does not divide by the number of accumulated batches.

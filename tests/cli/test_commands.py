@@ -187,7 +187,7 @@ def test_the_doctor_lists_every_parameter_and_the_cost(capsys, tmp_path, monkeyp
     output = capsys.readouterr().out
     for word in ("linear1.weight", "64x64", "kronecker", "output.bias", "prior group", "all"):
         assert word in output
-    for word in ("training step on a batch of 60", "20 data of a block", "gradient", "ratio"):
+    for word in ("training step on a batch of 60", "20 examples of a block", "gradient", "ratio"):
         assert word in output
     assert "Predicted memory" in output
     assert "not a guaranteed lower bound" in " ".join(output.split())
@@ -235,7 +235,7 @@ def test_the_version(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("trian", "no command 'trian'. Did you mean 'train'?"),
+        ("trian", "got 'trian'. Did you mean 'train'?"),
         ("train --estimater ntk-10-1", "no option --estimater. Did you mean '--estimator'?"),
         ("train --run_dri x", "no option --run-dri. Did you mean '--run-dir'?"),
         ("train --epochs many", "--epochs: must be a whole number, got 'many'"),
@@ -268,18 +268,18 @@ def test_the_version(capsys):
         ("train --likelihood categoricl", "Did you mean 'categorical'?"),
         ("train --likelihood gaussian", "likelihood=gaussian: only tables"),
         ("train --subset 50 --estimator ntk-100-1", "num_data is 50"),
-        ("train --epochs 3 --burn-in 10", "burn_in is 10"),
+        ("train --epochs 3 --burn-in 10", "burn_in must be at most epochs = 3, got 10"),
         ("train --model mininet", "at least 28x28"),
         ("train --device gpu", "'gpu' is not available. A GPU's name is cuda."),
         ("train --threads 0", "threads must be at least 1"),
         ("train --threads 1000000", "threads must be at most 1024, got 1000000"),
-        ("train --seed -1", "seed must be at least 0, not -1"),
+        ("train --seed -1", "seed must be at least 0, got -1"),
         (f"train --seed {2**64}", "seed must be at most"),
         *[
             (f"train --flip --model cnn --{name} {10**22}", f"{name} must be at most 1000")
             for name in ("epochs", "steps", "every", "width", "depth", "samples")
         ],
-        ("doctor --estimator none", "name one"),
+        ("doctor --estimator none", "Use a name such as ntk-100-1"),
         *[
             (
                 f"{command} --estimator map",
@@ -289,7 +289,7 @@ def test_the_version(capsys):
         ],
         ("train --estimator map-noise", "--estimator none --noise-on-loss"),
         ("train --estimator augerino", "experiments.augerino"),
-        ("train --augerino-weight 0.1", "no option --augerino-weight any more"),
+        ("train --augerino-weight 0.1", "The option --augerino-weight does not exist any more"),
         ("doctor --batch-size 0", "batch_size must be at least 1"),
     ],
 )
@@ -350,7 +350,7 @@ def test_null_is_no_value_of_an_option_with_a_default(command):
         if default is None:
             check_null(parser, options)
         else:
-            with pytest.raises(ConfigurationError, match=f"^{name} is null"):
+            with pytest.raises(ConfigurationError, match=f"^'{name}' must not be null"):
                 check_null(parser, options)
         options[name] = default
 

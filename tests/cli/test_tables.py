@@ -104,13 +104,16 @@ def test_counts_keep_their_units(houses, tmp_path, capsys):
 def test_mistakes_in_the_target(houses, capsys):
     file = str(houses / "houses.csv")
     for given, words in (
-        (["--data", file], "--target NAME (target=...). There are area, town, price, stars"),
+        (["--data", file], "--target NAME (target=...). The columns are area, town, price, stars"),
         (["--data", file, "--target", "prise"], "Did you mean 'price'?"),
         (["--data", file, "--target", "price", "--model", "digitsnet"], "takes images"),
-        (["--data", "digits", "--target", "price"], "only tables"),
-        (["--data", "digits", "--drop", "price"], "only tables"),
+        (["--data", "digits", "--target", "price"], "is only for tables"),
+        (["--data", "digits", "--drop", "price"], "is only for tables"),
         (["--data", file, "--target", "price", "--drop", "twon"], "Did you mean 'town'?"),
-        (["--data", file, "--target", "price", "--categorical", "price"], "is the target"),
+        (
+            ["--data", file, "--target", "price", "--categorical", "price"],
+            "must not name the target",
+        ),
     ):
         assert main(["train", *given]) == 2
         assert words in " ".join(capsys.readouterr().err.split())

@@ -282,7 +282,7 @@ def with_labels(values: list[Any]) -> Callable[[Any], Any]:
         (with_columns(["image", "kind"]), r"no column 'label' \(it has image, kind\)"),
         (with_labels([0, 1, None]), "rows without a label"),
         (with_labels(["a", "b", "c"]), "column 'label' holds string, not integers"),
-        (with_labels([0, -1, 1]), "labels run from -1"),
+        (with_labels([0, -1, 1]), "got -1 to"),
         (lambda stored: table([b"junk"] * 3, [0, 1, 2]), "row 0: the image cannot be decoded"),
     ],
 )

@@ -66,10 +66,11 @@ def test_a_learned_run(tmp_path):
     assert len(page.images) == len(page.dark) == len(page.captions) == 5
     assert all(caption.strip().endswith(".") for caption in page.captions)
     assert page.cell("test accuracy (%)") == "80.00"
-    assert page.cell("test log likelihood (nats per datum)") == "−0.0500"
-    assert page.cell("log evidence by full-N-C (nats per datum)") == "−0.4321"
+    assert page.cell("test log likelihood (nats per example)") == "−0.0500"
+    assert page.cell("log evidence by full-N-C (nats per example)") == "−0.4321"
     assert (
-        page.cell("log evidence while training, last round (nats per datum)") == "−1.0500 ± 0.1000"
+        page.cell("log evidence during training, last round (nats per example)")
+        == "−1.0500 ± 0.1000"
     )
     assert page.cell("training data") == "12,345"
     assert page.cell("prior precision, layer2", 1) == "1"
@@ -258,7 +259,7 @@ def test_several_runs_beside_each_other(tmp_path):
         "100 (layer2)",
     ]
     assert figures(twins[0] / "comparison") >= {"prior_precision-x-y", "prior_precision-x-y-2"}
-    with pytest.raises(ConfigurationError, match="named twice"):
+    with pytest.raises(ConfigurationError, match="got one twice"):
         write_report(first, tmp_path / "b" / ".." / "a" / "run")
 
 
@@ -316,7 +317,7 @@ def test_values_of_different_estimators_name_them(tmp_path):
         )
         for name in ("full-N-C", "ntk-400-C")
     ]
-    row = "log evidence after training (nats per datum)"
+    row = "log evidence after training (nats per example)"
     page = report(*runs)
     assert page.cell(row, 1) == "−0.5000 by full-N-C"
     assert page.cell(row, 2) == "−0.5000 by ntk-400-C"
@@ -346,8 +347,8 @@ def test_values_that_are_not_finite_and_names_that_are_markup(tmp_path):
     assert "prior precision, <i>$x$</i>" in page.text
     assert "nan" not in page.text.lower().split()
     # The last value that is known.
-    assert page.cell("training loss (nats per datum)", 1) == f"{2 * math.exp(-19 / 5):.4f}"
-    assert page.cell("time of training (seconds)", 1) == NOTHING
+    assert page.cell("training loss (nats per example)", 1) == f"{2 * math.exp(-19 / 5):.4f}"
+    assert page.cell("training time (seconds)", 1) == NOTHING
 
 
 @pytest.mark.parametrize("column", ["epoch", "loss"])
@@ -362,7 +363,7 @@ def test_a_table_without_a_column_is_refused(tmp_path, column):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigurationError, match="There is no folder"):
+    with pytest.raises(ConfigurationError, match="needs the folder of a run, got"):
         write_report(tmp_path / "nothing")
     with pytest.raises(ConfigurationError, match=r"has no metrics.csv.*--run-dir"):
         write_report(tmp_path)
@@ -379,7 +380,7 @@ def test_a_missing_file_is_named(tmp_path):
         ("metrics.csv", "epoch,loss\n", "no epoch yet"),
         ("metrics.csv", "", "no epoch yet"),
         ("config.json", "{", "config.json cannot be read"),
-        ("config.json", "[]", "no names with values"),
+        ("config.json", "[]", "must hold names with values"),
         ("config.yaml", "a: [", "config.yaml cannot be read"),
         ("results.json", "3", "results.json cannot be read"),
     ],

@@ -369,7 +369,7 @@ def _print_results(
             row["ranges"] = ranges[key]
         rows.append(row)
     print_table(
-        "Results: hyperparameters are learned on the training data only",
+        "Trained on the training data only",
         f"Log evidence and test log likelihood are in nats per example; higher is better. {judged}"
         " Seconds are training time, without evaluation. The MAP row has a fixed prior, and a fixed"
         ' noise unless it says "learned noise": the training loss learned that noise. In rows'

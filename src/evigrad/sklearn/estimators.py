@@ -392,8 +392,8 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
         self.classes_, labels = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise InputError(
-                f"y must have at least two classes, got only {self.classes_[0]!r}. Add rows of"
-                " another class."
+                f"y must have at least two classes, got one class, {self.classes_[0]!r}. Add rows"
+                " of another class."
             )
         numbers, labels, weights = in_order(numbers, labels, weights)
         count = len(self.classes_)

@@ -89,8 +89,8 @@ class Schedule:
         bracket_every: Number of epochs between lower and upper bounds on the exact log evidence. 0
             computes none.
         checkpoint_every: Number of epochs between checkpoints. The last epoch always has one.
-            Default: chosen so that checkpoints take at most 5 % of the training time, which is
-            every epoch for most networks.
+            Default: chosen so that checkpoints take at most a twentieth of the training time, which
+            is every epoch for most networks.
 
     Raises:
         ConfigurationError: If a number is out of range.
