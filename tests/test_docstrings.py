@@ -16,6 +16,9 @@ SOURCE = Path(__file__).parents[1] / "src"
 MODULES = sorted(
     ".".join(file.relative_to(SOURCE).with_suffix("").parts) for file in SOURCE.rglob("[!_]*.py")
 )
+PACKAGES = sorted(
+    ".".join(file.parent.relative_to(SOURCE).parts) for file in SOURCE.rglob("__init__.py")
+)
 # What these need is installed by an extra.
 EXTRAS = ("cli", "lightning", "report", "sklearn", "transformers")
 
@@ -61,7 +64,7 @@ def test_public_methods_say_what_they_do(name: str) -> None:
     assert not silent
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", [*MODULES, *PACKAGES])
 def test_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

@@ -340,7 +340,12 @@ class Silent(Plain):
     ("make", "settings", "trainer", "words"),
     [
         (Two, {}, {}, "must have one optimizer that holds all weights, got 2"),
-        (Some, {}, {}, "does not hold 'net.2.weight', 'net.2.bias'"),
+        (
+            Some,
+            {},
+            {},
+            "must hold all weights of the prior, got one without 'net.2.weight', 'net.2.bias'",
+        ),
         (Silent, {}, {}, "network=..., of net"),
         (Plain, {"network": "nett"}, {}, "Did you mean 'net'"),
         (Plain, {}, {"max_epochs": -1}, "must have an end"),
@@ -361,7 +366,7 @@ def test_batches_that_are_no_pairs() -> None:
             return super().training_step(batch[:2], batch_idx)
 
     dataset = TensorDataset(*data(), torch.zeros(N))
-    with pytest.raises(InputError, match="neither .* say split"):
+    with pytest.raises(InputError, match="must be .* Set split"):
         train(Triple(), callback(), dataset=dataset)
     train(Triple(), callback(split=lambda batch: tuple(batch[:2])), dataset=dataset)
     with pytest.raises(ConfigurationError, match="before training has started"):

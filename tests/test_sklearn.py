@@ -255,11 +255,11 @@ def test_tables_that_do_not_fit_are_refused_in_words() -> None:
     dates = X.assign(day=pandas.Timestamp("2026-01-01"))
     names = X.assign(name=[f"name {n}" for n in range(30)])
     for wrong, words in (
-        (lambda: fit(dates, y), "Column 'day' must hold numbers, got dates: convert them"),
+        (lambda: fit(dates, y), "Column 'day' holds dates, and not numbers: convert them"),
         (lambda: fit(pandas.concat([names.assign(name=names.name + str(n)) for n in range(4)]),
-                     np.tile(y, 4)), "Column 'name' holds 120 different texts"),
+                     np.tile(y, 4)), "Column 'name' must hold at most 100 categories, got 120 different texts"),
         (lambda: fit(X.assign(length=np.nan), y), "'length' lacks 30 of 30 .*SimpleImputer"),
-        (lambda: fit(X.to_numpy(), y), r"array with strings, such as '\w+' in column 2 .*set_output"),
+        (lambda: fit(X.to_numpy(), y), r"with strings, such as '\w+' in column 2 .*set_output"),
         (lambda: fitted.predict(X.iloc[:, :3]), "feature names should match"),
         (lambda: fitted.predict(np.zeros((2, 4))), "X must be a DataFrame"),
         (lambda: fitted.predict(X.assign(length="long")), "Column 'length' held numbers"),

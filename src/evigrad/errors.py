@@ -43,14 +43,14 @@ class ConfigurationError(EvigradError, ValueError):
 
 
 class MemoryBudgetError(EvigradError, MemoryError):
-    """A structure whose predicted memory exceeds what is free.
+    """The predicted memory of a structure exceeds the free memory.
 
     Args:
-        need: What takes how much, and what is free.
-        cheaper: What to take instead. It ends the message.
+        need: Needed memory and free memory, in words.
+        cheaper: Advice on what to use instead. It ends the message.
 
     Attributes:
-        need: As given, for a caller that knows other ways out.
+        need: The argument, for callers with other advice.
     """
 
     def __init__(self, need: str, cheaper: str = "") -> None:

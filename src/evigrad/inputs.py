@@ -97,7 +97,7 @@ class Tree(_Joined):
 
 
 class AtPositions(_Joined):
-    """Inputs for outputs (m, …, C) at single positions, each an example of its own.
+    """Inputs for outputs (m, …, C) at single positions. Each position counts as one example.
 
     ``whole`` are the inputs, each once. ``data`` (n,) is the index of the input of each position,
     or None if each position has its own input. The ``positions`` (n,) count through all dimensions
@@ -215,8 +215,8 @@ def as_inputs(value: Any) -> Inputs:
     for name, part in other_parts:
         if len(part) != len(one):
             raise InputError(
-                f"All parts of the inputs must have as many examples, got {len(one)} in {first} and"
-                f" {len(part)} in {name}. Their first dimension counts examples."
+                f"All parts of the inputs must have the same number of examples, got {len(one)} in"
+                f" {first} and {len(part)} in {name}. Their first dimension counts examples."
             )
         if part.device != one.device:
             raise InputError(
@@ -413,7 +413,7 @@ def arguments(model: nn.Module, value: Any) -> tuple[tuple[Any, ...], dict[str, 
     """Return positional and named arguments of ``forward`` for the value of a ``Tree``.
 
     A dictionary becomes keyword arguments if ``forward`` accepts all of its keys. A tuple becomes
-    positional arguments if ``forward`` requires as many. Otherwise each is one argument.
+    positional arguments if ``forward`` requires this number. Otherwise each is one argument.
     """
     parameters = inspect.signature(model.forward).parameters.values()
     kinds = {parameter.name: parameter.kind for parameter in parameters}

@@ -55,12 +55,12 @@ class EvidenceCallback(pl.Callback):
             function from the module to the network, such as ``lambda module:
             evigrad.Outputs(module.net, channel_dim=1)``. Default: the ``LightningModule`` itself,
             by its ``forward``.
-        data: All training data, as for ``evigrad.fit``. Set it if they are not the data of the
+        data: All training data; see ``evigrad.fit``. Set it if they are not the data of the
             training loader, or to read them without random transforms.
         split: Function from a batch of the training loader to inputs and targets (x, y). Default:
             a pair is used as it is; in a dictionary ``labels`` or ``label`` are the targets.
         loss: Loss that ``training_step`` minimizes: ``nll`` (default) or ``mse``.
-        likelihood: Likelihood of the targets, as for ``evigrad.fit``.
+        likelihood: Likelihood of the targets; see ``evigrad.fit``.
         estimator: Name of the evidence estimator.
         prior: Which weights share a prior precision.
         hyperparameters: Names of network parameters that the evidence learns. The training loss

@@ -179,9 +179,9 @@ class GaussianPrior(nn.Module):
             weights: Weights by name. A shared weight must occur once.
 
         Raises:
-            ConfigurationError: If there are no weights, a weight is not in exactly one group, a
-                setting names another group, a mean does not fit, the prior is bound to other
-                weights, or the hyperprior does not return a scalar.
+            ConfigurationError: If there are no weights, the prior is bound to others, a weight
+                is not in exactly one group, or a setting does not fit the groups. Also if the
+                hyperprior does not return a scalar.
         """
         if not weights:
             raise ConfigurationError(

@@ -64,12 +64,12 @@ class EvidenceCallback(_transformers.TrainerCallback):
     processes all take the same rounds.
 
     Args:
-        data: All training data, as for ``evigrad.fit``, if they are not the trainer's.
+        data: All training data, if they are not the trainer's; see ``evigrad.fit``.
         split: Function from a collated batch to inputs and targets (x, y). Default: ``labels`` are
             the targets, shifted for a causal language model, and the rest are inputs.
         loss: Loss that the trainer minimizes: ``nll`` (default), the mean negative log likelihood,
             or ``mse``, the mean squared error of a regression.
-        likelihood: Likelihood of the targets, as for ``evigrad.fit``.
+        likelihood: Likelihood of the targets; see ``evigrad.fit``.
         estimator: Name of the evidence estimator.
         prior: Which weights share a prior precision, and the prior's mean. Use
             ``GaussianPrior(mean="initial")`` to keep a pretrained network close to its weights.

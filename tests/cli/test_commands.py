@@ -266,7 +266,7 @@ def test_the_version(capsys):
         ),
         ("train --evaluate-with nkt-100-1", "Did you mean 'ntk-100-1'?"),
         ("train --likelihood categoricl", "Did you mean 'categorical'?"),
-        ("train --likelihood gaussian", "likelihood=gaussian: only tables"),
+        ("train --likelihood gaussian", "likelihood is only for tables, got likelihood=gaussian"),
         ("train --subset 50 --estimator ntk-100-1", "num_data is 50"),
         ("train --epochs 3 --burn-in 10", "burn_in must be at most epochs = 3, got 10"),
         ("train --model mininet", "at least 28x28"),

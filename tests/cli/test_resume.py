@@ -152,7 +152,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(capsys, monkeypatch, tmp_pa
     capsys.readouterr()
     resume(folder, code=2)
     errors = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
-    assert len(errors) == 1 and "cannot be written: Read-only file system" in errors[0]
+    assert len(errors) == 1 and "Cannot write" in errors[0] and "Read-only file system" in errors[0]
 
 
 def test_the_configuration_has_the_threads_and_not_the_folder_to_resume(whole):

@@ -72,11 +72,13 @@ def test_training_on_a_table(houses, tmp_path, capsys, suffix, target, options, 
     found = json.loads((run / "results.json").read_text())["ntk-20-1"]["test"]
     assert ("accuracy" in found) == (column == "accuracy")
     if column == "RMSE":
-        mean, deviation = map(float, re.findall(r"mean ([\d.e+]+), deviation ([\d.e+]+)", words)[0])
+        mean, deviation = map(
+            float, re.findall(r"mean ([\d.e+]+), standard deviation ([\d.e+]+)", words)[0]
+        )
         shown = rmse_of(words)
         assert shown == pytest.approx(deviation * found["squared_error"] ** 0.5, rel=1e-2)
         assert mean > 3.5 * deviation / 2
-        assert f"less by {np.log(deviation):.1f}"[:-1] in words
+        assert f"lower by {np.log(deviation):.1f}"[:-1] in words
     assert "model: mlp" in (run / "config.yaml").read_text()
     assert main(["train", "--resume", str(run)]) == 0
     assert "Nothing is left to do" in capsys.readouterr().err
@@ -106,7 +108,7 @@ def test_mistakes_in_the_target(houses, capsys):
     for given, words in (
         (["--data", file], "--target NAME (target=...). The columns are area, town, price, stars"),
         (["--data", file, "--target", "prise"], "Did you mean 'price'?"),
-        (["--data", file, "--target", "price", "--model", "digitsnet"], "takes images"),
+        (["--data", file, "--target", "price", "--model", "digitsnet"], "needs images"),
         (["--data", "digits", "--target", "price"], "is only for tables"),
         (["--data", "digits", "--drop", "price"], "is only for tables"),
         (["--data", file, "--target", "price", "--drop", "twon"], "Did you mean 'town'?"),

@@ -70,7 +70,7 @@ def test_variant_that_does_not_exist(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["crab", "uci/crab"])
 def test_tables_have_no_variants(folder: Path, name: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"'{name}' is a table.*say '{name}'"):
+    with pytest.raises(ConfigurationError, match=rf"'{name}' is a table.*Use '{name}'"):
         load(f"{name}:scaled", data_dir=folder)
 
 

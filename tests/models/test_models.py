@@ -132,7 +132,7 @@ def test_without_a_seed_the_global_state_is_used() -> None:
         ("mlp", (4,), 2, {"hiden": [3]}, "no setting 'hiden'. Did you mean 'hidden'"),
         ("digitsnet", (1, 8, 8), 10, {"width": 3}, "no setting 'width'. It has none"),
         ("mlp", (4,), 2, {"activation": "rellu"}, "Did you mean 'relu'"),
-        ("mlp", (4,), 2, {"hidden": [3, 0]}, "every width"),
+        ("mlp", (4,), 2, {"hidden": [3, 0]}, "Every width"),
         ("mlp", (4, 0), 2, {}, "1 or more"),
         ("mlp", (4,), 0, {}, "1 or more"),
         ("mlp", (), 1, {}, "1 or more"),

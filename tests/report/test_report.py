@@ -395,7 +395,7 @@ def test_a_broken_file_is_named(tmp_path, name, content, words):
 def test_a_folder_that_cannot_be_written_into(tmp_path):
     run = write_run(tmp_path / "run", make_rows(3))
     (run / "figures").write_text("in the way")
-    with pytest.raises(ConfigurationError, match="cannot be written"):
+    with pytest.raises(ConfigurationError, match="Cannot write"):
         write_report(run)
 
 

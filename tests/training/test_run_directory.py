@@ -62,7 +62,7 @@ def test_a_checkpoint_that_fails_leaves_the_one_before(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(torch, "save", fail)
-    with pytest.raises(ConfigurationError, match=r"checkpoint.pt cannot be written: No space left"):
+    with pytest.raises(ConfigurationError, match=r"Cannot write .*checkpoint.pt: No space left"):
         directory.write_checkpoint({"epoch": 2})
     monkeypatch.undo()
     assert torch.load(directory.checkpoint)["epoch"] == 1
@@ -99,7 +99,7 @@ def test_a_checkpoint_that_was_cut_at_any_length_gives_way_to_the_one_before(tmp
     assert directory.read_checkpoint() == {"epoch": 1}
     for path in (directory.checkpoint, directory.checkpoint_before):
         path.write_bytes(b"no archive")
-    words = r"checkpoint\.pt cannot be read.*checkpoint_before\.pt cannot.* Start the run anew"
+    words = r"checkpoint\.pt cannot be read.*checkpoint_before\.pt cannot.* Start a new run"
     with pytest.raises(ConfigurationError, match=words):
         directory.read_checkpoint()
 
@@ -129,7 +129,7 @@ def test_a_disk_that_fills_leaves_the_checkpoint_before(tmp_path, monkeypatch, a
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", lambda self, mode="r": Filling(self, mode))
-        with pytest.raises(ConfigurationError, match=r"checkpoint.pt cannot be written: No space"):
+        with pytest.raises(ConfigurationError, match=r"Cannot write .*checkpoint.pt: No space"):
             directory.write_checkpoint({"epoch": 2, "weights": torch.ones(500)})
     assert directory.read_checkpoint() == {"epoch": 1}
     assert [path.name for path in directory.path.iterdir()] == ["checkpoint.pt"]

@@ -273,7 +273,7 @@ def _metavar(name: str, kind: Any) -> str:
 
 
 def check_needs(parser: ArgumentParser, options: Namespace, typed: Iterable[str]) -> None:
-    """Raise an error for ``typed`` options without effect; note those of a file."""
+    """Raise an error for ``typed`` options without effect; note the options in a file."""
     typed_names = {
         word[2:].partition("=")[0].removeprefix("no-").replace("-", "_")
         for word in typed

@@ -44,7 +44,7 @@ def described_ranks(group: Group | None) -> str:
     """Return how many processes there are and how they are connected, after a test."""
     if group is None:
         works = "is available" if distributed.is_available() else "is missing in this PyTorch"
-        return f"1 process; torch.distributed, for several processes, {works}"
+        return f"One process (torch.distributed, for several processes, {works})"
     ranks = Ranks(group)
     ranks.agree()
-    return f"{ranks.count} processes, connected by {distributed.get_backend()}"
+    return f"Processes: {ranks.count}, connected by {distributed.get_backend()}"

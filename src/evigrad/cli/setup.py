@@ -183,8 +183,8 @@ def set_up(
 
     Args:
         data: Data set: digits, mnist5k, autompg (tabular), or the NAME of Parquet files in the data
-            folder. mnist, fashion_mnist, cifar10, cifar100 and tiny_imagenet are downloaded from
-            the Hugging Face hub if the folder lacks them. NAME:rotated90, NAME:rotated180,
+            folder. If the folder lacks mnist, fashion_mnist, cifar10, cifar100 or tiny_imagenet,
+            they are downloaded from the Hugging Face hub. NAME:rotated90, NAME:rotated180,
             NAME:translated8 and NAME:scaled transform every image once. A path that ends in .csv,
             .tsv or .parquet is a table, whose features and numeric targets are standardized.
         data_dir: Folder with NAME_train.parquet and NAME_test.parquet. Default: the environment
@@ -215,7 +215,7 @@ def set_up(
         learn_invariance: Whether the estimator learns these ranges.
         flip: Whether to also mirror images left to right at random.
         samples: Number of transforms per image.
-        average: What to average over the transforms: logits or probabilities.
+        average: Average over the transforms of logits or probabilities.
         seed: Seed of the subset, the initial weights and all random draws in training.
         device: Device: cpu, cuda, or auto (cuda if available).
         threads: Number of CPU threads. Default: PyTorch's choice, one per core.

@@ -36,11 +36,11 @@ from evigrad.training import FitResult, RunDirectory, Trainer, fit, learns_likel
 from evigrad.training.settings import GROUPS, Laplace, Optimization, Schedule, Settings, grouped
 
 _DESCRIPTION = """\
-Train a network and learn its hyperparameters on the training data alone.
+Train a network and learn its hyperparameters on the training data only.
 
 MAP training learns the weights. Between epochs, gradient steps on an estimate of the log evidence
-(the log marginal likelihood) learn the prior precision of each layer, which is its weight decay,
-and the ranges of an invariance. The test set is only evaluated.
+(the log marginal likelihood) learn the prior precision of each layer, which is its weight decay.
+They also learn the ranges of an invariance. The test set is only evaluated.
 
 examples:
   evigrad train                                     scikit-learn's digits and a small network
@@ -55,7 +55,7 @@ _WORDS = {
     "estimator": "Evidence estimator, named STRUCTURE-SUBSET-OUTPUTS. STRUCTURE: ntk, full,"
     " blockdiag, kfac or diag. SUBSET: examples per block, or N for all. OUTPUTS: outputs per"
     " block, or C for all. ntk-400-rows-anchored uses 400 Jacobian rows, most of them anchors."
-    " none learns no hyperparameters: plain MAP training.",
+    " The value none trains by plain MAP, without learning hyperparameters.",
     "likelihood": "Likelihood of the targets: categorical, gaussian, poisson (counts), or"
     " heteroscedastic or natural-gaussian (input-dependent noise). Default: inferred from the"
     " data set.",
@@ -89,7 +89,7 @@ def make_parser() -> Parser:
 
 
 def add_training(parser: Parser, with_estimator: bool = True) -> None:
-    """Add the options of a training, except those of its files and its machine."""
+    """Add the options of a training, without options of its files and its machine."""
     add_problem(parser, with_estimator)
     names = [setting.name for setting in fields(Schedule) if setting.name not in _RECORD]
     parser.add_group("schedule", Schedule, names)
@@ -175,9 +175,9 @@ class Results:
     Attributes:
         compare_map: Whether to train by MAP first, with the same settings but no hyperparameter
             steps, and to show both. MAP learns the noise of a gaussian by the training loss.
-        evaluate_with: Estimator of the log evidence in the final table, the same for all rows. auto
-            uses the tightest estimator that takes about 20 seconds, or the run's own estimator if
-            it has anchors or uses all data. The table also shows the run's own estimator.
+        evaluate_with: Estimator of the log evidence in the final table, the same for all rows. The
+            value auto selects the tightest estimator that takes about 20 seconds, or the run's own
+            if it has anchors or uses all data. The table also shows the run's own estimator.
         run_dir: Folder of the run. If it is not empty, the run uses the first free of NAME-2,
             NAME-3, ... Default: runs/DATA-MODEL-ESTIMATOR.
         figures: Whether to draw learning curves and precisions into the folder.

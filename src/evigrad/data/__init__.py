@@ -35,7 +35,7 @@ SHIPPED_TABLES: dict[str, Callable[[], tuple[Path, Any]]] = {"autompg": autompg}
 
 
 def available(data_dir: str | os.PathLike[str] | None = None) -> list[str]:
-    """Return the names that `load` accepts here, without those of variants.
+    """Return the names that `load` accepts here, without names of variants.
 
     Every image set also has the variants NAME:rotated90, NAME:rotated180, NAME:translated8 and
     NAME:scaled.
@@ -117,9 +117,8 @@ def load(
         The data set, in memory, float32, on the CPU.
 
     Raises:
-        ConfigurationError: If the name is unknown, the folder does not exist, the subset is larger
-            than the train set, a split, variant or column does not exist, or the hub does not
-            provide the data set.
+        ConfigurationError: If a name, folder, split, variant or column does not exist, the subset
+            is larger than the train set, or the hub does not provide the data set.
 
     Examples:
         >>> from evigrad.data import load

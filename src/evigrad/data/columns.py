@@ -78,7 +78,7 @@ def problem_of(column: Column, leave_out: str, *, must_be_numbers: bool = False)
         return problem
     if must_be_numbers or column.kind not in (TEXT, DECLARED):
         what = {TEXT: "texts", DATES: DATES}.get(column.kind, f"values of type {column.kind}")
-        return f"{column.label} must hold numbers, got {what}: convert them, or {leave_out}"
+        return f"{column.label} holds {what}, and not numbers: convert them, or {leave_out}"
     count = len(column.categories)
     if count <= MOST_CATEGORIES:
         return None

@@ -143,8 +143,8 @@ class Scaling:
 
     Networks and priors expect inputs and targets of about unit scale. ``Scaling.of(y)`` computes
     the statistics of the training targets. Call the scaling to standardize targets, and ``undo`` to
-    convert predictions back. A log likelihood of standardized targets exceeds that of the original
-    targets by the sum of log ``std``.
+    convert predictions back. The log likelihood is larger for standardized than for original
+    targets, by the sum of log ``std``.
 
     Attributes:
         mean: Mean to subtract, in the shape of one example.

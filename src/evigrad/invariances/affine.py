@@ -41,9 +41,9 @@ class AffineInvariance(Transform):
     image. A rotation does not distort an image that is not square.
 
     The ranges η have units of half the image's width and height (translations), radians (rotation)
-    and natural logarithms (scales and shear, a stretch along a diagonal). Each range is a parameter
-    with the generator's name, or a buffer if it is not learned. η is the parameter reflected at 0
-    and `LIMITS` (π for the rotation), with a derivative of 1 or −1; ``ranges`` returns η.
+    and natural logarithms (scales and shear). Each range is a parameter with the generator's name,
+    or a buffer if it is not learned. ``ranges`` returns η, which is the parameter reflected at 0
+    and at `LIMITS`. Its derivative is 1 or −1.
 
     Args:
         ranges: Initial ranges: one number for all, or some by name (`GENERATORS`). Generators

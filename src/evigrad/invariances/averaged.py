@@ -21,12 +21,12 @@ AVERAGES = ("logits", "probabilities")
 class Averaged(nn.Module):
     """Average a model's outputs over S random transforms of each input, (1/S) Σ_s model(g(x, ε_s)).
 
-    All S·n transformed inputs pass through the model in one batch, with those of one example side
-    by side. Noise comes from PyTorch's default generator, as in dropout, but in evaluation mode
-    too. ``Evidence`` uses its own generator: an example has the same noise in every micro-batch.
+    All S·n transformed inputs pass through the model in one batch, sorted by example. Noise comes
+    from PyTorch's default generator, as in dropout, but in evaluation mode too. ``Evidence`` uses
+    its own generator: an example has the same noise in every micro-batch.
 
     Args:
-        model: Model from inputs (m, ...) to outputs (m, C). It must not draw noise of its own by
+        model: Model from inputs (m, ...) to outputs (m, C). It must not draw noise by
             `evigrad.invariances.noise.Stochastic`.
         invariance: A `Transform`, or any module with its ``sample`` and ``apply``.
         num_samples: Number S of transforms per input. You can change it at any time.

@@ -41,7 +41,7 @@ class Likelihood(nn.Module, ABC):
     To write your own likelihood, subclass it and define ``log_prob``.
 
     Attributes:
-        name: Name of the likelihood, as in ``LIKELIHOODS``.
+        name: Name of the likelihood in ``LIKELIHOODS``.
         couples_outputs: Whether Λ has entries off its diagonal.
         is_classification: Whether targets are classes. If there are ``probabilities``, ``metrics``
             counts correct predictions.
@@ -180,7 +180,7 @@ class Likelihood(nn.Module, ABC):
         return -torch.func.jacrev(total_score)(f).transpose(0, 1)
 
     def check_derivatives(self, f: Float[Tensor, "m C"], y: Tensor, curvature: str = "ggn") -> None:
-        """Check that the rows of these data are those of ``log_prob``.
+        """Check that the rows of these data belong to ``log_prob``.
 
         If the Hessian of the density depends on the target, the class must override ``hessian``.
         Masked examples, for instance, have a Hessian of zero. A ``hessian``, ``root`` or ``score``
@@ -229,7 +229,7 @@ class Likelihood(nn.Module, ABC):
             vectors = self.root(f, outputs[None], "subblock").scaled
         if _differ((vectors.mT @ vectors)[0][outputs][:, outputs], expected):
             name = "hessian" if type(self).root is Likelihood.root else "root"
-            self._refuse_inherited(name, "that of the Hessian of its log_prob")
+            self._refuse_inherited(name, "a root of the Hessian of its log_prob")
 
     def _check_same_hessian(self, f: Tensor, y: Tensor) -> None:
         """Compare Hessians at targets and reference targets, along a random direction."""

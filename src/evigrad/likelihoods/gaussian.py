@@ -29,8 +29,8 @@ class Gaussian(Likelihood):
 
     Examples:
         >>> from evigrad.likelihoods import Gaussian
-        >>> Gaussian(noise=0.1).reported()
-        {'noise': 0.1...}
+        >>> Gaussian(noise=0.5).reported()
+        {'noise': 0.5}
         >>> Gaussian(num_outputs=2).reported()
         {'noise/0': 1.0, 'noise/1': 1.0}
     """
@@ -125,5 +125,5 @@ class Gaussian(Likelihood):
         return super().metrics(f, y) | {"squared_error": total((y.to(f) - f).square())}
 
     def reported(self) -> dict[str, float]:
-        """Return σ in units of y, as ``noise`` or ``noise/OUTPUT``."""
+        """Return σ in units of y, named ``noise`` or ``noise/OUTPUT``."""
         return by_entry("noise", self.log_noise.detach().exp())

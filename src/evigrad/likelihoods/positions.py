@@ -1,7 +1,7 @@
 """Outputs (m, …, C) with several positions per example, each with its own target.
 
 Given the outputs, the targets of all positions are independent. So a position of a sequence, or a
-pixel, is an example of its own to every likelihood and estimator. N then counts targets, without
+pixel, counts as one example in every likelihood and estimator. N then counts targets, without
 those that the likelihood leaves out (``Likelihood.counted``). A sequence without counted targets
 counts nothing, in a batch or by itself.
 """
@@ -91,7 +91,7 @@ def flattened(likelihood: Likelihood, f: Tensor, y: Tensor) -> tuple[Tensor, Ten
 def spread(
     likelihood: Likelihood, shape: Sequence[int], x: Inputs, y: Tensor
 ) -> tuple[AtPositions, Tensor]:
-    """Return inputs and checked targets with each counted position as an example of its own."""
+    """Return inputs and checked targets with each counted position as one example."""
     assert not isinstance(x, AtPositions)
     targets, counts = targets_at(likelihood, shape, y, x.device)
     data, positions = counts.nonzero(as_tuple=True)

@@ -111,8 +111,8 @@ def evaluate_evidence(
         estimator: Name of the estimator.
         seed: Seed of the partition.
         blocks: Maximum number of blocks that are used. Default: all.
-        memory: Batch sizes and data types of passes. Default: as many examples at once as keep the
-            rows of a pass below 100 MB.
+        memory: Batch sizes and data types of passes. Default: micro-batches that keep the rows of a
+            pass below 100 MB.
         **options: Other keywords of ``Evidence``: root, sharing, parameter_partition, and more.
 
     Returns:

@@ -74,7 +74,7 @@ class Kronecker:
 
         f(A + δ I) = U f(a + δ) Uᵀ + f(δ) (I − UUᵀ),      (I − UUᵀ)² = I − UUᵀ.
 
-    The eigenvectors are all of them, or those of the range.
+    The eigenvectors are complete, or span the range.
     """
 
     name: str
@@ -225,7 +225,7 @@ def covariance_of(
 ) -> Covariance:
     """Return Σ of the weights, from a statistic of all data and the prior precisions.
 
-    ``dtype`` is that of the kernel's matrix; other matrices have the statistic's.
+    ``dtype`` is the type of the kernel's matrix. Other matrices have the statistic's type.
     """
     like = torch.zeros((), dtype=dtype, device=next(iter(weights.values())).device)
     flat = {

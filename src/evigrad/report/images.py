@@ -31,14 +31,14 @@ _LONGEST = 16  # maximum number of letters in a row's name
 def augmented_images(
     images: Tensor, transformed: Tensor, names: Sequence[str] = (), palette: Palette = LIGHT
 ) -> "Figure":
-    """Return a figure of n · (1 + draws) images beside random transforms of them, a row for each.
+    """Return a figure of n · (1 + draws) images next to their random transforms, one row per image.
 
     Args:
         images: (n, channels, height, width), from 0 (black) to 1, clipped there. Three channels are
             red, green and blue; of any other number the mean is shown.
         transformed: (n, draws, channels, height, width).
         names: Names of the n rows, or none.
-        palette: Colours.
+        palette: Colors.
 
     Raises:
         InputError: If these are not images, or do not belong together.

@@ -365,7 +365,7 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
         >>> from evigrad.sklearn import EvidenceClassifier
         >>> X = np.random.default_rng(0).normal(size=(60, 2))
         >>> y = np.where(X[:, 0] > 0, "right", "left")
-        >>> classifier = EvidenceClassifier((), epochs=50, random_state=0).fit(X, y)
+        >>> classifier = EvidenceClassifier(epochs=50, random_state=0).fit(X, y)
         >>> classifier.predict([[2.0, 0.0], [-2.0, 0.0]]).tolist()
         ['right', 'left']
 

@@ -42,7 +42,7 @@ class Columns:
 
     Columns of a frame are categories if their dtype is ``category``, ``string`` or ``object``
     (unless an ``object`` column holds only numbers). A declared ``category`` has all of its
-    categories; other columns have those of the training data, sorted. A missing value is a category
+    categories; other columns have the training values, sorted. A missing value is a category
     if the training data have one. ``evigrad.data.columns`` has the rules. ``categories`` are the
     categories of each column by its position. ``ignore_unknown`` accepts values that are in no
     category.

@@ -139,7 +139,7 @@ def fitting(what: str) -> Iterator[None]:
             raise
         words = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise ConfigurationError(
-            f"{what} does not fit this run, or is damaged ({words.rstrip('.')}). Start the run anew"
+            f"{what} does not fit this run, or is damaged ({words.rstrip('.')}). Start a new run"
             " in another folder."
         ) from error
 
@@ -187,7 +187,7 @@ def check_format(state: Mapping[str, Any], where: object) -> None:
     if state.get("format") != CHECKPOINT_FORMAT:
         raise ConfigurationError(
             f"The checkpoint in {where} must have format {CHECKPOINT_FORMAT}, got"
-            f" {state.get('format')}. Start the run anew in another folder, or resume it with the"
+            f" {state.get('format')}. Start a new run in another folder, or resume it with the"
             " version of evigrad that started it."
         )
 
@@ -222,7 +222,7 @@ def check_data(
             )
         if saved[part] != fingerprints[part]:
             raise ConfigurationError(
-                f"The {words} data differ from those of the run in {where} in values, types or"
+                f"The {words} data of the run in {where} are different in values, types or"
                 " order. Use the same data, or start a new run in another folder."
             )
 
@@ -242,7 +242,7 @@ def check_network(state: Mapping[str, Any], evidence: Evidence, where: object) -
         )
     if differences:
         raise ConfigurationError(
-            f"The network differs from that of the run in {where}: {_listed(differences)}. Use the"
+            f"The network of the run in {where} is another one: {_listed(differences)}. Use the"
             " same network, or start a new run in another folder."
         )
 
@@ -283,8 +283,8 @@ def check_outputs(
     if changed:
         warnings.warn(
             f"Resumed the run in {where} on another machine, which rounds in other ways"
-            f" ({'; '.join(changed)}). The results will differ in the last digits from those of"
-            " the machine where the run started.",
+            f" ({'; '.join(changed)}). The last digits of the results will"
+            " differ.",
             EvigradWarning,
             stacklevel=2,
         )

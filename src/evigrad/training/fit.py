@@ -64,7 +64,7 @@ def fit(
     and the model's own hyperparameters use Adam. Training uses only ``train``.
 
     ``fit`` does not touch the global random state. The order of the data, the blocks and the
-    model's own draws (dropout) each have a stream of their own, derived from ``seed``. The initial
+    model's own draws (dropout) use separate streams, derived from ``seed``. The initial
     weights are the model's.
 
     Args:
@@ -76,9 +76,9 @@ def fit(
             PyTorch, NumPy or Python. For a model with one output, regression targets may have the
             shape (m,).
         likelihood: Distribution of the targets given the outputs: categorical, bernoulli, gaussian,
-            poisson (counts; outputs are log rates), heteroscedastic (input-dependent noise; outputs
-            are a mean and a log variance per target), or natural-gaussian (the same model in
-            natural parameters, more robust on small data sets).
+            poisson (counts), heteroscedastic or natural-gaussian (input-dependent noise). Outputs
+            of poisson are log rates. Outputs of heteroscedastic are a mean and a log variance per
+            target. natural-gaussian is more robust on small data sets.
         estimator: Evidence estimator STRUCTURE-SUBSET-OUTPUTS, such as ntk-100-1 or kfac-N-C.
             ntk-400-rows-anchored is exact if the data have at most 400 Jacobian rows. None trains
             by plain MAP, without hyperparameter steps.
@@ -109,8 +109,8 @@ def fit(
             them again for the epochs since the last checkpoint.
         process_group: Processes that train together, each on a part of every batch, as for
             ``Evidence``. All call ``fit`` with the same model, data and settings, and get the same
-            result. The first one gives the parameters, and alone writes, shows progress and calls
-            back. You can resume the run with another number of processes.
+            result. Only the first one gives the parameters, writes, shows progress and calls back.
+            You can resume the run with another number of processes.
 
     Returns:
         The trained model, its evidence, the history and the final metrics.
@@ -162,7 +162,7 @@ def prepare(
 ) -> T:
     """Return a checked trainer, to be started by its ``train``; compute and write nothing.
 
-    The arguments are those of ``fit``. ``network`` records how ``evigrad.models.make_network``
+    It has the arguments of ``fit``. ``network`` records how ``evigrad.models.make_network``
     built the model, if it did. ``make`` makes a ``Trainer`` from the trainer's arguments.
     """
     check_whole(model)

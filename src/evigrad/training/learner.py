@@ -116,7 +116,7 @@ class Learner:
     Args:
         evidence: Evidence whose model your loop trains, and whose hyperparameters are learned. Give
             it a seeded ``generator`` to reproduce a run.
-        data: All training data, as for ``Evidence.blocks``.
+        data: All training data; see ``Evidence.blocks``.
         schedule: Epochs, burn-in and rounds. ``epochs`` is required: the number of times you will
             call ``step``. If your loop has few epochs, call ``step`` after each optimizer step. The
             settings of batches, evaluations and checkpoints are ignored.

@@ -30,7 +30,7 @@ class LoadedRun:
         model: Network with the weights and hyperparameters of the checkpoint, in evaluation mode.
         evidence: Evidence of the model, with the checkpoint's prior, noise and generator. If the
             run had no estimator, the evidence has a placeholder.
-        settings: Settings of ``fit`` by name, as in ``config.json``.
+        settings: Settings of ``fit`` by name, from ``config.json``.
         history: One row per epoch up to the checkpoint.
         epoch: Last of these epochs. It is ``settings["epochs"]`` if the run is finished.
     """

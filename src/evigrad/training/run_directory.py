@@ -112,7 +112,7 @@ class RunDirectory:
                 )
             return state
         if reasons:
-            raise ConfigurationError(f"{' '.join(reasons)} Start the run anew in another folder.")
+            raise ConfigurationError(f"{' '.join(reasons)} Start a new run in another folder.")
         return None
 
 

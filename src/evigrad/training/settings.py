@@ -84,8 +84,8 @@ class Schedule:
             network runs once per block, and further steps are cheap. Only for rounds that learn
             nothing but prior and noise (see hyper_steps). Default: a block for each step, or one
             block for all steps if the blocks do not change.
-        eval_every: Number of epochs between evaluations on training and test data. 0 evaluates only
-            at the end. Default: a tenth of all epochs.
+        eval_every: Number of epochs between evaluations on training and test data, or 0 for one
+            evaluation at the end. Default: a tenth of all epochs.
         bracket_every: Number of epochs between lower and upper bounds on the exact log evidence. 0
             computes none.
         checkpoint_every: Number of epochs between checkpoints. The last epoch always has one.

@@ -57,7 +57,7 @@ class FitResult:
     Attributes:
         model: The given model, trained, in evaluation mode.
         evidence: Evidence of the model. Without an estimator it has a placeholder.
-        history: One row per epoch, as in ``metrics.csv``. Values that were not computed are None.
+        history: One row per epoch (see ``metrics.csv``). Missing values are None.
         train_metrics: Means over the training data at the end: ``log_likelihood`` in nats per
             example, and ``accuracy`` or ``squared_error``.
         test_metrics: The same metrics on the test data; empty without test data.
@@ -92,7 +92,7 @@ class Trainer:
     ``evidence.hyperparameters()``. Neither has weight decay. The prior in the loss is the weight
     decay of the weights, and decay of the hyperparameters would be an accidental hyperprior.
     Without an estimator there is no learner. The training loss can then learn some hyperparameters
-    (``on_loss``), by an optimizer of their own that steps in every batch.
+    (``on_loss``), by a separate optimizer that steps in every batch.
 
     ``prepare`` makes a checked trainer; its ``train`` runs it once.
 
@@ -280,7 +280,7 @@ class Trainer:
                 raise ConfigurationError(
                     "The checkpoint's history has other columns than this run"
                     f" ({listed(sorted(row.keys() ^ self.history[0].keys()))}). The file was"
-                    " written by another version of evigrad, or changed. Start the run anew in"
+                    " written by another version of evigrad, or changed. Start a new run in"
                     " another folder."
                 )
             self.history.append(row)
@@ -330,7 +330,7 @@ class Trainer:
 
         A batch whose loss or gradient is not finite is skipped, because its step would ruin the
         weights. The seed gives the order of the data (see ``batches``). The model's own draws
-        (dropout) and the draws of a data set's items have streams of their own for each epoch.
+        (dropout) and the draws of a data set's items have separate streams for each epoch.
 
         Returns:
             The mean loss of the batches that have a target, in nats per example, and the number of

@@ -34,7 +34,7 @@ class TuneResult:
     Attributes:
         evidence: Evidence of the model, with the learned hyperparameters.
         history: One row per round: the mean log evidence over its steps, and the hyperparameters
-            after it, as in ``FitResult.history``.
+            after it (see ``FitResult.history``).
     """
 
     evidence: Evidence
@@ -66,21 +66,21 @@ def tune(
 ) -> TuneResult:
     """Learn the prior, noise and hyperparameters of a trained model without changing its weights.
 
-    The rounds are those of ``fit``, without epochs between them. The steps of a round on prior and
+    It takes the rounds of ``fit``, without epochs between them. The steps of a round on prior and
     noise share network passes. If the estimator uses all examples and outputs, such as ``ntk-N-C``,
     a round needs one pass, and the precisions converge to the optimum.
 
     Args:
-        model: Model with trained weights, as for ``fit``. The weights do not change.
+        model: Model with trained weights, which do not change.
         data: Data that the model was trained on.
-        likelihood: Likelihood of the targets, as for ``fit``.
-        estimator: Name of the evidence estimator, as for ``fit``, but not None.
-        prior: Prior of the weights, as for ``fit``.
-        precision: Prior precision at the start, as for ``fit``.
-        hyperparameters: Names of model parameters to learn, as for ``fit``.
+        likelihood: Likelihood of the targets; see ``fit``.
+        estimator: Name of the evidence estimator. It cannot be None.
+        prior: Prior of the weights; see ``fit``.
+        precision: Prior precision at the start, for Adam.
+        hyperparameters: Names of model parameters to learn.
         rounds: Number of rounds. Each round chooses new anchors and passes over the data again.
         steps: Number of hyperparameter steps per round.
-        prior_blocks: Number of blocks over which all steps of a round average, as in ``Schedule``.
+        prior_blocks: Number of blocks over which all steps of a round average; see ``Schedule``.
         laplace: Temperature, root and details of the curvature.
         optimization: Learning rates of the hyperparameters, and ``prior_update``. Settings of the
             weights are ignored.
