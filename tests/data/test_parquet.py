@@ -204,7 +204,7 @@ def test_no_parquet(grey: tuple[Path, np.ndarray]) -> None:
 
 def test_subset_larger_than_the_train_set(grey: tuple[Path, np.ndarray]) -> None:
     with pytest.raises(ConfigurationError, match="subset must be between 1 and 7, .* got 8"):
-        load("toy", data_dir=grey[0], subset must be between 1 and 7, .* got 8)
+        load("toy", data_dir=grey[0], subset=8)
 
 
 def test_real_mnist(data_dir: Path) -> None:

@@ -160,5 +160,5 @@ def test_a_page_that_is_not_utf_8_is_one_line(capsys, tmp_path):
     page.write_bytes(b"caf\xe9\n")
     run("--page", page, "--results", tmp_path / "r", code=2)
     error = capsys.readouterr().err
-    assert "must be a text file in UTF-8" in error and error.count("\n") == 1
+    assert "is no text in UTF-8" in error and error.count("\n") == 1
     assert page.read_bytes() == b"caf\xe9\n"
