@@ -44,7 +44,7 @@ def test_a_real_run(run_dir, capsys):
     assert "no images can be shown" not in page.text
     assert page.cell("invariance") == "rotation=0.5, scale_x: 2 samples, logits averaged"
     assert page.cell("network", 2) == "digitsnet"
-    assert page.tables[0][0] == ["", "MAP", "ntk-20-1"]
+    assert page.tables[0][0] == ["metric", "MAP", "ntk-20-1"]
     # One estimator judged both, and it has its own row.
     assert page.cell("log evidence by ntk-20-1 (nats per datum)", 1).startswith("−")
 

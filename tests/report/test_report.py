@@ -123,7 +123,7 @@ def test_a_run_beside_its_map(tmp_path):
     run = write_run(tmp_path / "run")
     write_run(run / "map", estimator=None)
     page = report(run)
-    assert page.tables[0][0] == ["", "MAP", "ntk-100-1"]
+    assert page.tables[0][0] == ["metric", "MAP", "ntk-100-1"]
     assert page.cell("hyperparameter steps", 1) == "0"
     assert page.cell("hyperparameter steps", 2) == "40"
     # The run's own figures need no name, and MAP learned nothing to draw.
@@ -137,7 +137,7 @@ def test_a_run_that_is_still_in_its_map_part(tmp_path):
     write_run(run / "map", make_rows(7, learned=False), estimator=None, epochs=40)
     (run / "config.yaml").write_text(json.dumps(OPTIONS))
     page = report(run)
-    assert "MAP is not finished, or was ended early: it is shown up to epoch 7 of 40." in page.text
+    assert "MAP is not finished, or was stopped early. It is shown up to epoch 7 of 40." in page.text
     assert (run / "report.html").is_file()
 
 
@@ -158,7 +158,7 @@ def test_regression(tmp_path):
     assert "accuracy" not in figures(run)
     assert page.cell("test squared error") == "0.8"
     assert page.cell("noise", 2) == f"{math.exp(-1):.3f}"
-    assert "It went: noise from 1 to 0.368." in page.text
+    assert "Changes: noise from 1 to 0.368." in page.text
 
 
 @pytest.mark.usefixtures("sketched")
@@ -180,7 +180,7 @@ def test_parameters_of_a_likelihood_of_ones_own(tmp_path):
     page = report(run)
     assert "likelihood" in figures(run)
     assert page.cell("log_ratio", 1) == "2"
-    assert "It went: log_ratio from 2 to" in page.text
+    assert "Changes: log_ratio from 2 to" in page.text
 
 
 @pytest.mark.usefixtures("sketched")
@@ -192,7 +192,7 @@ def test_ranges_have_units_that_a_reader_knows(tmp_path):
     assert page.cell("translation_x", 2) == "±0.5 of half the side"
     assert page.cell("scale_x", 2) == "factor up to 2"
     caption = next(c for c in page.captions if "rotated" in c)
-    assert "It went: rotation from ±0.1 rad (±5.73°) to ±1.57 rad (±90°)." in caption
+    assert "Changes: rotation from ±0.1 rad (±5.73°) to ±1.57 rad (±90°)." in caption
     assert "no images can be shown. The run has no config.yaml" in page.text
 
 
@@ -243,7 +243,7 @@ def test_several_runs_beside_each_other(tmp_path):
     second = write_run(tmp_path / "b" / "run", estimator="kfac-N-C")
     third = write_run(tmp_path / "third", make_rows(regression=True))
     page = report(first, second, third)
-    assert page.tables[0][0] == ["", str(first), str(second), "third"]
+    assert page.tables[0][0] == ["metric", str(first), str(second), "third"]
     assert not (second / "report.html").exists()
     shown = figures(first / "comparison")
     assert len([name for name in shown if name.startswith("prior_precision-")]) == 3

@@ -28,8 +28,8 @@ MOST_CLASSES = 100_000
 
 # Modes that Pillow converts without loss of meaning. A conversion of transparency or 16 bits would
 # silently drop a part.
-GREY_MODES = frozenset({"1", "L"})
-COLOUR_MODES = frozenset({"RGB", "P", "CMYK", "YCbCr", "HSV", "LAB"})
+GRAY_MODES = frozenset({"1", "L"})
+COLOR_MODES = frozenset({"RGB", "P", "CMYK", "YCbCr", "HSV", "LAB"})
 
 # Split of the shipped sets, so that all seeds and subsets have the same test data.
 SPLIT_SEED = 0
@@ -86,9 +86,9 @@ def image_data_set(
         "test": np.arange(len(test.labels)),
     }
     read = {key: [parts[key].read(int(row)) for row in rows[key]] for key in parts}
-    colour = any(image.ndim == 3 for images in read.values() for image in images)
+    color = any(image.ndim == 3 for images in read.values() for image in images)
     # Freed before there are floating-point numbers, which take four times as much.
-    pixels = {key: _stack(part.where, read.pop(key), colour) for key, part in parts.items()}
+    pixels = {key: _stack(part.where, read.pop(key), color) for key, part in parts.items()}
     shape = pixels["train"].shape[1:]
     if pixels["test"].shape[1:] != shape:
         raise InputError(
@@ -122,7 +122,7 @@ def image_data_set(
     )
 
 
-def _stack(where: str, images: list[np.ndarray], colour: bool) -> np.ndarray:
+def _stack(where: str, images: list[np.ndarray], color: bool) -> np.ndarray:
     """Return images of one size as (n, channels, h, w)."""
     sizes = {image.shape[:2] for image in images}
     if len(sizes) > 1:
@@ -131,7 +131,7 @@ def _stack(where: str, images: list[np.ndarray], colour: bool) -> np.ndarray:
             f"{where}: all images must have one size (height, width), got {first} and {second}. "
             "Resize them."
         )
-    if not colour:
+    if not color:
         return np.stack(images)[:, None]
     pixels = np.empty((len(images), 3, *images[0].shape[:2]), dtype=np.uint8)
     for target, image in zip(pixels, images, strict=True):
@@ -217,9 +217,9 @@ def _decode(cell: Any, where: str) -> np.ndarray:
         raise InputError(f"{where}: the image holds no bytes. Remove the row.")
     try:
         with pillow.open(io.BytesIO(data)) as image:
-            if image.mode in GREY_MODES:
+            if image.mode in GRAY_MODES:
                 return np.asarray(image.convert("L"))
-            if image.mode in COLOUR_MODES:
+            if image.mode in COLOR_MODES:
                 return np.asarray(image.convert("RGB"))
             mode = image.mode
     except OSError as error:  # Pillow's UnidentifiedImageError is one

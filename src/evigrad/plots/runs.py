@@ -162,8 +162,8 @@ def learning_curves(histories: Mapping[str, History]) -> "Figure":
     figure = new_figure(3.6 * len(panels) + 0.4, 3.1)
     for position, quantity in enumerate(panels, start=1):
         _draw(figure.add_subplot(1, len(panels), position), histories, quantity, LIGHT)
-    colours = [LIGHT.lines[place % len(LIGHT.lines)] for place in range(len(histories))]
-    add_legend(figure, [(*named, "-") for named in zip(histories, colours, strict=True)])
+    colors = [LIGHT.lines[place % len(LIGHT.lines)] for place in range(len(histories))]
+    add_legend(figure, [(*named, "-") for named in zip(histories, colors, strict=True)])
     return figure
 
 
@@ -202,20 +202,20 @@ def _draw(
             if not epochs:
                 continue
             # A run has the same color in every figure, even if other runs have no line.
-            colour = palette.lines[(kind if alone else place) % len(palette.lines)]
+            color = palette.lines[(kind if alone else place) % len(palette.lines)]
             few = len(epochs) == 1 or (len(epochs) <= _FEW and len(epochs) < len(history))
             draw_line(
                 axes,
                 epochs,
                 [quantity.factor * value for value in values],
                 [quantity.factor * error for error in errors(history, column)],
-                color=colour,
+                color=color,
                 linestyle=DASHES[kind],
                 marker="o" if few else None,
                 markersize=3.5,
             )
-            runs.setdefault(name, (colour, "-"))
-            kinds.setdefault(label, (colour if alone else palette.muted, DASHES[kind]))
+            runs.setdefault(name, (color, "-"))
+            kinds.setdefault(label, (color if alone else palette.muted, DASHES[kind]))
     last = max((series(history, "epoch")[0] or [1.0])[-1] for history in histories.values())
     axes.set_xlim(0, 1.02 * last)
     if quantity.is_logarithmic(histories):
@@ -288,19 +288,19 @@ def value_paths(
     title = f"{title} ({len(columns)} groups)" if many else title
     decorate(axes, title, "epoch", unit, palette)
     axes.locator_params(axis="x", integer=True)
-    colours = shades_of(len(columns), palette) if many else palette.lines
+    colors = shades_of(len(columns), palette) if many else palette.lines
     lines = []
     for place, (name, column) in enumerate(columns.items()):
         epochs, values = series(history, column)
         if not epochs:
             continue
         values = [change(value) for value in values]
-        colour = colours[place % len(colours)]
-        dash = DASHES[place // len(colours) % len(DASHES)]
-        look = {"color": colour, "linestyle": dash, "linewidth": 0.8 if many else 1.6}
+        color = colors[place % len(colors)]
+        dash = DASHES[place // len(colors) % len(DASHES)]
+        look = {"color": color, "linestyle": dash, "linewidth": 0.8 if many else 1.6}
         marker = "o" if len(epochs) == 1 else None
         draw_line(axes, epochs, values, [], drawstyle="steps-post", marker=marker, **look)
-        lines.append((values[-1], name, colour, dash))
+        lines.append((values[-1], name, color, dash))
     if not lines:
         raise InputError(f"The history has no value of {', '.join(columns)}. Use another history.")
     axes.margins(x=0)
@@ -316,7 +316,7 @@ def value_paths(
         right.spines["right"].set_color(palette.ink)
     if many:
         ends = (("first", *lines[0]), ("last", *lines[-1]))
-        named = [(f"{end}: {name}", colour, dash) for end, _, name, colour, dash in ends]
+        named = [(f"{end}: {name}", color, dash) for end, _, name, color, dash in ends]
     else:
         lines.sort(key=lambda line: line[0], reverse=True)
         named = [(f"{number(value)}  {name}", *look) for value, name, *look in lines]

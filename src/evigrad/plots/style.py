@@ -101,12 +101,12 @@ def decorate(axes: "Axes", title: str, across: str, along: str, palette: Palette
     rows, columns = grid.get_gridspec().get_geometry()
     width = figure.get_figwidth() / columns - _SURROUNDINGS[0]
     height = figure.get_figheight() / rows - _SURROUNDINGS[1]
-    colours: dict[str, Any] = {"fontsize": SMALL, "color": palette.ink}
+    colors: dict[str, Any] = {"fontsize": SMALL, "color": palette.ink}
     axes.set_title(
         words(fitted(title, width, _LARGE)), loc="left", fontsize=_LARGE, color=palette.ink
     )
-    axes.set_xlabel(words(across), **colours)
-    axes.set_ylabel(words(fitted(along, height, SMALL)), **colours)
+    axes.set_xlabel(words(across), **colors)
+    axes.set_ylabel(words(fitted(along, height, SMALL)), **colors)
     axes.set_facecolor(palette.paper)
     axes.tick_params(which="both", labelsize=SMALL, color=palette.ink, labelcolor=palette.ink)
     axes.spines[["top", "right"]].set_visible(False)
@@ -177,12 +177,12 @@ def add_legend(
     beside = beside and width - longest >= _LEAST_WIDTH
     columns = 1 if beside else max(1, min(4, int(width / longest)))
     handles, rows = [], 0
-    for name, colour, dash in lines:
+    for name, color, dash in lines:
         label = words(fitted(name, width - _HANDLE, SMALL))
         rows += 1 + label.count("\n")
         # matplotlib omits labels with a leading underscore from a legend.
         label = f" {label}" if label.startswith("_") else label
-        handles.append(Line2D([], [], color=colour, linestyle=dash, linewidth=2, label=label))
+        handles.append(Line2D([], [], color=color, linestyle=dash, linewidth=2, label=label))
     room = _LINE_HEIGHT * rows / columns
     figure.set_figheight(max(height, room + 0.3) if beside else height + room + 0.2)
     figure.legend(

@@ -102,7 +102,7 @@ def write_report(
     }
     shown["augmented"], without_images = _augmentations(runs, data_dir, examples)
     images = {
-        drawing.name: [_png(drawing.make, colours) for colours in (LIGHT, DARK)]
+        drawing.name: [_png(drawing.make, colors) for colors in (LIGHT, DARK)]
         for drawings in shown.values()
         for drawing in drawings
     }
