@@ -483,7 +483,7 @@ def test_binding_to_other_weights_is_refused(structure) -> None:
 def test_weights_that_cannot_have_a_prior() -> None:
     with pytest.raises(ConfigurationError, match="needs trainable weights"):
         GaussianPrior().bind({})
-    with pytest.raises(ConfigurationError, match="'index' are not"):
+    with pytest.raises(ConfigurationError, match="got other types for 'index'"):
         GaussianPrior().bind({"index": torch.ones(2).long()})
 
 

@@ -305,7 +305,7 @@ class Endless(IterableDataset[dict[str, Tensor]]):
 def test_what_is_refused(tmp_path: Path) -> None:
     cases: list[tuple[Any, dict[str, Any], str]] = [
         (sentences(), {"label_smoothing_factor": 0.1}, "Label smoothing is not supported"),
-        (Endless(), {"max_steps": 3}, "by position"),
+        (Endless(), {"max_steps": 3}, "by index"),
     ]
     for data, settings, words in cases:
         with pytest.raises(ConfigurationError, match=words):

@@ -121,5 +121,5 @@ def test_subset_that_does_not_fit(subset: int) -> None:
 
 
 def test_seed_out_of_range() -> None:
-    with pytest.raises(ConfigurationError, match="seed=-1"):
+    with pytest.raises(ConfigurationError, match="must be between 0 and .* got -1"):
         load("digits", subset=5, seed=-1)

@@ -74,7 +74,7 @@ def test_the_split_is_chosen_by_number_or_by_the_seed(tmp_path: Path) -> None:
     assert sizes(split=1) == sizes(seed=1) == (3, 7)
     with pytest.raises(ConfigurationError, match="split must be between 0 and 1"):
         sizes(split=2)
-    with pytest.raises(ConfigurationError, match="2 splits"):
+    with pytest.raises(ConfigurationError, match="split must be between 0 and 1, .* got"):
         sizes(split=-1)
 
 
@@ -199,7 +199,7 @@ def test_what_a_target_is(tmp_path: Path) -> None:
         load(file)
     with pytest.raises(ConfigurationError, match=r"no file .*Did you mean '.*houses.csv'"):
         load(str(tmp_path / "house.csv"), target="price")
-    with pytest.raises(ConfigurationError, match="target=price: only tables"):
+    with pytest.raises(ConfigurationError, match="target is only for tables, got target=price"):
         load("digits", target="price")
 
 
@@ -219,7 +219,10 @@ def test_the_random_split_is_that_of_the_seed(tmp_path: Path) -> None:
         ({"area": [None] * 3 + [1.5] * 47}, "'area' lacks 3 of 50 values"),
         ({"garden": [None] + [True, False] * 25}, "'garden' lacks 1 of 51 values"),
         ({"area": [None] * 3 + [1.5] * 47}, "SimpleImputer.*--drop NAME"),
-        ({"town": [f"street {n}" for n in range(150)]}, "'town' holds 150 different texts"),
+        (
+            {"town": [f"street {n}" for n in range(150)]},
+            "'town' must hold at most 100 categories, got 150 different texts",
+        ),
         ({"price": [None] + [1.5] * 49}, "'price' lacks 1 of 50 values"),
         ({"area": [datetime.date(2020, 1, 1)] * 50}, "'area' holds dates, and not numbers"),
         ({"area": ["1.5", "?"] * 25}, r"'area' holds numbers, but also '\?': fill"),
@@ -247,7 +250,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path, suffix: str) -> None:
         "price": ["1.5", "2.5", "?"] * 50,
     }
     file = save(tmp_path / f"houses.{suffix}", houses(150) | changes)
-    words = r"has 4 problems.*'area' lacks 3.*'town' holds 150.*'built' holds dates.*'price' holds"
+    words = r"has 4 problems.*'area' lacks 3.*'town' must hold.*'built' holds dates.*'price' holds"
     with pytest.raises(InputError, match=words):
         load(str(file), target="price", likelihood="gaussian")
     without = {"target": "rooms", "drop": ["area", "built"], "features": None}
@@ -277,7 +280,7 @@ def test_columns_that_are_chosen(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigurationError, match=words):
             width(**columns)
-    with pytest.raises(ConfigurationError, match="drop=area: only tables"):
+    with pytest.raises(ConfigurationError, match="drop is only for tables, got drop=area"):
         load("digits", drop="area")
 
 

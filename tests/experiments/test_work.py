@@ -224,4 +224,4 @@ def test_a_cluster_that_is_none(tmp_path, content):
 def test_what_cannot_be_written_is_a_reason(tmp_path):
     (tmp_path / "file").write_text("")
     reason, _ = attempt(training(TRAINING, seed=0), place_in(tmp_path / "file"))
-    assert reason is not None and "Cannot write" in reason
+    assert reason is not None and "cannot be written" in reason

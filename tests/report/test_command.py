@@ -96,7 +96,7 @@ def test_no_examples_and_no_data(run_dir, tmp_path, monkeypatch):
     ("options", "words"),
     [
         ({"data": "no_such_set"}, "Unknown data set 'no_such_set'"),
-        ({"model": "mlp"}, "config.json cannot be read"),
+        ({"model": "mlp"}, "Cannot read .*config.json"),
         ({"invariance": "rotation"}, "checkpoint.pt"),
     ],
 )

@@ -137,7 +137,9 @@ def test_a_run_that_is_still_in_its_map_part(tmp_path):
     write_run(run / "map", make_rows(7, learned=False), estimator=None, epochs=40)
     (run / "config.yaml").write_text(json.dumps(OPTIONS))
     page = report(run)
-    assert "MAP is not finished, or was stopped early. It is shown up to epoch 7 of 40." in page.text
+    assert (
+        "MAP is not finished, or was stopped early. It is shown up to epoch 7 of 40." in page.text
+    )
     assert (run / "report.html").is_file()
 
 
@@ -297,9 +299,9 @@ def test_values_below_the_axes_are_the_first_ones(tmp_path):
 def test_the_precision_at_the_start_is_that_of_the_burn_in(tmp_path):
     learned = {"prior_update": "fixed_point", "burn_in": 3, "learned": ["prior.log_precision"]}
     cases = [
-        ({"num_data": 1440} | learned, "14.4 (that of the burn-in)"),
-        ({"num_data": 10**5} | learned, "15 (that of the burn-in)"),
-        ({"prior_mean": "initial"} | learned, "that of the burn-in"),
+        ({"num_data": 1440} | learned, "14.4 (set by the burn-in)"),
+        ({"num_data": 10**5} | learned, "15 (set by the burn-in)"),
+        ({"prior_mean": "initial"} | learned, "set by the burn-in"),
         (learned | {"burn_in": 0}, "1"),
         (learned | {"learned": ["likelihood.log_noise"]}, "1"),
     ]
@@ -376,7 +378,7 @@ def test_a_missing_file_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("metrics.csv", "epoch,loss\n1,much\n", "not a table of metrics"),
+        ("metrics.csv", "epoch,loss\n1,much\n", "could not convert string to float"),
         ("metrics.csv", "epoch,loss\n", "no epoch yet"),
         ("metrics.csv", "", "no epoch yet"),
         ("config.json", "{", "config.json cannot be read"),
@@ -400,7 +402,7 @@ def test_a_folder_that_cannot_be_written_into(tmp_path):
 
 
 def test_a_negative_number_of_examples(tmp_path):
-    with pytest.raises(ConfigurationError, match="examples must be 0 or more"):
+    with pytest.raises(ConfigurationError, match="examples must be at least 0, got -1"):
         write_report(write_run(tmp_path / "run"), examples=-1)
 
 
