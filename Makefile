@@ -1,4 +1,4 @@
-# Everything happens in .venv, made on demand with the pinned packages of constraints.txt.
+# All targets use .venv, which is made on demand with the pinned packages of constraints.txt.
 # Needs Python >= 3.11 with pip, and make. `make help` lists the targets.
 
 PYTHON ?= python3
@@ -12,11 +12,11 @@ PRESET ?= small
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-# Without --no-compile pip compiles every module of every package, of which few are ever imported.
+# Without --no-compile pip compiles every module of every package, although few are imported.
 INSTALL := $(PIP) install --no-compile -c constraints.txt
 SETTINGS := pyproject.toml constraints.txt
 PATHS := $(wildcard src tests benchmarks examples experiments docs/*.py)
-# One thread for each test process: several on a core each only get in each other's way.
+# One thread per test process: several threads per core slow each other down.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 comma := ,
 say = @echo "==> $(1)"
@@ -25,28 +25,28 @@ say = @echo "==> $(1)"
 .PHONY: help run reproduce test check-long docs format clean constraints
 
 help: ## Show this list
-	@echo "make TARGET, with TARGET one of"
+	@echo "Usage: make TARGET, where TARGET is one of"
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | \
 		while IFS='|' read -r name words; do printf '%-16s%s\n' "$$name" "$$words"; done
 	@echo "Settings: PYTHON=$(PYTHON) JOBS=$(JOBS) FIGURE=$(FIGURE) PRESET=$(PRESET) PYTEST_ARGS='$(PYTEST_ARGS)'"
 	@echo "          CONFIG='$(CONFIG)'"
 
-run: $(VENV)/.run ## Install, then learn the weight decay of networks on digits and on a small table
+run: $(VENV)/.run ## Install, then learn the weight decay of networks on digits and on a small tabular data set
 	@for file in $(CONFIG); do \
 		echo "==> Training a network and learning its weight decay ($$file)"; \
 		$(BIN)/evigrad train --config $$file || exit; \
 	done
 
 reproduce: $(VENV)/.experiments ## Install, then run a figure or table of the paper: FIGURE=fig4 PRESET=small
-	$(call say,Reproducing $(FIGURE)$(comma) preset $(PRESET): what is done already is not done again)
+	$(call say,Reproducing $(FIGURE)$(comma) preset $(PRESET): finished runs are not repeated)
 	@$(BIN)/python -m experiments $(FIGURE) --preset $(PRESET)
 
 test: $(VENV)/.test ## Install, then run all checks: ruff, import-linter, basedpyright, pytest
-	$(call say,ruff: common mistakes$(comma) imports and docstrings that agree with the code)
+	$(call say,ruff: common mistakes$(comma) imports$(comma) and docstrings that match the code)
 	@$(BIN)/ruff check $(PATHS)
 	$(call say,ruff: formatting)
 	@$(BIN)/ruff format --check $(PATHS)
-	$(call say,import-linter: rooms import from below only)
+	$(call say,import-linter: subpackages import only from lower layers)
 	@PYTHONPATH=src $(BIN)/lint-imports --no-cache
 	$(call say,basedpyright: types)
 	@$(BIN)/basedpyright --pythonpath $(BIN)/python
@@ -62,8 +62,8 @@ docs: $(VENV)/.docs ## Install, then build the documentation as a site: build/si
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build
 	@echo "Open build/site/index.html, or with search: $(PYTHON) -m http.server -d build/site"
 
-format: $(VENV)/.test ## Format the code and mend what ruff can mend
-	$(call say,ruff: mending and formatting)
+format: $(VENV)/.test ## Format the code and fix what ruff can fix
+	$(call say,ruff: fixing and formatting)
 	@$(BIN)/ruff check --fix $(PATHS)
 	@$(BIN)/ruff format $(PATHS)
 
@@ -72,7 +72,7 @@ clean: ## Remove the virtual environment, caches and builds (runs/ stays)
 	@rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
 	@find $(PATHS) -name __pycache__ -type d -prune -exec rm -rf {} +
 
-constraints: ## Pin anew: install the newest versions that fit, and write constraints.txt
+constraints: ## Pin again: install the newest versions that fit, and write constraints.txt
 	$(call say,Resolving every package in a fresh environment)
 	@rm -rf build/constraints && $(PYTHON) -m venv build/constraints
 	@build/constraints/bin/python -m pip --quiet install --upgrade pip
@@ -84,32 +84,32 @@ constraints: ## Pin anew: install the newest versions that fit, and write constr
 	@mv build/constraints.txt constraints.txt
 
 $(VENV)/.run: $(SETTINGS) | $(VENV)/.made
-	$(call say,Installing evigrad with the versions of constraints.txt (minutes the first time))
+	$(call say,Installing evigrad with the versions of constraints.txt (takes minutes the first time))
 	@$(INSTALL) -e '.[all]'
 	@touch $@
 
 $(VENV)/.experiments: $(SETTINGS) | $(VENV)/.made
-	$(call say,Installing evigrad and what its experiments need with the versions of constraints.txt)
+	$(call say,Installing evigrad and the packages of its experiments with the versions of constraints.txt)
 	@$(INSTALL) -e '.[experiments]'
 	@touch $(VENV)/.run $@
 
 $(VENV)/.docs: $(SETTINGS) | $(VENV)/.made
-	$(call say,Installing evigrad and what its site needs with the versions of constraints.txt)
+	$(call say,Installing evigrad and the packages of its site with the versions of constraints.txt)
 	@$(INSTALL) -e '.[docs]'
 	@touch $@
 
 $(VENV)/.test: $(SETTINGS) constraints-laplace.txt | $(VENV)/.made
-	$(call say,Installing evigrad and its checkers with the versions of constraints.txt (minutes the first time))
+	$(call say,Installing evigrad and its checkers with the versions of constraints.txt (takes minutes the first time))
 	@$(INSTALL) -e '.[all,dev]'
 	@$(INSTALL) --no-deps -r constraints-laplace.txt
 	@touch $(VENV)/.run $(VENV)/.experiments $(VENV)/.docs $@
 
 $(VENV)/.made:
 	@command -v $(PYTHON) > /dev/null || { \
-		echo "evigrad needs Python 3.11 or newer; '$(PYTHON)' was not found. Name another one: make PYTHON=python3.12 ..."; exit 1; }
+		echo "evigrad needs Python 3.11 or newer; '$(PYTHON)' was not found. Set another one: make PYTHON=python3.12 ..."; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-		echo "evigrad needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Name another one: make PYTHON=python3.12 ..."; exit 1; }
+		echo "evigrad needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Set another one: make PYTHON=python3.12 ..."; exit 1; }
 	$(call say,Making a virtual environment in $(VENV) with $$($(PYTHON) --version))
 	@$(PYTHON) -m venv $(VENV)
-	@$(INSTALL) --upgrade pip  # that of Python 3.11 takes twice as long to resolve
+	@$(INSTALL) --upgrade pip  # the pip of Python 3.11 takes twice as long to resolve
 	@touch $@

@@ -1,21 +1,22 @@
-"""Censored targets by a likelihood of one's own: a meter that stops at a limit.
+"""Learn from censored targets with a custom likelihood: a meter that stops at a limit.
 
-The progression of diabetes in 442 patients (scikit-learn's), as a meter would record it that shows
-no more than a limit, which the highest two fifths of the training targets exceed. Three ways to
-learn from that, each with precisions and noise learned by the evidence: take the recorded values as
-they are, leave the censored ones out, or say in the likelihood what the meter does. Test targets
+The data are the disease progression of 442 diabetes patients (scikit-learn). A meter records the
+targets only up to a limit, which two fifths of the training targets exceed. There are three methods
+to learn from the records. They use the recorded values as they are, omit the censored ones, or
+describe the meter in the likelihood. All learn precisions and noise by the evidence. Test targets
 are the true ones.
 
     python examples/censored.py
     python examples/censored.py --quantile 0.4
 
-It takes a minute of one core. The mean test log likelihood over three seeds is −5.48 nats per datum
-with the censored likelihood, −6.47 with the recorded values and −8.23 without the censored ones;
-the root mean squared errors are 55 to 60, 80 to 85 and 93 to 99, of a score from 25 to 346.
+It takes a minute on one core. The mean test log likelihood over three seeds is −5.48 nats per
+example with the censored likelihood. It is −6.47 with the recorded values, and −8.23 without the
+censored ones. The root mean squared errors are 55 to 60, 80 to 85 and 93 to 99, for scores from 25
+to 346.
 
-The density of a target that is censored is another one than that of a target that is seen, and so
-is its Hessian. Rows are made of a curvature Λ(f) that depends on no target, so ``hessian`` is the
-Fisher information: the mean over all that the meter could have recorded at this limit.
+Censored targets have another density than recorded ones, and another Hessian. Rows need a curvature
+Λ(f) that does not depend on the target. So ``hessian`` is the Fisher information: the mean over all
+values that the meter could record.
 """
 
 import argparse
@@ -35,12 +36,12 @@ from evigrad.errors import InputError
 from evigrad.likelihoods import Gaussian, Likelihood
 from evigrad.models import make_model
 
-HEAD = "seed way            noise  test RMSE  test log likelihood"
+HEAD = "seed method         noise  test RMSE  test log likelihood"
 TEST_SIZE = 88
 
 
 class Censored(Likelihood):
-    """Normal noise, but nothing above a limit is seen: y = min(f + σ·ε, limit)."""
+    """Gaussian noise, recorded up to a limit: y = min(f + σ·ε, limit)."""
 
     name, couples_outputs = "censored", False
 
@@ -60,7 +61,7 @@ class Censored(Likelihood):
         return torch.where(y < self.limit, Normal(f, noise).log_prob(y), beyond).sum(1)
 
     def hessian(self, f: Tensor) -> Tensor:
-        """The Fisher information (Φ + φ (h − z)) / σ² at z = (limit − f)/σ, h = φ/(1 − Φ)."""
+        """Return the Fisher information (Φ + φ (h − z)) / σ², z = (limit − f)/σ, h = φ/(1 − Φ)."""
         noise = self.log_noise.exp()
         z = (self.limit - f) / noise
         log_density = Normal(0.0, 1.0).log_prob(z)
@@ -73,7 +74,7 @@ class Censored(Likelihood):
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
-    """Learn in the three ways with every seed, and print what came out.
+    """Learn by the three methods with every seed, and print the results.
 
     Returns:
         The test log likelihoods of the true targets, one for each seed, by the way.
@@ -93,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
         test, train = order[:TEST_SIZE], order[TEST_SIZE:]
         inputs, limit = Scaling.of(x[train]), y[train].quantile(options.quantile)
         recorded = y[train].clamp(max=limit)
-        targets = Scaling.of(recorded)  # of what was seen: the true mean is not known
+        targets = Scaling.of(recorded)  # of the records, because the true mean is unknown
         x_train, y_train = inputs(x[train]).float(), targets(recorded).float()
         # Rounding must not move the limit.
         highest, (x_test, y_test) = y_train.max(), (inputs(x[test]), targets(y[test]))
@@ -109,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
                 model,
                 tuple(pair),
                 likelihood=likelihood,
-                precision=100.0,  # a weak prior at the start fits the noise of so few patients
+                precision=100.0,  # a weak initial prior would let it fit noise
                 schedule=Schedule(epochs=options.epochs),
                 optimization=Optimization(prior_update="adam"),
                 seed=seed,
@@ -120,10 +121,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
                 mean = model(x_test.float()).double()
             error = targets.std * (y_test - mean).square().mean().sqrt()
             density = Normal(mean, noise).log_prob(y_test).mean() - targets.std.log()
-            log_likelihood, units = density.item(), (targets.std * noise).item()  # of the targets
+            log_likelihood, units = (
+                density.item(),
+                (targets.std * noise).item(),
+            )  # in the units of the targets
             print(f"{seed:4} {way:12} {units:8.1f} {error.item():10.1f} {log_likelihood:20.3f}")
             found.setdefault(way, []).append(log_likelihood)
-    print("\nMean test log likelihood of the true targets, nats per datum:")
+    print("\nMean test log likelihood of the true targets, nats per example:")
     print("   ".join(f"{way} {fmean(values):.3f}" for way, values in found.items()))
     return found
 

@@ -1,8 +1,8 @@
-"""Weight decay of images: learned for each tensor, beside the usual one.
+"""Learn the weight decay of each tensor on images, and compare with a fixed decay.
 
-A small convolutional network learns 500 digits of MNIST. With the usual decay, 5e-4, it learns
-them by heart. The evidence learns a precision for each tensor on the same digits, while the network
-trains; nothing is held out.
+A small convolutional network learns 500 digits of MNIST. With a fixed weight decay of 5e-4 it
+memorizes them. The evidence learns a precision for each tensor on the same digits, during training.
+No data are held out.
 
     python examples/decay.py
     python examples/decay.py --figure decay.png
@@ -25,12 +25,12 @@ MAP, LEARNED = "MAP, decay 5e-4", "learned"
 
 
 def draw(path: str, found: dict[str, FitResult]) -> None:
-    """Test log likelihoods over training, and the precisions that were learned."""
+    """Draw test log likelihoods during training, and learned precisions."""
     figure = new_figure(9.5, 3.4)
     left, right = figure.subplots(1, 2)
     for (name, result), colour in zip(found.items(), LIGHT.lines, strict=False):
         left.plot(*series(result.history, "test_log_likelihood"), color=colour, label=name)
-    left.set_title("test log likelihood, nats per datum", loc="left", fontsize=10)
+    left.set_title("test log likelihood, nats per example", loc="left", fontsize=10)
     left.set_ylim(bottom=-0.8)
     left.legend(frameon=False, fontsize=9)
     history = found[LEARNED].history
@@ -49,7 +49,7 @@ def draw(path: str, found: dict[str, FitResult]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
-    """Train both ways from the same weights and print what came out."""
+    """Train by both methods from the same weights, and print the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--data", default="mnist5k")
     parser.add_argument("--model", default="mininet")
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
 
     data = load(options.data, subset=options.subset, seed=options.seed)
     found = {}
-    print("way               test log likelihood      %  seconds")
+    print("method            test log likelihood acc. %  seconds")
     for name in (MAP, LEARNED):
         model = make_model(options.model, data.input_shape, data.num_outputs, seed=options.seed)
         found[name] = result = evigrad.fit(

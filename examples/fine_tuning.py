@@ -1,19 +1,21 @@
-"""Fine-tune a trained network on few data: weights drawn to zero, or to the pretrained ones.
+"""Fine-tune a trained network on few examples, with a prior mean of zero or of its weights.
 
 A small network is trained on rotated digits, each turned once by an angle of up to ±90°. Then it is
-fine-tuned on 50 upright ones, from the same weights in two ways, which differ in the mean of the
-prior: zero, or "initial", the weights when fine-tuning begins. The evidence learns a precision for
-each tensor, and so how closely it keeps to the pretrained weights.
+fine-tuned on 50 upright digits, with two means of the prior: zero, or "initial", the weights at the
+start of fine-tuning. The evidence learns a precision for each tensor, and so how closely it stays
+to the pretrained weights.
 
     python examples/fine_tuning.py
     python examples/fine_tuning.py --old digits --new digits:rotated90 --subset 100
 
-It takes less than a minute of one core. The mean test log likelihood over three seeds is −0.223
-with the pretrained weights as the mean and −0.249 with zero (on 100 digits −0.216 and −0.217); that
-of the network before fine-tuning is −0.227. Accuracies are about level. The second command is the
-reverse, and there the mean hurts: a network that has seen upright digits alone has to change much,
-and ends at −1.381 with its own weights as the mean and at −1.033 with zero. The evidence, which
-sees the training data alone, is higher with the pretrained weights as the mean in both.
+It takes less than a minute on one core. The mean test log likelihood over three seeds is −0.223
+with the pretrained weights as the mean, and −0.249 with zero. On 100 digits it is −0.216 and
+−0.217. Before fine-tuning it is −0.227. Accuracies are about level.
+
+The second command is the reverse, and there the mean hurts. A network trained only on upright
+digits must change a lot. It ends at −1.381 with its own weights as the mean, and at −1.033 with
+zero. The evidence uses only the training data. It is higher with the pretrained weights as the mean
+in both cases.
 """
 
 import argparse
@@ -30,11 +32,11 @@ from evigrad.plots.runs import series
 from evigrad.priors import GaussianPrior
 from evigrad.training import FitResult
 
-HEAD = "seed prior mean   precision evidence/datum  test LL      %"
+HEAD = "seed prior mean   precision evidence/ex.    test LL acc. %"
 
 
 def report(seed: int, name: str, result: FitResult) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     _, learned = series(result.history, "log_evidence")
     precisions = torch.stack(list(result.evidence.prior.precisions().values()))
     metrics = result.test_metrics
@@ -46,7 +48,7 @@ def report(seed: int, name: str, result: FitResult) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
-    """Pretrain and fine-tune with every seed, and print what came out.
+    """Pretrain and fine-tune with every seed, and print the results.
 
     Returns:
         The test log likelihoods, one for each seed, by the prior's mean.
@@ -93,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
             )
             print(report(seed, mean, result), flush=True)
             found[mean].append(result.test_metrics["log_likelihood"])
-    print("\nMean test log likelihood, nats per datum:")
+    print("\nMean test log likelihood, nats per example:")
     print("   ".join(f"{name} {fmean(values):.3f}" for name, values in found.items()))
     return found
 

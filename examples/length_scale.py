@@ -1,20 +1,19 @@
-"""A choice by the evidence where its gradient does not help: how fast may a curve turn?
+"""Choose a length scale by the evidence, where its gradient does not help.
 
-A network whose first layer is fixed, sin(ω x / length + phase) with random ω, learns 60 noisy
-points with lengths from 0.3 to 3. Each training learns its decay and its noise, and its log
-evidence, exact here, says how well the length explains the points; nothing is held out. The
-training loss would take the shortest.
+A network with a fixed first layer, sin(ω x / length + phase) with random ω, learns 60 noisy points
+with lengths from 0.3 to 3. Each training learns its weight decay and its noise. The exact log
+evidence measures how well the length explains the points. No data are held out. The training loss
+would choose the shortest length.
 
-Learned by a gradient (``--learn``) the length stays about where it begins, 0.31 from 0.3 and 2.07
-from 2: the gradient holds the weights still, and for weights that were trained at one length any
-other scrambles the waves. A hyperparameter that the weights have to follow at every step is chosen
-by comparing runs.
+With gradient learning (``--learn``) the length hardly changes: 0.31 from 0.3, and 2.07 from 2. The
+gradient holds the weights fixed. Any other length scrambles the waves for weights that were trained
+at one length. If the weights must follow a hyperparameter at every step, compare runs instead.
 
     python examples/length_scale.py
     python examples/length_scale.py --learn
 
-It takes half a minute of one core. The log evidence is highest at 1.5, where the error to the truth
-is smallest too; the training log likelihood is highest at 0.3.
+It takes half a minute on one core. The log evidence is highest at 1.5, where the error to the truth
+is smallest too. The training log likelihood is highest at 0.3.
 """
 
 import argparse
@@ -35,7 +34,7 @@ LENGTHS = (0.3, 0.6, 1.0, 1.5, 2.0, 3.0)
 
 
 class Waves(nn.Module):
-    """Random waves of one length, and a linear layer on them; (m, 1) to (m, 1)."""
+    """Random waves of one length, and a linear layer; maps (m, 1) to (m, 1)."""
 
     frequency: Tensor
     phase: Tensor
@@ -49,7 +48,7 @@ class Waves(nn.Module):
 
     @property
     def length(self) -> float:
-        """The length, in units of the inputs."""
+        """Return the length, in units of the inputs."""
         return math.exp(self.log_length.item())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -62,11 +61,11 @@ class Found:
     """A training at one length.
 
     Attributes:
-        length: At the end.
-        log_evidence: Nats per datum.
-        log_likelihood: Of the training data, nats per datum.
+        length: Length at the end.
+        log_evidence: Log evidence, nats per example.
+        log_likelihood: Log likelihood of the training data, nats per example.
         error: Root mean squared error to the curve.
-        outputs: On the grid.
+        outputs: Outputs on the grid.
     """
 
     length: float
@@ -77,17 +76,17 @@ class Found:
 
 
 def curve(x: Tensor) -> Tensor:
-    """What the points scatter about."""
+    """Return the true curve."""
     return (1.2 * x).sin() + 0.5 * (0.5 * x).cos()
 
 
 def draw(path: str, data: tuple[Tensor, Tensor], grid: Tensor, found: dict[float, Found]) -> None:
-    """The evidence and the error over the length, and three of the curves."""
+    """Draw the evidence and the error over the length, and three of the curves."""
     figure = new_figure(10, 3.4)
     left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1, 1.6))
     lengths = list(found)
     left.plot(lengths, [each.log_evidence for each in found.values()], "o-", color=LIGHT.lines[0])
-    left.set_title("log evidence, nats per datum", loc="left", fontsize=10)
+    left.set_title("log evidence, nats per example", loc="left", fontsize=10)
     middle.plot(lengths, [each.error for each in found.values()], "o-", color=LIGHT.lines[1])
     middle.set_title("error to the truth", loc="left", fontsize=10)
     middle.set_ylim(bottom=0)
@@ -112,7 +111,7 @@ def draw(path: str, data: tuple[Tensor, Tensor], grid: Tensor, found: dict[float
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[float, Found]:
-    """Train at every length and print; what was found is returned by the length at the start."""
+    """Train at every length, print and return the results by initial length."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--lengths", type=float, nargs="+", default=LENGTHS)
     parser.add_argument("--learn", action="store_true", help="also by the gradient")

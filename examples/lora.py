@@ -1,15 +1,16 @@
-"""LoRA adapters of a pretrained transformer: how far may each one go?
+"""Learn how far each LoRA adapter of a pretrained transformer may go.
 
-A small transformer has learned to read digits that were rotated by up to ±90°. Fifty upright ones
-fine-tune it, with everything frozen but low-rank adapters (`peft`). `fit` takes for weights what
-requires a gradient, the adapters, and the evidence learns a precision for each of their matrices.
+A small transformer has learned to read digits that were rotated by up to ±90°. It is fine-tuned on
+fifty upright digits, with low-rank adapters (`peft`) and all other weights frozen. `fit` trains the
+parameters that require a gradient, which are the adapters. The evidence learns a precision for each
+of their matrices.
 
     python examples/lora.py
     python examples/lora.py --rank 16 --estimator kfac-N-C
 
-It needs `pip install peft`, and takes a minute of one core. The test log likelihood is −0.674
-before, −0.638 with the usual decay of adapters, and −0.590 with learned ones; accuracies are about
-level, at 82 to 84 %. The learned precisions span four orders of magnitude.
+It needs `pip install peft`, and takes a minute on one core. The test log likelihood is −0.674
+before fine-tuning, −0.638 with a weight decay of 5e-4, and −0.590 with learned precisions.
+Accuracies are about level, at 82 % to 84 %. The learned precisions span four orders of magnitude.
 """
 
 import argparse
@@ -36,13 +37,13 @@ ADAPTED = ["query", "key", "value", "output", "linear1", "linear2"]
 
 
 def draw(path: str, before: float, found: dict[str, FitResult]) -> None:
-    """Test log likelihoods over fine-tuning, and the precisions of the adapters."""
+    """Draw test log likelihoods during fine-tuning, and precisions of the adapters."""
     figure = new_figure(10, 3.6)
     left, right = figure.subplots(1, 2)
     for (name, result), colour in zip(found.items(), LIGHT.lines, strict=False):
         left.plot(*series(result.history, "test_log_likelihood"), color=colour, label=name)
     left.axhline(before, color=LIGHT.muted, linestyle=":", label="before fine-tuning")
-    left.set_title("test log likelihood, nats per datum", loc="left", fontsize=10)
+    left.set_title("test log likelihood, nats per example", loc="left", fontsize=10)
     left.set_xlabel("epoch")
     left.legend(frameon=False, fontsize=9)
     reports = [each for each in found[LEARNED].evidence.describe() if "lora_B" in each.name]
@@ -59,7 +60,7 @@ def draw(path: str, before: float, found: dict[str, FitResult]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
-    """Pretrain, fine-tune adapters with the usual and with learned decay, print and draw."""
+    """Pretrain, fine-tune adapters with fixed and learned decay, print and draw."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--subset", type=int, default=50, help="number of upright digits")
     parser.add_argument("--rank", type=int, default=4)
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
     options = parser.parse_args(arguments)
     peft = require("peft", "examples/lora.py", extra="dev")
 
-    # Normalisation is inside the branches only.
+    # Normalization is only inside the branches.
     warnings.filterwarnings("ignore", message="The model has normalization layers")
     old, new = load("digits:rotated90"), load("digits", subset=options.subset)
     pretrained = make_model("transformer", old.input_shape, old.num_outputs, seed=0)
@@ -83,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
     )
     assert new.test is not None
     before = evaluate(pretrained, Categorical(), new.test)
-    print("way               test log likelihood      %  seconds")
+    print("method            test log likelihood acc. %  seconds")
     print(f"before            {before['log_likelihood']:19.3f} {100 * before['accuracy']:6.1f}")
     found = {}
     for name in (MAP, LEARNED):

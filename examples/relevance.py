@@ -1,13 +1,13 @@
-"""Which columns of a table matter: relevance, noise and error bars in one fit.
+"""Learn which columns of a table matter, with noise and error bars, in one fit.
 
-``EvidenceRegressor`` learns a relevance of each column, the decay of each layer and the noise of
-the target on the training table. Two tables: Friedman's, which is made, where five of ten columns
-enter the target; and the progression of diabetes in 442 patients (scikit-learn's), with three
-columns of random numbers beside the ten measured ones. Of the latter, in every fold the whole
-procedure starts anew; what is held out is only evaluated.
+``EvidenceRegressor`` learns a relevance of each column, the weight decay of each layer and the
+noise of the target on the training table. There are two tables. Friedman's is synthetic, and five
+of its ten columns enter the target. The other one is the disease progression of 442 diabetes
+patients (scikit-learn), with three random columns next to the ten measured ones. For the patients
+the whole procedure is repeated in every fold, and held-out rows are only evaluated.
 
-On Friedman's table the five others end at 0.03 or less. On the patients, whose target is mostly
-noise, random columns keep up to a half of the largest relevance.
+On Friedman's table the five useless columns end at 0.03 or less. For the patients, whose target is
+mostly noise, random columns keep up to half of the largest relevance.
 
     python examples/relevance.py
     python examples/relevance.py --figure relevance.png
@@ -25,11 +25,11 @@ from evigrad.plots import LIGHT, new_figure, save
 from evigrad.sklearn import EvidenceRegressor
 
 RANDOM = ("random 1", "random 2", "random 3")
-COVERED = 1.96  # standard deviations, 95 % of a normal distribution
+COVERED = 1.96  # standard deviations, for 95 % of a normal distribution
 
 
 def read_table() -> tuple[DataFrame, np.ndarray]:
-    """The patients, their sex as a category, and the random columns."""
+    """Return the patients, with sex as a category and the random columns."""
     patients, progression = load_diabetes(return_X_y=True, as_frame=True, scaled=False)
     patients["sex"] = patients["sex"].astype("category")
     draw = np.random.default_rng(0)
@@ -39,7 +39,7 @@ def read_table() -> tuple[DataFrame, np.ndarray]:
 
 
 def draw(path: str, made: dict[str, float], patients: dict[str, float]) -> None:
-    """Bars of the relevance, of columns without meaning in another colour."""
+    """Draw bars of the relevance, with useless columns in another color."""
     figure = new_figure(9, 3.6)
     for place, (title, relevance, useless) in enumerate(
         (
@@ -55,19 +55,19 @@ def draw(path: str, made: dict[str, float], patients: dict[str, float]) -> None:
         axes.invert_yaxis()
         axes.set_title(f"relevance: {title}", loc="left", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].barh("x6", 0, color=LIGHT.lines[1], label="no meaning")
+    figure.axes[0].barh("x6", 0, color=LIGHT.lines[1], label="useless")
     figure.axes[0].legend(frameon=False, fontsize=9, loc="lower right")
     save(figure, path)
 
 
 def show(relevance: dict[str, float]) -> None:
-    """A line for each column, the most relevant first."""
+    """Print a line for each column, the most relevant first."""
     for name, value in sorted(relevance.items(), key=lambda each: -each[1]):
         print(f"{name:9} {value:9.3f}  {'#' * round(40 * value)}")
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
-    """Print a line for each fold and the mean relevance of each column, which is returned."""
+    """Print a line for each fold, and print and return the mean relevance of each column."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,17 +1,17 @@
-"""Sequence models: learn weight decay per layer and one hyperparameter of the forward pass.
+"""Learn the weight decay of each layer, and a hyperparameter of the forward pass, on sequences.
 
 scikit-learn's digits are read as sequences: each image of 8x8 pixels is eight rows of eight
-numbers. Two networks classify them, each with something about time that is usually set by hand:
+numbers. Two networks classify them. Each has a hyperparameter of time that is usually set by hand:
 
 * a transformer encoder whose attention has a range: how far does each head look?
-* a GRU whose head sees a leaky average of the states: how far back does it reach?
+* a GRU whose head uses a leaky average of the states: how far back does it reach?
 
-Every network is trained twice from the same weights. "MAP" keeps the hyperparameter and the prior
-precisions where they start, "evidence" learns both by gradients of the log marginal likelihood, on
-the training data alone. The test data are only looked at in the end.
+Every network is trained twice from the same weights. "MAP" keeps the initial hyperparameter and
+prior precisions. "evidence" learns both on the training data only, by gradients of the log marginal
+likelihood. The test data are only evaluated at the end.
 
-It takes half a minute of one core. With seeds 0, 1 and 2 the evidence rises by 0.2 to 0.4 nats per
-datum, all GRUs forget faster, and heads get ranges of their own. On test data it is about level
+It takes half a minute on one core. With seeds 0, 1 and 2 the evidence rises by 0.2 to 0.4 nats per
+example. All GRUs forget faster, and the heads get different ranges. On test data it is about level
 with MAP.
 
     python examples/sequences.py
@@ -49,10 +49,10 @@ class Task:
     epochs: int
 
 
-# Attention length and pooling time, in steps; eight is nearly a plain mean of all states.
+# Attention length and pooling time, in steps. Eight is nearly a plain mean of all states.
 START = {"transformer": 2.0, "gru": 8.0}
 TASKS = {
-    # Scores of the attention get −|i − j| / length, with a length for each head of each block.
+    # Scores of the attention get −|i − j| / length, with one length per head and block.
     "transformer": Task(
         lambda data: make_model(
             "transformer", data.input_shape, data.num_outputs, attention_length=START["transformer"]
@@ -73,9 +73,9 @@ TASKS = {
 def train(
     task: Task, data: DataSet, estimator: str | None, options: argparse.Namespace
 ) -> FitResult:
-    """Train one network; without an estimator it is trained by MAP alone."""
+    """Train one network; without an estimator by plain MAP."""
     epochs = options.epochs or task.epochs
-    # The same initial weights for both ways.
+    # The same initial weights for both methods.
     torch.manual_seed(options.seed)
     return evigrad.fit(
         task.build(data),
@@ -86,7 +86,7 @@ def train(
         precision=1.0,
         hyperparameters=[task.hyperparameter],
         schedule=Schedule(epochs=epochs, batch_size=100, burn_in=epochs // 4, every=3, steps=3),
-        # Adam, as in the paper: the fixed point asks for more decay here than test data like.
+        # Adam, as in the paper: the fixed point learns more decay here than is best on test data.
         optimization=Optimization(lr=5e-3, prior_update="adam"),
         seed=options.seed,
         progress=False,
@@ -94,16 +94,16 @@ def train(
 
 
 def hyperparameter_values(task: Task, result: FitResult) -> str:
-    """The learned lengths or times, with the unit of one step of the sequence."""
-    # The module holds the logarithms; called, it gives the positive numbers.
+    """Return the learned lengths or times, in steps of the sequence."""
+    # The module holds logarithms. Its call returns the positive numbers.
     numbers = result.model.get_submodule(task.hyperparameter)().detach().flatten()
     low, high = numbers.min().item(), numbers.max().item()
     return f"{low:.2f}" if low == high else f"{low:.2f} to {high:.2f}"
 
 
 def report(name: str, task: Task, result: FitResult, data: DataSet, judge: str) -> str:
-    """One line of the table."""
-    # Estimators of different tightness cannot be compared: one tight bound judges all runs.
+    """Return one line of the table."""
+    # Estimators of different tightness cannot be compared, so one tight bound evaluates all runs.
     evidence = evaluate_evidence(result.evidence, data.train, estimator=judge)
     metrics = result.test_metrics
     return (
@@ -114,7 +114,7 @@ def report(name: str, task: Task, result: FitResult, data: DataSet, judge: str) 
 
 
 def draw(path: str, learned: dict[str, FitResult]) -> None:
-    """How the weight of a step falls with its distance: where it began, and what was learned."""
+    """Draw how the weight of a step falls with its distance, at the start and learned."""
     figure = new_figure(9, 3.2)
     steps = torch.linspace(0, 8, 200)
     for place, (name, result) in enumerate(learned.items(), start=1):
@@ -139,7 +139,7 @@ def draw(path: str, learned: dict[str, FitResult]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
-    """Train all networks both ways and print what came out.
+    """Train all networks by both methods, and print the results.
 
     Returns:
         The runs that learned their hyperparameters, by the network's name.
@@ -154,9 +154,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
     parser.add_argument("--figure", help="draw into this file, a PNG")
     options = parser.parse_args(arguments)
 
-    # evigrad warns of every network with normalisation: the scale of weights in front of one may
-    # have no effect. This transformer normalises only inside its branches, and none of its
-    # matrices is without one.
+    # evigrad warns of every network with normalization, because the scale of weights before it may
+    # have no effect. This transformer normalizes only inside its branches, so every matrix has a
+    # path without normalization.
     warnings.filterwarnings("ignore", message="The model has normalization layers")
 
     data = load("digits", subset=options.subset)
@@ -173,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
             print(report(name, task, result, data, options.judge), flush=True)
         learned[name] = result
 
-    print("\nLearned prior precision of each weight matrix, and how its derivatives are had:")
+    print("\nLearned prior precision of each weight matrix, and how its Jacobian is computed:")
     for name, result in learned.items():
         for weight in result.evidence.describe():
             if len(weight.shape) > 1:

@@ -1,15 +1,15 @@
-"""Error bars of a regression: noise and decay learned on 60 points with a gap.
+"""Learn error bars of a regression: noise and decay from 60 points with a gap.
 
-A network of one hidden layer learns a wave from 60 noisy points, with none between 0.5 and 2. The
-evidence learns the noise of the targets and a precision for each tensor on these points; the
-posterior that follows from both says how far the data leave the curve open. With the noise and the
-precisions of the start the curve is too smooth and the band among the data too wide.
+A network with one hidden layer learns a wave from 60 noisy points, with none between 0.5 and 2. The
+evidence learns the noise of the targets and a precision for each tensor on these points. The
+resulting posterior shows where the data do not determine the curve. With the initial noise and
+precisions, the curve is too smooth, and the band around the data is too wide.
 
     python examples/uncertainty.py
     python examples/uncertainty.py --figure uncertainty.png
 
-It takes a quarter of a minute of one core. The noise is learned as 0.25 (the true one is 0.2); the
-curve is known to ±0.09 among the data, and to ±0.24 in the gap.
+It takes about 15 s on one core. The learned noise is 0.25 (the true one is 0.2). The standard
+deviation of the curve is 0.09 around the data, and 0.24 in the gap.
 """
 
 import argparse
@@ -29,12 +29,12 @@ NOISE, GAP = 0.2, (0.5, 2.0)
 
 
 def wave(x: Tensor) -> Tensor:
-    """What the points scatter about."""
+    """Return the true curve."""
     return (pi * x / 2).sin() + 0.3 * x
 
 
 def draw(path: str, x: Tensor, y: Tensor, grid: Tensor, predicted: dict[str, Predictive]) -> None:
-    """The curve and intervals of 95 %: of what the data leave open, and of targets."""
+    """Draw the curve and 95 % intervals, of the curve and of targets."""
     figure = new_figure(9, 3.6)
     for place, (title, predictive) in enumerate(predicted.items(), start=1):
         axes = figure.add_subplot(1, 2, place)
@@ -64,7 +64,7 @@ def draw(path: str, x: Tensor, y: Tensor, grid: Tensor, predicted: dict[str, Pre
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Predictive]:
-    """Train, predict and print; the predictions before and after learning are returned."""
+    """Train, predict and print; return the predictions before and after learning."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=600)
     parser.add_argument("--figure", help="draw into this file, a PNG")

@@ -105,7 +105,7 @@ DATA: dict[str, tuple[Likelihood, Tensor, Tensor]] = {
     "NaN in targets": (Gaussian(), X, put(NUMBERS, float("nan"))),
     "integer targets": (Gaussian(), X, NUMBERS.long()),
     "one target": (Gaussian(), X, NUMBERS[:, 0]),
-    "neither 0 nor 1": (Bernoulli(), X, put(NUMBERS.clamp(0).ceil(), 2)),
+    "must be 0 or 1": (Bernoulli(), X, put(NUMBERS.clamp(0).ceil(), 2)),
 }
 
 

@@ -1,10 +1,14 @@
-"""Every public function and method has a docstring, or overrides a method that has one."""
+"""Docstrings: each public name has one, their examples run, and the pages that they name exist."""
 
+import doctest
 import inspect
+import re
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 
 from evigrad.errors import EvigradError
 
@@ -12,18 +16,38 @@ SOURCE = Path(__file__).parents[1] / "src"
 MODULES = sorted(
     ".".join(file.relative_to(SOURCE).with_suffix("").parts) for file in SOURCE.rglob("[!_]*.py")
 )
+PACKAGES = sorted(
+    ".".join(file.parent.relative_to(SOURCE).parts) for file in SOURCE.rglob("__init__.py")
+)
 # What these need is installed by an extra.
 EXTRAS = ("cli", "lightning", "report", "sklearn", "transformers")
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_public_methods_say_what_they_do(name: str) -> None:
+# Public names with an example in their docstring.
+SHOWN = """
+    data.Scaling data.load invariances.AdditiveNoise invariances.AffineInvariance
+    invariances.Averaged invariances.InputScale invariances.Transform likelihoods.Bernoulli
+    likelihoods.Categorical likelihoods.Gaussian likelihoods.HeteroscedasticGaussian
+    likelihoods.Likelihood likelihoods.NaturalGaussian likelihoods.Poisson likelihoods.Weighted
+    lightning.EvidenceCallback plots.learning_curves plots.precision_paths priors.GaussianPrior
+    priors.NormalHyperprior report.write_report sklearn.EvidenceClassifier
+    sklearn.EvidenceRegressor trackers.Tracker transformers.EvidenceCallback
+    Laplace Learner Optimization Outputs Posterior Predictive Schedule bracket fit load tune
+""".split()
+
+
+def imported(name: str) -> ModuleType:
     try:
-        module = import_module(name)
+        return import_module(name)
     except (ImportError, EvigradError):
         if not name.removeprefix("evigrad.").startswith(EXTRAS):
             raise
         pytest.skip("an extra is not installed")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_public_methods_say_what_they_do(name: str) -> None:
+    module = imported(name)
     classes = [
         kind
         for kind in vars(module).values()
@@ -38,3 +62,28 @@ def test_public_methods_say_what_they_do(name: str) -> None:
         and not inspect.getdoc(getattr(kind, method))
     ]
     assert not silent
+
+
+@pytest.mark.parametrize("name", [*MODULES, *PACKAGES])
+def test_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    runner = doctest.DocTestRunner(optionflags=flags)
+    for test in doctest.DocTestFinder(exclude_empty=True).find(imported(name)):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            runner.run(test)
+    assert runner.failures == 0
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_public_names_have_examples(name: str) -> None:
+    package, _, own_name = f"evigrad.{name}".rpartition(".")
+    assert ">>>" in (inspect.getdoc(getattr(imported(package), own_name)) or "")
+
+
+def test_pages_that_docstrings_name_exist() -> None:
+    root = SOURCE.parent
+    texts = (file.read_text() for file in SOURCE.rglob("*.py"))
+    pages = {page for text in texts for page in re.findall(r"See also: (\S+\.md)", text)}
+    assert pages and not [page for page in pages if not (root / page).is_file()]

@@ -279,10 +279,10 @@ def test_samplers_that_omit_or_repeat_examples_are_refused() -> None:
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"mask": torch.ones(N - 1, LENGTH)}, "'ids' of the inputs holds 12 data and 'mask' 11"),
-        ({"mask": "yes"}, "'mask' of the inputs is a str, not a tensor"),
-        ({"mask": torch.tensor(1.0)}, "'mask' of the inputs has no dimension"),
-        ({"ids": torch.full((N, LENGTH), 2**60)}, "integers beyond 2"),
+        ({"mask": torch.ones(N - 1, LENGTH)}, "got 12 in 'ids' and 11 in 'mask'"),
+        ({"mask": "yes"}, "'mask' of the inputs must be a tensor, got str"),
+        ({"mask": torch.tensor(1.0)}, "'mask' of the inputs must have a first dimension"),
+        ({"ids": torch.full((N, LENGTH), 2**60)}, "integers of at most 2"),
         ({"numbers": torch.full((N, 2), torch.nan)}, "NaN"),
         ({"numbers": torch.zeros(N, 2, dtype=torch.complex64)}, "complex"),
         ({"other": torch.zeros(N)}, "as one argument"),
@@ -305,7 +305,7 @@ def test_a_loader_whose_batches_are_no_pairs() -> None:
 
 
 def test_items_of_different_lengths_need_padding() -> None:
-    with pytest.raises(InputError, match="Pad them, or give a DataLoader"):
+    with pytest.raises(InputError, match="Pad them, or pass a DataLoader"):
         list(evidence(reader()).blocks(Sentences(ragged=True)).take(3))
 
 

@@ -339,14 +339,19 @@ class Silent(Plain):
 @pytest.mark.parametrize(
     ("make", "settings", "trainer", "words"),
     [
-        (Two, {}, {}, "has 2 optimisers"),
-        (Some, {}, {}, "does not hold 'net.2.weight', 'net.2.bias'"),
+        (Two, {}, {}, "must have one optimizer that holds all weights, got 2"),
+        (
+            Some,
+            {},
+            {},
+            "must hold all weights of the prior, got one without 'net.2.weight', 'net.2.bias'",
+        ),
         (Silent, {}, {}, "network=..., of net"),
         (Plain, {"network": "nett"}, {}, "Did you mean 'net'"),
-        (Plain, {}, {"max_epochs": -1}, "Training has no end"),
-        (Plain, {"schedule": Schedule(burn_in=4)}, {}, "training ends after 3 epochs"),
-        (Plain, {"estimator": None}, {}, "by the estimate of a named estimator"),
-        (Plain, {"schedule": Schedule(epochs=4)}, {}, "leave epochs=... out"),
+        (Plain, {}, {"max_epochs": -1}, "must have an end"),
+        (Plain, {"schedule": Schedule(burn_in=4)}, {}, "at most epochs = 3, got"),
+        (Plain, {"estimator": None}, {}, "must be the name of an estimator, got None"),
+        (Plain, {"schedule": Schedule(epochs=4)}, {}, "Remove epochs=..."),
         (Plain, {"loss": "sum"}, {}, "loss is one of nll, mse"),
     ],
 )
@@ -361,10 +366,10 @@ def test_batches_that_are_no_pairs() -> None:
             return super().training_step(batch[:2], batch_idx)
 
     dataset = TensorDataset(*data(), torch.zeros(N))
-    with pytest.raises(InputError, match="neither .* say split"):
+    with pytest.raises(InputError, match="must be .* Set split"):
         train(Triple(), callback(), dataset=dataset)
     train(Triple(), callback(split=lambda batch: tuple(batch[:2])), dataset=dataset)
-    with pytest.raises(ConfigurationError, match="training has not begun"):
+    with pytest.raises(ConfigurationError, match="before training has started"):
         _ = callback().evidence
 
 

@@ -250,12 +250,16 @@ def test_batch_statistics(layer: nn.Module) -> None:
 def test_targets_on_another_device(verb: str, likelihood: Likelihood) -> None:
     y = torch.empty(N, 3, device="meta") if isinstance(likelihood, Gaussian) else Y.to("meta")
     evidence = build(Returns(), likelihood=likelihood, estimator="ntk-N-1")
-    with pytest.raises(InputError, match="Targets are on meta, outputs on cpu"):
+    with pytest.raises(
+        InputError, match="Targets must be on the device of the outputs, cpu, got meta"
+    ):
         getattr(evidence, verb)(X, y)
-    with pytest.raises(InputError, match="Targets are on meta, outputs on cpu"):
+    with pytest.raises(
+        InputError, match="Targets must be on the device of the outputs, cpu, got meta"
+    ):
         evidence.blocks((X, y))
     settings: dict[str, Any] = {"likelihood": likelihood.name, "estimator": None}
-    with pytest.raises(InputError, match="Targets are on meta"):
+    with pytest.raises(InputError, match="Targets must hold numbers, got .* meta"):
         fit(Returns(), (X, y), progress=False, **grouped(settings))
 
 

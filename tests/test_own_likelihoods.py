@@ -152,8 +152,8 @@ VERBS: dict[str, tuple[str, Callable[[Evidence, Tensor], Any]]] = {
     ),
 }
 REFUSED: dict[str, tuple[Likelihood, Tensor, str]] = {
-    "mask": (Masked(), MASKED, "at target -100 it is another.*Leave masked data out"),
-    "mask of a subclass": (MaskedCategorical(), MASKED, "at target -100 it is another"),
+    "mask": (Masked(), MASKED, "at target -100 it differs.*Remove masked examples"),
+    "mask of a subclass": (MaskedCategorical(), MASKED, "at target -100 it differs"),
     "Student": (StudentT(), NUMBERS, "StudentT.log_prob depends on the targets"),
     "Student of a subclass": (InheritedStudentT(), NUMBERS, "inherits root"),
     "tempered": (Tempered(), LABELS, "Tempered inherits root"),

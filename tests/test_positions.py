@@ -558,11 +558,11 @@ def test_block_of_a_large_index_set() -> None:
 def test_targets_elsewhere() -> None:
     x, y = text()
     one = evidence(tagger(), Categorical(), "ntk-6-1", 13)
-    with pytest.raises(InputError, match="a target for each position"):
+    with pytest.raises(InputError, match="at the positions of the outputs"):
         one.map_loss(x, y[:, :-1])
-    with pytest.raises(InputError, match="a target for each position"):
+    with pytest.raises(InputError, match="at the positions of the outputs"):
         one.blocks((x, y[:, :-1]))
-    with pytest.raises(InputError, match="a target for each position"):
+    with pytest.raises(InputError, match="at the positions of the outputs"):
         one.estimate(x, y[:, 0])
 
 
@@ -571,9 +571,9 @@ def test_target_out_of_range() -> None:
     y[3, 1] = WORDS
     one = evidence(tagger(), Categorical(), "ntk-6-1", int((y != -100).sum()))
     for action in (one.map_loss, one.estimate, lambda x, y: one.blocks((x, y)).take(1)):
-        with pytest.raises(InputError, match=r"Datum 3, position 1: .*outside 0"):
+        with pytest.raises(InputError, match=r"Example 3, position 1: .*outside 0"):
             action(x, y)
-    with pytest.raises(InputError, match=r"Datum 3, position 1: .*outside 0"):
+    with pytest.raises(InputError, match=r"Example 3, position 1: .*outside 0"):
         evigrad.fit(tagger().float(), (x, y), progress=False)
 
 
@@ -587,7 +587,7 @@ def test_no_target() -> None:
         lambda x, y: evaluate(tagger(), Categorical(), (x, y)),
         lambda x, y: evigrad.fit(tagger().float(), (x, y), progress=False),
     ):
-        with pytest.raises(InputError, match="No target counts"):
+        with pytest.raises(InputError, match="At least one target must count, got none"):
             action(x, nothing)
 
 
@@ -676,7 +676,7 @@ def test_targets_that_are_no_labels() -> None:
     for action in (one.map_loss, one.estimate, lambda x, y: one.blocks((x, y))):
         with pytest.raises(InputError, match="Class labels must have the shape"):
             action(x, one_hot)
-    for wrong, words in ((one_hot, "Class labels"), (y[:, 0], "a target for each position")):
+    for wrong, words in ((one_hot, "Class labels"), (y[:, 0], "at the positions of the outputs")):
         with pytest.raises(InputError, match=words):
             evigrad.fit(tagger().float(), (x, wrong), progress=False)
 
@@ -760,9 +760,9 @@ def test_parts_that_are_not_there() -> None:
     one = evidence(Outputs(tagger(), output="scores"), Categorical(), "ntk-6-1", 13)
     with pytest.raises(InputError, match="output='scores' of a Tensor raised AttributeError"):
         one.map_loss(x, y)
-    with pytest.raises(InputError, match="no dimension"):
+    with pytest.raises(InputError, match="must be a dimension of the outputs"):
         evidence(Outputs(tagger(), channel_dim=3), Categorical(), "ntk-6-1", 13).map_loss(x, y)
     with pytest.raises(ConfigurationError, match="channel_dim"):
         Outputs(tagger(), channel_dim=0)
-    with pytest.raises(ConfigurationError, match="output is a name"):
+    with pytest.raises(ConfigurationError, match="output must be a name"):
         Outputs(tagger(), output=1.5)  # pyright: ignore[reportArgumentType]

@@ -286,7 +286,7 @@ def test_a_loss_of_something_else_is_noticed(tmp_path: Path) -> None:
     unshifted = callback(
         split=lambda b: ({n: v for n, v in b.items() if n != "labels"}, b["labels"])
     )
-    with pytest.warns(EvigradWarning, match="own loss of two data"):
+    with pytest.warns(EvigradWarning, match="own loss of two examples"):
         trainer_of(gpt(), text(), tmp_path, unshifted, max_steps=1).train()
 
 
@@ -304,14 +304,14 @@ class Endless(IterableDataset[dict[str, Tensor]]):
 
 def test_what_is_refused(tmp_path: Path) -> None:
     cases: list[tuple[Any, dict[str, Any], str]] = [
-        (sentences(), {"label_smoothing_factor": 0.1}, "Smoothed labels"),
-        (Endless(), {"max_steps": 3}, "by position"),
+        (sentences(), {"label_smoothing_factor": 0.1}, "Label smoothing is not supported"),
+        (Endless(), {"max_steps": 3}, "by index"),
     ]
     for data, settings, words in cases:
         with pytest.raises(ConfigurationError, match=words):
             trainer_of(bert(), data, tmp_path, callback(), **settings).train()
     arguments = SimpleNamespace(deepspeed=None, fsdp="full_shard")
-    with pytest.raises(ConfigurationError, match="FSDP are not supported"):
+    with pytest.raises(ConfigurationError, match="must have all weights, got DeepSpeed or FSDP"):
         callback().on_train_begin(arguments, None, None)
 
 

@@ -1,8 +1,8 @@
 """Learn a network's hyperparameters by stochastic gradient on the marginal likelihood.
 
 The names listed here, with ``evigrad.likelihoods``, ``evigrad.priors`` and ``evigrad.errors``, are
-the public face; everything else may change. Each name is imported when it is first used: what needs
-no tensor, as ``evigrad --help``, does not wait for PyTorch.
+the public API; everything else may change without notice. Each name is imported when it is first
+used, so commands that need no tensors, such as ``evigrad --help``, do not wait for PyTorch.
 """
 
 from importlib import import_module
@@ -70,7 +70,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-if not TYPE_CHECKING:  # a type checker would take every name for one that exists
+if not TYPE_CHECKING:  # type checkers would assume that every name exists
 
     def __getattr__(name: str) -> Any:
         if name in _HOMES:

@@ -1,39 +1,37 @@
-"""Configurations: names with plain values in YAML, which build nothing and call nothing."""
+"""Configurations: YAML of names with plain values, which builds and calls nothing."""
 
 from evigrad.errors import ConfigurationError, require
 
-# Longer texts are no configuration. (What few lines with anchors stand for may fill any memory.)
+# Longer texts are not configurations. (A few lines with anchors can expand to fill any memory.)
 LONGEST = 1_000_000
 # A mapping of names, and lists of plain values in it.
 DEEPEST = 2
 
 
 def check_plain(text: str) -> None:
-    """Refuse YAML that is more than unique names with plain values and lists of these."""
+    """Raise ConfigurationError unless YAML has only unique names with plain values or lists."""
     yaml = require("yaml", "Reading a configuration", extra="cli")
     if len(text) > LONGEST:
-        raise ConfigurationError(
-            f"it has {len(text):,} characters, and at most {LONGEST:,} are read"
-        )
+        raise ConfigurationError(f"it must have at most {LONGEST:,} characters, got {len(text):,}")
     depth = 0
     try:
-        # Events and not values: nothing is built yet, and nothing is called at all.
+        # Events and not values, so that nothing is built or called.
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             line = f"line {event.start_mark.line + 1}"
             if getattr(event, "anchor", None) is not None:
                 raise ConfigurationError(
-                    f"{line} has an anchor or an alias, '{event.anchor}', which is not read: write"
-                    " the value"
+                    f"{line} has an anchor or an alias, '{event.anchor}', which is not supported:"
+                    " write the value"
                 )
             if getattr(event, "tag", None) is not None:
                 raise ConfigurationError(
-                    f"{line} has a tag, '{event.tag}', which is not read: write a plain value"
+                    f"{line} has a tag, '{event.tag}', which is not supported: write a plain value"
                 )
             depth += isinstance(event, yaml.CollectionStartEvent)
             depth -= isinstance(event, yaml.CollectionEndEvent)
             if depth > DEEPEST:
                 raise ConfigurationError(
-                    f"{line} has a value inside of a value's value: give plain ones"
+                    f"{line} has a value inside a value's value: use plain values"
                 )
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
@@ -41,4 +39,4 @@ def check_plain(text: str) -> None:
     names = [key.value for key, _ in root.value] if isinstance(root, yaml.MappingNode) else []
     for name in names:
         if names.count(name) > 1:
-            raise ConfigurationError(f"'{name}' is given twice")
+            raise ConfigurationError(f"'{name}' is set twice: remove one of the lines")

@@ -1,6 +1,6 @@
-"""Processes that share the work on one evidence: the one place that knows of ``torch.distributed``.
+"""Processes that share the work on one evidence; the only module that uses ``torch.distributed``.
 
-Each process is a *rank* of R. Wherever there is one process, nothing here does anything.
+Each process is a *rank* of R. With one process, nothing here does anything.
 """
 
 import re
@@ -27,33 +27,33 @@ else:
 
 T = TypeVar("T")
 
-# Where in the source of Gloo an error arose, which begins its text.
+# Position in the source of Gloo at the start of an error's text.
 _PLACE = re.compile(r"^\[\S*:\d+\] ")
-# The attribute of an error that other ranks were told of, whichever object did so.
+# Attribute of an error that other ranks know.
 _TOLD = "_evigrad_told"
-# Longest text of an error that other ranks are told, in bytes.
+# Longest text of an error for other ranks, in bytes.
 _TEXT = 2000
 
 
 class Ranks:
-    """The processes of a group, or the only one.
+    """The processes of a group, or the only process.
 
-    All ranks call the same methods in the same order; each call waits for the others. Results are
-    equal on all ranks, to the last bit.
+    All ranks must call the same methods in the same order, and each call waits for the other ranks.
+    Results are equal on all ranks, to the last bit.
 
     Args:
-        group: A process group, as ``torch.distributed.group.WORLD`` after ``init_process_group``;
-            or a device mesh of one dimension. None for one process.
+        group: Process group, such as ``torch.distributed.group.WORLD`` after
+            ``init_process_group``, or a device mesh of one dimension. Default: None, one process.
 
     Attributes:
-        rank: The number of this process, from 0.
-        count: R.
-        sent: Bytes that this rank has sent, beside the headers of messages. A sum of n bytes sends
-            2n(R − 1)/R (a ring), a gathered tensor or shard n(R − 1); what rank 0 gives to all is
-            counted there, n(R − 1).
+        rank: Number of this process, from 0.
+        count: Number of processes R.
+        sent: Number of bytes that this rank has sent, without the headers of messages. A sum of n
+            bytes sends 2n(R − 1)/R (a ring), and a gathered tensor or shard n(R − 1). Rank 0 counts
+            n(R − 1) for what it gives to all.
 
     Raises:
-        ConfigurationError: If it is no such group, or this process is not in it.
+        ConfigurationError: If it is another object, or this process is not in the group.
     """
 
     def __init__(self, group: Group | None = None) -> None:
@@ -63,20 +63,20 @@ class Ranks:
             return
         if not distributed.is_available() or not distributed.is_initialized():
             raise ConfigurationError(
-                "There is no process group yet: call torch.distributed.init_process_group first."
+                "There is no process group yet. Call torch.distributed.init_process_group first."
             )
         mesh: Any = group
         if hasattr(mesh, "get_group"):
             if mesh.ndim != 1:
                 raise ConfigurationError(
-                    f"The device mesh has {mesh.ndim} dimensions: give the one over the"
-                    " replicas, as mesh['replicas']."
+                    f"The device mesh must have one dimension, got {mesh.ndim}. Use the mesh over"
+                    " the replicas, such as mesh['replicas']."
                 )
             group = mesh.get_group()
         if not isinstance(group, distributed.ProcessGroup):
             raise ConfigurationError(
-                f"process_group is a process group or a device mesh, not {group!r}: say"
-                " torch.distributed.group.WORLD in a process that is one of it."
+                f"process_group must be a process group or a device mesh, got {group!r}. Use"
+                " torch.distributed.group.WORLD in a process of the group."
             )
         self._group = group
         self.rank, self.count = distributed.get_rank(group), distributed.get_world_size(group)
@@ -85,11 +85,11 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which alone writes."""
+        """Return whether this is rank 0, the only one that writes."""
         return self.rank == 0
 
     def part(self, count: int, rank: int | None = None) -> slice:
-        """A rank's part of ``count`` things, or this one's; the first may be longer by one."""
+        """Return the part of a rank (default: this one) in ``count`` items."""
         first = self.rank if rank is None else rank
         start, stop = (-(-count * index // self.count) for index in (first, first + 1))
         return slice(start, stop)
@@ -112,11 +112,11 @@ class Ranks:
         return sums
 
     def any(self, value: bool) -> bool:
-        """Whether a value is true on a rank; raises what another rank has raised before."""
+        """Return whether a value is true on a rank; raise what another rank has raised before."""
         return value if self.count == 1 else any(self._exchange(b"", int(value)))
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Each rank's tensor, in the order of ranks; they may differ in length (dimension 0)."""
+        """Return the tensors of all ranks, in order; they may differ in length (dimension 0)."""
         if self.count == 1:
             return [tensor]
         length = torch.tensor([len(tensor)], device=self._place)
@@ -138,7 +138,7 @@ class Ranks:
             self.sent += sent.nbytes * (self.count - 1) if self.is_first else 0
 
     def shared(self, value: T) -> T:
-        """Rank 0's tensors and plain values on all ranks; tensors arrive on the CPU."""
+        """Return rank 0's tensors and plain values on all ranks; tensors arrive on the CPU."""
         if self.count == 1:
             return value
         file = BytesIO()
@@ -164,22 +164,22 @@ class Ranks:
     # ------------------------------------------------------------ errors
 
     def agree(self) -> None:
-        """Raise what another rank has raised so far, before a call that would wait for it."""
+        """Raise what another rank has raised, before a call that would wait for this rank."""
         with self.together():
             pass
 
     @contextmanager
     def together(self) -> Iterator[dict[str, object]]:
-        """Raise on all ranks what one of them raises inside, so that no rank waits for ever.
+        """Raise on all ranks what one rank raises inside, so that no rank waits for ever.
 
-        Inside, ranks may compute different things, and enter it again. An exception stays what it
-        is on its own rank, and is a ``RankError`` with its text on the others.
+        Inside, ranks may compute different things, and enter it again. The other ranks raise a
+        ``RankError`` with the text of the exception.
 
         Yields:
-            A dictionary to put in, by name, what has to be the same on all ranks.
+            A dictionary for values that must be equal on all ranks, by name.
 
         Raises:
-            ConfigurationError: On all ranks, with the names of what is not the same.
+            ConfigurationError: On all ranks, with the names of values that differ.
             RankError: If another rank raised an exception.
         """
         alike: dict[str, object] = {}
@@ -200,12 +200,12 @@ class Ranks:
         is_same = (rank_digests == rank_digests[0]).all(0)
         names = [name for name, same in zip(alike, is_same, strict=True) if not same]
         raise ConfigurationError(
-            f"The {self.count} ranks differ in the {', '.join(names)}: all have to make"
-            " the same calls, with the same model, data and settings."
+            f"The {self.count} ranks differ in the {', '.join(names)}. All must make the same"
+            " calls, with the same model, data and settings."
         )
 
     def _exchange(self, text: bytes, number: int) -> list[int]:
-        """The numbers of all ranks, if all are well; ``text`` says what is wrong here."""
+        """Return the numbers of all ranks if none failed; ``text`` is the error of this rank."""
         seen = torch.tensor([len(text), number], device=self._place)
         lengths, numbers = torch.stack(self._gathered(seen)).mT.tolist()
         if any(lengths):
@@ -222,7 +222,7 @@ class Ranks:
 
     @staticmethod
     def _is_known(error: BaseException | None) -> bool:
-        """Whether the other ranks know of an error, or cannot be told."""
+        """Return whether the other ranks have seen an error, or cannot be reached."""
         while error is not None:
             if isinstance(error, RankError) or _TOLD in vars(error):
                 return True
@@ -231,14 +231,14 @@ class Ranks:
 
     @contextmanager
     def _contact(self) -> Iterator[None]:
-        """Turn a broken connection into an error that says so."""
+        """Turn the error of a broken connection into a RankError."""
         try:
             yield
         except RuntimeError as error:
             reason = _PLACE.sub("", str(error)).strip().partition(". ")[0].partition("\n")[0]
             raise RankError(
-                f"Rank {self.rank} of {self.count} has lost the others, as when one of them was"
-                f" killed, or did not answer in time ({reason})."
+                f"Rank {self.rank} of {self.count} has lost the others ({reason}). One may have"
+                " been killed, or did not answer in time."
             ) from error
 
 
@@ -268,7 +268,7 @@ def check_whole(model: nn.Module) -> None:
 
 
 def _has_any(module: str, name: str, things: Iterable[object]) -> bool:
-    """Whether one of the things is an instance of a class of ``torch.distributed``."""
-    # Importing these modules takes seconds, and whoever has something sharded has imported them.
+    """Return whether one of the objects is an instance of a class of ``torch.distributed``."""
+    # Importing these modules takes seconds. If something is sharded, they are imported already.
     kind: Any = getattr(sys.modules.get(f"torch.distributed.{module}"), name, ())
     return any(isinstance(thing, kind) for thing in things)

@@ -1,4 +1,4 @@
-"""The exceptions and the warning of evigrad, and what makes them of others' exceptions."""
+"""The exceptions and the warning of evigrad, and conversions from other exceptions."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -7,13 +7,12 @@ from importlib import import_module
 from os.path import commonprefix
 from typing import Any
 
-# Names less alike than this are other names, and a hint to one of them misleads. A slip in one of
-# few letters weighs more.
+# A hint to a less similar name would mislead. In a short name, one wrong letter weighs more.
 _ALIKE, _ALIKE_IF_SHORT, _SHORT = 0.7, 0.65, 4
-# A shorter part is in many names.
+# Shorter parts are in many names.
 _LEAST_PART = 3
 
-# Of the CPU's allocator, and of libraries that allocate past PyTorch's.
+# Messages of the CPU's allocator, and of libraries that bypass PyTorch's allocator.
 _WORDS = (
     "can't allocate memory",
     "not enough memory",
@@ -22,7 +21,7 @@ _WORDS = (
     "CUSOLVER_STATUS_ALLOC_FAILED",
 )
 
-# What autograd says of a derivative that is taken without a graph, and what to do in a model.
+# Autograd's message for a derivative without a graph, and what to do in a model.
 _NO_GRAPH = "does not require grad and does not have a grad_fn"
 _DIFFERENTIATES = (
     ". evigrad also calls the model under torch.no_grad(). A forward that takes derivatives"
@@ -32,7 +31,7 @@ _DIFFERENTIATES = (
 
 
 class EvigradError(Exception):
-    """Base of every error that evigrad raises on purpose; its text says how to mend the cause."""
+    """Base class of all evigrad errors. The message explains how to fix the problem."""
 
 
 class InputError(EvigradError, ValueError):
@@ -40,18 +39,18 @@ class InputError(EvigradError, ValueError):
 
 
 class ConfigurationError(EvigradError, ValueError):
-    """A setting that does not exist or does not fit the others."""
+    """A setting that does not exist, or does not fit the others."""
 
 
 class MemoryBudgetError(EvigradError, MemoryError):
-    """A structure whose predicted memory exceeds what is free.
+    """The predicted memory of a structure exceeds the free memory.
 
     Args:
-        need: What takes how much, and what is free.
-        cheaper: What to take instead. It ends the message.
+        need: Needed memory and free memory, in words.
+        cheaper: Advice on what to use instead. It ends the message.
 
     Attributes:
-        need: As given, for a caller that knows other ways out.
+        need: The argument, for callers with other advice.
     """
 
     def __init__(self, need: str, cheaper: str = "") -> None:
@@ -64,11 +63,11 @@ class NotFiniteError(EvigradError, ArithmeticError):
 
 
 class NotFiniteOutputError(InputError, NotFiniteError):
-    """Outputs of the model are NaN or infinite, by its inputs, weights or hyperparameters."""
+    """Outputs of the model are NaN or infinite, due to its inputs, weights or hyperparameters."""
 
 
 class NotPositiveDefiniteError(EvigradError, ArithmeticError):
-    """A matrix whose log-determinant was asked for is not positive definite."""
+    """A matrix is not positive definite, so it has no log-determinant."""
 
 
 class RankError(EvigradError, RuntimeError):
@@ -76,18 +75,18 @@ class RankError(EvigradError, RuntimeError):
 
 
 class EvigradWarning(UserWarning):
-    """Something that the user should know, but that does not stop the computation."""
+    """Something that you should know, but that does not stop the computation."""
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
-    """``" Did you mean 'x'?"`` for the nearest candidate; an empty string if none is close."""
+    """Return ``" Did you mean 'x'?"`` for the nearest candidate; an empty string if none is."""
     best = max(candidates, key=lambda candidate: _likeness(name, candidate), default="")
     return f" Did you mean '{best}'?" if _likeness(name, best) else ""
 
 
 def _likeness(name: str, other: str) -> float:
-    """How alike two names are, from 0 to 1; 0 where a slip does not lead from one to the other."""
-    # What is in front in both, as the hyphens of options or a folder, says nothing.
+    """Return how similar two names are, from 0 to 1; 0 if they differ by more than a slip."""
+    # A common start, such as the hyphens of options or a folder, says nothing.
     shared = max(commonprefix([name, other]).rfind(mark) for mark in "-/") + 1
     one, two = name[shared:].lower(), other[shared:].lower()
     short, long = sorted((one, two), key=len)
@@ -100,14 +99,14 @@ def _likeness(name: str, other: str) -> float:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names in words as ``'a', 'b'``, the first five of many."""
+    """Return names in words as ``'a', 'b'``, the first five of many."""
     shown = ", ".join(f"'{name}'" for name in names[:5])
     return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether PyTorch's allocators, Python or CUDA's libraries say that memory did not suffice."""
-    import torch  # here, as whoever only reads the help does not wait for it
+    """Return whether an error of PyTorch, Python or CUDA's libraries means out of memory."""
+    import torch  # here, so that --help does not wait for it
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
@@ -116,7 +115,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_for(what: str, cheaper: str) -> Iterator[None]:
-    """Make an allocator's error one that says ``what`` did not fit, and what is ``cheaper``.
+    """Turn an allocator's error into one that says ``what`` did not fit and what is ``cheaper``.
 
     Raises:
         MemoryBudgetError: From an allocator's error.
@@ -126,17 +125,15 @@ def memory_for(what: str, cheaper: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, EvigradError) or not is_out_of_memory(error):
             raise
-        raise MemoryBudgetError(
-            f"Memory does not suffice for {what}. Cheaper: {cheaper}."
-        ) from error
+        raise MemoryBudgetError(f"Out of memory for {what}. Use {cheaper}.") from error
 
 
 @contextmanager
 def raised_in(whose: str) -> Iterator[None]:
-    """Make an exception of the user's own code an error that says whose it is.
+    """Turn an exception of the user's code into an error that names the code.
 
-    Those of evigrad, and those that say that memory did not suffice, pass as they are. ``whose``
-    is the code and what it was given, the subject of the error's sentence.
+    evigrad's own errors and out-of-memory errors pass unchanged. ``whose`` is the code and its
+    arguments, the subject of the error's sentence.
 
     Raises:
         InputError: From any other exception.
@@ -153,16 +150,16 @@ def raised_in(whose: str) -> Iterator[None]:
 def require(module: str, purpose: str, extra: str = "data") -> Any:
     """Return a module that an extra of evigrad installs.
 
-    ``purpose`` says what needs it, as the subject of the error's sentence.
+    ``purpose`` says what needs the module, as the subject of the error's sentence.
 
     Raises:
-        EvigradError: If it is not installed.
+        EvigradError: If the module is not installed.
     """
     try:
         return import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
         raise EvigradError(
-            f"{purpose} needs the package '{package}', which is not installed: "
-            f"pip install 'evigrad[{extra}]'"
+            f"{purpose} needs the package '{package}', which is not installed. Run:"
+            f" pip install 'evigrad[{extra}]'"
         ) from error

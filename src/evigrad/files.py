@@ -1,4 +1,4 @@
-"""Files that survive a crash whole, and a folder that only one process writes into."""
+"""Files that survive a crash whole, and folders with a single writer."""
 
 import hashlib
 import os
@@ -9,12 +9,12 @@ from typing import IO
 
 from evigrad.errors import ConfigurationError
 
-# The ending of a file's name until it is whole. One that a crash leaves behind does no harm.
+# Suffix of a file until it is whole. A file that a crash leaves behind does no harm.
 PARTIAL = ".partial"
-# The bytes between a file's content and its digest.
+# Bytes between a file's content and its digest.
 _SEAL = b"\nevigrad blake2b "
 _DIGEST_BYTES = 32
-_PART_BYTES = 2**20  # that are read at once
+_PART_BYTES = 2**20  # read at once
 
 
 @contextmanager
@@ -24,18 +24,18 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigurationError(
-            f"{path} cannot be written: {error.strerror or error}. Make room for it, or name"
-            " another folder; what is there already is left as it was."
+            f"Cannot write {path}: {error.strerror or error}. Free some space, or use another"
+            " folder. Existing files were not changed."
         ) from error
 
 
 @contextmanager
 def replacing(path: Path, before: Path | None = None) -> Iterator[IO[bytes]]:
-    """Open a file for writing and reading, so that the old or the new one is whole at every moment.
+    """Open a file for writing and reading that replaces an old one only as a whole.
 
-    It is replaced on the way out, left as it is after an exception. The new file is synchronised to
-    the disk before it is renamed: it survives a power cut too. The old one becomes ``before``, if
-    it is intact by its digest.
+    The old file is replaced at the end, and stays after an exception. The new file is synchronized
+    to the disk before it is renamed, so it survives a power cut. If the old one is intact by its
+    digest, it becomes ``before``.
 
     Yields:
         The open file.
@@ -51,14 +51,14 @@ def replacing(path: Path, before: Path | None = None) -> Iterator[IO[bytes]]:
                 os.replace(path, before)
             os.replace(partial, path)
         except BaseException:
-            with suppress(OSError):  # as on a read-only disk
+            with suppress(OSError):  # such as on a read-only disk
                 partial.unlink(missing_ok=True)
             raise
     _sync_names(path.parent)
 
 
 def seal(file: IO[bytes]) -> None:
-    """Append a digest, by which ``is_intact`` finds any changed bit; ``torch.load`` ignores it."""
+    """Append a digest, by which ``is_intact`` detects changes; ``torch.load`` ignores it."""
     size = file.seek(0, os.SEEK_END)
     digest = _digest(file, size)
     file.seek(size)
@@ -66,7 +66,7 @@ def seal(file: IO[bytes]) -> None:
 
 
 def is_intact(path: Path) -> bool | None:
-    """Whether content and digest agree; None for a file that ends without a digest."""
+    """Return whether content and digest agree; None if the file has no digest."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END) - len(_SEAL) - _DIGEST_BYTES
         file.seek(max(size, 0))
@@ -84,7 +84,7 @@ def _digest(file: IO[bytes], size: int) -> bytes:
 
 
 def _sync_names(folder: Path) -> None:
-    """Write a folder's directory entries to the disk, where the system can."""
+    """Write a folder's directory entries to the disk, if the system can."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -97,12 +97,11 @@ def _sync_names(folder: Path) -> None:
 def sole_writer(folder: Path, wait: bool = False) -> Iterator[None]:
     """Keep other processes, and other runs of this one, from writing into an existing folder.
 
-    The operating system's lock on the folder itself leaves no file, and ends with the process.
-    Where the file system has no locks, nothing is locked. With ``wait`` it takes its turn where the
-    folder is locked.
+    The operating system's lock on the folder leaves no file, and ends with the process. If the file
+    system has no locks, nothing is locked. ``wait`` waits until the folder is unlocked.
 
     Raises:
-        ConfigurationError: If the folder is locked, without ``wait``.
+        ConfigurationError: If the folder is locked and ``wait`` is False.
     """
     with ExitStack() as stack:
         try:
@@ -113,8 +112,8 @@ def sole_writer(folder: Path, wait: bool = False) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise ConfigurationError(
-                f"Another process is writing into {folder}: the run goes on there. Wait until it is"
-                " done, or end it first."
+                f"Another process is writing into {folder}. Wait until it has finished, or stop it"
+                " first."
             ) from None
         except (ImportError, OSError):  # not a POSIX system, or no locks
             pass

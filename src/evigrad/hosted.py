@@ -1,4 +1,4 @@
-"""Learning inside of another library's training loop, whose callbacks say when it takes a step."""
+"""Learning inside another library's training loop, whose callbacks report its steps."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -28,24 +28,25 @@ TARGETS = ("labels", "label")
 
 
 class HostedLearner:
-    """A learner beside a network that another library trains, with a loss and an optimiser of its.
+    """A learner for a network that another library trains, with its own loss and optimizer.
 
-    The prior's decay goes into the gradients before each step of the optimiser, whichever it is.
-    Rounds follow steps, not epochs: fine-tuning has few epochs. Several processes that train
-    replicas take the same rounds, from the same seed, and then the numbers of the first one.
-    ``settings`` are those of ``fit``, without the number of epochs; ``loss`` is what the trainer
-    minimises: ``nll``, or ``mse`` over data and outputs.
+    The prior's decay is added to the gradients before each step of the optimizer. Rounds follow
+    steps, not epochs, because fine-tuning has few epochs. Several processes that train replicas
+    take the same rounds from the same seed, and then use the numbers of the first one.
+    ``settings`` are the settings of ``fit``, without the number of epochs. ``loss`` is the loss
+    that the trainer minimizes: ``nll``, or ``mse`` over examples and outputs.
     """
 
     def __init__(self, settings: Settings, loss: Literal["nll", "mse"]) -> None:
         if settings.estimator is None:
             raise ConfigurationError(
-                "The callback learns by the estimate of a named estimator, as ntk-400-1, not None."
+                "estimator must be the name of an estimator, got None. Use a name such as"
+                " ntk-400-1."
             )
         if settings.schedule.epochs is not None:
             raise ConfigurationError(
-                "How long training takes is the trainer's to say: leave epochs=... out of the"
-                " schedule."
+                "The trainer decides how long training takes, got Schedule(epochs="
+                f"{settings.schedule.epochs}). Remove epochs=... from the schedule."
             )
         check_choice("loss", loss, LOSSES)
         self.settings, self.loss = settings, loss
@@ -54,30 +55,32 @@ class HostedLearner:
 
     @property
     def learner(self) -> Learner:
-        """The learner, once training has begun."""
+        """Return the learner, after training has started."""
         if self._learner is None:
-            raise ConfigurationError("There is no evidence yet: training has not begun.")
+            raise ConfigurationError(
+                "There is no evidence before training has started. Start training first."
+            )
         return self._learner
 
     @property
     def history(self) -> list[Row]:
-        """One row for each round: the number of steps before it, and what ``fit`` records."""
+        """Return one row per round: the number of steps before it, and the columns of ``fit``."""
         return [] if self._learner is None else self._learner.history
 
     @property
     def evidence(self) -> Evidence:
-        """The evidence of the network that is trained."""
+        """Return the evidence of the network that is trained."""
         return self.learner.evidence
 
     @property
     def learns_in_first_epoch(self) -> bool:
-        """Whether a round follows a step of the first epoch, or went before it."""
+        """Return whether a round follows a step of the first epoch, or came before it."""
         return bool(self.history) or planned(self.learner.schedule.burn_in) <= self._epoch
 
     def begin(
         self, network: nn.Module, data: Any, optimizer: Optimizer, *, steps: int, epoch: int
     ) -> None:
-        """Make the evidence for ``steps`` steps of an optimiser, ``epoch`` of them in an epoch."""
+        """Make the evidence for ``steps`` optimizer steps, ``epoch`` of them per epoch."""
         s = self.settings.schedule
         check_burn_in(s.burn_in, -(-steps // epoch))
         schedule = replace(
@@ -95,8 +98,8 @@ class HostedLearner:
             isinstance(evidence.likelihood, Gaussian) and evidence.likelihood.log_noise.ndim == 0
         ):
             raise ConfigurationError(
-                "loss='mse' is for a Gaussian likelihood with one noise for all outputs, as"
-                " likelihood='gaussian'."
+                "loss='mse' needs a Gaussian likelihood with one noise for all outputs, got another"
+                " likelihood. Use likelihood='gaussian'."
             )
         take_over(optimizer, evidence)
         self._optimizer, self._epoch = optimizer, epoch
@@ -106,9 +109,9 @@ class HostedLearner:
             self._state = None
 
     def before_step(self) -> None:
-        """Complete the gradients of a step: the prior's decay is added, other parts are dropped.
+        """Complete the gradients of a step: add the prior's decay, and drop other parts.
 
-        The optimiser may hold hyperparameters of the model, which no training loss may move.
+        The optimizer may hold hyperparameters of the model, which no training loss may change.
         """
         for name, parameter in self.evidence.hyperparameters().items():
             if name.startswith("model."):
@@ -119,11 +122,11 @@ class HostedLearner:
         self.evidence.add_weight_decay(self._optimizer, scale=scale)
 
     def after_step(self) -> Row | None:
-        """Count a step of the optimiser, and learn if a round is due; returns its row."""
+        """Count an optimizer step, take a round if one is due, and return its row."""
         if self.learner.step() is None:
             return None
         if distributed.is_available() and distributed.is_initialized():
-            # Rounding differs between devices: without this, replicas would drift apart.
+            # Rounding differs between devices, and replicas would drift apart without this.
             with torch.no_grad():
                 for parameter in self.evidence.hyperparameters().values():
                     distributed.broadcast(parameter, 0)
@@ -137,18 +140,18 @@ class HostedLearner:
         return {"learner": self._learner.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep a state for when training begins; an empty one changes nothing."""
+        """Keep a state for the start of training; an empty one changes nothing."""
         self._state = state or None
 
 
 def take_over(optimizer: Optimizer, evidence: Evidence) -> None:
-    """Set the decay to 0 where the prior's takes its place; the optimiser must hold all weights."""
+    """Set the weight decay to 0 for the prior's weights; the optimizer must hold all of them."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     weights = evidence.weights()
     if missing := [name for name, weight in weights.items() if id(weight) not in held]:
         raise ConfigurationError(
-            f"The optimiser does not hold {listed(missing)}, which the prior has for weights: give"
-            " them to the optimiser, or freeze them (requires_grad_(False))."
+            f"The optimizer must hold all weights of the prior, got one without {listed(missing)}."
+            " Pass them to the optimizer, or freeze them (requires_grad_(False))."
         )
     weight_ids = {id(weight) for weight in weights.values()}
     for group in optimizer.param_groups:
@@ -157,7 +160,7 @@ def take_over(optimizer: Optimizer, evidence: Evidence) -> None:
 
 
 def as_pair(batch: Any) -> tuple[Any, Tensor]:
-    """Inputs and targets of a pair, or of a dictionary with ``labels`` or ``label``."""
+    """Return inputs and targets of a pair, or of a dictionary with ``labels`` or ``label``."""
     if isinstance(batch, Mapping):
         for key in TARGETS:
             if key in batch:
@@ -166,15 +169,15 @@ def as_pair(batch: Any) -> tuple[Any, Tensor]:
         return batch[0], batch[1]
     what = f"{list(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
     raise InputError(
-        f"A batch of the training data is {what}, neither (x, y) nor a dictionary with"
-        f" {' or '.join(TARGETS)}: say split=... , a function from a batch to (x, y)."
+        f"A batch of the training data must be (x, y) or a dictionary with {' or '.join(TARGETS)},"
+        f" got {what}. Set split=..., a function from a batch to (x, y)."
     )
 
 
 def loader_of_pairs(
     loader: DataLoader[Any], split: Callable[[Any], tuple[Any, Tensor]]
 ) -> DataLoader[Any]:
-    """The data set of a loader, with its workers, in batches that are pairs (x, y)."""
+    """Return the data set of a loader, with its workers, in batches that are pairs (x, y)."""
     check_sampler(loader)
     return DataLoader(
         loader.dataset,

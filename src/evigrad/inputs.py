@@ -1,6 +1,6 @@
-"""What goes into a model and what comes out: trees of tensors, positions of outputs, and calls.
+"""Inputs and outputs of a model: trees of tensors, positions of outputs, and calls.
 
-Inputs are one tensor, or a tree of tensors whose first dimension counts the data.
+Inputs are one tensor, or a tree of tensors whose first dimension counts examples.
 """
 
 import inspect
@@ -19,58 +19,58 @@ from evigrad.errors import ConfigurationError, InputError, raised_in
 
 DATA_MIX = (
     "The model's output for an example changes from call to call, or with the other examples of"
-    " the batch, so that its Jacobian is not defined. Make sure that the forward pass is"
+    " the batch, so its Jacobian is not defined. Make sure that the forward pass is"
     " deterministic in evaluation mode and that no layer, such as normalization with batch"
     " statistics, mixes examples (track_running_stats=True helps)."
 )
-# PyTorch's words where a batch of one has no statistics.
+# PyTorch's message if a batch of one has no statistics.
 _BATCH_STATISTICS = "Expected more than 1 value per channel"
-# Numbers of other types travel through a model's inputs as float64, which holds these integers.
+# Numbers of other types pass through a model's inputs as float64, which can hold these integers.
 _LARGEST_INTEGER = 2**53
-# Dimensions of outputs (m, …, C), at least.
+# Minimum number of dimensions of outputs (m, …, C).
 _WITH_POSITIONS = 3
-# Names of the model inside of a wrapper: of torch.compile, of the checkpointing of activations, and
-# of DataParallel and DistributedDataParallel.
+# Names of the model in a wrapper: torch.compile, activation checkpointing, and DataParallel or
+# DistributedDataParallel.
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "module")
-# Where a module around a model has it.
+# Attribute of a module around a model that holds the model.
 _MODEL = "_evigrad_model"
 
 
 class _Joined:
-    """Tensors that are moved together as one tensor is."""
+    """Tensors that move together like one tensor."""
 
     def named(self) -> list[tuple[str, Tensor]]:
-        """The tensors (n, ...) with words for their places, in a fixed order."""
+        """Return the tensors (n, ...) with names of their places, in a fixed order."""
         raise NotImplementedError
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The same containers with another tensor in the place of each."""
+        """Return the same containers, with ``function`` applied to each tensor."""
         raise NotImplementedError
 
     def leaves(self) -> list[Tensor]:
-        """The tensors (n, ...), in a fixed order."""
+        """Return the tensors (n, ...), in a fixed order."""
         return [leaf for _, leaf in self.named()]
 
     @property
     def device(self) -> torch.device:
-        """The device of all tensors."""
+        """Return the device of all tensors."""
         return self.leaves()[0].device
 
     def to(self, device: torch.device) -> Self:
-        """The same on a device."""
+        """Return a copy on a device."""
         return self.map(lambda leaf: leaf.to(device))
 
     def clone(self) -> Self:
-        """The same in memory of its own."""
+        """Return a copy in its own memory."""
         return self.map(Tensor.clone)
 
     def detach(self) -> Self:
-        """The same without a graph."""
+        """Return the same tensors without a graph."""
         return self.map(Tensor.detach)
 
 
 class Tree(_Joined):
-    """Containers of tensors that share dim 0, nested; ``as_inputs`` makes one of ``value``."""
+    """Nested containers of tensors that share dimension 0; ``as_inputs`` makes it."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -82,7 +82,7 @@ class Tree(_Joined):
         return type(self)(mapped(function, self.value))
 
     def with_leaves(self, leaves: Sequence[Tensor]) -> "Tree":
-        """The same containers with these tensors."""
+        """Return the same containers with these tensors."""
         leaf_iterator = iter(leaves)
         return self.map(lambda _: next(leaf_iterator))
 
@@ -90,18 +90,18 @@ class Tree(_Joined):
         return len(self.leaves()[0])
 
     def __getitem__(self, index: Any) -> "Tree":
-        """Some of the data, by a slice or by positions (m,)."""
+        """Return some examples, by a slice or by positions (m,)."""
         if isinstance(index, Tensor):
             index = index.to(self.device)
         return self.map(lambda leaf: leaf[index])
 
 
 class AtPositions(_Joined):
-    """Inputs for outputs (m, …, C) at single positions, each of which is a datum of its own.
+    """Inputs for outputs (m, …, C) at single positions. Each position counts as one example.
 
-    ``whole`` are the inputs, each once, and ``data`` (n,) says which of them a position belongs to;
-    None where each has one. The ``positions`` (n,) are counted through all dimensions between first
-    and last; ``count`` is how many a datum's outputs have, where that is known.
+    ``whole`` are the inputs, each once. ``data`` (n,) is the index of the input of each position,
+    or None if each position has its own input. The ``positions`` (n,) count through all dimensions
+    between the first and the last. ``count`` is the number of positions per example, if known.
     """
 
     def __init__(
@@ -111,12 +111,12 @@ class AtPositions(_Joined):
 
     @classmethod
     def every(cls, whole: Tensor | Tree, count: int) -> "AtPositions":
-        """All of ``count`` positions of all data."""
+        """Return all of ``count`` positions of all examples."""
         number = torch.arange(len(whole) * count, device=whole.device)
         return cls(whole, number // count, number % count)
 
     def alone(self) -> "AtPositions":
-        """The same, with a copy of its inputs for each position."""
+        """Return the same positions, with a copy of the inputs for each."""
         if self.data is None:
             return self
         return AtPositions(self.whole[self.data], None, self.positions, self.count)
@@ -132,12 +132,12 @@ class AtPositions(_Joined):
         return type(self)(whole, data, function(self.positions), self.count)
 
     def with_leaves(self, leaves: Sequence[Tensor]) -> "AtPositions":
-        """The same containers with these tensors."""
+        """Return the same containers with these tensors."""
         whole = with_tensors(self.whole, leaves[:-1])
         return AtPositions(whole, None, leaves[-1], self.count)
 
     def of_outputs(self, f: object) -> Float[Tensor, "n C"]:
-        """The outputs at the positions, from those of the whole data, which are checked."""
+        """Return the outputs at the positions from checked outputs of the whole inputs."""
         if (
             not isinstance(f, Tensor)
             or f.dim() < _WITH_POSITIONS
@@ -146,20 +146,20 @@ class AtPositions(_Joined):
         ):
             description = tuple(f.shape) if isinstance(f, Tensor) else type(f).__name__
             raise InputError(
-                f"For {len(self.whole)} data the model returned {description}, and before that"
-                " outputs (m, …, C): it must return one shape for inputs of one shape."
+                f"The model must return one shape for inputs of one shape, got {description} for"
+                f" {len(self.whole)} examples, and outputs (m, …, C) before."
             )
         f = f.flatten(1, -2)
         if self.data is not None:
             return f[self.data, self.positions]
-        # Not an index, because this is known to mix no data.
+        # Not an index, because this is known to mix no examples.
         return f.gather(1, self.positions.view(-1, 1, 1).expand(-1, 1, f.shape[2])).squeeze(1)
 
     def __len__(self) -> int:
         return len(self.positions)
 
     def __getitem__(self, index: Any) -> "AtPositions":
-        """Some of the positions, by a slice or by numbers (n,)."""
+        """Return some positions, by a slice or by numbers (n,)."""
         if isinstance(index, Tensor):
             index = index.to(self.positions.device)
         if self.data is None:
@@ -168,7 +168,7 @@ class AtPositions(_Joined):
 
     @property
     def device(self) -> torch.device:
-        """The device of all tensors."""
+        """Return the device of all tensors."""
         return self.positions.device
 
 
@@ -176,67 +176,73 @@ Inputs = Tensor | Tree | AtPositions
 
 
 def as_inputs(value: Any) -> Inputs:
-    """A tensor as it is, and containers of tensors as a ``Tree``, checked to fit together."""
+    """Return a tensor as it is, and containers of tensors as a checked ``Tree``."""
     if isinstance(value, Tensor) and value.layout != torch.strided:
-        raise InputError("The inputs are a sparse tensor: give x.to_dense().")
+        raise InputError("Inputs must be dense, got a sparse tensor. Use x.to_dense().")
     if isinstance(value, Inputs):
         return value
     if not isinstance(value, Mapping | tuple | list):
         raise InputError(
-            "Inputs must be a tensor, or dictionaries, tuples or lists of tensors, not"
+            "Inputs must be a tensor, or dictionaries, tuples or lists of tensors, got"
             f" {type(value).__name__}."
         )
-    # Plain dictionaries in the place of other mappings, as of a tokenizer's batch.
+    # Plain dictionaries replace other mappings, such as a tokenizer's batch.
     tree = Tree(mapped(lambda part: part, value))
     parts = tree.named()
     for name, part in parts:
         if not isinstance(part, Tensor):
             raise InputError(
-                f"{name} of the inputs is a {type(part).__name__}, not a tensor: convert it, or"
-                " leave it out."
+                f"{name} of the inputs must be a tensor, got {type(part).__name__}. Convert or"
+                " remove it."
             )
         if part.layout != torch.strided:
-            raise InputError(f"{name} of the inputs is a sparse tensor: give its to_dense().")
+            raise InputError(
+                f"{name} of the inputs must be dense, got a sparse tensor. Use its to_dense()."
+            )
         if part.dim() == 0:
-            raise InputError(f"{name} of the inputs has no dimension that counts the data.")
+            raise InputError(
+                f"{name} of the inputs must have a first dimension that counts examples, got a"
+                " single number."
+            )
         if part.is_complex():
             raise InputError(
-                f"{name} of the inputs is complex: give torch.view_as_real of it and put it"
-                " together in forward."
+                f"{name} of the inputs must be real, got complex numbers. Pass torch.view_as_real"
+                " of it, and call torch.view_as_complex in forward."
             )
     if not parts:
-        raise InputError("The inputs hold no tensor.")
+        raise InputError("Inputs must hold a tensor, got none.")
     (first, one), *other_parts = parts
     for name, part in other_parts:
         if len(part) != len(one):
             raise InputError(
-                f"{first} of the inputs holds {len(one)} data and {name} {len(part)}: the first"
-                " dimension of all parts counts the data."
+                f"All parts of the inputs must have the same number of examples, got {len(one)} in"
+                f" {first} and {len(part)} in {name}. Their first dimension counts examples."
             )
         if part.device != one.device:
             raise InputError(
-                f"{first} of the inputs is on {one.device} and {name} on {part.device}: move one."
+                f"All parts of the inputs must be on one device, got {one.device} for {first} and"
+                f" {part.device} for {name}. Move one."
             )
     return tree
 
 
 def tensors_of(x: Inputs) -> list[Tensor]:
-    """The tensors of some inputs."""
+    """Return the tensors of some inputs."""
     return [x] if isinstance(x, Tensor) else x.leaves()
 
 
 def each_once(x: Inputs) -> Tensor | Tree:
-    """The inputs of whole data, each once."""
+    """Return the inputs of whole examples, each once."""
     return x.whole if isinstance(x, AtPositions) else x
 
 
 def with_tensors(x: Tensor | Tree, tensors: Sequence[Tensor]) -> Tensor | Tree:
-    """The containers of ``x`` with other tensors."""
+    """Return the containers of ``x`` with other tensors."""
     return tensors[0] if isinstance(x, Tensor) else x.with_leaves(tensors)
 
 
 def layout(x: Inputs) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    """The place, the shape of a datum, and the type of each tensor."""
+    """Return the place, the shape of an example, and the type of each tensor."""
     if isinstance(x, AtPositions):
         return [*layout(x.whole), ("position", (), torch.int64)]
     named = [("x", x)] if isinstance(x, Tensor) else x.named()
@@ -244,13 +250,13 @@ def layout(x: Inputs) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
 
 
 def stacked(values: list[Any], what: str) -> Any:
-    """One tensor, or containers of tensors, of as many data; ``what`` are x or y, for errors."""
+    """Return one tensor, or containers of tensors; ``what`` is x or y, for errors."""
     if all(isinstance(value, Tensor) for value in values):
         shapes = {tuple(value.shape) for value in values}
         if len(shapes) > 1:
             raise InputError(
-                f"The {what} of different items have different shapes, {sorted(shapes)[:3]}: they"
-                " cannot be stacked. Pad them, or give a DataLoader whose collate_fn does."
+                f"All {what} must have one shape to be stacked, got {sorted(shapes)[:3]}. Pad them,"
+                " or pass a DataLoader whose collate_fn does."
             )
         return torch.stack(values)
     first = values[0]
@@ -260,7 +266,7 @@ def stacked(values: list[Any], what: str) -> Any:
         return _made(first, (stacked(list(parts), what) for parts in zip(*values, strict=True)))
     if all(value is None for value in values):
         return None
-    raise InputError(f"The {what} of different items have different parts.")
+    raise InputError(f"All {what} must have the same parts. Check the items of the data set.")
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -281,7 +287,7 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Containers with another part in the place of each; None stays None."""
+    """Return containers with ``function`` applied to each part; None stays None."""
     if isinstance(value, Mapping):
         return {key: mapped(function, part) for key, part in value.items()}
     if isinstance(value, tuple | list):
@@ -290,20 +296,20 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _made(like: Any, parts: Any) -> Any:
-    """A container of the same kind; a named tuple takes its fields one by one."""
+    """Return a container of the same kind; a named tuple takes its fields one by one."""
     return type(like)(*parts) if hasattr(like, "_fields") else type(like)(parts)
 
 
 def check_integers(x: Inputs) -> None:
-    """Refuse integers that a packed tree would round."""
+    """Raise InputError for integers that a packed tree would round."""
     x = each_once(x)
     for name, part in [] if isinstance(x, Tensor) else x.named():
         if part.dtype in (torch.int64, torch.uint64) and bool(
             (part.abs() > _LARGEST_INTEGER).any()
         ):
             raise InputError(
-                f"{name} of the inputs holds integers beyond 2^53, which would be rounded: number"
-                " the categories from 0 on."
+                f"{name} of the inputs must hold integers of at most 2^53, got larger ones, which"
+                " would be rounded. Number the categories from 0."
             )
 
 
@@ -314,7 +320,7 @@ _wanted: ContextVar[AtPositions | None] = ContextVar("wanted", default=None)
 
 
 def called(model: nn.Module, x: Inputs) -> object:
-    """Return the outputs of the model for a copy of some inputs, which it may change in place."""
+    """Return the outputs of the model for a copy of the inputs, which it may change in place."""
     if isinstance(x, AtPositions):
         return x.of_outputs(called(model, x.whole))
     if isinstance(model, Outputs):
@@ -334,13 +340,13 @@ def _result(model: nn.Module, x: Tensor | Tree) -> Any:
     )
     how = "keyword arguments" if named else f"{len(positional)} positional arguments"
     how = "one argument" if len(positional) == 1 else how
-    with _raised_by(model, f"The model, given {len(x)} data of {words} as {how},"):
+    with _raised_by(model, f"The model, given {len(x)} examples of {words} as {how},"):
         return model(*positional, **named)
 
 
 @contextmanager
 def _raised_by(model: nn.Module, whose: str) -> Iterator[None]:
-    """``raised_in``, but a layer that needs several examples in evaluation mode mixes them."""
+    """Act as ``raised_in``, with an error of its own for batch statistics in evaluation mode."""
     with raised_in(whose):
         try:
             yield
@@ -354,7 +360,7 @@ def _raised_by(model: nn.Module, whose: str) -> Iterator[None]:
 def noted_calls(
     modules: Iterable[nn.Module], note: Callable[[nn.Module, tuple[Any, ...], Any], None]
 ) -> Iterator[None]:
-    """Give each call of one of the modules inside, its arguments and its result, to ``note``."""
+    """Pass each call of one of the modules, its arguments and its result, to ``note``."""
     handles = [module.register_forward_hook(note) for module in modules]
     try:
         yield
@@ -364,7 +370,7 @@ def noted_calls(
 
 
 def output_layer(model: nn.Module, x: Tensor | Tree) -> tuple[object, nn.Linear | None]:
-    """Return the outputs, and the linear layer that makes them in one call of one argument."""
+    """Return the outputs, and the linear layer that computes them in one call, if any."""
     seen: dict[nn.Linear, list[tuple[int, Any]]] = {}
 
     def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -381,7 +387,7 @@ def output_layer(model: nn.Module, x: Tensor | Tree) -> tuple[object, nn.Linear 
 
 
 def called_at(model: nn.Module, layer: nn.Linear, x: AtPositions) -> object:
-    """The outputs (n, C) where ``layer`` makes them, which acts on the positions alone."""
+    """Return the outputs (n, C) with ``layer``, which computes them, only at the positions."""
 
     def gather(_: nn.Module, inputs: tuple[Any, ...]) -> Any:
         if (at_positions := _wanted.get()) is None:  # a call in another thread
@@ -398,7 +404,7 @@ def called_at(model: nn.Module, layer: nn.Linear, x: AtPositions) -> object:
 
 
 def scores_of(output: object) -> Any:
-    """The ``logits`` of an object that has them; anything else as it is."""
+    """Return the ``logits`` of an object that has them, or the object."""
     logits = getattr(output, "logits", None)
     return logits if isinstance(logits, Tensor) else output
 
@@ -406,8 +412,8 @@ def scores_of(output: object) -> Any:
 def arguments(model: nn.Module, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return positional and named arguments of ``forward`` for the value of a ``Tree``.
 
-    A dictionary goes in as keyword arguments where ``forward`` takes all of its keys, and a tuple
-    as positional ones where ``forward`` asks for as many; else each is one argument.
+    A dictionary becomes keyword arguments if ``forward`` accepts all of its keys. A tuple becomes
+    positional arguments if ``forward`` requires this number. Otherwise each is one argument.
     """
     parameters = inspect.signature(model.forward).parameters.values()
     kinds = {parameter.name: parameter.kind for parameter in parameters}
@@ -428,7 +434,7 @@ def arguments(model: nn.Module, value: Any) -> tuple[tuple[Any, ...], dict[str, 
 
 
 class Transparent(nn.Module):
-    """A module around a model, with its parameters, buffers, submodules and mode, by its names."""
+    """A module around a model, with the model's parameters, buffers, submodules and mode."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -439,29 +445,29 @@ class Transparent(nn.Module):
 
     @property
     def training(self) -> bool:
-        """The model's own mode."""
+        """Return the model's own mode."""
         return inside(self).training
 
     @training.setter
     def training(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, mode: bool
     ) -> None:
-        if _MODEL in self.__dict__:  # not yet while this module is initialised
+        if _MODEL in self.__dict__:  # not yet while this module is initialized
             inside(self).training = mode
 
 
 def inside(module: Transparent) -> nn.Module:
-    """Return the model, which is no attribute: a submodule of it may have any name."""
+    """Return the model, which is not an attribute: its submodules may have any name."""
     return module.__dict__[_MODEL]
 
 
 def bare_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Return names without the parts that ``DataParallel`` and ``torch.compile`` add, by name.
 
-    ``names`` are those of a model's parameters, buffers or modules; the model may be wrapped, or
+    ``names`` are names of a model's parameters, buffers or modules. The model may be wrapped, or
     have wrapped modules.
     """
-    # By their paths, as a user's own submodule may have the name ``module`` too.
+    # By paths, because a custom submodule may have the name ``module`` too.
     wrapped = {
         f"{path}.{part}" if path else part
         for path, module in model.named_modules(remove_duplicate=False)
@@ -486,7 +492,7 @@ def _is_parallel(module: nn.Module) -> bool:
 
 
 def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> dict[str, nn.Parameter]:
-    """The parameters of a model by their ``bare_names``; shared ones once, or under each name."""
+    """Return a model's parameters by ``bare_names``; shared ones once, or under each name."""
     named = dict(model.named_parameters(remove_duplicate=remove_duplicate))
     bare = bare_names(model, named)
     return {bare[name]: parameter for name, parameter in named.items()}
@@ -512,20 +518,29 @@ def with_bare_names(model: nn.Module, state: Any) -> Any:
 
 
 class Outputs(Transparent):
-    """A model whose outputs are a part of what it returns, or have their channels elsewhere.
+    """Select the outputs from what a model returns, or move their channels last.
 
-    Its parameters and buffers are the model's own, by the same names. Take it in the place of the
-    model, in ``fit``, ``Evidence`` and everywhere else. What draws or averages, as ``Averaged``,
-    goes around it.
+    Pass it instead of the model to ``fit`` and ``Evidence``. It has the model's parameters and
+    buffers by the same names. Wrappers such as ``Averaged`` must be applied outside it.
 
     Args:
         model: Any module.
         output: Which part of the result: the name of an attribute or a key, an index, or a function
-            of the result. Default: the result itself, or its ``logits`` where it has them.
-        channel_dim: The dimension that counts the C outputs, as 1 for images (m, C, height, width).
+            of the result. Default: the result itself, or its ``logits`` if it has them.
+        channel_dim: Dimension of the C outputs, such as 1 for images (m, C, height, width).
+            Default: −1, the last.
 
     Raises:
         ConfigurationError: If ``output`` or ``channel_dim`` is something else.
+
+    Examples:
+        >>> import torch
+        >>> from evigrad import Outputs
+        >>> model = Outputs(torch.nn.Conv2d(1, 5, 1), channel_dim=1)
+        >>> model(torch.zeros(2, 1, 8, 8)).shape
+        torch.Size([2, 8, 8, 5])
+
+    See also: docs/usage.md.
     """
 
     def __init__(
@@ -536,17 +551,19 @@ class Outputs(Transparent):
     ) -> None:
         super().__init__(model)
         if not (output is None or isinstance(output, str | int) or callable(output)):
-            raise ConfigurationError(f"output is a name, an index or a function, not {output!r}.")
+            raise ConfigurationError(
+                f"output must be a name, an index or a function, got {output!r}."
+            )
         if not isinstance(channel_dim, int) or channel_dim == 0:
             raise ConfigurationError(
-                f"channel_dim is a dimension of the outputs, not {channel_dim!r}; dim 0 counts the"
-                " data."
+                f"channel_dim must be a dimension of the outputs other than 0, which counts"
+                f" examples, got {channel_dim!r}."
             )
-        # Not registered: a module given as a function has its own place in the model.
+        # Not registered, because a module that is given as a function has its own place.
         self.__dict__["_output"], self.__dict__["_channel_dim"] = output, channel_dim
 
     def forward(self, *positional: Any, **named: Any) -> Any:
-        """The outputs for arguments of the model."""
+        """Return the outputs for arguments of the model."""
         return _part(self, inside(self)(*positional, **named))
 
 
@@ -565,6 +582,7 @@ def _part(module: Outputs, result: Any) -> Any:
         return result
     if not -result.dim() <= dim < result.dim():
         raise InputError(
-            f"channel_dim={dim} is no dimension of outputs of shape {tuple(result.shape)}."
+            f"channel_dim must be a dimension of the outputs of shape {tuple(result.shape)}, got"
+            f" {dim}."
         )
     return result.movedim(dim, -1)

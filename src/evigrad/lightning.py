@@ -1,6 +1,6 @@
-"""Learned weight decay, noise and hyperparameters in a Lightning ``Trainer``.
+"""A Lightning callback that learns weight decay, noise and hyperparameters.
 
-It needs Lightning, ``pip install 'evigrad[lightning]'``; nothing else in evigrad imports it.
+It needs Lightning, ``pip install 'evigrad[lightning]'``. Nothing else in evigrad imports it.
 """
 
 import copy
@@ -26,7 +26,7 @@ from evigrad.training.settings import Laplace, Optimization, Schedule, Settings
 
 __all__ = ["EvidenceCallback"]
 
-# Without its types, so that type checkers need not read all of Lightning.
+# Any, so that type checkers need not read all of Lightning.
 pl: Any = require(
     "pytorch_lightning" if find_spec("lightning") is None else "lightning.pytorch",
     "evigrad.lightning",
@@ -37,42 +37,52 @@ STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 
 
 class EvidenceCallback(pl.Callback):
-    """Learns weight decay, noise and hyperparameters by the evidence, while a ``Trainer`` trains.
+    """Learn weight decay, noise and hyperparameters by the evidence in a Lightning ``Trainer``.
 
-    The prior takes the place of the optimiser's ``weight_decay``, which is set to 0: before each
-    step, and before gradients are clipped, (T/N) δ (w − w₀) is added to the gradients, with the
-    learned precisions δ. Rounds follow optimiser steps: by default about twenty, after a tenth of
-    training. The ``training_step`` stays as it is, and minimises the mean negative log likelihood
-    or (``loss="mse"``) the mean squared error.
+    The learned prior replaces the optimizer's ``weight_decay``, which is set to 0. Before each
+    step, and before gradients are clipped, the callback adds (T/N) δ (w − w₀) to the gradients,
+    with the learned precisions δ. Rounds follow optimizer steps: by default about twenty, after a
+    tenth of training. Your ``training_step`` does not change. It must minimize the mean negative
+    log likelihood or, with ``loss="mse"``, the mean squared error.
 
-    Of each round the log evidence per datum, precisions and noise go to the trainer's loggers, and
-    at the end of an epoch also to ``trainer.callback_metrics``, for callbacks that monitor them.
-    The state is in Lightning's checkpoints: ``ckpt_path=...`` goes on with the same numbers. Under
-    DDP all processes take the same rounds.
+    Each round sends the log evidence per example, precisions and noise to the trainer's loggers,
+    and at the end of an epoch to ``trainer.callback_metrics``. Lightning's checkpoints contain the
+    state, so ``ckpt_path=...`` resumes with the same numbers. Under DDP all processes take the same
+    rounds.
 
     Args:
-        network: Name of the module's submodule that maps inputs to outputs, as ``"net"``, or a
-            function from the module to the network, as ``lambda module: evigrad.Outputs(module.net,
-            channel_dim=1)``. Default: the ``LightningModule`` itself, by its ``forward``.
-        data: All training data as for ``evigrad.fit``, where they are not those of the trainer's
-            training loader, or are to be read without its random transforms.
-        split: Makes inputs and targets (x, y) of a batch of the training loader. Default: a pair as
-            it is; of a dictionary ``labels`` or ``label`` are the targets, the rest are inputs.
-        loss: What ``training_step`` minimises: ``nll`` or ``mse``.
-        likelihood: As for ``evigrad.fit``, and so are all that follow.
+        network: Name of the module's submodule that maps inputs to outputs, such as ``"net"``, or a
+            function from the module to the network, such as ``lambda module:
+            evigrad.Outputs(module.net, channel_dim=1)``. Default: the ``LightningModule`` itself,
+            by its ``forward``.
+        data: All training data; see ``evigrad.fit``. Set it if they are not the data of the
+            training loader, or to read them without random transforms.
+        split: Function from a batch of the training loader to inputs and targets (x, y). Default:
+            a pair is used as it is; in a dictionary ``labels`` or ``label`` are the targets.
+        loss: Loss that ``training_step`` minimizes: ``nll`` (default) or ``mse``.
+        likelihood: Likelihood of the targets; see ``evigrad.fit``.
         estimator: Name of the evidence estimator.
-        prior: What has its own precision.
-        hyperparameters: Parameters of the network that the evidence learns. The training loss does
-            not move them, although the optimiser may hold them.
+        prior: Which weights share a prior precision.
+        hyperparameters: Names of network parameters that the evidence learns. The training loss
+            does not change them, even if the optimizer holds them.
         laplace: Temperature, root and details of the curvature.
-        schedule: Burn-in and rounds, in epochs; what it says of anything else is not used.
-        optimization: How hyperparameters are updated, and their rates.
-        memory: Sizes and types of the estimates' passes.
+        schedule: Burn-in and rounds, in epochs. Other settings are ignored.
+        optimization: Updates of the hyperparameters, and their learning rates.
+        memory: Batch sizes and data types of the estimates' passes.
         anchoring: How an anchored estimator chooses its anchors.
         seed: Seed of the blocks.
 
     Raises:
         ConfigurationError: If a setting does not exist or does not fit.
+
+    Examples:
+        >>> from evigrad import Schedule
+        >>> from evigrad.lightning import EvidenceCallback
+        >>> callback = EvidenceCallback("net", likelihood="gaussian", schedule=Schedule(burn_in=2))
+        >>> callback.history  # of Trainer(callbacks=[callback]).fit(...)
+        []
+
+    See also: docs/trainers.md.
     """
 
     def __init__(
@@ -111,12 +121,12 @@ class EvidenceCallback(pl.Callback):
 
     @property
     def evidence(self) -> Evidence:
-        """The evidence of the network, once training has begun."""
+        """Return the evidence of the network, after training has started."""
         return self._hosted.evidence
 
     @property
     def history(self) -> list[Row]:
-        """One row for each round: steps of the optimiser, log evidence per datum, precisions."""
+        """Return one row per round: optimizer steps, log evidence per example, precisions."""
         return self._hosted.history
 
     # ------------------------------------------------------------ hooks of the trainer
@@ -126,26 +136,26 @@ class EvidenceCallback(pl.Callback):
         strategy = type(trainer.strategy).__name__
         if strategy not in STRATEGIES:
             raise ConfigurationError(
-                f"{strategy} is not supported: the evidence needs all weights in every process, as"
-                " on one device or with strategy='ddp'."
+                f"The strategy must keep all weights in every process, got {strategy}. Use one"
+                " device or strategy='ddp'."
             )
         if len(trainer.optimizers) != 1:
             raise ConfigurationError(
-                f"The module has {len(trainer.optimizers)} optimisers: the evidence is that of one"
-                " training loss, whose optimiser holds all weights."
+                f"The module must have one optimizer that holds all weights, got"
+                f" {len(trainer.optimizers)}. Use one optimizer."
             )
         steps = trainer.estimated_stepping_batches
         if steps == float("inf"):
             raise ConfigurationError(
-                "Training has no end, over which rounds are spread: give the Trainer max_epochs or"
-                " max_steps."
+                "The Trainer must have an end, over which rounds are spread, got none. Set"
+                " max_epochs or max_steps."
             )
         (optimizer,) = trainer.optimizers
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
             raise ConfigurationError(
-                "A fused optimiser in half precision unscales gradients inside of its step, too"
-                " late for the decay to be added: say fused=False."
+                "The optimizer must not be fused in half precision: it unscales gradients inside"
+                " its step, too late to add the weight decay. Set fused=False."
             )
         batches = trainer.num_training_batches
         self._hosted.begin(
@@ -167,14 +177,14 @@ class EvidenceCallback(pl.Callback):
                 )
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
-        """Add the decay to the gradients."""
+        """Add the weight decay to the gradients."""
         self._hosted.before_step()
         self._stepped = True
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Learn, if a round is due after the step of the optimiser."""
+        """Take a round if one is due after the optimizer's step."""
         if not self._stepped:  # gradients are being accumulated
             return
         self._stepped = False
@@ -184,22 +194,22 @@ class EvidenceCallback(pl.Callback):
                 logger.log_metrics(known(row), step=trainer.global_step)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Show the latest round to what monitors metrics."""
+        """Pass the latest round to callbacks that monitor metrics."""
         if self.history:
             pl_module.log_dict(known(self.history[-1]), logger=False, sync_dist=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for Lightning's checkpoint."""
+        """Return the state for Lightning's checkpoint."""
         return self._hosted.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the state of a checkpoint when training begins."""
+        """Keep the state of a checkpoint for the start of training."""
         self._hosted.load_state_dict(state_dict)
 
     # ------------------------------------------------------------ the module and its data
 
     def _network_of(self, module: Any) -> nn.Module:
-        """The network: a submodule, or the module without its trainer."""
+        """Return the network: a submodule, or the module without its trainer."""
         if self._network is not None and not isinstance(self._network, str):
             return self._network(module)
         if self._network is not None:
@@ -213,11 +223,11 @@ class EvidenceCallback(pl.Callback):
         if type(module).forward is pl.LightningModule.forward:
             names = ", ".join(name for name, _ in module.named_children())
             raise ConfigurationError(
-                "The module has no forward(x) that returns outputs: name the submodule that does,"
-                f" network=..., of {names}."
+                "The module has no forward(x) that returns outputs. Name the submodule that has"
+                f" one: network=..., of {names}."
             )
-        # Its tables of parameters and submodules are shared. Without the trainer, because passes
-        # put back all that a network holds.
+        # It shares parameters and submodules. It has no trainer, because passes restore all that
+        # a network holds.
         alone = copy.copy(module)
         alone._trainer = alone._fabric = None
         return alone
@@ -226,8 +236,8 @@ class EvidenceCallback(pl.Callback):
         loader = trainer.train_dataloader
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             raise ConfigurationError(
-                "The blocks of an estimator need the training data by position: they are read from"
-                " a training DataLoader of a map-style data set, or given as data=...."
+                "An estimator reads the training data by index. Use a training DataLoader with a"
+                " map-style data set, or pass data=..."
             )
         in_memory = isinstance(loader.dataset, TensorDataset) and len(loader.dataset.tensors) == 2
         if in_memory and loader.collate_fn is default_collate and self._split is as_pair:

@@ -1,9 +1,9 @@
-"""Gaussian priors over the weights, with precisions that can be learned, and groups of weights.
+"""Gaussian priors over the weights, with learnable precisions and groups of weights.
 
 p(w|h) = N(w; w₀, P0⁻¹), P0 diagonal: one precision for all weights, for each parameter tensor, for
-each group of tensors, or for each single weight. Precisions are learned as their logarithms, so
-that they stay positive and a step changes them by a factor. The mean w₀ is given: zero, the weights
-at the start (fine-tuning), or tensors.
+each group of tensors, or for each single weight. Precisions are learned as logarithms, so they stay
+positive and a step changes them by a factor. The mean w₀ is fixed: zero, the weights at the start
+(fine-tuning), or tensors.
 """
 
 import math
@@ -28,14 +28,20 @@ SCALAR_GROUP = "all"
 
 @dataclass(frozen=True)
 class NormalHyperprior:
-    """Independent normal densities on the log precisions.
+    """Independent normal densities of the log precisions.
 
     Attributes:
-        mean: Mean of each log precision.
-        std: Standard deviation of each log precision.
+        mean: Mean of each log precision. Default: 0.
+        std: Standard deviation of each log precision. Default: 1.
 
     Raises:
         ConfigurationError: If a number is not finite, or ``std`` is not positive.
+
+    Examples:
+        >>> import torch
+        >>> from evigrad.priors import NormalHyperprior
+        >>> NormalHyperprior(mean=0.0, std=2.0)(torch.zeros(1))
+        tensor(-1.6121)
     """
 
     mean: float | int = 0.0
@@ -44,51 +50,63 @@ class NormalHyperprior:
     def __post_init__(self) -> None:
         _positive(self.std, "std of the hyperprior")
         if not math.isfinite(self.mean):
-            raise ConfigurationError(f"The hyperprior's mean must be finite, not {self.mean}.")
+            raise ConfigurationError(f"The hyperprior's mean must be finite, got {self.mean}.")
 
     def __call__(self, log_precision: Float[Tensor, " G"]) -> Float[Tensor, ""]:
-        """The normalised log density of all log precisions together, in nats."""
-        standardised = (log_precision - self.mean) / self.std
+        """Return the normalized log density of all log precisions together, in nats."""
+        standardized = (log_precision - self.mean) / self.std
         constant = math.log(self.std) + 0.5 * math.log(2.0 * math.pi)
-        return -(0.5 * standardised.square() + constant).sum()
+        return -(0.5 * standardized.square() + constant).sum()
 
 
 class GaussianPrior(nn.Module):
-    """A Gaussian N(w₀, P0⁻¹) over the weights with mean w₀ and diagonal precision P0.
+    """A Gaussian prior N(w₀, P0⁻¹) over the weights with mean w₀ and diagonal precision P0.
 
-    It has no parameters until ``bind``, which ``Evidence`` calls, gives it the weights. Before that
-    all other methods raise a ConfigurationError.
+    A prior has no parameters until ``Evidence`` calls ``bind`` with the weights. Before that, all
+    other methods raise a ConfigurationError.
 
-    With ``mean="initial"`` weights are drawn to the values that they have then, for fine-tuning:
-    the larger a learned precision, the closer they stay to the pretrained ones. With
-    ``mean={"backbone": "initial"}`` a backbone is, and all else is drawn to zero.
+    For fine-tuning use ``mean="initial"``, which draws weights to their present values. A larger
+    learned precision keeps weights closer to the pretrained ones. ``mean={"backbone": "initial"}``
+    does so for a backbone, and draws all other weights to zero.
 
     Args:
-        structure: ``"scalar"`` (one precision), ``"layerwise"`` (one for each parameter tensor),
-            ``"diagonal"`` (one for each single weight), or groups: a dict from a group's name to
-            patterns of parameter names. A pattern takes the parameter or module of that name
-            (``"encoder"`` takes ``encoder.weight``, not ``encoder2.weight``) and whatever it
-            matches with the wildcards ``*``, ``?`` and ``[…]``. Each weight must be in one group.
-        precision: Initial precision: one number, or one for each group by name (the groups of
-            ``"scalar"`` and ``"layerwise"`` are ``"all"`` and the parameters' names).
-        learnable: Whether the precisions are learned: one bool, or one for some groups by name;
-            groups that are not named are learned.
-        hyperprior: Maps the log precisions (G,) to their joint log density (a scalar, in nats), as
-            ``NormalHyperprior`` does; None is a flat one.
-        mean: w₀: ``"zero"``, ``"initial"`` (the weights when the prior is first bound), or a dict
-            from groups of the structure, names or patterns as above to ``"zero"``, ``"initial"`` or
-            a tensor of the weight's shape. Weights that it does not name have mean zero. It is part
-            of the ``state_dict``, and a state that is loaded replaces it.
+        structure: ``"scalar"`` (one precision), ``"layerwise"`` (one per parameter tensor, the
+            default), ``"diagonal"`` (one per weight), or groups: a dict from a group's name to
+            patterns of parameter names. A pattern is the name of a parameter or module
+            (``"encoder"`` means ``encoder.weight``, not ``encoder2.weight``), or has wildcards
+            ``*``, ``?`` and ``[…]``. Each weight must be in exactly one group.
+        precision: Initial precision: one number, or one per group by name. (The groups of
+            ``"scalar"`` and ``"layerwise"`` are ``"all"`` and the parameters' names.) Default: 1.
+        learnable: Whether the precisions are learned: one bool, or one for some groups by name.
+            Other groups are learned. Default: True.
+        hyperprior: Function from the log precisions (G,) to their joint log density (a scalar, in
+            nats), such as ``NormalHyperprior``. Default: None, a flat density.
+        mean: Mean w₀: ``"zero"``, ``"initial"`` (the weights at the first ``bind``), or a dict from
+            groups, names or patterns to ``"zero"``, ``"initial"`` or a tensor of the weight's
+            shape. Other weights have mean zero. The ``state_dict`` contains the mean, and loading a
+            state replaces it.
 
     Attributes:
-        log_precision: Log precisions of the learned groups, (G,), or of all where none is learned;
-            of the weights, (P,), if diagonal; None before ``bind``.
+        log_precision: Log precisions of the learned groups, (G,), or of all groups if none is
+            learned; of the weights, (P,), if diagonal; None before ``bind``.
         group_names: Names of the groups; empty if diagonal.
         group_of: Index into ``group_names`` for each weight tensor; empty if diagonal.
 
     Raises:
         ConfigurationError: If the structure or the mean is unknown, a precision is not positive, or
             ``learnable`` is neither a bool nor a mapping from names of groups to bools.
+
+    Examples:
+        >>> import torch
+        >>> from evigrad.priors import GaussianPrior
+        >>> prior = GaussianPrior("layerwise", precision=2.0)
+        >>> prior.bind(dict(torch.nn.Linear(3, 2).named_parameters()))
+        >>> prior.group_names
+        ['weight', 'bias']
+        >>> GaussianPrior({"body": ["0"], "head": ["1"]}, precision={"body": 1.0, "head": 10.0})
+        GaussianPrior(structure='groups', groups=[], learnable=True)
+
+    See also: docs/usage.md.
     """
 
     log_precision: nn.Parameter | None
@@ -111,12 +129,14 @@ class GaussianPrior(nn.Module):
             self.structure, self._patterns = structure, {}
         else:
             raise ConfigurationError(
-                f"The prior's structure is one of {', '.join(STRUCTURES)} or a dict of groups, not"
+                f"structure must be one of {', '.join(STRUCTURES)}, or a dict of groups, got"
                 f" {structure!r}.{nearest(str(structure), STRUCTURES)}"
             )
         if isinstance(precision, Mapping):
             if self.structure == "diagonal":
-                raise ConfigurationError("A diagonal prior takes one initial precision.")
+                raise ConfigurationError(
+                    "precision of a diagonal prior must be one number, got a mapping. Use a number."
+                )
             self._precision = {
                 group: _positive(value, f"precision of '{group}'")
                 for group, value in precision.items()
@@ -124,21 +144,23 @@ class GaussianPrior(nn.Module):
         else:
             self._precision = _positive(precision, "precision")
         self.learnable = _checked_learnable(learnable, self.structure)
-        if self.structure != "layerwise":  # the layers are known when the prior is bound
+        if self.structure != "layerwise":  # the layers become known when the prior is bound
             self._check_groups(list(self._patterns) or [SCALAR_GROUP])
         if hyperprior is not None and not callable(hyperprior):
-            raise ConfigurationError(f"hyperprior must be callable, not {hyperprior!r}.")
+            raise ConfigurationError(
+                f"hyperprior must be callable, got {hyperprior!r}. Use NormalHyperprior()."
+            )
         self.hyperprior = hyperprior
         self._mean = _checked_mean(mean)
         self.register_parameter("log_precision", None)
-        # Where some groups are fixed: log precisions of all (stale for the learned ones, which
-        # ``log_precision`` has), and the positions of the learned. A state has one log precision
-        # for each group, whatever is learned.
+        # If some groups are fixed: log precisions of all (outdated for the learned ones, which
+        # ``log_precision`` has), and the positions of the learned ones. A state has one log
+        # precision per group, whatever is learned.
         self.register_buffer("_all_groups", torch.empty(0, device="cpu"), persistent=False)
         self.register_buffer(
             "_learned_index", torch.empty(0, dtype=torch.long, device="cpu"), persistent=False
         )
-        # The means that are not zero, one behind the other, of the weights in ``_mean_of``.
+        # The nonzero means, concatenated, of the weights in ``_mean_of``.
         self.register_buffer("_means", None)
         self._mean_of: list[str] = []
         self._shapes: dict[str, torch.Size] = {}
@@ -148,35 +170,40 @@ class GaussianPrior(nn.Module):
     # ------------------------------------------------------------------ the weights
 
     def bind(self, weights: Mapping[str, Tensor]) -> None:
-        """Make a log precision for each group of these weights, on their device in their dtype.
+        """Make a log precision for each group of these weights, with their device and dtype.
 
         A second call with the same names and shapes keeps precisions and means, and moves them to
         the weights' device and dtype.
 
         Args:
-            weights: The weights by name, each shared one once.
+            weights: Weights by name. A shared weight must occur once.
 
         Raises:
-            ConfigurationError: If there are none, they are not in exactly one group each, a setting
-                names another group, a mean does not fit, the prior is bound to others, or the
-                hyperprior returns no scalar.
+            ConfigurationError: If there are no weights, the prior is bound to others, a weight
+                is not in exactly one group, or a setting does not fit the groups. Also if the
+                hyperprior does not return a scalar.
         """
         if not weights:
-            raise ConfigurationError("A prior needs weights: the model has no trainable ones.")
+            raise ConfigurationError(
+                "A prior needs trainable weights, and the model has none. Call"
+                " requires_grad_(True) on some."
+            )
         wrong = [name for name, w in weights.items() if not w.is_floating_point()]
         if wrong:
-            raise ConfigurationError(f"Weights must be floating point; {listed(wrong)} are not.")
+            raise ConfigurationError(
+                f"Weights must be floating point, got other types for {listed(wrong)}."
+            )
         shapes = {name: w.shape for name, w in weights.items()}
-        # A log precision in half precision would not move by a small step: float32 at least.
+        # A small step would not change a log precision in half precision, so use float32 or more.
         dtype = reduce(torch.promote_types, (w.dtype for w in weights.values()), torch.float32)
         device = next(iter(weights.values())).device
         if self.log_precision is not None:
             if shapes != self._shapes:
                 raise ConfigurationError(
-                    f"This prior is bound to other weights ({_difference(self._shapes, shapes)});"
-                    " make a new one."
+                    f"This prior is bound to other weights ({_difference(self._shapes, shapes)})."
+                    " Make a new prior."
                 )
-            # In place, since an optimiser may hold the parameter already.
+            # In place, because an optimizer may hold the parameter already.
             self.to(device=device, dtype=dtype)
             return
         names, group_of = self._assign(shapes)
@@ -196,10 +223,10 @@ class GaussianPrior(nn.Module):
         self._mean_of = list(means)
         if means:
             self._means = torch.cat([m.to(device, dtype).flatten() for m in means.values()])
-        self.log_hyperprior()  # raises its errors now and not at the first step
+        self.log_hyperprior()  # raises its errors now, not at the first step
 
     def _assign(self, shapes: Mapping[str, torch.Size]) -> tuple[list[str], dict[str, int]]:
-        """The names of the groups, and the group of each weight tensor."""
+        """Return the names of the groups, and the group of each weight tensor."""
         if self.structure == "diagonal":
             return [], {}
         if self.structure == "scalar":
@@ -211,20 +238,22 @@ class GaussianPrior(nn.Module):
         return order, {name: order.index(group) for name, group in owners.items()}
 
     def _check_groups(self, names: Sequence[str]) -> None:
-        """Refuse settings by group that name others than the prior's."""
+        """Check that settings by group name groups of this prior."""
         for what, setting in (("precision", self._precision), ("learnable", self.learnable)):
             for name in setting if isinstance(setting, dict) else ():
                 if name not in names:
                     raise ConfigurationError(
-                        f"{what} names '{name}', but the prior's groups are {listed(names)}."
+                        f"{what} must name groups of the prior, {listed(names)}, got '{name}'."
                         f"{nearest(name, names)}"
                     )
         if isinstance(precision := self._precision, dict):
             if missing := [name for name in names if name not in precision]:
-                raise ConfigurationError(f"precision lacks a value for {listed(missing)}.")
+                raise ConfigurationError(
+                    f"precision must have a value per group, got none for {listed(missing)}."
+                )
 
     def _set(self, values: Tensor) -> None:
-        """Store the log precisions of all groups, the learned apart from the fixed."""
+        """Store the log precisions of all groups, learned and fixed ones apart."""
         learnable = self.learnable
         if isinstance(learnable, dict):
             chosen = [i for i, name in enumerate(self.group_names) if learnable.get(name, True)]
@@ -241,7 +270,7 @@ class GaussianPrior(nn.Module):
         names: Sequence[str],
         group_of: Mapping[str, int],
     ) -> dict[str, str | Tensor]:
-        """``"initial"`` or a tensor for each weight whose mean is not zero, in their order."""
+        """Return ``"initial"`` or a tensor for each weight with a nonzero mean, in order."""
         means: dict[str, str | Tensor | None] = {}
         key_of: dict[str, str] = {}
         for key, value in self._mean.items():
@@ -251,41 +280,41 @@ class GaussianPrior(nn.Module):
             ]
             if not matching_names:
                 raise ConfigurationError(
-                    f"mean names '{key}', which is no weight, module, pattern or group."
+                    f"mean must name weights, modules, patterns or groups, got '{key}'."
                     f"{nearest(key, [*names, *_known(shapes)])}"
                 )
             for name in matching_names:
                 if name in key_of:
                     raise ConfigurationError(
-                        f"mean has two values for '{name}', by '{key_of[name]}' and '{key}': name"
-                        " each weight once. Those without a name have mean zero."
+                        f"mean has two values for '{name}', from '{key_of[name]}' and '{key}'. Name"
+                        " each weight once. Weights without a name have mean zero."
                     )
                 if isinstance(value, Tensor) and value.shape != shapes[name]:
                     raise ConfigurationError(
-                        f"The mean of '{name}' is {tuple(value.shape)}, the weight"
-                        f" {tuple(shapes[name])}: give a tensor of the weight's shape."
+                        f"The mean of '{name}' must have the weight's shape, {tuple(shapes[name])},"
+                        f" got {tuple(value.shape)}."
                     )
                 means[name], key_of[name] = value, key
         return {name: mean for name in shapes if (mean := means.get(name)) is not None}
 
     def learned_groups(self) -> list[int]:
-        """Indices into ``group_names`` of the entries of ``log_precision``; none if diagonal."""
+        """Return indices into ``group_names`` of the entries of ``log_precision``."""
         return self._learned_index.tolist() or list(range(len(self.group_names)))
 
     def _log_precisions(self) -> Tensor:
-        """The log precision of each group, learned or not; of each weight if diagonal."""
+        """Return the log precision of each group, learned or not; of each weight if diagonal."""
         if self.log_precision is None:
-            raise ConfigurationError("The prior is not bound to weights yet: call bind(weights).")
+            raise ConfigurationError("The prior is not bound to weights yet. Call bind(weights).")
         if not len(self._learned_index):
             return self.log_precision
         return self._all_groups.index_copy(0, self._learned_index, self.log_precision)
 
-    # ------------------------------------------------------------------ what it says
+    # ------------------------------------------------------------------ values
 
     def precisions(self) -> dict[str, Tensor]:
         """Return the precision of each weight tensor by name, differentiable in ``log_precision``.
 
-        They are 0-dimensional, or of the weight's shape if diagonal.
+        They are 0-dimensional, or have the weight's shape if diagonal.
         """
         precision = self._log_precisions().exp()
         if self.structure == "diagonal":
@@ -296,7 +325,7 @@ class GaussianPrior(nn.Module):
         return {name: groups[self.group_of[name]] for name in self._shapes}
 
     def means(self) -> dict[str, Tensor]:
-        """The mean w₀ of each weight tensor whose mean is not zero, in its shape, by name."""
+        """Return the nonzero means w₀ of weight tensors, in their shapes, by name."""
         self._log_precisions()
         if self._means is None:
             return {}
@@ -306,28 +335,29 @@ class GaussianPrior(nn.Module):
         return {name: part.view(shape) for name, part, shape in named}
 
     def deviations(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The deviations w − w₀ of the bound weights by name, differentiable in the weights."""
+        """Return the deviations w − w₀ of the bound weights by name, with a graph."""
         means = self.means()
         return {name: w - means[name] if name in means else w for name, w in weights.items()}
 
     def quadratic(self, weights: Mapping[str, Tensor]) -> Float[Tensor, ""]:
-        """Return (w − w₀)ᵀ P0 (w − w₀), differentiable in the weights by name and in precisions.
+        """Return (w − w₀)ᵀ P0 (w − w₀), differentiable in the weights and in precisions.
 
         Raises:
-            ConfigurationError: If these are not the bound weights.
+            ConfigurationError: If the weights are not the bound ones.
         """
         precisions = self.precisions()
         shapes = {name: w.shape for name, w in weights.items()}
         if shapes != self._shapes:
             raise ConfigurationError(
-                f"The prior is bound to other weights ({_difference(self._shapes, shapes)})."
+                f"The prior is bound to other weights ({_difference(self._shapes, shapes)}). Use"
+                " these, or a new prior."
             )
         deviations = self.deviations(weights)
         terms = [(precisions[name] * d.square()).sum() for name, d in deviations.items()]
         return torch.stack(terms).sum()
 
     def log_det(self) -> Float[Tensor, ""]:
-        """The log-determinant log|P0|, differentiable in ``log_precision``."""
+        """Return the log-determinant log|P0|, differentiable in ``log_precision``."""
         log_precision = self._log_precisions()
         if self.structure == "diagonal":
             return log_precision.sum()
@@ -340,26 +370,28 @@ class GaussianPrior(nn.Module):
         """Return the log density of the log precisions, in nats; 0 without a hyperprior.
 
         Raises:
-            ConfigurationError: If the hyperprior returns no scalar.
+            ConfigurationError: If the hyperprior does not return a scalar.
         """
         log_precision = self._log_precisions()
         if self.hyperprior is None:
             return log_precision.new_zeros(())
         value = self.hyperprior(log_precision)
         if not isinstance(value, Tensor) or value.ndim:
-            raise ConfigurationError("The hyperprior must return a 0-dimensional tensor: sum it.")
+            raise ConfigurationError(
+                "The hyperprior must return a 0-dimensional tensor. Sum its log densities."
+            )
         return value
 
     def constant_groups(self) -> dict[str, str]:
-        """The group of each weight tensor, by their names; empty if diagonal."""
+        """Return the group of each weight tensor, by their names; empty if diagonal."""
         self._log_precisions()
         return {name: self.group_names[index] for name, index in self.group_of.items()}
 
     def group_name(self, name: str) -> str:
-        """Return the name of the group that a weight tensor is in; its own name if diagonal.
+        """Return the name of the group of a weight tensor; its own name if diagonal.
 
         Raises:
-            ConfigurationError: If there is no such weight.
+            ConfigurationError: If there is no weight of this name.
         """
         groups = self.constant_groups()
         if name not in self._shapes:
@@ -368,10 +400,10 @@ class GaussianPrior(nn.Module):
             )
         return groups.get(name, name)
 
-    # ------------------------------------------------------------------ keeping
+    # ------------------------------------------------------------------ state
 
     def get_extra_state(self) -> dict[str, Any] | None:
-        """The bound weights in plain types, which guard a checkpoint; None before ``bind``."""
+        """Return the bound weights in plain types, to check a checkpoint; None before ``bind``."""
         if self.log_precision is None:
             return None
         return {
@@ -392,29 +424,32 @@ class GaussianPrior(nn.Module):
         if saved is not None:
             if saved["structure"] != self.structure:
                 raise ConfigurationError(
-                    f"The saved prior is {saved['structure']}, this one {self.structure}."
+                    f"The saved prior must be {self.structure} like this one, got"
+                    f" {saved['structure']}."
                 )
             shapes = {name: torch.Size(shape) for name, shape in saved["shapes"].items()}
             if self.log_precision is None:
                 names, group_of = self._assign(shapes)
             else:
                 names, group_of = self.group_names, self.group_of
-                # The order counts too: it is that of log_precision in a diagonal prior.
+                # The order matters: log_precision of a diagonal prior has it.
                 if list(shapes.items()) != list(self._shapes.items()):
                     raise ConfigurationError(
                         "The saved prior belongs to other weights"
                         f" ({_difference(self._shapes, shapes)})."
                     )
             if (names, group_of) != (saved["group_names"], saved["group_of"]):
-                raise ConfigurationError("The saved prior has other groups than this one.")
+                raise ConfigurationError(
+                    "The saved prior has other groups than this one. Use the same groups."
+                )
             mean_of = list(self._assigned_means(shapes, names, group_of))
             if (there := saved.get("mean_of", [])) != mean_of:
                 expected_text, saved_text = (
                     listed(mean_names) or "no weight" for mean_names in (mean_of, there)
                 )
                 raise ConfigurationError(
-                    f"The saved prior has a mean other than zero for {saved_text}, this one for"
-                    f" {expected_text}: give the same mean=... as when it was made."
+                    f"The saved prior has a nonzero mean for {saved_text}, and this one for"
+                    f" {expected_text}. Use the same mean=... as for the saved prior."
                 )
             if self.log_precision is None:
                 self._shapes, self.group_names, self.group_of = shapes, names, group_of
@@ -451,28 +486,30 @@ def _positive(value: object, what: str) -> float:
     try:
         number = float(value)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"The {what} must be a number, not {value!r}.") from error
+        raise ConfigurationError(f"The {what} must be a number, got {value!r}.") from error
     if not (math.isfinite(number) and number > 0):
-        raise ConfigurationError(f"The {what} must be positive and finite, not {value!r}.")
+        raise ConfigurationError(f"The {what} must be positive and finite, got {value!r}.")
     return number
 
 
 def _checked_learnable(learnable: object, structure: str) -> bool | dict[str, bool]:
     is_mapping = isinstance(learnable, Mapping)
     if is_mapping and structure == "diagonal":
-        raise ConfigurationError("A diagonal prior has no groups: learnable is True or False.")
+        raise ConfigurationError(
+            "learnable of a diagonal prior must be True or False, got a mapping: it has no groups."
+        )
     settings = {f"['{k}']": v for k, v in learnable.items()} if is_mapping else {"": learnable}
     for which, value in settings.items():
         if not isinstance(value, bool):
             raise ConfigurationError(
-                f"learnable{which} is True or False, not {value!r}; a mapping says so for groups by"
-                " name, as {'head': False}."
+                f"learnable{which} must be True or False, got {value!r}. For some groups use a"
+                " mapping, such as {'head': False}."
             )
     return dict(learnable) if is_mapping else bool(learnable)
 
 
 def _checked_mean(mean: object) -> dict[str, str | Tensor | None]:
-    """By name or pattern a tensor, ``"initial"``, or None for zero; refuses what is no mean."""
+    """Return a tensor, ``"initial"``, or None for zero, by name or pattern."""
     means: dict[str, str | Tensor | None] = {}
     for key, value in (mean if isinstance(mean, Mapping) else {"*": mean}).items():
         if isinstance(value, Tensor) and value.is_floating_point() and value.isfinite().all():
@@ -481,21 +518,21 @@ def _checked_mean(mean: object) -> dict[str, str | Tensor | None]:
             means[key] = None if value == "zero" else value
         else:
             raise ConfigurationError(
-                f"The mean of '{key}' is zero, initial, or a finite floating-point tensor of the"
-                f" weight's shape, not {_in_words(value)}.{nearest(str(value), MEANS)}"
+                f"The mean of '{key}' must be zero, initial, or a finite floating-point tensor of"
+                f" the weight's shape, got {_in_words(value)}.{nearest(str(value), MEANS)}"
             )
     return means
 
 
 def _in_words(mean: object) -> str:
-    """A mean without the numbers of its tensor."""
+    """Return a mean in words, without the numbers of its tensor."""
     if isinstance(mean, Tensor):
         return f"{str(mean.dtype).removeprefix('torch.')} tensor {tuple(mean.shape)}"
     return repr("zero" if mean is None else mean)
 
 
 def _difference(bound: Mapping[str, torch.Size], other: Mapping[str, torch.Size]) -> str:
-    """In words, how two sets of weights differ."""
+    """Return in words how two sets of weights differ."""
     parts = [f"without '{name}'" for name in bound if name not in other]
     parts += [f"with '{name}'" for name in other if name not in bound]
     parts += [
@@ -507,13 +544,13 @@ def _difference(bound: Mapping[str, torch.Size], other: Mapping[str, torch.Size]
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a name, a module above it or a wildcard stands for a parameter."""
+    """Return whether a name, a module above it or a wildcard matches a parameter."""
     above = pattern if pattern.endswith(".") else f"{pattern}."
     return name == pattern or name.startswith(above) or fnmatchcase(name, pattern)
 
 
 def checked_groups(groups: Mapping[str, Sequence[str]], what: str) -> dict[str, list[str]]:
-    """Return the list of patterns of each group; ``what`` says in errors whose groups they are."""
+    """Return the list of patterns of each group; ``what`` names the groups' owner in errors."""
     taken = {
         name: [patterns] if isinstance(patterns, str) else list(patterns)
         for name, patterns in groups.items()
@@ -521,18 +558,18 @@ def checked_groups(groups: Mapping[str, Sequence[str]], what: str) -> dict[str, 
     empty = [name for name, patterns in taken.items() if not patterns]
     if empty or not taken:
         raise ConfigurationError(
-            f"Groups of {what} need names of weights; without any: {listed(empty) or 'all'}."
+            f"Groups of {what} must name weights, got none for {listed(empty) or 'all'}."
         )
     return taken
 
 
 def _known(names: Iterable[str]) -> list[str]:
-    """The names of weights, and those of the modules that have them."""
+    """Return the names of weights and of their modules."""
     return [*names, *sorted({name.rpartition(".")[0] for name in names})]
 
 
 def assign(names: Sequence[str], groups: Mapping[str, Sequence[str]], what: str) -> dict[str, str]:
-    """Return the one group of each weight; ``what`` says in errors whose groups they are."""
+    """Return the group of each weight; ``what`` names the groups' owner in errors."""
     owners = {
         name: [g for g, patterns in groups.items() if any(matches(p, name) for p in patterns)]
         for name in names

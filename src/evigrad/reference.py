@@ -2,7 +2,7 @@
 
 Nothing here is shared with the estimators. Each Jacobian, curvature and determinant is formed as
 the paper writes it and differentiated by plain autograd, so use networks of a hundred weights.
-Equation numbers are those of Immer et al. (2023), *Stochastic Marginal Likelihood Gradients using
+Equation numbers refer to Immer et al. (2023), *Stochastic Marginal Likelihood Gradients using
 Neural Tangent Kernels*. The page ``theory`` of the documentation walks through this file.
 
 Notation: N examples, C outputs, P weights w, T the temperature. J_n is ∂f(x_n)/∂w (C × P), P0 the
@@ -112,7 +112,7 @@ def matrix_root(curvature: Float[Tensor, "N C C"], kind: str) -> Float[Tensor, "
     """Return a root R of any Λ: the symmetric one (``fisher``), or V√λ, largest first (``eigen``).
 
     R = R₀ + (I − ½Π)(Λ − Λ₀)R₀⁺ᵀ with R₀ the root of the present Λ₀ and Π = R₀R₀⁺. Its value is R₀,
-    and the derivative of R Rᵀ is that of Λ.
+    and R Rᵀ has the derivative of Λ.
     """
     frozen = curvature.detach()
     values, vectors = torch.linalg.eigh(frozen)
@@ -331,7 +331,7 @@ def anchored_log_det(
 def gradients(evidence: Evidence, block: Block, **settings: Any) -> dict[str, Tensor]:
     """Return the gradient of −(log evidence + log hyperprior)/N in every hyperparameter by name.
 
-    ``settings`` are those of ``log_evidence``.
+    ``settings`` are the settings of ``log_evidence``.
     """
     named = evidence.hyperparameters()
     objective = log_evidence(evidence, block, **settings) + evidence.prior.log_hyperprior()

@@ -1,9 +1,8 @@
-"""Trackers: what training records, shown by other tools while it runs.
+"""Trackers, which send the rows of a training to other tools while it runs.
 
-A tracker is a function of a row, a dictionary of numbers that has the epoch or the step, as the
-rows of ``fit``'s history. So ``fit(..., callbacks=[tracker])`` is all that there is to add, a run
-folder has the same rows as ``metrics.csv`` in any case, and any function will do. `Tracker` is
-what those of this module share; that of another tool has a ``write`` and a ``close`` of its own.
+A tracker is a function of a row: a dictionary of numbers with the epoch or the step, like the rows
+of ``fit``'s history. Pass it as ``fit(..., callbacks=[tracker])``. Any function will do. `Tracker`
+is the base of the trackers here; a tracker for another tool needs a ``write`` and a ``close``.
 """
 
 import time
@@ -17,19 +16,33 @@ from evigrad.training.history import known
 
 __all__ = ["MLflow", "TensorBoard", "Tracker", "WandB", "numbers"]
 
-# What counts the rows.
+# Names of the columns that count the rows.
 COUNTERS = ("epoch", "round", "step")
-# MLflow takes no more metrics than these in one request.
+# MLflow accepts at most this many metrics in one request.
 _AT_ONCE = 1000
 
 
 def numbers(row: Mapping[str, int | float | None]) -> dict[str, float]:
-    """The numbers of a row of a history that were computed in it, without what counts the rows."""
+    """Return the numbers of a row that were computed, without the columns that count rows."""
     return {name: value for name, value in known(row).items() if name not in COUNTERS}
 
 
 class Tracker(ABC):
-    """A callback of ``fit`` that writes the numbers of each row, and closes in a ``with``."""
+    """A callback of ``fit`` that writes the numbers of each row, and closes in a ``with``.
+
+    Examples:
+        >>> from evigrad.trackers import Tracker
+        >>> class Print(Tracker):
+        ...     def write(self, values, count):
+        ...         print(count, values)
+        ...     def close(self, *, failed=False):
+        ...         pass
+        >>> with Print() as tracker:
+        ...     tracker({"epoch": 3, "loss": 0.5, "log_evidence": None})
+        3 {'loss': 0.5}
+
+    See also: docs/trainers.md.
+    """
 
     def __call__(self, row: Mapping[str, int | float | None]) -> None:
         """Write a row, at the number that counts it."""
@@ -41,16 +54,16 @@ class Tracker(ABC):
         """Write the numbers of one row.
 
         Args:
-            values: The numbers by name.
-            count: The epoch, round or step that they are from.
+            values: Numbers by name.
+            count: Epoch, round or step of the row.
         """
 
     @abstractmethod
     def close(self, *, failed: bool = False) -> None:
-        """End what is written.
+        """End the record.
 
         Args:
-            failed: Whether training ended by an error.
+            failed: Whether training ended with an error.
         """
 
     def __enter__(self) -> Self:
@@ -61,14 +74,14 @@ class Tracker(ABC):
 
 
 class TensorBoard(Tracker):
-    """Writes each row for TensorBoard: ``tensorboard --logdir FOLDER`` shows them.
+    """Write each row for TensorBoard; ``tensorboard --logdir FOLDER`` shows them.
 
-    It needs ``pip install 'evigrad[tensorboard]'``. Used in a ``with`` statement it closes its file
-    in the end; rows are on the disk after each call. A run that is resumed writes on in the folder,
-    and of epochs that it repeats the later values count.
+    It needs ``pip install 'evigrad[tensorboard]'``. A ``with`` statement closes its file; rows are
+    in the file after each call. A resumed run continues in the same folder. For epochs that it
+    repeats, the later values count.
 
     Args:
-        folder: Where it writes.
+        folder: Folder to write to.
 
     Raises:
         EvigradError: If TensorBoard is not installed.
@@ -89,16 +102,15 @@ class TensorBoard(Tracker):
 
 
 class WandB(Tracker):
-    """Writes each row as a run of Weights & Biases, on this machine alone by default.
+    """Write each row to a run of Weights & Biases, by default only on this machine.
 
-    It needs ``pip install 'evigrad[wandb]'``. ``wandb sync FOLDER/wandb/offline-run-...`` uploads
-    what was written offline. Used in a ``with`` statement it finishes the run in the end, as failed
-    after an error.
+    It needs ``pip install 'evigrad[wandb]'``. To upload an offline run, use ``wandb sync
+    FOLDER/wandb/offline-run-...``. A ``with`` statement finishes the run, as failed after an error.
 
     Args:
-        folder: Where it writes.
-        mode: ``"offline"``, or ``"online"`` to upload while training runs.
-        **settings: More for ``wandb.init``, such as ``project``, ``name`` and ``config``.
+        folder: Folder to write to.
+        mode: ``"offline"`` (default), or ``"online"`` to upload during training.
+        **settings: Other arguments of ``wandb.init``, such as ``project``, ``name`` and ``config``.
 
     Raises:
         EvigradError: If Weights & Biases is not installed.
@@ -116,17 +128,17 @@ class WandB(Tracker):
 
 
 class MLflow(Tracker):
-    """Writes each row as metrics of a run of MLflow, apart from the script's active run.
+    """Write each row as metrics of an MLflow run, separate from the script's active run.
 
-    It needs ``pip install 'evigrad[mlflow]'``. Used in a ``with`` statement it ends the run, as
-    failed after an error.
+    It needs ``pip install 'evigrad[mlflow]'``. A ``with`` statement ends the run, as failed after
+    an error.
 
     Args:
-        store: A tracking URI: a server, ``"sqlite:///mlflow.db"``, or a folder, for which MLflow
-            3.13 and newer ask for ``MLFLOW_ALLOW_FILE_STORE=true`` in the environment. None
-            is MLflow's own choice, from the environment too.
-        experiment: The experiment's name; it is made where there is none of that name.
-        name: The run's name. None lets MLflow choose.
+        store: Tracking URI: a server, ``"sqlite:///mlflow.db"``, or a folder, for which MLflow
+            3.13 and newer need ``MLFLOW_ALLOW_FILE_STORE=true`` in the environment. Default: None,
+            MLflow's own choice.
+        experiment: Name of the experiment, which is created if it does not exist.
+        name: Name of the run. Default: None, MLflow's own choice.
 
     Raises:
         EvigradError: If MLflow is not installed.

@@ -1,6 +1,6 @@
-"""Learned weight decay and hyperparameters in the ``Trainer`` of Hugging Face's Transformers.
+"""A callback for Hugging Face's ``Trainer`` that learns weight decay and hyperparameters.
 
-It needs Transformers, ``pip install 'evigrad[transformers]'``; nothing else in evigrad imports it.
+It needs Transformers, ``pip install 'evigrad[transformers]'``. Nothing else in evigrad imports it.
 """
 
 import warnings
@@ -34,61 +34,69 @@ from evigrad.training.settings import Laplace, Optimization, Schedule, Settings
 
 __all__ = ["EvidenceCallback"]
 
-# Without its types, so that type checkers need not read all of Transformers.
+# Any, so that type checkers need not read all of Transformers.
 _transformers: Any = require("transformers", "evigrad.transformers", extra="transformers")
-# Beside the trainer's own files in the folder of a checkpoint.
+# Name of our file next to the trainer's own files in the folder of a checkpoint.
 FILE = "evigrad.pt"
 # Labels without a loss.
 IGNORED = -100
-# Relative difference of two losses that rounding may make, in half precision too.
+# Relative difference of two losses that rounding may cause, in half precision too.
 _SAME_LOSS = 0.03
 
 
 class EvidenceCallback(_transformers.TrainerCallback):
-    """Learns weight decay and hyperparameters by the evidence, while a ``Trainer`` trains.
+    """Learn weight decay and hyperparameters by the evidence in a Transformers ``Trainer``.
 
-    The prior takes the place of the optimiser's ``weight_decay``, which is set to 0: before each
-    step (T/N) δ (w − w₀) is added to the gradients, with the learned precisions δ. Then all is
-    clipped to ``max_grad_norm``, here and not by the trainer, which would clip the loss's part
-    alone and so make the decay too strong. Rounds follow optimiser steps: by default about twenty,
-    after a tenth of training. Weights are the parameters that require a gradient: of a PEFT model
-    the adapters.
+    The learned prior replaces the optimizer's ``weight_decay``, which is set to 0. Before each step
+    the callback adds (T/N) δ (w − w₀) to the gradients, with the learned precisions δ, and then
+    clips them to ``max_grad_norm``. (If the trainer clipped only the part of the loss, the decay
+    would be too strong.) Rounds follow optimizer steps: by default about twenty, after a tenth of
+    training. Weights are the parameters that require a gradient, in a PEFT model the adapters.
 
-    Data and their collation are the trainer's; ``labels`` are the targets, one for each sequence or
-    at each position. Of a causal language model, whose loss compares each output with the next
-    label, they are shifted; positions with label −100 are no data.
+    Data and their collation are the trainer's. ``labels`` are the targets, one per sequence or per
+    position. For a causal language model, whose loss compares each output with the next label, they
+    are shifted. Positions with label −100 do not count.
 
-    A line of each round is in ``trainer.state.log_history``: of more than three precisions the
-    lowest, the median and the highest. ``history`` has all of them. ``callback.log = trainer.log``
-    also sends the line to TensorBoard and others that the trainer reports to. The state is in the
-    file ``evigrad.pt`` of each checkpoint, and ``trainer.train(resume_from_checkpoint=True)`` goes
-    on with the same numbers. With several processes all take the same rounds.
+    Each round adds a line to ``trainer.state.log_history``, with the lowest, median and highest of
+    more than three precisions; ``history`` has all. Set ``callback.log = trainer.log`` to also send
+    it to TensorBoard and other integrations. The file ``evigrad.pt`` of each checkpoint has the
+    state, so ``trainer.train(resume_from_checkpoint=True)`` resumes with the same numbers. Several
+    processes all take the same rounds.
 
     Args:
-        data: All training data as for ``evigrad.fit``, where they are not those of the trainer.
-        split: Makes inputs and targets (x, y) of a collated batch. Default: ``labels`` are the
-            targets, shifted for a causal language model, the rest are inputs.
-        loss: What the trainer minimises: ``nll``, the mean negative log likelihood, or ``mse``,
-            the mean squared error of a regression.
-        likelihood: As for ``evigrad.fit``, and so are all that follow.
+        data: All training data, if they are not the trainer's; see ``evigrad.fit``.
+        split: Function from a collated batch to inputs and targets (x, y). Default: ``labels`` are
+            the targets, shifted for a causal language model, and the rest are inputs.
+        loss: Loss that the trainer minimizes: ``nll`` (default), the mean negative log likelihood,
+            or ``mse``, the mean squared error of a regression.
+        likelihood: Likelihood of the targets; see ``evigrad.fit``.
         estimator: Name of the evidence estimator.
-        prior: What has its own precision, and the mean: a pretrained network that is trained as a
-            whole keeps to its weights with ``GaussianPrior(mean="initial")``.
-        hyperparameters: Parameters of the network that the evidence learns. The training loss does
-            not move them, although the optimiser may hold them.
+        prior: Which weights share a prior precision, and the prior's mean. Use
+            ``GaussianPrior(mean="initial")`` to keep a pretrained network close to its weights.
+        hyperparameters: Names of network parameters that the evidence learns. The training loss
+            does not change them, even if the optimizer holds them.
         laplace: Temperature, root and details of the curvature.
-        schedule: Burn-in and rounds, in epochs; what it says of anything else is not used.
-        optimization: How hyperparameters are updated, and their rates.
-        memory: Sizes and types of the estimates' passes.
+        schedule: Burn-in and rounds, in epochs. Other settings are ignored.
+        optimization: Updates of the hyperparameters, and their learning rates.
+        memory: Batch sizes and data types of the estimates' passes.
         anchoring: How an anchored estimator chooses its anchors.
         seed: Seed of the blocks.
 
     Attributes:
-        log: A function of a dictionary of numbers that is called after each round, as
-            ``trainer.log``; None writes them to ``state.log_history`` alone.
+        log: Function that gets a dictionary of numbers after each round, such as ``trainer.log``.
+            Default: None, which only writes to ``state.log_history``.
 
     Raises:
         ConfigurationError: If a setting does not exist or does not fit.
+
+    Examples:
+        >>> from evigrad.priors import GaussianPrior
+        >>> from evigrad.transformers import EvidenceCallback
+        >>> callback = EvidenceCallback(prior=GaussianPrior(mean="initial"))
+        >>> callback.history  # of Trainer(..., callbacks=[callback]).train()
+        []
+
+    See also: docs/trainers.md.
     """
 
     def __init__(
@@ -127,33 +135,33 @@ class EvidenceCallback(_transformers.TrainerCallback):
 
     @property
     def evidence(self) -> Evidence:
-        """The evidence of the network, once training has begun."""
+        """Return the evidence of the network, after training has started."""
         return self._hosted.evidence
 
     @property
     def history(self) -> list[Row]:
-        """One row for each round: steps of the optimiser, log evidence per datum, precisions."""
+        """Return one row per round: optimizer steps, log evidence per example, precisions."""
         return self._hosted.history
 
     # ------------------------------------------------------------ events of the trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
-        """Make the evidence of the network and the training data, or go on with that of a file."""
+        """Make the evidence of the network and the training data, or resume it from a file."""
         if args.deepspeed or args.fsdp:
             raise ConfigurationError(
-                "DeepSpeed and FSDP are not supported: the evidence needs all weights in every"
-                " process."
+                "Every process must have all weights, got DeepSpeed or FSDP. Use one device, or"
+                " plain data parallelism."
             )
         if args.label_smoothing_factor:
             raise ConfigurationError(
-                "Smoothed labels have no log density, which the evidence compares: set"
-                " label_smoothing_factor=0."
+                "Label smoothing is not supported, because smoothed labels do not define a"
+                " likelihood. Set label_smoothing_factor=0."
             )
         loader, model = keywords["train_dataloader"], keywords["model"]
         if isinstance(loader.dataset, IterableDataset):
             raise ConfigurationError(
-                "The blocks of an estimator need the training data by position: give a map-style"
-                " train_dataset."
+                "An estimator reads the training data by index, got an iterable data set. Use a"
+                " map-style train_dataset."
             )
         if state.global_step:
             self._hosted.load_state_dict(_saved(args, state.global_step))
@@ -172,14 +180,14 @@ class EvidenceCallback(_transformers.TrainerCallback):
             _compare_losses(self.evidence, loader, split, args.gradient_accumulation_steps)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
-        """Add the decay to the gradients, and clip them."""
+        """Add the weight decay to the gradients, and clip them."""
         self._hosted.before_step()
         if self._max_norm:
             held = [p for group in keywords["optimizer"].param_groups for p in group["params"]]
             nn.utils.clip_grad_norm_(held, self._max_norm)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
-        """Learn, if a round is due after the step of the optimiser."""
+        """Take a round if one is due after the optimizer's step."""
         row = self._hosted.after_step()
         if row is None:
             return
@@ -187,12 +195,12 @@ class EvidenceCallback(_transformers.TrainerCallback):
         if self.log is None:
             state.log_history.append({**logs, "epoch": state.epoch, "step": state.global_step})
             return
-        due = control.should_log  # of the training loss, which a call of trainer.log cancels
+        due = control.should_log  # the training loss, whose log a call of trainer.log cancels
         self.log(logs)
         control.should_log = due
 
     def on_train_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
-        """Give clipping back to the trainer."""
+        """Restore the trainer's clipping."""
         args.max_grad_norm, self._max_norm = self._max_norm, 0.0
 
     def on_save(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
@@ -204,7 +212,7 @@ class EvidenceCallback(_transformers.TrainerCallback):
 
 
 def _saved(args: Any, step: int) -> dict[str, Any]:
-    """The state that a checkpoint has, of which the trainer says only the step."""
+    """Return the state in a checkpoint; the trainer tells only the step."""
     folders = [Path(args.output_dir) / f"checkpoint-{step}"]
     if isinstance(args.resume_from_checkpoint, str):
         folders.insert(0, Path(args.resume_from_checkpoint))
@@ -213,12 +221,12 @@ def _saved(args: Any, step: int) -> dict[str, Any]:
             return torch.load(folder / FILE, map_location="cpu", weights_only=True)
     raise ConfigurationError(
         f"There is no {FILE} in {folders[0]}: the checkpoint was saved without this callback, or"
-        " lies elsewhere, which TrainingArguments(resume_from_checkpoint=FOLDER) says."
+        " is elsewhere. Set its folder by TrainingArguments(resume_from_checkpoint=FOLDER)."
     )
 
 
 def _split_for(model: nn.Module) -> Callable[[Any], tuple[Any, Tensor]]:
-    """How batches of a model are split: with labels shifted where its loss shifts them."""
+    """Return how to split a model's batches: with shifted labels if its loss shifts them."""
     of_adapters: Any = getattr(model, "get_base_model", None)
     core = model if of_adapters is None else of_adapters()
     auto = import_module("transformers.models.auto.modeling_auto")
@@ -242,7 +250,7 @@ def _compare_losses(
     split: Callable[[Any], tuple[Any, Tensor]],
     accumulation: int,
 ) -> None:
-    """Warn where the loss that the model returns is not the one that the evidence assumes."""
+    """Warn if the loss that the model returns is not the loss that the evidence assumes."""
     model = evidence.model
     device = next(iter(evidence.weights().values())).device
     batch = loader.collate_fn([loader.dataset[0], loader.dataset[len(loader.dataset) - 1]])
@@ -266,20 +274,19 @@ def _compare_losses(
         model_loss: Any = getattr(model(**batch), "loss", None)
         if differs(model_loss):
             warn(
-                f"The model's own loss of two data is {float(model_loss):.4g}, and their mean"
-                " negative log likelihood, which the evidence takes for it,"
-                f" {expected:.4g}: targets or likelihood are others. Say split=...,"
-                " likelihood=... or loss='mse'; this is of no matter where the trainer has a loss"
-                " of its own that is the mean negative log likelihood.",
+                f"The model's own loss of two examples is {float(model_loss):.4g}, but the"
+                f" evidence assumes their mean negative log likelihood, {expected:.4g}. Targets or"
+                " likelihood differ. Set split=..., likelihood=... or loss='mse'. (Ignore this if"
+                " the trainer computes its own loss as the mean negative log likelihood.)",
             )
         elif accumulation > 1 and accepts_count:
-            # The trainer leaves it to such a model to divide by the data of accumulated batches.
+            # For such a model, the trainer does not divide by the number of accumulated batches.
             count = torch.tensor(2 * len(y), device="cpu")
             expected /= 2
             if differs(getattr(model(**batch, num_items_in_batch=count), "loss", None)):
                 warn(
-                    "The trainer adds up the losses of accumulated batches, as this model takes"
-                    " num_items_in_batch, and the model does not divide by it: gradients are"
-                    f" {accumulation} times those of the mean, and the prior's decay as much too"
-                    " weak. Set trainer.loss_is_scaled_for_ga = False, or do not accumulate.",
+                    "The trainer adds the losses of accumulated batches, because this model accepts"
+                    " num_items_in_batch, but the model does not divide by it. Gradients are"
+                    f" {accumulation} times too large, and the prior's decay is too weak by this"
+                    " factor. Set trainer.loss_is_scaled_for_ga = False, or do not accumulate.",
                 )

@@ -15,7 +15,7 @@ from checkpoints.cases import scaled as network
 
 import evigrad
 
-pytestmark = pytest.mark.filterwarnings("ignore:The run in .* goes on, but its results")
+pytestmark = pytest.mark.filterwarnings("ignore:Resumed the run in .* on another machine")
 FOLDER = Path(__file__).parent
 NUMBERS = json.loads((FOLDER / "numbers.json").read_text())
 

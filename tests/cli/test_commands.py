@@ -187,7 +187,7 @@ def test_the_doctor_lists_every_parameter_and_the_cost(capsys, tmp_path, monkeyp
     output = capsys.readouterr().out
     for word in ("linear1.weight", "64x64", "kronecker", "output.bias", "prior group", "all"):
         assert word in output
-    for word in ("training step on a batch of 60", "20 data of a block", "gradient", "ratio"):
+    for word in ("training step on a batch of 60", "20 examples of a block", "gradient", "ratio"):
         assert word in output
     assert "Predicted memory" in output
     assert "not a guaranteed lower bound" in " ".join(output.split())
@@ -213,7 +213,7 @@ def test_help_is_complete_and_narrow(capsys, command):
     if command and command[0] == "train":
         assert "--batch-size N" in output
         assert "(default: ntk-400-rows-anchored)" in output
-        assert "nats" not in output or "per datum" in output
+        assert "nats" not in output or "per example" in output
 
 
 def test_every_option_of_fit_is_on_the_command_line():
@@ -235,55 +235,61 @@ def test_the_version(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("trian", "no command 'trian'. Did you mean 'train'?"),
+        ("trian", "got 'trian'. Did you mean 'train'?"),
         ("train --estimater ntk-10-1", "no option --estimater. Did you mean '--estimator'?"),
         ("train --run_dri x", "no option --run-dri. Did you mean '--run-dir'?"),
-        ("train --epochs many", "--epochs: give a whole number, not 'many'"),
-        ("train --lr fast", "--lr: give a number, not 'fast'"),
-        ("train --optimizer sdg", "choose one of adam, sgd, not 'sdg'. Did you mean 'sgd'?"),
-        ("train --micro-batch some", "give a whole number or auto, not 'some'"),
+        ("train --epochs many", "--epochs: must be a whole number, got 'many'"),
+        ("train --lr fast", "--lr: must be a number, got 'fast'"),
+        ("train --optimizer sdg", "must be one of adam, sgd, got 'sdg'. Did you mean 'sgd'?"),
+        ("train --micro-batch some", "must be a whole number or auto, got 'some'"),
         ("train --micro-batch 0", "micro_batch must be a positive integer"),
         ("train --memory-budget 1GiB", "say micro_batch='auto'"),
         ("train --micro-batch auto --memory-budget lots", "an amount as 8GiB or 500MB, not 'lots'"),
-        ("train --autocast float64", "choose one of bfloat16, not 'float64'"),
-        ("train --prior-update mackay", "choose one of adam, fixed_point, not 'mackay'"),
-        ("train --compare-map perhaps", "--compare-map: give yes or no, not 'perhaps'"),
+        ("train --autocast float64", "must be one of bfloat16, got 'float64'"),
+        ("train --prior-update mackay", "must be one of adam, fixed_point, got 'mackay'"),
+        ("train --compare-map perhaps", "--compare-map must be yes or no, got 'perhaps'"),
         ("train --epochs", "--epochs needs a value"),
-        ("train digits", "'digits' is not understood here"),
+        ("train digits", "Options start with --, got 'digits'"),
         ("train --config nowhere.yaml", "--config: File does not exist"),
         ("train --data digit", "Did you mean 'digits'?"),
         ("train --model digitnet", "Did you mean 'digitsnet'?"),
         ("train --estimator nkt-100-1", "Did you mean 'ntk-100-1'?"),
         ("train --estimator auto", "Name one: 'ntk-400-rows-anchored', the default"),
         ("doctor --estimator ntk-auto-1", "Name one: 'ntk-400-rows-anchored', the default"),
-        ("train --step-budget 2", "no option --step-budget any more: it belonged to the estimator"),
-        ("train --split-blocks yes", "no option --split-blocks any more: each process evaluates"),
+        (
+            "train --step-budget 2",
+            "option --step-budget does not exist any more. It belonged to the estimator",
+        ),
+        (
+            "train --split-blocks yes",
+            "option --split-blocks does not exist any more. Each process evaluates",
+        ),
         ("train --evaluate-with nkt-100-1", "Did you mean 'ntk-100-1'?"),
         ("train --likelihood categoricl", "Did you mean 'categorical'?"),
-        ("train --likelihood gaussian", "likelihood=gaussian: only tables"),
+        ("train --likelihood gaussian", "likelihood is only for tables, got likelihood=gaussian"),
         ("train --subset 50 --estimator ntk-100-1", "num_data is 50"),
-        ("train --epochs 3 --burn-in 10", "burn_in is 10"),
+        ("train --epochs 3 --burn-in 10", "burn_in must be at most epochs = 3, got 10"),
         ("train --model mininet", "at least 28x28"),
-        ("train --device gpu", "'gpu' cannot be used here. A GPU's name is cuda."),
+        ("train --device gpu", "'gpu' is not available. A GPU's name is cuda."),
         ("train --threads 0", "threads must be at least 1"),
-        ("train --threads 1000000", "threads must be at most 1024, not 1000000"),
-        ("train --seed -1", "seed must be at least 0, not -1"),
+        ("train --threads 1000000", "threads must be at most 1024, got 1000000"),
+        ("train --seed -1", "seed must be at least 0, got -1"),
         (f"train --seed {2**64}", "seed must be at most"),
         *[
             (f"train --flip --model cnn --{name} {10**22}", f"{name} must be at most 1000")
             for name in ("epochs", "steps", "every", "width", "depth", "samples")
         ],
-        ("doctor --estimator none", "name one"),
+        ("doctor --estimator none", "Use a name such as ntk-100-1"),
         *[
             (
                 f"{command} --estimator map",
-                "'map' is no estimator: plain MAP training is estimator=None",
+                "'map' is not an estimator. For plain MAP training use estimator=None",
             )
             for command in ("train", "doctor")
         ],
         ("train --estimator map-noise", "--estimator none --noise-on-loss"),
         ("train --estimator augerino", "experiments.augerino"),
-        ("train --augerino-weight 0.1", "no option --augerino-weight any more"),
+        ("train --augerino-weight 0.1", "The option --augerino-weight does not exist any more"),
         ("doctor --batch-size 0", "batch_size must be at least 1"),
     ],
 )
@@ -306,7 +312,7 @@ def test_map_beside_a_regression_learns_its_noise(capsys, tmp_path, monkeypatch)
     run("train", "--epochs", 5, "--compare-map", "--no-figures", "--run-dir", folder)
     output = " ".join(capsys.readouterr().out.split())
     assert "MAP, learned noise" in output
-    assert "and its noise unless it is said to be learned" in output
+    assert "The MAP row has a fixed prior" in output
     results = json.loads((folder / "results.json").read_text())
     noise = [results[name]["hyperparameters"]["noise"] for name in results]
     assert list(results) == ["MAP, learned noise", "ntk-400-rows-anchored"]
@@ -322,10 +328,10 @@ def test_mistakes_in_a_file(capsys, tmp_path):
     assert "unknown key 'epoch'. Did you mean 'epochs'?" in words
     file.write_text("estimator: ntk-9-1\nstep_budget: 5.0\n")
     words = error_of(capsys, "train", "--config", file)
-    assert "the key 'step_budget', which is no option any more" in words
+    assert "the key 'step_budget', which is not an option any more" in words
     assert "the default ntk-400-rows-anchored" in words
     file.write_text("epochs: four\n")
-    assert "--epochs: give a whole number, not 'four'" in error_of(
+    assert "--epochs: must be a whole number, got 'four'" in error_of(
         capsys, "train", "--config", file
     )
     file.write_text("a: b: c\n")
@@ -344,7 +350,7 @@ def test_null_is_no_value_of_an_option_with_a_default(command):
         if default is None:
             check_null(parser, options)
         else:
-            with pytest.raises(ConfigurationError, match=f"^{name} is null"):
+            with pytest.raises(ConfigurationError, match=f"^'{name}' must not be null"):
                 check_null(parser, options)
         options[name] = default
 
@@ -386,7 +392,7 @@ def test_what_would_be_ignored_is_refused(capsys, tmp_path, monkeypatch, argumen
     monkeypatch.chdir(tmp_path)
     name, *typed = arguments.split()
     error = error_of(capsys, name, *typed)
-    assert "would be ignored: it is of use only with" in error and words in error
+    assert "would have no effect: it only works with" in error and words in error
     assert list(tmp_path.iterdir()) == []
     parser = module_of(name).make_parser()
     typed += more.split()
@@ -403,8 +409,10 @@ def test_a_file_may_say_more_than_a_run_has_use_for(capsys, tmp_path):
     file.write_text("burn_in: 3\nsharing: reduce\nestimator: none\nmodel: digitnet\n")
     run("train", "--config", file, code=2)
     note, error = capsys.readouterr().err.splitlines()
-    assert note.startswith("Of the configuration file, burn_in is of use only with an --estimator")
-    assert "; sharing is of use only with kfac estimators." in note and "digitsnet" in error
+    assert note.startswith(
+        "Options in the configuration file without effect: burn_in (only works with an --estimator"
+    )
+    assert "; sharing (only works with kfac estimators)." in note and "digitsnet" in error
     assert "--steps would" in error_of(capsys, "train", "--config", file, "--steps=6")
 
 
@@ -412,11 +420,9 @@ def test_files_of_nulls_and_of_other_encodings(capsys, tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("batch_size: null\nhyper_every: null\n")
     words = error_of(capsys, "train", "--config", file)
-    assert (
-        "batch_size is null, which is no value of it: leave it away for its default, 100." in words
-    )
+    assert "'batch_size' must not be null. Remove it to use the default, 100." in words
     file.write_bytes("epochs: 4 # caf\xe9\n".encode("latin-1"))
-    assert "is no text in UTF-8" in error_of(capsys, "train", "--config", file)
+    assert "must be a text file in UTF-8" in error_of(capsys, "train", "--config", file)
 
 
 # Names that are nothing's misspelling, and such that are.
@@ -522,8 +528,8 @@ def test_an_evaluation_that_fails_loses_nothing_else(capsys, tmp_path):
     arguments = [*QUICK, "--evaluate-with", "ntk-999-1", "--run-dir", tmp_path / "run"]
     run("train", *arguments)
     captured = capsys.readouterr()
-    assert "warning: The log evidence could not be evaluated with ntk-999-1" in captured.err
-    assert "could not be evaluated" in " ".join(captured.out.split())
+    assert "warning: Could not evaluate the log evidence with ntk-999-1" in captured.err
+    assert "Could not evaluate the log evidence" in " ".join(captured.out.split())
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert all(result["evidence"] is None for result in results.values())
     assert (tmp_path / "run" / "figures" / "learning_curves.png").exists()

@@ -39,18 +39,20 @@ def test_a_command_says_where_it_went(command, words, capsys):
         (
             {"log_likelihood": -0.3, "accuracy": 0.94},
             {"log_likelihood": -0.2, "accuracy": 0.95},
-            "raised the test log likelihood by 0.100 nats per datum: a test target is 11 % more"
-            " probable (geometric mean) than under MAP, for 2.0 times its training time.",
+            "raised the test log likelihood by 0.100 nats per example compared with MAP. A test"
+            " target is 11 % more probable (geometric mean). Training took 2.0 times as long.",
         ),
         (
             {"log_likelihood": -9.0, "accuracy": 0.4},
             {"log_likelihood": -2.0, "accuracy": 0.4},
-            "raised the test log likelihood by 7.000 nats per datum against MAP, for 2.0",
+            "raised the test log likelihood by 7.000 nats per example compared with MAP. Training"
+            " took 2.0",
         ),
         (
             {"log_likelihood": -500.0, "squared_error": 1.0},
             {"log_likelihood": -1.0, "squared_error": 0.81},
-            "by 499.000 nats per datum and lowered the test RMSE by 10 % against MAP, for 2.0",
+            "by 499.000 nats per example and lowered the test RMSE by 10 % compared with MAP."
+            " Training took 2.0",
         ),
         ({"log_likelihood": -math.inf}, {"log_likelihood": -1.0}, ""),
     ],

@@ -63,8 +63,8 @@ def test_names_and_ranges():
     [
         ({"text": "rotatoin"}, "Did you mean 'rotation'"),
         ({"text": "rotation=4"}, "between 0 and 3.142"),
-        ({"text": "rotation=wide"}, "a number or max, not 'wide'"),
-        ({"text": "rotation="}, "a number or max, not ''"),
+        ({"text": "rotation=wide"}, "a number or max, got 'wide'"),
+        ({"text": "rotation="}, "a number or max, got ''"),
         ({"text": "rotation=nan"}, "a number or max"),
         ({"text": "rotation", "initial": -1.0}, "between 0 and"),
         ({"text": "rotation", "samples": 0}, "at least 1"),

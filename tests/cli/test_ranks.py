@@ -177,7 +177,7 @@ def test_the_doctor_counts_processes_and_connects_them(tmp_path: Path) -> None:
     arguments = "--data digits --subset 20 --model mlp --estimator ntk-3-1 --device cpu"
     ranks = started(tmp_path, arguments.split(), command="doctor")
     assert ended(ranks, LONG) == [0, 0], (tmp_path / "err0").read_text()
-    assert "2 processes, connected by gloo" in (tmp_path / "err0").read_text()
+    assert "Processes: 2, connected by gloo" in (tmp_path / "err0").read_text()
     assert "Cost of ntk-3-1" in (tmp_path / "out0").read_text()
     assert not (tmp_path / "out1").read_text() and not (tmp_path / "err1").read_text()
 

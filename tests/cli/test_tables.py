@@ -41,7 +41,7 @@ def houses(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_invariance_is_for_images(houses, capsys):
     given = ["train", "--data", str(houses / "houses.csv"), "--target", "price"]
     assert main([*given, "--invariance", "rotation"]) == 2
-    assert "--invariance and --flip transform images" in capsys.readouterr().err
+    assert "--invariance and --flip need images, got" in capsys.readouterr().err
 
 
 def rmse_of(words: str) -> float:
@@ -72,14 +72,16 @@ def test_training_on_a_table(houses, tmp_path, capsys, suffix, target, options, 
     found = json.loads((run / "results.json").read_text())["ntk-20-1"]["test"]
     assert ("accuracy" in found) == (column == "accuracy")
     if column == "RMSE":
-        mean, deviation = map(float, re.findall(r"mean ([\d.e+]+), deviation ([\d.e+]+)", words)[0])
+        mean, deviation = map(
+            float, re.findall(r"mean ([\d.e+]+), standard deviation ([\d.e+]+)", words)[0]
+        )
         shown = rmse_of(words)
         assert shown == pytest.approx(deviation * found["squared_error"] ** 0.5, rel=1e-2)
         assert mean > 3.5 * deviation / 2
-        assert f"less by {np.log(deviation):.1f}"[:-1] in words
+        assert f"lower by {np.log(deviation):.1f}"[:-1] in words
     assert "model: mlp" in (run / "config.yaml").read_text()
     assert main(["train", "--resume", str(run)]) == 0
-    assert "nothing left to do" in capsys.readouterr().err
+    assert "Nothing is left to do" in capsys.readouterr().err
 
 
 def test_columns_by_options(houses, tmp_path):
@@ -98,19 +100,22 @@ def test_counts_keep_their_units(houses, tmp_path, capsys):
     found = json.loads((tmp_path / "run" / "results.json").read_text())["ntk-20-1"]["test"]
     shown = rmse_of(words)
     assert shown == pytest.approx(found["squared_error"] ** 0.5, rel=1e-2)
-    assert "test RMSE" in words and "standardised" not in words
+    assert "test RMSE" in words and "standardized" not in words
 
 
 def test_mistakes_in_the_target(houses, capsys):
     file = str(houses / "houses.csv")
     for given, words in (
-        (["--data", file], "--target NAME (target=...). There are area, town, price, stars"),
+        (["--data", file], "--target NAME (target=...). The columns are area, town, price, stars"),
         (["--data", file, "--target", "prise"], "Did you mean 'price'?"),
-        (["--data", file, "--target", "price", "--model", "digitsnet"], "takes images"),
-        (["--data", "digits", "--target", "price"], "only tables"),
-        (["--data", "digits", "--drop", "price"], "only tables"),
+        (["--data", file, "--target", "price", "--model", "digitsnet"], "needs images"),
+        (["--data", "digits", "--target", "price"], "is only for tables"),
+        (["--data", "digits", "--drop", "price"], "is only for tables"),
         (["--data", file, "--target", "price", "--drop", "twon"], "Did you mean 'town'?"),
-        (["--data", file, "--target", "price", "--categorical", "price"], "is the target"),
+        (
+            ["--data", file, "--target", "price", "--categorical", "price"],
+            "must not name the target",
+        ),
     ):
         assert main(["train", *given]) == 2
         assert words in " ".join(capsys.readouterr().err.split())

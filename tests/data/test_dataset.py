@@ -62,7 +62,7 @@ def test_validation_is_stratified() -> None:
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, 1.5, 0.001, 0.999, float("nan")])
 def test_validation_with_an_empty_part(fraction: float) -> None:
-    with pytest.raises(ConfigurationError, match="leaves a part empty"):
+    with pytest.raises(ConfigurationError, match="leave an example in each part"):
         classification().split_validation(fraction)
 
 
@@ -97,7 +97,7 @@ def test_is_frozen() -> None:
 
 
 def test_describe() -> None:
-    assert classification().describe() == "toy: 30 train and 6 test data of shape 1, 3 classes"
+    assert classification().describe() == "toy: 30 train and 6 test examples of shape 1, 3 classes"
     assert regression().describe().endswith("1 real target")
 
 

@@ -121,7 +121,7 @@ def test_what_is_missing_is_said_once(capsys, monkeypatch, tmp_path):
     error = capsys.readouterr().err
     assert error.count("There is no data set 'cifar10' here") == 1 and "--data-dir" in error
     run("fig4", "--device", "gpu", "--results", tmp_path / "r", code=2)
-    assert capsys.readouterr().err.count("The device 'gpu' cannot be used here") == 1
+    assert capsys.readouterr().err.count("Device 'gpu' is not available") == 1
     assert not (tmp_path / "r").exists()
     run("table1", "--dry-run", "--results", tmp_path / "r")
     error = capsys.readouterr().err

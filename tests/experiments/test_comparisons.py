@@ -39,7 +39,7 @@ def run(*arguments, code=0):
         (("bounds", "--start", 2, "--stop", 1), "A grid must increase, got start=2 and stop=1"),
         (("bounds", "--points", 1), "at least 2 points"),
         (("bounds", "--jobs", 0), "jobs must be at least 1"),
-        (("bounds", "--threads", 1000000), "threads must be at most 1024, not 1000000"),
+        (("bounds", "--threads", 1000000), "threads must be at most 1024, got 1000000"),
         (("bounds", "--curves", "ntk-50-C", *QUICK), "'ntk-50-C' asks for"),
     ],
 )
@@ -61,7 +61,7 @@ def test_mistakes(arguments, words, capsys, tmp_path):
 def test_what_would_be_ignored_is_refused(command, typed, needed, more, capsys):
     run(command.__name__.rpartition(".")[2], *typed.split(), code=2)
     error = capsys.readouterr().err
-    assert "would be ignored: it is of use only with" in error and needed in error
+    assert "would have no effect: it only works with" in error and needed in error
     arguments = [*typed.split(), *more.split()]
     parser = command.make_parser()
     check_needs(parser, parser.parse_args(arguments), arguments)

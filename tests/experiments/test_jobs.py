@@ -77,10 +77,10 @@ def test_a_configuration_is_one_of_evigrad_train():
     ("options", "words"),
     [
         ({"datta": "digits"}, "Did you mean .data."),
-        ({"epochs": "many"}, "give a whole number"),
-        ({"epochs": 1.5}, "give a whole number"),
+        ({"epochs": "many"}, "must be a whole number"),
+        ({"epochs": 1.5}, "must be a whole number"),
         ({"flip": "maybe"}, "not boolean: maybe"),
-        ({"prior": "layer"}, "choose one of scalar, layerwise, diagonal"),
+        ({"prior": "layer"}, "must be one of scalar, layerwise, diagonal"),
     ],
 )
 def test_wrong_options_are_refused(options, words):

@@ -284,8 +284,8 @@ def test_learned_and_fixed_ranges() -> None:
     [
         ({"ranges": {"rotate": 1.0}}, "Did you mean 'rotation'"),
         ({"learn": ["scalex"]}, "Did you mean 'scale_x'"),
-        ({"ranges": -0.1}, "between 0 and 2, not -0.1"),
-        ({"ranges": {"rotation": 3.2}}, "between 0 and 3.142, not 3.2"),
+        ({"ranges": -0.1}, "between 0 and 2, got -0.1"),
+        ({"ranges": {"rotation": 3.2}}, "between 0 and 3.142, got 3.2"),
         ({"ranges": math.nan}, "between 0 and"),
     ],
 )
@@ -358,5 +358,7 @@ def test_fills_that_do_not_fit() -> None:
         with pytest.raises(ConfigurationError, match="finite, one number or one per channel"):
             AffineInvariance(fill=fill)
     transform = AffineInvariance(fill=[0.0, 1.0])
-    with pytest.raises(InputError, match="fill has 2 values, the images 3 channels"):
+    with pytest.raises(
+        InputError, match="fill must have one value, or one per channel \\(3\\), got 2"
+    ):
         transform(torch.zeros(1, 3, 4, 4), torch.zeros(1, 6))

@@ -205,7 +205,7 @@ def test_noise_is_held_until_the_end_of_the_context() -> None:
             raise RuntimeError("stop")
         assert torch.equal(model(x), expected)
         assert torch.equal(model(x), expected)
-        with pytest.raises(InputError, match="noise for 6 inputs, not for 5"):
+        with pytest.raises(InputError, match="for 5 inputs, got noise for 6"):
             model(x[:5])
     assert not torch.equal(model(x), expected)
 
@@ -313,10 +313,10 @@ def test_noise_on_tables() -> None:
     ("settings", "words"),
     [
         ({"average": "logit"}, "Did you mean 'logits'"),
-        ({"num_samples": 0}, "num_samples=0"),
-        ({"chunk": 0}, "chunk=0"),
-        ({"invariance": nn.ReLU()}, "ReLU is no transform"),
-        ({"model": averaged()}, "draws noise itself, in Averaged"),
+        ({"num_samples": 0}, "at least 1, got 0 and None"),
+        ({"chunk": 0}, "at least 1, got 2 and 0"),
+        ({"invariance": nn.ReLU()}, "sample(n, generator), got ReLU"),
+        ({"model": averaged()}, "must not draw noise, got Averaged"),
     ],
 )
 def test_errors_say_what_to_mend(settings: dict, words: str) -> None:

@@ -73,7 +73,7 @@ def test_the_dtype_of_the_input_is_kept(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
 def test_errors(value: float) -> None:
-    with pytest.raises(ConfigurationError, match="scale="):
+    with pytest.raises(ConfigurationError, match="scale must be positive"):
         InputScale(3, scale=value)
     with pytest.raises(ConfigurationError, match="level="):
         AdditiveNoise(3, level=value)
@@ -156,10 +156,10 @@ def test_the_state_has_the_parameter_itself() -> None:
 @pytest.mark.parametrize(
     ("bounds", "words"),
     [
-        ({"widht": (0.0, 1.0)}, "name 'widht', which is no parameter.*Did you mean 'width'"),
+        ({"widht": (0.0, 1.0)}, "got 'widht'.*Did you mean 'width'"),
         ({"width": (2.0, 1.0)}, "a number and a larger one"),
         ({"width": (-math.inf, math.inf)}, "of which one may be infinite"),
-        ({"width": (2.0, 3.0)}, "is 1.0, outside of its bounds"),
+        ({"width": (2.0, 3.0)}, "must start within its bounds .* got 1.0"),
     ],
 )
 def test_bounds_that_do_not_fit(bounds, words) -> None:

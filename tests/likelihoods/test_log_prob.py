@@ -309,7 +309,7 @@ def test_noise_must_be_positive(noise: float | list[float]) -> None:
 
 @pytest.mark.parametrize("noise", [[1.0, 2.0], torch.ones(2, 2)])
 def test_noise_must_fit_the_number_of_outputs(noise: list[float] | Tensor) -> None:
-    with pytest.raises(ConfigurationError, match="one for each output"):
+    with pytest.raises(ConfigurationError, match="one per output"):
         Gaussian(noise=noise, num_outputs=3)
 
 
@@ -337,18 +337,23 @@ BAD = {
         Categorical(),
         (2, 3),
         torch.full((2, 3), 1 / 3),
-        "no log density of a label",
+        "not a log density. Use the labels",
     ),
     "one softmax output": (Categorical(), (2, 1), torch.tensor([0, 0]), "Bernoulli"),
     "target (m,)": (Gaussian(), (3, 1), torch.zeros(3), r"y\.unsqueeze\(-1\)"),
-    "target (m, 1)": (Gaussian(), (3, 2), torch.zeros(3, 1), r"\(3, 2\), not \(3, 1\)"),
+    "target (m, 1)": (Gaussian(), (3, 2), torch.zeros(3, 1), r"\(3, 2\), got \(3, 1\)"),
     "target integer": (Gaussian(), (3, 1), torch.zeros(3, 1).long(), r"y\.float\(\)"),
     "target NaN": (Gaussian(), (2, 1), torch.tensor([[0.0], [NAN]]), r"nan at index \[1, 0\]"),
     "target infinite": (Gaussian(), (2, 1), torch.tensor([[INF], [0.0]]), r"inf at index \[0, 0\]"),
-    "noises": (Gaussian([1.0, 1.0]), (2, 3), torch.zeros(2, 3), r"2 noises.*3 outputs"),
+    "noises": (Gaussian([1.0, 1.0]), (2, 3), torch.zeros(2, 3), r"got 2 for 3 outputs"),
     "yes-no (m,)": (Bernoulli(), (3, 1), torch.zeros(3), r"y\.unsqueeze\(-1\)"),
-    "yes-no range": (Bernoulli(), (1, 2), torch.tensor([[0, 2]]), r"2 at index \[0, 1\].*0 nor 1"),
-    "yes-no soft": (Bernoulli(), (1, 2), torch.tensor([[0.5, 1.0]]), "neither 0 nor 1"),
+    "yes-no range": (
+        Bernoulli(),
+        (1, 2),
+        torch.tensor([[0, 2]]),
+        r"2 at index \[0, 1\].*must be 0 or 1",
+    ),
+    "yes-no soft": (Bernoulli(), (1, 2), torch.tensor([[0.5, 1.0]]), "must be 0 or 1"),
     "yes-no NaN": (Bernoulli(), (1, 2), torch.tensor([[NAN, 1.0]]), "not finite"),
     "yes-no complex": (
         Bernoulli(),
@@ -358,17 +363,22 @@ BAD = {
     ),
     "count (m,)": (Poisson(), (3, 1), torch.zeros(3), r"y\.unsqueeze\(-1\)"),
     "count negative": (Poisson(), (1, 2), torch.tensor([[0, -2]]), r"-2 at index \[0, 1\].*count"),
-    "count broken": (Poisson(), (1, 2), torch.tensor([[0.5, 1.0]]), "0.5 at .*no count"),
+    "count broken": (Poisson(), (1, 2), torch.tensor([[0.5, 1.0]]), "0.5 at .*must be a count"),
     "count NaN": (Poisson(), (1, 2), torch.tensor([[NAN, 1.0]]), "not finite"),
     "count complex": (Poisson(), (1, 1), torch.zeros(1, 1, dtype=torch.complex64), "whole"),
-    "one output": (HeteroscedasticGaussian(), (2, 1), torch.zeros(2, 1), "two for each target"),
-    "means alone": (HeteroscedasticGaussian(), (2, 2), torch.zeros(2, 2), "two for each target"),
+    "one output": (HeteroscedasticGaussian(), (2, 1), torch.zeros(2, 1), "two outputs per target"),
+    "means alone": (HeteroscedasticGaussian(), (2, 2), torch.zeros(2, 2), "two outputs per target"),
     "mean (m,)": (HeteroscedasticGaussian(), (3, 2), torch.zeros(3), r"y\.unsqueeze\(-1\)"),
     "mean integer": (HeteroscedasticGaussian(), (3, 2), torch.ones(3, 1).long(), r"y\.float\(\)"),
     "empty": (Categorical(), (0, 3), torch.zeros(0).long(), "empty"),
     "no outputs": (Gaussian(), (2, 0), torch.zeros(2, 0), "empty"),
-    "number of data": (Categorical(), (3, 3), torch.tensor([0, 1]), "3 data need 3 targets"),
-    "scalar target": (Categorical(), (3, 3), torch.tensor(1), "3 data need 3 targets"),
+    "number of data": (
+        Categorical(),
+        (3, 3),
+        torch.tensor([0, 1]),
+        "need 3 targets, one per example",
+    ),
+    "scalar target": (Categorical(), (3, 3), torch.tensor(1), "need 3 targets, one per example"),
     "outputs (m,)": (Gaussian(), (3,), torch.zeros(3), r"f\.unsqueeze\(1\)"),
     "outputs (m, T, C)": (Categorical(), (3, 2, 4), torch.zeros(3).long(), "flatten or average"),
     "default": (PlainPoisson(), (2, 1), torch.tensor([[0.0], [NAN]]), "not finite"),

@@ -161,13 +161,13 @@ def test_bad_weights() -> None:
     x, y = data(Categorical())
     weighted = Weighted(Categorical())
     one = evidence(weighted, "ntk-2-1", N)
-    with pytest.raises(InputError, match="negative weight"):
+    with pytest.raises(InputError, match="must be a weight of at least 0"):
         one.map_loss(x, weighted.targets(y, -torch.ones(N)))
     with pytest.raises(InputError, match="not finite"):
         one.map_loss(x, weighted.targets(y, torch.full((N,), torch.nan)))
     with pytest.raises(InputError, match=r"targets\(y, weights\)"):
         one.map_loss(x, y)
-    with pytest.raises(InputError, match="one for each datum"):
+    with pytest.raises(InputError, match="one per target, got"):
         weighted.targets(y, torch.ones(N, C))
     with pytest.raises(InputError, match="outside 0"):
         one.map_loss(x, weighted.targets(y + C, torch.ones(N)))

@@ -132,18 +132,24 @@ def test_without_a_seed_the_global_state_is_used() -> None:
         ("mlp", (4,), 2, {"hiden": [3]}, "no setting 'hiden'. Did you mean 'hidden'"),
         ("digitsnet", (1, 8, 8), 10, {"width": 3}, "no setting 'width'. It has none"),
         ("mlp", (4,), 2, {"activation": "rellu"}, "Did you mean 'relu'"),
-        ("mlp", (4,), 2, {"hidden": [3, 0]}, "every width"),
-        ("mlp", (4, 0), 2, {}, "1 or more"),
-        ("mlp", (4,), 0, {}, "1 or more"),
-        ("mlp", (), 1, {}, "1 or more"),
+        ("mlp", (4,), 2, {"hidden": [3, 0]}, "Every width"),
+        ("mlp", (4, 0), 2, {}, "at least 1"),
+        ("mlp", (4,), 0, {}, "at least 1"),
+        ("mlp", (), 1, {}, "at least 1"),
         ("mininet", (1, 27, 28), 10, {}, "at least 28x28"),
         ("digitsnet", (64,), 10, {}, "at least 4x4"),
         ("lenet", (1, 24, 28), 10, {}, "at least 28x28"),
         ("resnet50", (3, 7, 8), 10, {}, "at least 8x8"),
-        ("resnet18", (3, 8, 8), 10, {"width": 0}, "width=0"),
+        ("resnet18", (3, 8, 8), 10, {"width": 0}, "width must be at least 1, got 0"),
         ("wide_resnet", (3, 8, 8), 10, {"depth": 18}, "10, 16, 22"),
         ("wide_resnet", (3, 8, 8), 10, {"depth": 4}, "10, 16, 22"),
-        ("wide_resnet", (3, 8, 8), 10, {"widen_factor": 0}, "widen_factor=0"),
+        (
+            "wide_resnet",
+            (3, 8, 8),
+            10,
+            {"widen_factor": 0},
+            "widen_factor must be at least 1, got 0",
+        ),
         ("wrn16-4", (48,), 10, {}, "at least 8x8"),
     ],
 )
@@ -168,5 +174,5 @@ def test_cnn_has_any_depth_and_width(depth: int, width: int, size: int) -> None:
 
 
 def test_cnn_of_no_depth_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="depth=0"):
+    with pytest.raises(ConfigurationError, match="must be at least 1, got 0"):
         make_model("cnn", (1, 8, 8), 10, depth=0)

@@ -348,12 +348,12 @@ def test_a_short_fit_learns(name: str) -> None:
     ("shape", "settings", "words"),
     [
         ((2, 3, 4, 5), {}, "images (channels, height, width)"),
-        ((5,), {"padding": 0}, "it needs vocabulary"),
+        ((5,), {"padding": 0}, "Set vocabulary=..."),
         ((5, 2), {"vocabulary": 3}, "for inputs of shape (T,)"),
-        ((5,), {"vocabulary": 0}, "1 or more"),
-        ((5,), {"vocabulary": 3, "padding": 3}, "none of the tokens 0 to 2"),
-        ((5,), {"width": 0}, "width=0"),
-        ((5,), {"layers": 0}, "layers=0"),
+        ((5,), {"vocabulary": 0}, "at least 1"),
+        ((5,), {"vocabulary": 3, "padding": 3}, "must be a token, 0 to 2"),
+        ((5,), {"width": 0}, "must be at least 1, got 0"),
+        ((5,), {"layers": 0}, "must be at least 1, got 0"),
         ((5,), {"START": 0.0}, "must be a positive number"),
         ((5,), {"START": math.inf}, "must be a positive number"),
     ],
@@ -368,5 +368,5 @@ def test_errors_say_what_to_mend(
 
 
 def test_heads_divide_the_width() -> None:
-    with pytest.raises(ConfigurationError, match="no multiple of heads=3"):
+    with pytest.raises(ConfigurationError, match="must be a multiple of heads = 3"):
         Transformer((5,), 2, width=4, heads=3)

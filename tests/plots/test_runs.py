@@ -48,7 +48,7 @@ def test_learning_curves_show_what_was_recorded():
         "test log likelihood",
     ]
     assert all(axes.get_xlabel() == "epoch" for axes in figure.axes)
-    assert "nats per datum" in loss.get_ylabel()
+    assert "nats per example" in loss.get_ylabel()
     assert loss.get_yscale() == "log"
     assert np.asarray(loss.lines[0].get_xdata()).tolist() == list(range(1, 21))
     assert [len(axes.lines) for axes in (loss, evidence, test)] == [2, 1, 2]
@@ -125,9 +125,9 @@ def test_files_are_small_and_pyplot_is_not_used(tmp_path):
 
 
 def test_nothing_to_draw():
-    with pytest.raises(InputError, match="no epoch"):
+    with pytest.raises(InputError, match="must have an epoch to draw"):
         plots.learning_curves({})
-    with pytest.raises(InputError, match="no epoch"):
+    with pytest.raises(InputError, match="must have an epoch to draw"):
         plots.precision_paths([])
     with pytest.raises(InputError, match="precision"):
         plots.precision_paths([{"epoch": 1, "loss": 1.0}])
@@ -150,7 +150,7 @@ def test_one_run_has_a_line_for_train_and_test():
     figure = quantity_curves({"run": make_rows()}, ACCURACY)
     (axes,) = figure.axes
     assert axes.get_title(loc="left") == "accuracy"
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("epoch", "percent of the data")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("epoch", "percent of the examples")
     assert [np.asarray(line.get_ydata()).tolist() for line in axes.lines] == [
         [80.0] * 4,
         [90.0] * 4,

@@ -35,7 +35,7 @@ def test_regression_is_normal_with_noise_added():
     torch.testing.assert_close(own.std.square(), variance + noise)
     expected = MultivariateNormal(own.mean, own.covariance + noise.diag()).log_prob(y)
     torch.testing.assert_close(own.log_prob(y), expected)
-    with pytest.raises(ConfigurationError, match="Gaussian has no probabilities of classes"):
+    with pytest.raises(ConfigurationError, match="Gaussian has no class probabilities"):
         _ = own.probabilities
 
 
@@ -144,7 +144,7 @@ def test_densities_of_numbers_are_averaged_over_the_outputs(likelihood):
     assert own.log_prob(y).item() == pytest.approx(expected, abs=0.01)
     plain = Predictive(own.outputs, own.covariance, likelihood, "plug-in")
     torch.testing.assert_close(plain.log_prob(y), likelihood.log_prob(own.outputs, y))
-    with pytest.raises(ConfigurationError, match="probit' is for classes"):
+    with pytest.raises(ConfigurationError, match="probit' needs a likelihood of classes"):
         Predictive(own.outputs, own.covariance, likelihood, "probit").log_prob(y)
 
 
@@ -165,7 +165,7 @@ def test_a_density_of_ones_own_is_averaged_over_samples():
     f = own.sample(1000)
     each = torch.stack([Counts().log_prob(one, y) for one in f])
     torch.testing.assert_close(own.log_prob(y), each.logsumexp(0) - math.log(1000))
-    with pytest.raises(ConfigurationError, match="Counts has no probabilities"):
+    with pytest.raises(ConfigurationError, match="Counts has no class probabilities"):
         _ = own.probabilities
 
 

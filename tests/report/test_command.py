@@ -44,7 +44,7 @@ def test_a_real_run(run_dir, capsys):
     assert "no images can be shown" not in page.text
     assert page.cell("invariance") == "rotation=0.5, scale_x: 2 samples, logits averaged"
     assert page.cell("network", 2) == "digitsnet"
-    assert page.tables[0][0] == ["", "MAP", "ntk-20-1"]
+    assert page.tables[0][0] == ["metric", "MAP", "ntk-20-1"]
     # One estimator judged both, and it has its own row.
     assert page.cell("log evidence by ntk-20-1 (nats per datum)", 1).startswith("−")
 
@@ -96,7 +96,7 @@ def test_no_examples_and_no_data(run_dir, tmp_path, monkeypatch):
     ("options", "words"),
     [
         ({"data": "no_such_set"}, "Unknown data set 'no_such_set'"),
-        ({"model": "mlp"}, "config.json cannot be read"),
+        ({"model": "mlp"}, "Cannot read .*config.json"),
         ({"invariance": "rotation"}, "checkpoint.pt"),
     ],
 )
@@ -114,7 +114,7 @@ def test_what_cannot_be_rebuilt_is_said(run_dir, tmp_path, options, words):
 
 def test_before_the_first_checkpoint(tmp_path):
     (record,) = read_runs([write_run(tmp_path / "run", options={"data": "digits"})])
-    with pytest.raises(ConfigurationError, match="no checkpoint"):
+    with pytest.raises(ConfigurationError, match="with a checkpoint, got"):
         rebuild(record)
 
 
@@ -125,10 +125,10 @@ def test_a_network_without_a_transform_has_no_grid(tmp_path):
 
 def test_what_is_wrong_is_said_in_one_line(tmp_path, capsys):
     for arguments, words in (
-        ([], "Name the folder of a run: evigrad report RUN."),
-        ([str(tmp_path / "gone")], "There is no folder"),
+        ([], "A report needs the folder of a run. Use evigrad report RUN."),
+        ([str(tmp_path / "gone")], "needs the folder of a run, got"),
         (["run", "--exampels", "3"], "Did you mean '--examples'?"),
-        (["run", "--examples", "few"], "--examples: give a whole number, not 'few'."),
+        (["run", "--examples", "few"], "--examples: must be a whole number, got 'few'."),
     ):
         assert main(["report", *arguments]) == 2
         error = capsys.readouterr().err
@@ -143,4 +143,4 @@ def test_the_help_says_what_it_does(capsys):
     assert "--data-dir DIR" in text
     assert "--examples N" in text
     assert main(["--help"]) == 0
-    assert "report Make a page" in " ".join(capsys.readouterr().out.split())
+    assert "report Write an HTML page" in " ".join(capsys.readouterr().out.split())

@@ -66,10 +66,11 @@ def test_a_learned_run(tmp_path):
     assert len(page.images) == len(page.dark) == len(page.captions) == 5
     assert all(caption.strip().endswith(".") for caption in page.captions)
     assert page.cell("test accuracy (%)") == "80.00"
-    assert page.cell("test log likelihood (nats per datum)") == "−0.0500"
-    assert page.cell("log evidence by full-N-C (nats per datum)") == "−0.4321"
+    assert page.cell("test log likelihood (nats per example)") == "−0.0500"
+    assert page.cell("log evidence by full-N-C (nats per example)") == "−0.4321"
     assert (
-        page.cell("log evidence while training, last round (nats per datum)") == "−1.0500 ± 0.1000"
+        page.cell("log evidence during training, last round (nats per example)")
+        == "−1.0500 ± 0.1000"
     )
     assert page.cell("training data") == "12,345"
     assert page.cell("prior precision, layer2", 1) == "1"
@@ -122,7 +123,7 @@ def test_a_run_beside_its_map(tmp_path):
     run = write_run(tmp_path / "run")
     write_run(run / "map", estimator=None)
     page = report(run)
-    assert page.tables[0][0] == ["", "MAP", "ntk-100-1"]
+    assert page.tables[0][0] == ["metric", "MAP", "ntk-100-1"]
     assert page.cell("hyperparameter steps", 1) == "0"
     assert page.cell("hyperparameter steps", 2) == "40"
     # The run's own figures need no name, and MAP learned nothing to draw.
@@ -136,7 +137,9 @@ def test_a_run_that_is_still_in_its_map_part(tmp_path):
     write_run(run / "map", make_rows(7, learned=False), estimator=None, epochs=40)
     (run / "config.yaml").write_text(json.dumps(OPTIONS))
     page = report(run)
-    assert "MAP is not finished, or was ended early: it is shown up to epoch 7 of 40." in page.text
+    assert (
+        "MAP is not finished, or was stopped early. It is shown up to epoch 7 of 40." in page.text
+    )
     assert (run / "report.html").is_file()
 
 
@@ -157,7 +160,7 @@ def test_regression(tmp_path):
     assert "accuracy" not in figures(run)
     assert page.cell("test squared error") == "0.8"
     assert page.cell("noise", 2) == f"{math.exp(-1):.3f}"
-    assert "It went: noise from 1 to 0.368." in page.text
+    assert "Changes: noise from 1 to 0.368." in page.text
 
 
 @pytest.mark.usefixtures("sketched")
@@ -179,7 +182,7 @@ def test_parameters_of_a_likelihood_of_ones_own(tmp_path):
     page = report(run)
     assert "likelihood" in figures(run)
     assert page.cell("log_ratio", 1) == "2"
-    assert "It went: log_ratio from 2 to" in page.text
+    assert "Changes: log_ratio from 2 to" in page.text
 
 
 @pytest.mark.usefixtures("sketched")
@@ -191,7 +194,7 @@ def test_ranges_have_units_that_a_reader_knows(tmp_path):
     assert page.cell("translation_x", 2) == "±0.5 of half the side"
     assert page.cell("scale_x", 2) == "factor up to 2"
     caption = next(c for c in page.captions if "rotated" in c)
-    assert "It went: rotation from ±0.1 rad (±5.73°) to ±1.57 rad (±90°)." in caption
+    assert "Changes: rotation from ±0.1 rad (±5.73°) to ±1.57 rad (±90°)." in caption
     assert "no images can be shown. The run has no config.yaml" in page.text
 
 
@@ -242,7 +245,7 @@ def test_several_runs_beside_each_other(tmp_path):
     second = write_run(tmp_path / "b" / "run", estimator="kfac-N-C")
     third = write_run(tmp_path / "third", make_rows(regression=True))
     page = report(first, second, third)
-    assert page.tables[0][0] == ["", str(first), str(second), "third"]
+    assert page.tables[0][0] == ["metric", str(first), str(second), "third"]
     assert not (second / "report.html").exists()
     shown = figures(first / "comparison")
     assert len([name for name in shown if name.startswith("prior_precision-")]) == 3
@@ -258,7 +261,7 @@ def test_several_runs_beside_each_other(tmp_path):
         "100 (layer2)",
     ]
     assert figures(twins[0] / "comparison") >= {"prior_precision-x-y", "prior_precision-x-y-2"}
-    with pytest.raises(ConfigurationError, match="named twice"):
+    with pytest.raises(ConfigurationError, match="got one twice"):
         write_report(first, tmp_path / "b" / ".." / "a" / "run")
 
 
@@ -296,9 +299,9 @@ def test_values_below_the_axes_are_the_first_ones(tmp_path):
 def test_the_precision_at_the_start_is_that_of_the_burn_in(tmp_path):
     learned = {"prior_update": "fixed_point", "burn_in": 3, "learned": ["prior.log_precision"]}
     cases = [
-        ({"num_data": 1440} | learned, "14.4 (that of the burn-in)"),
-        ({"num_data": 10**5} | learned, "15 (that of the burn-in)"),
-        ({"prior_mean": "initial"} | learned, "that of the burn-in"),
+        ({"num_data": 1440} | learned, "14.4 (set by the burn-in)"),
+        ({"num_data": 10**5} | learned, "15 (set by the burn-in)"),
+        ({"prior_mean": "initial"} | learned, "set by the burn-in"),
         (learned | {"burn_in": 0}, "1"),
         (learned | {"learned": ["likelihood.log_noise"]}, "1"),
     ]
@@ -316,7 +319,7 @@ def test_values_of_different_estimators_name_them(tmp_path):
         )
         for name in ("full-N-C", "ntk-400-C")
     ]
-    row = "log evidence after training (nats per datum)"
+    row = "log evidence after training (nats per example)"
     page = report(*runs)
     assert page.cell(row, 1) == "−0.5000 by full-N-C"
     assert page.cell(row, 2) == "−0.5000 by ntk-400-C"
@@ -346,8 +349,8 @@ def test_values_that_are_not_finite_and_names_that_are_markup(tmp_path):
     assert "prior precision, <i>$x$</i>" in page.text
     assert "nan" not in page.text.lower().split()
     # The last value that is known.
-    assert page.cell("training loss (nats per datum)", 1) == f"{2 * math.exp(-19 / 5):.4f}"
-    assert page.cell("time of training (seconds)", 1) == NOTHING
+    assert page.cell("training loss (nats per example)", 1) == f"{2 * math.exp(-19 / 5):.4f}"
+    assert page.cell("training time (seconds)", 1) == NOTHING
 
 
 @pytest.mark.parametrize("column", ["epoch", "loss"])
@@ -362,7 +365,7 @@ def test_a_table_without_a_column_is_refused(tmp_path, column):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigurationError, match="There is no folder"):
+    with pytest.raises(ConfigurationError, match="needs the folder of a run, got"):
         write_report(tmp_path / "nothing")
     with pytest.raises(ConfigurationError, match=r"has no metrics.csv.*--run-dir"):
         write_report(tmp_path)
@@ -375,11 +378,11 @@ def test_a_missing_file_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("metrics.csv", "epoch,loss\n1,much\n", "not a table of metrics"),
+        ("metrics.csv", "epoch,loss\n1,much\n", "could not convert string to float"),
         ("metrics.csv", "epoch,loss\n", "no epoch yet"),
         ("metrics.csv", "", "no epoch yet"),
         ("config.json", "{", "config.json cannot be read"),
-        ("config.json", "[]", "no names with values"),
+        ("config.json", "[]", "must hold names with values"),
         ("config.yaml", "a: [", "config.yaml cannot be read"),
         ("results.json", "3", "results.json cannot be read"),
     ],
@@ -394,12 +397,12 @@ def test_a_broken_file_is_named(tmp_path, name, content, words):
 def test_a_folder_that_cannot_be_written_into(tmp_path):
     run = write_run(tmp_path / "run", make_rows(3))
     (run / "figures").write_text("in the way")
-    with pytest.raises(ConfigurationError, match="cannot be written"):
+    with pytest.raises(ConfigurationError, match="Cannot write"):
         write_report(run)
 
 
 def test_a_negative_number_of_examples(tmp_path):
-    with pytest.raises(ConfigurationError, match="examples must be 0 or more"):
+    with pytest.raises(ConfigurationError, match="examples must be at least 0, got -1"):
         write_report(write_run(tmp_path / "run"), examples=-1)
 
 

@@ -44,7 +44,7 @@ def test_bounds_change_nothing_in_a_run(blobs, monkeypatch):
     ("given", "words"),
     [
         ({"bracket_every": -1}, "bracket_every must be an integer of at least 0"),
-        ({"bracket_every": 2, "estimator": "diag-20-1-ef"}, "has the curvature 'ef'"),
+        ({"bracket_every": 2, "estimator": "diag-20-1-ef"}, "got 'ef'"),
     ],
 )
 def test_what_cannot_be(blobs, given, words):

@@ -162,7 +162,7 @@ def test_an_estimate_that_is_not_finite_ends_its_round_and_is_counted(update, bl
     """Precisions stay those of the step before; the next round learns again."""
     with (
         at_call(evidence, "gradients_of", once(2), spoil_estimates),
-        pytest.warns(EvigradWarning, match="2 of 3 hyperparameter steps of a round were skipped"),
+        pytest.warns(EvigradWarning, match="skipped 2 of 3 hyperparameter steps"),
     ):
         result = train("ntk", blobs, tmp_path / "run", steps=3, prior_update=update)
     found = counts(result)["skipped_steps"]
@@ -246,7 +246,7 @@ def test_a_cholesky_that_keeps_failing_ends_training_with_a_message(case, blobs,
     with (
         at_call(linalg, "_factor", always(1), no_factor),
         eigenvalues,
-        pytest.warns(EvigradWarning, match="hyperparameter steps of a round were skipped"),
+        pytest.warns(EvigradWarning, match="hyperparameter steps"),
         pytest.raises(NotPositiveDefiniteError, match=r"Hyperparameter step after epoch \d"),
     ):
         train(case, blobs, tmp_path / "run", burn_in=2, every=1)
@@ -278,10 +278,10 @@ def test_a_pass_that_does_not_fit_is_halved_and_says_so(allocator, micro_batch, 
 def test_memory_that_never_suffices_ends_training_with_what_is_cheaper(allocator, blobs, tmp_path):
     error = ALLOCATORS[allocator]
     cases = {
-        "a training step on 20 data. Cheaper: a smaller batch_size": (Evidence, "map_loss"),
-        "an estimate by ntk-20-1. Cheaper: fewer rows in a block": (linalg, "_factor"),
+        "a training step on 20 examples. Use a smaller batch_size": (Evidence, "map_loss"),
+        "an estimate by ntk-20-1. Use fewer rows in a block": (linalg, "_factor"),
         "A pass over a single datum does not fit": (MicroBatchSweep, "linearize"),
-        "evaluate the network on a single datum": (metrics, "flattened"),
+        "evaluation of the network on a single example": (metrics, "flattened"),
     }
     for number, (words, (owner, name)) in enumerate(cases.items()):
         with (
@@ -325,7 +325,9 @@ def test_a_damaged_checkpoint_costs_its_epochs_and_changes_no_result(case, blobs
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    with pytest.warns(EvigradWarning, match="before it is taken, after epoch 2: the epochs since"):
+    with pytest.warns(
+        EvigradWarning, match="before it, after epoch 2, and repeats the epochs since"
+    ):
         again = train(case, blobs, tmp_path / "cut", resume=True)
     assert_same_runs(tmp_path / "cut", tmp_path / "whole")
     assert [row["epoch"] for row in again.history] == [1, 2, 3, 4, 5]

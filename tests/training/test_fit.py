@@ -233,7 +233,7 @@ def test_the_run_directory(blobs, make_net, tmp_path, capsys):
     again = fit(make_net(), blobs[0], run_dir=tmp_path / "run", **grouped(shown))
     assert again.run_dir == tmp_path / "run-2"
     said = " ".join(capsys.readouterr().err.split())
-    assert f"holds something already: this run goes to {again.run_dir}" in said
+    assert f"is not empty: this run writes to {again.run_dir}" in said
 
 
 def test_how_an_estimate_computes_changes_no_result_and_is_recorded(blobs, make_net, tmp_path):
@@ -327,7 +327,7 @@ def test_divergence_says_where_the_metrics_are(blobs, make_net, tmp_path):
         (
             {"prior": GaussianPrior(learnable=False)},
             ConfigurationError,
-            "nothing for the estimator",
+            "There is nothing to learn",
         ),
         ({"hyperparameters": ["gate"]}, ConfigurationError, "gate"),
         ({"optimizer": "lbfgs"}, ConfigurationError, "adam, sgd"),
@@ -374,7 +374,7 @@ def test_wrong_data_fail_before_the_first_step(blobs, make_net, tmp_path, part, 
 
 
 def test_outputs_that_are_probabilities_already(blobs, make_net):
-    with pytest.warns(EvigradWarning, match="are probabilities.*takes logits") as caught:
+    with pytest.warns(EvigradWarning, match="are probabilities.*needs logits") as caught:
         fit(nn.Sequential(make_net(), nn.Softmax(1)), blobs[0], test=blobs[1], **grouped(SMALL))
     assert len(caught) == 1
     fit(

@@ -291,28 +291,28 @@ def test_a_layer_without_curvature_falls_slowly_and_not_for_ever(rate: float) ->
 def test_a_prior_that_it_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="learnable prior"):
         FixedPoint(make(prior=GaussianPrior(learnable=False)))
-    with pytest.raises(ConfigurationError, match="hyperprior is no part of"):
+    with pytest.raises(ConfigurationError, match="without the hyperprior"):
         FixedPoint(make(prior=GaussianPrior(hyperprior=NormalHyperprior())))
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, 1.01, float("nan"), True])
 def test_a_rate_out_of_range(rate: float) -> None:
-    with pytest.raises(ConfigurationError, match=r"lies in \(0, 1\]"):
+    with pytest.raises(ConfigurationError, match=r"in \(0, 1\]"):
         FixedPoint(make(), rate)
 
 
 def test_each_step_needs_a_gradient_of_its_own() -> None:
     evidence = make()
     update = FixedPoint(evidence)
-    with pytest.raises(ConfigurationError, match=r"call evidence\.backward"):
+    with pytest.raises(ConfigurationError, match=r"Call evidence\.backward"):
         update.step()
     evidence.backward(*data())
     update.step()
     before = log_precision(evidence).detach().clone()
-    with pytest.raises(ConfigurationError, match=r"call evidence\.backward"):
+    with pytest.raises(ConfigurationError, match=r"Call evidence\.backward"):
         update.step()
     log_precision(evidence).grad = torch.full_like(before, float("nan"))
-    with pytest.raises(EvigradError, match="not finite"):
+    with pytest.raises(EvigradError, match="NaN or infinite"):
         update.step()
     assert torch.equal(log_precision(evidence).detach(), before)
 

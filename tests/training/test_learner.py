@@ -258,7 +258,7 @@ def test_rounds_are_kept_and_shown_in_a_line(blobs, make_net):
     last = statistics.fmean(each.per_datum for each in learned[-1].estimates)
     assert learner.history[-1]["log_evidence"] == pytest.approx(last)
     assert "precision/0.weight" in learner.history[-1]
-    assert repr(learned[-1]).startswith(f"Round(log evidence {last:.4g} nats per datum, ")
+    assert repr(learned[-1]).startswith(f"Round(log evidence {last:.4g} nats per example, ")
     assert len(repr(learned[-1])) < 100
     other = Learner(evidence_of(make_net()), blobs[0], SCHEDULE)
     other.load_state_dict(learner.state_dict())
@@ -284,9 +284,9 @@ def test_a_step_leaves_weights_gradients_and_modes(blobs, make_net):
 @pytest.mark.parametrize(
     ("schedule", "prior", "words"),
     [
-        (Schedule(), GaussianPrior(), "needs epochs"),
-        (Schedule(epochs=3, burn_in=4), GaussianPrior(), "no hyperparameter would ever"),
-        (Schedule(epochs=3), GaussianPrior(learnable=False), "nothing for the estimator to learn"),
+        (Schedule(), GaussianPrior(), "Schedule.epochs is required, got None"),
+        (Schedule(epochs=3, burn_in=4), GaussianPrior(), "no hyperparameter would be learned"),
+        (Schedule(epochs=3), GaussianPrior(learnable=False), "There is nothing to learn"),
     ],
 )
 def test_what_is_refused(blobs, make_net, schedule, prior, words):

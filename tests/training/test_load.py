@@ -81,9 +81,9 @@ def test_objects_of_a_run_are_asked_for(blobs, tmp_path):
     prior = GaussianPrior({"first": ["0"], "last": ["3"]})
     run = train("ntk", blobs, tmp_path / "run", likelihood=Categorical(), prior=prior)
     folder = tmp_path / "run"
-    with pytest.raises(ConfigurationError, match="likelihood of its own"):
+    with pytest.raises(ConfigurationError, match="used a custom likelihood"):
         load(folder, net(5))
-    with pytest.raises(ConfigurationError, match=r"prior of its own.*prior=\.\.\."):
+    with pytest.raises(ConfigurationError, match=r"used a custom prior.*prior=\.\.\."):
         load(folder, net(5), likelihood=Categorical())
     own = GaussianPrior({"first": ["0"], "last": ["3"]})
     found = load(folder, net(5), likelihood=Categorical(), prior=own)
@@ -100,9 +100,9 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(blobs, tmp_path):
     assert torch.equal(other.get_parameter("0.weight"), before)
     with pytest.raises(ConfigurationError, match="same architecture"):
         load(tmp_path / "run")
-    with pytest.raises(ConfigurationError, match="no folder"):
+    with pytest.raises(ConfigurationError, match="no such folder"):
         load(tmp_path / "none")
     assert not (tmp_path / "none").exists()
     (tmp_path / "run" / "checkpoint.pt").unlink()
-    with pytest.raises(ConfigurationError, match="no checkpoint"):
+    with pytest.raises(ConfigurationError, match="must be a folder with a checkpoint"):
         load(tmp_path / "run", net())

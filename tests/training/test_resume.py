@@ -113,7 +113,7 @@ def test_a_run_from_before_there_were_means_goes_on_with_mean_zero(blobs, tmp_pa
     assert load(tmp_path / "cut", net(3)).evidence.prior.means() == {}
     given = {name: value for name, value in SMALL.items() if name != "progress"}
     settings = Settings(**grouped({**state["settings"], **given, "prior_mean": "initial"}))
-    with pytest.raises(ConfigurationError, match="no weight, this one for '0.weight'"):
+    with pytest.raises(ConfigurationError, match="no weight, and this one for '0.weight'"):
         prepare(net(), blobs[0], settings, test=blobs[1]).train(tmp_path / "cut", resume=True)
     train("ntk", blobs, tmp_path / "cut", seed=3, resume=True)
     assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
@@ -208,7 +208,7 @@ def test_resuming_in_an_empty_folder_begins_there(blobs, tmp_path, whole):
     (tmp_path / "mine" / "letter.txt").write_text("Dear")
     with pytest.raises(ConfigurationError, match="mine holds no run"):
         train("ntk", blobs, tmp_path / "mine", resume=True)
-    with pytest.raises(ConfigurationError, match="name its folder"):
+    with pytest.raises(ConfigurationError, match="requires the folder of a run"):
         fit(net(), blobs[0], resume=True, **grouped(SMALL))
 
 
@@ -246,7 +246,8 @@ def test_callbacks_belong_to_the_epoch_that_is_saved(blobs, tmp_path):
     with pytest.raises(KeyboardInterrupt) as found:
         run(tmp_path / "run", dies=True)
     assert dead
-    assert "resume=True goes on from the last checkpoint" in found.value.__notes__[0]
+    assert "To resume from the last checkpoint, make the same call" in found.value.__notes__[0]
+    assert "resume=True" in found.value.__notes__[0]
     run(tmp_path / "run", resume=True)
     assert_same_runs(tmp_path / "run", tmp_path / "whole")
 

@@ -91,8 +91,8 @@ def test_steps_on_overflown_inputs_are_skipped_and_a_second_round_ends_by_name(e
     learner.step()
     put(learner, 1e4)
     with (
-        pytest.warns(EvigradWarning, match="is 1e\\+04 and began at 0.1"),
-        pytest.warns(EvigradWarning, match=f"2 of 2 hyperparameter steps .* {NAME} = 1e"),
+        pytest.warns(EvigradWarning, match="is 1e\\+04 and started at 0.1"),
+        pytest.warns(EvigradWarning, match=f"{NAME} = 1e.* skipped 2 of 2 hyperparameter steps"),
     ):
         found = learner.step()
     assert found is not None and (found.skipped, found.estimates) == (2, [])
@@ -106,7 +106,9 @@ def test_steps_on_overflown_inputs_are_skipped_and_a_second_round_ends_by_name(e
 def test_growth_by_a_factor_of_thirty_is_warned_of_once(invariance, value) -> None:
     learner = learner_of(invariance)
     put(learner, value)
-    with pytest.warns(EvigradWarning, match=r"and began at 0.*Transform.bounds.*as kfac-100-1"):
+    with pytest.warns(
+        EvigradWarning, match=r"and started at 0.*Transform.bounds.*such as kfac-100-1"
+    ):
         learner.step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -156,7 +158,7 @@ def test_starts_are_those_of_the_run_that_goes_on() -> None:
     resumed = learner_of(Contrast(2.0))
     resumed.load_state_dict(learner.state_dict())
     put(resumed, 3.5)
-    with pytest.warns(EvigradWarning, match="is 3.* and began at 0.1"):
+    with pytest.warns(EvigradWarning, match="is 3.* and started at 0.1"):
         resumed.step()
     old = {k: v for k, v in learner.state_dict().items() if k not in ("starts", "best")}
     learner_of().load_state_dict(old)

@@ -134,7 +134,7 @@ def test_weights_that_are_the_mean_are_refused_and_others_learned_from(trained):
     [
         ({"rounds": 0}, "rounds must be"),
         ({"steps": 0}, "steps must be"),
-        ({"estimator": None}, "named estimator"),
+        ({"estimator": None}, "must be the name of an estimator, got None"),
         ({"estimator": "ntk-61-1"}, "61"),
         ({"prior": "layer"}, "layerwise"),
     ],

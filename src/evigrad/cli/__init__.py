@@ -1,4 +1,4 @@
-"""The command ``evigrad``: its overview, and the way to one of its subcommands."""
+"""The command ``evigrad``: its overview and its subcommands."""
 
 import re
 import sys
@@ -21,43 +21,43 @@ from evigrad.errors import (
 
 _NEEDED = ("docstring_parser", "jsonargparse", "rich", "yaml")
 _INTERRUPTED = 130
-# A number that stands alone, not one in a name such as ntk-10-C or layer.3.weight.
+# A separate number, not one in a name such as ntk-10-C or layer.3.weight.
 _NUMBER = re.compile(r"(?<![\w.-])-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?![\w-])")
 _PROGRAM = "evigrad"
 _DESCRIPTION = (
-    "Learn a network's hyperparameters (weight decay for each layer, noise, ...) by gradient on\n"
-    "the marginal likelihood: on the training data alone, in one training run."
+    "Learn a network's hyperparameters (weight decay for each layer, noise, ...) by gradient\n"
+    "ascent on the marginal likelihood, from the training data only and in one training run."
 )
 
-# What each subcommand does. Its module has its name, make_parser() and run(parser, options), and is
-# imported on demand: it needs PyTorch, whose import would delay the overview.
+# What each subcommand does. Its module has its name, make_parser() and run(parser, options). It is
+# imported on demand, because it needs PyTorch, whose import would delay the overview.
 COMMANDS = {
-    "train": "Train a network, learn its weight decay for each layer and its invariances",
-    "report": "Make a page of figures and tables of a run",
-    "doctor": "Show what an estimator does with each parameter of a network, and its cost",
+    "train": "Train a network, and learn its weight decay for each layer and its invariances",
+    "report": "Write an HTML page with figures and tables of a run",
+    "doctor": "Show how an estimator treats each parameter of a network, and what it costs",
 }
 
 # Commands of earlier versions.
 _MOVED = {
-    "reproduce": "python -m experiments fig4, and python -m experiments --list for what there is",
+    "reproduce": "python -m experiments fig4, or python -m experiments --list for all names",
     "pareto": "python -m experiments pareto, with the same options",
     "bounds": "python -m experiments bounds, with the same options",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code of ``evigrad``, without ``argv`` for the arguments of the process.
+    """Return the exit code of ``evigrad``. ``argv`` defaults to the arguments of the process.
 
-    It is 0, 2 for a mistake that the user can mend, 130 after Ctrl-C, and 143 if the process was
-    asked to end.
+    The code is 0, 2 for a mistake that the user can fix, 130 after Ctrl-C, and 143 if the process
+    was asked to end.
     """
     return reported(lambda: run(sys.argv[1:] if argv is None else argv))
 
 
 def reported(work: Callable[[], int]) -> int:
-    """Return the exit code of ``work``, with warnings and errors as a user should read them."""
+    """Return the exit code of ``work``, and show warnings and errors in plain words."""
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
-        words = "The command line needs more packages than the library: pip install 'evigrad[all]'"
+        words = "The command line needs more packages. Run: pip install 'evigrad[all]'"
         print(f"{words} ({', '.join(missing)} missing).", file=sys.stderr)
         return 2
     from evigrad.cli.messages import is_first_process, show
@@ -67,7 +67,7 @@ def reported(work: Callable[[], int]) -> int:
     def show_warning(message: Warning | str, category: type[Warning], *details: Any) -> None:
         if not issubclass(category, EvigradWarning):
             return plain(message, category, *details)
-        # Two runs in one command warn of a model once, and many points of a curve of rounding.
+        # Several runs in one command warn only once of a model.
         sentence = _NUMBER.sub("…", str(message))
         if sentence not in said:
             said.add(sentence)
@@ -80,17 +80,17 @@ def reported(work: Callable[[], int]) -> int:
         try:
             return work()
         except EvigradError as error:
-            # Mistakes are those of all processes, and one says them.
+            # All processes have the same mistakes, and one process reports them.
             if is_first_process() or isinstance(error, RankError):
                 show("error", str(error))
             return 2
-        except OSError as error:  # as a full disk, of a file that is no run's
+        except OSError as error:  # such as a full disk, for a file that does not belong to a run
             show("error", f"{error.filename or 'A file'}: {error.strerror or error}.")
             return 2
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            show("error", f"Memory does not suffice: {error} Take less data or a smaller network.")
+            show("error", f"Out of memory: {error} Use less data or a smaller network.")
             return 2
         except KeyboardInterrupt as error:
             show("error", f"Interrupted. {error}")
@@ -98,7 +98,7 @@ def reported(work: Callable[[], int]) -> int:
 
 
 def module_of(name: str) -> ModuleType:
-    """The module of a subcommand, a key of ``COMMANDS``."""
+    """Return the module of a subcommand, a key of ``COMMANDS``."""
     return import_module(f"evigrad.cli.{name}")
 
 
@@ -113,19 +113,20 @@ def run(arguments: Sequence[str]) -> int:
     name = arguments[0]
     if name in _MOVED:
         raise ConfigurationError(
-            f"'{name}' is not part of the installed package any more. In a checkout of evigrad's"
-            f" source: {_MOVED[name]}."
+            f"'{name}' is no longer part of the installed package. In a checkout of evigrad's"
+            f" source, run {_MOVED[name]}."
         )
     if name not in COMMANDS:
         raise ConfigurationError(
-            f"There is no command '{name}'.{nearest(name, COMMANDS)} See {_PROGRAM} --help."
+            f"command must be one of {', '.join(COMMANDS)}, got '{name}'."
+            f"{nearest(name, COMMANDS)} See {_PROGRAM} --help."
         )
     return run_command(module_of(name), f"{_PROGRAM} {name}", arguments[1:])
 
 
 def run_command(command: ModuleType, program: str, arguments: Sequence[str]) -> int:
     """Run a subcommand's module, which the user calls as ``program``, and return the exit code."""
-    # Not above: the overview does not wait for a parser of options either.
+    # Imported here, because the overview does not need a parser of options.
     from evigrad.cli.parser import CommandLineError, check_needs, check_null, explain, with_hyphens
     from evigrad.cli.resume import resumed_configuration
     from evigrad.passes.allocator import kept_memory
@@ -135,7 +136,7 @@ def run_command(command: ModuleType, program: str, arguments: Sequence[str]) -> 
     try:
         options = parser.parse_args(list(arguments))
         if file := resumed_configuration(options.get("resume")):
-            # Parsed again, as if the run's own options had been given first.
+            # Parsed again, as if the run's own options came first.
             options = parser.parse_args(["--config", str(file), *arguments])
         check_null(parser, options)
         if not file:
@@ -145,7 +146,8 @@ def run_command(command: ModuleType, program: str, arguments: Sequence[str]) -> 
         raise mistake from error
     except UnicodeDecodeError as error:
         raise ConfigurationError(
-            f"The configuration is no text in UTF-8 ({error}). Save the file as UTF-8."
+            f"The configuration must be a text file in UTF-8, got an error: {error}. Save the file"
+            " as UTF-8."
         ) from error
     except SystemExit as finished:  # --help and --print-config
         return int(finished.code or 0)

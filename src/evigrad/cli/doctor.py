@@ -1,4 +1,4 @@
-"""``evigrad doctor``: what an estimator does with a network, and what it costs."""
+"""``evigrad doctor``: how an estimator treats a network, and what it costs."""
 
 import torch
 from jsonargparse import Namespace
@@ -19,16 +19,16 @@ from evigrad.training.plan import LEARNED_PRECISION
 from evigrad.training.settings import Schedule, grouped, refuse_former_name
 
 _DESCRIPTION = """\
-Show what each parameter of a network gets from an estimator, how much memory the estimator
-needs, and how long an estimate and its gradient take beside a plain training step. Nothing is
-trained and nothing is written.
+Show how an estimator treats each parameter of a network, how much memory it needs, and how long
+an estimate and its gradient take compared with a plain training step. Nothing is trained, and
+nothing is written.
 
 example:
   evigrad doctor --data digits --model digitsnet --estimator kfac-100-1"""
 
 
 def make_parser() -> Parser:
-    """The options of ``evigrad doctor``."""
+    """Return the options of ``evigrad doctor``."""
     parser = Parser(description=_DESCRIPTION, usage="evigrad doctor [options]")
     add_problem(parser)
     add_details(parser)
@@ -40,10 +40,12 @@ def make_parser() -> Parser:
 def run(parser: Parser, options: Namespace) -> int:
     """Examine a network as the options say; return the exit code."""
     if options.estimator == NO_ESTIMATOR:
-        raise ConfigurationError("The doctor examines an estimator: name one, as ntk-100-1.")
+        raise ConfigurationError(
+            "The doctor examines an estimator, got none. Use a name such as ntk-100-1."
+        )
     refuse_former_name(options.estimator)
     if options.batch_size < 1:
-        raise ConfigurationError(f"batch_size must be at least 1, not {options.batch_size}.")
+        raise ConfigurationError(f"batch_size must be at least 1, got {options.batch_size}.")
     with started_ranks(options.device) as group:
         processes = described_ranks(group)
     if not is_first_process():
@@ -89,15 +91,16 @@ def _print_parameters(evidence: Evidence, reports: list[ParameterReport]) -> Non
     ]
     print_table(
         f"{evidence.spec.name}: {len(reports)} parameter tensors, {total:,} weights",
-        "derivatives: how they are computed. curvature: the tensor's block of it."
-        + (" prior group: tensors with one precision." if are_grouped else ""),
+        "derivatives: how the Jacobian rows are computed. curvature: approximation of the tensor's"
+        " curvature block."
+        + (" prior group: tensors that share a precision." if are_grouped else ""),
         rows,
         left=rows[0].keys() - {"precision"},
     )
 
 
 def _print_costs(evidence: Evidence, data: tuple[Tensor, Tensor], batch_size: int) -> None:
-    """Print median times of a training step, an estimate and its gradient; the weights stay."""
+    """Print median times of a training step, an estimate and its gradient, without changes."""
     x, y = data
     memory = evidence.predicted_bytes(x)
     (block,) = evidence.blocks(data).take(1)
@@ -113,20 +116,20 @@ def _print_costs(evidence: Evidence, data: tuple[Tensor, Tensor], batch_size: in
         f"training step on a batch of {batch_size}": step_seconds(
             evidence, x[:batch_size], y[:batch_size]
         ),
-        f"training step on the {len(chosen)} data of a block": step,
+        f"training step on the {len(chosen)} examples of a block": step,
         "one estimate on that block": median_seconds(lambda: evidence.estimate(block), x.device),
         "one estimate and its gradient on that block": median_seconds(backward, x.device),
     }
     is_bound = evidence.estimate(block).is_bound
     micro_batches = ""
-    if sizes := evidence.state_dict()["micro_batches"]:  # that micro_batch="auto" chose
+    if sizes := evidence.state_dict()["micro_batches"]:  # chosen by micro_batch="auto"
         parts = ", ".join(f"{size} in the {kind}" for kind, size in sizes.items())
         micro_batches = f" Micro-batches hold at most: {parts}."
     bound = "is a lower bound" if is_bound else "is not a guaranteed lower bound"
     print_table(
         f"Cost of {evidence.spec.name}",
         f"Predicted memory of an estimate: {_bytes(memory)}. The expected log evidence {bound}."
-        f"{micro_batches} Times are medians, of this machine as busy as it is.",
+        f"{micro_batches} Times are medians on this machine under its present load.",
         [
             {"what": what, "time": f"{1e3 * time:.3g} ms", "ratio": f"{time / step:.3g}"}
             for what, time in seconds.items()

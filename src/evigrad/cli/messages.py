@@ -1,4 +1,4 @@
-"""Messages of the command line besides its results, on standard error."""
+"""Messages of the command line on standard error, and tables of results."""
 
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -8,21 +8,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-# Width of tables in a file or a pipe, which have no width of their own.
+# Width of tables in a file or a pipe, which have no width themselves.
 _FILE_WIDTH = 100
 
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 
 def is_first_process() -> bool:
-    """Whether this is the first of the processes that a launcher started, or the only one."""
+    """Return whether this is the first of the processes that a launcher started."""
     return int(os.environ.get("WORLD_SIZE", "1")) < 2 or os.environ.get("RANK", "0") == "0"
 
 
 def show(kind: str, text: str) -> None:
-    """Print an ``error``, ``warning`` or ``note`` in one line, coloured in a terminal.
+    """Print an ``error``, ``warning`` or ``note`` in one line, colored in a terminal.
 
-    Of several processes the first one alone has notes and warnings.
+    Only the first of several processes prints notes and warnings.
     """
     if kind != "error" and not is_first_process():
         return
@@ -36,7 +36,7 @@ def show(kind: str, text: str) -> None:
 def print_table(
     title: str, caption: str, rows: Sequence[Mapping[str, str]], left: Collection[str]
 ) -> None:
-    """Print rows, cells by column; columns that are not in ``left`` are aligned right."""
+    """Print rows, with cells by column; columns that are not in ``left`` are aligned right."""
     table = Table(box=SIMPLE_HEAD, title=title, caption=caption, caption_justify="left")
     for column in rows[0]:
         table.add_column(column, justify="left" if column in left else "right", overflow="fold")
@@ -46,6 +46,6 @@ def print_table(
 
 
 def results_console() -> Console:
-    """The console of tables of results: standard output."""
+    """Return the console of tables of results, on standard output."""
     console = Console()
     return console if console.is_terminal else Console(width=_FILE_WIDTH)

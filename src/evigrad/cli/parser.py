@@ -1,4 +1,4 @@
-"""Options and YAML files from signatures and docstrings, and words for mistakes in them."""
+"""Options and YAML files from signatures and docstrings, and explanations of mistakes in them."""
 
 import inspect
 import re
@@ -20,8 +20,8 @@ from evigrad.errors import ConfigurationError, nearest
 
 _HELP_WIDTH = 96
 _HELP_COLUMN = 30
-# Options of earlier versions, which configurations of old runs still have, and their replacement.
-_KEPT = "it keeps what was its default. Leave it away."
+# Options of earlier versions, which configurations of old runs still have, and what to do.
+_KEPT = "It keeps its former default. Remove it."
 _GONE = {
     **dict.fromkeys(
         (
@@ -30,31 +30,31 @@ _GONE = {
         ),
         _KEPT,
     ),
-    "step-budget": "it belonged to the estimator 'auto', which is gone. Leave it away, and where"
-    f" the estimator is 'auto' name one, as the default {DEFAULT_ESTIMATOR}.",
-    "augerino-weight": "it belonged to Augerino, a baseline of another paper, which is"
+    "step-budget": "It belonged to the estimator 'auto', which does not exist any more. Remove it."
+    f" If the estimator is 'auto', name another, such as the default {DEFAULT_ESTIMATOR}.",
+    "augerino-weight": "It belonged to Augerino, a baseline of another paper, which is"
     " experiments.augerino in evigrad's source. Remove it.",
-    "split-blocks": "each process evaluates its own blocks. Remove it. If the rows of a block do"
+    "split-blocks": "Each process evaluates its own blocks. Remove it. If the rows of a block do"
     " not fit one device, use a smaller estimator, --rows-dtype bfloat16 or --rows-device cpu.",
 }
-# Those that are harmless at their default: older runs wrote every option.
+# Harmless at their default, because older runs wrote every option.
 _GONE_DEFAULTS = {"split_blocks": False, "augerino_weight": 0.01}
-# What --estimator says for training without one, as None in Python.
+# Value of --estimator for training without one, which is None in Python.
 NO_ESTIMATOR = "none"
 
 
 class CommandLineError(Exception):
-    """A mistake in the arguments; not a ``ValueError``, which the parser would take for its own."""
+    """A mistake in the arguments. Not a ``ValueError``, which the parser would treat as its own."""
 
 
 class Formatter(RawDescriptionHelpFormatter):
-    """Help with the default behind each description, and without internal types."""
+    """Format help with the default after each description, and without internal types."""
 
     def __init__(self, prog: str, **keywords: Any) -> None:
         super().__init__(prog, max_help_position=_HELP_COLUMN, width=_HELP_WIDTH)
 
     def _format_action_invocation(self, action: Action) -> str:
-        if isinstance(action, ActionYesNo):  # not four values behind each of two spellings
+        if isinstance(action, ActionYesNo):  # not four values after each of two spellings
             return ", ".join(action.option_strings)
         return super()._format_action_invocation(action)
 
@@ -70,11 +70,11 @@ class Formatter(RawDescriptionHelpFormatter):
 
 
 def _load(text: str) -> Any:
-    """Parse a file of options, or the value of one: YAML that is names with plain values."""
+    """Parse a file of options, or the value of one: YAML of names with plain values."""
     check_plain(text)
     try:
         loaded = get_loader("yaml")(text)
-    except (ValueError, RecursionError) as error:  # as of a number of ten thousand digits
+    except (ValueError, RecursionError) as error:  # such as a number with ten thousand digits
         raise ConfigurationError(" ".join(str(error).split())) from error
     if isinstance(loaded, dict):
         for name, default in _GONE_DEFAULTS.items():
@@ -88,7 +88,7 @@ set_loader(_YAML, _load, (ConfigurationError, YAMLError))
 
 
 class Parser(ArgumentParser):
-    """Turns a mistake in the arguments into one sentence with the nearest option's name."""
+    """Turn a mistake in the arguments into one sentence with the nearest option's name."""
 
     def __init__(self, **keywords: Any) -> None:
         """Read ``--config FILE``, print ``--print-config``; keywords of ``ArgumentParser``."""
@@ -103,20 +103,20 @@ class Parser(ArgumentParser):
         self.add_argument("--config", action="config", metavar="FILE", help="YAML file of options.")
         for action in self._actions:
             if "--print-config" in action.option_strings:
-                action.help, action.metavar = "Print all options as such a file and exit.", ""
+                action.help, action.metavar = "Print all options as a YAML file and exit.", ""
 
     def parse_args(self, *arguments: Any, **keywords: Any) -> Any:
-        """Parse arguments as ``ArgumentParser`` does; unexpected errors are a CommandLineError."""
+        """Return parsed arguments; unexpected errors become a CommandLineError."""
         try:
             return super().parse_args(*arguments, **keywords)
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             if isinstance(error, UnicodeError):
                 raise
-            # As by a file whose "config" is a number: a value that the parser did not expect.
+            # Such as a file whose "config" is a number: a value that the parser did not expect.
             raise CommandLineError(f"the options cannot be read ({error})") from error
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise a mistake as a CommandLineError, instead of printing usage and exiting."""
+        """Raise a CommandLineError for a mistake, instead of printing usage and exiting."""
         if isinstance(ex, CommandLineError):
             raise ex
         raise CommandLineError(message) from ex
@@ -130,10 +130,10 @@ class Parser(ArgumentParser):
         defaults: Mapping[str, Any] | None = None,
         words: Mapping[str, str] | None = None,
     ) -> None:
-        """Add keywords of a function, or fields of a dataclass, as options, to a group of the help.
+        """Add keywords of a function, or fields of a dataclass, as options to a group of the help.
 
-        ``source`` has the keywords, with types, defaults and a Google docstring; ``types``,
-        ``defaults`` and ``words`` are what differs from it, by name.
+        ``source`` has the keywords, with types, defaults and a Google docstring. ``types``,
+        ``defaults`` and ``words`` override it by name.
         """
         groups = {group.title: group for group in self._action_groups}
         group = groups.get(title) or self.add_argument_group(title)
@@ -156,22 +156,21 @@ class Parser(ArgumentParser):
 
 
 def chosen(function: Callable[..., Any], options: Namespace) -> dict[str, Any]:
-    """The keywords of a function, all of which are options."""
+    """Return the keywords of a function, all of which are options."""
     return {name: options[name] for name in inspect.signature(function).parameters}
 
 
 def check_null(parser: ArgumentParser, options: Namespace) -> None:
-    """Raise ConfigurationError for a file's null, unless it is the option's default."""
+    """Raise ConfigurationError for null in a file, unless it is the option's default."""
     for name, default in parser.get_defaults().items():
         if options[name] is None and default is not None:
             raise ConfigurationError(
-                f"{name} is null, which is no value of it: leave it away for its default,"
-                f" {default}."
+                f"'{name}' must not be null. Remove it to use the default, {default}."
             )
 
 
 def typed(annotation: Any) -> Any:
-    """Return the members of a union that a command line can state, as numbers and texts."""
+    """Return the members of a union that a command line can express: numbers and strings."""
     if get_origin(annotation) in (Union, UnionType):
         plain = (int, float, str, bool, NoneType)
         members = get_args(annotation)
@@ -180,7 +179,7 @@ def typed(annotation: Any) -> Any:
 
 
 def argument_descriptions(function: Callable[..., Any]) -> dict[str, str]:
-    """Return the description of each argument, in one line, from a Google docstring."""
+    """Return a one-line description of each argument, from a Google docstring."""
     docstring = docstring_parser.parse(
         function.__doc__ or "", docstring_parser.DocstringStyle.GOOGLE
     )
@@ -190,7 +189,7 @@ def argument_descriptions(function: Callable[..., Any]) -> dict[str, str]:
 
 
 def with_hyphens(arguments: Sequence[str]) -> list[str]:
-    """Options in the spelling of the help: ``--run_dir`` becomes ``--run-dir``."""
+    """Return options in the spelling of the help: ``--run_dir`` becomes ``--run-dir``."""
     spelled = []
     for argument in arguments:
         if argument.startswith("--"):
@@ -201,7 +200,7 @@ def with_hyphens(arguments: Sequence[str]) -> list[str]:
 
 
 def explain(message: str, parser: ArgumentParser | None, command: str) -> ConfigurationError:
-    """The parser's message in words for users of ``command``, as ``evigrad train``."""
+    """Return the parser's message in plain words, for users of ``command``."""
     options = [
         option
         for action in ([] if parser is None else parser._actions)
@@ -216,18 +215,18 @@ def _explained(text: str, options: list[str], command: str) -> str:
     if match := re.search(r"unrecognized arguments: (\S+)", text):
         typed = match[1]
         if not typed.startswith("-"):
-            return f"'{typed}' is not understood here: options start with --.{help_hint}"
+            return f"Options start with --, got '{typed}'.{help_hint}"
         typed = typed.partition("=")[0]
         if (name := typed.removeprefix("--")) in _GONE:
-            return f"There is no option {typed} any more: {_GONE[name]}"
+            return f"The option {typed} does not exist any more. {_GONE[name]}"
         return f"There is no option {typed}.{nearest(typed, options)}{help_hint}"
     if match := re.search(r"(?:does not accept option|Option) '([^']+)'", text):
         key = match[1]
         if (gone := key.replace("_", "-")) in _GONE:
             others = ", ".join(name.replace("-", "_") for name in _GONE if name != gone)
             return (
-                f"The configuration has the key '{key}', which is no option any more:"
-                f" {_GONE[gone]} (Neither are {others}.)"
+                f"The configuration has the key '{key}', which is not an option any more."
+                f" {_GONE[gone]} (The same holds for {others}.)"
             )
         plain = [option.removeprefix("--").replace("-", "_") for option in options]
         hint = nearest(key.replace("-", "_"), plain)
@@ -236,26 +235,26 @@ def _explained(text: str, options: list[str], command: str) -> str:
         key = match[1].rpartition(".")[2].replace("_", "-")
         return f"--{key}: {_expected(match[2])}{help_hint}"
     if match := re.search(r"argument (--[\w-]+)[^:]*: invalid _boolean_type value: (.*)", text):
-        return f"{match[1]}: give yes or no, not {match[2]}.{help_hint}"
+        return f"{match[1]} must be yes or no, got {match[2]}.{help_hint}"
     if match := re.search(r"argument (--[\w-]+)[^:]*: expected .*argument", text):
         return f"{match[1]} needs a value.{help_hint}"
     return f"{text[:1].upper()}{text[1:].rstrip('.')}.{help_hint}"
 
 
 def _expected(text: str) -> str:
-    """The parser's message about a value of a wrong type, without names of Python's types."""
-    kinds = {"int": "a whole number", "float": "a number", "bool": "yes or no", "str": "a text"}
+    """Return the parser's message about a value of a wrong type, without Python's types."""
+    kinds = {"int": "a whole number", "float": "a number", "bool": "yes or no", "str": "text"}
     value = re.search(r"(?:Got value|Given value): (.*)$", text)
-    refusal = f", not '{value[1].strip()}'" if value else ""
+    refusal = f", got '{value[1].strip()}'" if value else ""
     if choices := re.search(r"Literal\[([^\]]*)\]", text):
         names = re.findall(r"'([^']*)'", choices[1])
         hint = nearest(value[1].strip(), names) if value else ""
         if "<class 'int'>" in text:
-            return f"give a whole number or {', '.join(names)}{refusal}.{hint}"
-        return f"choose one of {', '.join(names)}{refusal}.{hint}"
+            return f"must be a whole number or {', '.join(names)}{refusal}.{hint}"
+        return f"must be one of {', '.join(names)}{refusal}.{hint}"
     named = [words for kind, words in kinds.items() if f"<class '{kind}'>" in text]
     if named:
-        return f"give {named[0]}{refusal}."
+        return f"must be {named[0]}{refusal}."
     return text if text.endswith(".") else f"{text}."
 
 
@@ -274,7 +273,7 @@ def _metavar(name: str, kind: Any) -> str:
 
 
 def check_needs(parser: ArgumentParser, options: Namespace, typed: Iterable[str]) -> None:
-    """Refuse ``typed`` options that would be ignored; name those of a file, which serves many."""
+    """Raise an error for ``typed`` options without effect; note the options in a file."""
     typed_names = {
         word[2:].partition("=")[0].removeprefix("no-").replace("-", "_")
         for word in typed
@@ -289,22 +288,23 @@ def check_needs(parser: ArgumentParser, options: Namespace, typed: Iterable[str]
             flag = f"--{name.replace('_', '-')}"
             if name in typed_names:
                 raise ConfigurationError(
-                    f"{flag} would be ignored: it is of use only {needed}. Change that, or leave"
-                    f" {flag} away."
+                    f"{flag} would have no effect: it only works {needed}. Change that, or remove"
+                    f" {flag}."
                 )
-            idle.append(f"{name} is of use only {needed}")
+            idle.append(f"{name} (only works {needed})")
     if idle:
-        show("note", f"Of the configuration file, {'; '.join(dict.fromkeys(idle))}.")
+        words = "; ".join(dict.fromkeys(idle))
+        show("note", f"Options in the configuration file without effect: {words}.")
 
 
 def _uses(part: str, options: Namespace) -> bool:
-    """Whether a word is in the name of a training's estimator."""
+    """Return whether a word is in the name of a training's estimator."""
     names = options.get("estimators") or [options.estimator]
     return any(part in name.split("-") for name in names)
 
 
 def _evidence(options: Namespace) -> bool:
-    """Whether a training takes steps on an estimate of the evidence."""
+    """Return whether a training takes steps on an estimate of the evidence."""
     return options.get("estimator") != NO_ESTIMATOR
 
 
@@ -313,13 +313,13 @@ def _ranges(options: Namespace) -> bool:
 
 
 def _adam(options: Namespace) -> bool:
-    """Whether Adam has something to learn: the prior, or a noise, which only tables have."""
+    """Return whether Adam has something to learn: the prior, or a noise, as for tabular data."""
     by_name = options.likelihood is None and re.search("[/.]", options.data)
     return options.prior_update == "adam" or options.likelihood == "gaussian" or bool(by_name)
 
 
 _Need = tuple[tuple[str, ...], str, Callable[[Namespace], bool]]
-# Options, what they work with, and whether that is there. The first failure is reported.
+# Options, what they work with, and whether it is there. The first failure is reported.
 NEEDS: tuple[_Need, ...] = (
     (("initial_range", "learn_invariance"), "with --invariance", lambda o: bool(o.invariance)),
     (
@@ -333,7 +333,7 @@ NEEDS: tuple[_Need, ...] = (
             *("prior_update", "prior_lr", "prior_lr_min", "root", "gram_dtype"),
             *("hyper_lr", "hyper_lr_min"),
         ),
-        "with an --estimator of the evidence, as ntk-100-1",
+        "with an --estimator of the evidence, such as ntk-100-1",
         _evidence,
     ),
     (

@@ -1,4 +1,4 @@
-"""``evigrad report``: one page of figures and tables for one or several runs."""
+"""``evigrad report``: an HTML page of figures and tables for one or several runs."""
 
 from jsonargparse import Namespace
 
@@ -8,20 +8,20 @@ from evigrad.errors import ConfigurationError
 from evigrad.report import write_report
 
 _DESCRIPTION = """\
-Make one self-contained HTML page of a run: learning curves, what it learned (prior precisions,
-noise, ranges of invariances) over the epochs, test images under the learned augmentation, metrics
-and settings. The page is RUN/report.html, its figures are also in RUN/figures. A run that goes on
-is shown up to its last epoch. Several runs share a page, RUN/comparison/report.html of the first
-run. --out names another folder.
+Write one self-contained HTML page of a run: learning curves, learned hyperparameters (prior
+precisions, noise, ranges of invariances), test images under the learned augmentation, metrics
+and settings. The page is RUN/report.html, and its figures are also in RUN/figures. A running
+training is shown up to its last epoch. Several runs share a page, RUN/comparison/report.html in
+the folder of the first run. --out sets another folder.
 
 examples:
   evigrad report runs/digits-digitsnet-ntk-400-rows-anchored
   evigrad report runs/a runs/b --out pages/a-b
-  evigrad report runs/a runs/b --data-dir DIR       ... where the runs' data have moved to DIR"""
+  evigrad report runs/a runs/b --data-dir DIR       if the runs' data have moved to DIR"""
 
 
 def make_parser() -> Parser:
-    """The options of ``evigrad report``."""
+    """Return the options of ``evigrad report``."""
     parser = Parser(description=_DESCRIPTION, usage="evigrad report RUN [RUN ...] [options]")
     parser.add_argument_group("what to show").add_argument(
         "runs", type=str, nargs="*", metavar="RUN", default=[], help="Folders of runs."
@@ -34,7 +34,7 @@ def make_parser() -> Parser:
 def run(parser: Parser, options: Namespace) -> int:
     """Write the page; return the exit code."""
     if not options.runs:
-        raise ConfigurationError("Name the folder of a run: evigrad report RUN.")
+        raise ConfigurationError("A report needs the folder of a run. Use evigrad report RUN.")
     page = write_report(
         *options.runs, out=options.out, data_dir=options.data_dir, examples=options.examples
     )

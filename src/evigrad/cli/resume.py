@@ -1,4 +1,4 @@
-"""Ending a training by Ctrl-C or SIGTERM, and going on with ``evigrad train --resume RUN``."""
+"""The end of a training by Ctrl-C or SIGTERM, and ``evigrad train --resume RUN``."""
 
 import os
 import shlex
@@ -20,18 +20,18 @@ CONFIGURATION = "config.yaml"
 # The last file that a run writes.
 RESULTS = "results.json"
 
-# Options that change no result; and the folder of the data, as the data themselves are compared.
+# Options that change no result, and the folder of the data, because the data are compared.
 _FREE = {"config", "resume", "run_dir", "progress", "figures", "checkpoint_every", "data_dir"}
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def resumed_configuration(resume: str | None = None) -> Path | None:
-    """Return the file with the options of the run to go on with, or None for a new run.
+    """Return the file with the options of the run to resume, or None for a new run.
 
     Args:
-        resume: Folder of a run that was interrupted: go on with it from its last checkpoint, with
-            its own options, to the same results as without the interruption.
+        resume: Folder of an interrupted run. Resumes it from its last checkpoint with its saved
+            options, and with the same results as without the interruption.
 
     Raises:
         ConfigurationError: If the folder holds no run of ``evigrad train``.
@@ -46,17 +46,17 @@ def resumed_configuration(resume: str | None = None) -> Path | None:
         raise ConfigurationError(f"There is no run to resume in {folder}: no such folder.")
     if (folder / "config.json").is_file():
         raise ConfigurationError(
-            f"The run in {folder} was started from Python: resume it there, with"
+            f"The run in {folder} was started from Python. Resume it there, with"
             f" fit(..., run_dir={str(folder)!r}, resume=True)."
         )
     raise ConfigurationError(
         f"There is no run to resume in {folder}: no {CONFIGURATION}. (A run that was stopped before"
-        " it wrote that has done nothing yet: start it again with --run-dir.)"
+        " it wrote this file has done nothing yet. Start it again with --run-dir.)"
     )
 
 
 def resumed_folder(parser: Parser, options: Namespace, file: Path) -> Path:
-    """The folder of the run with a ``file`` of options; no option typed after it may differ."""
+    """Return the run's folder, after a check that typed options agree with its ``file``."""
     saved = parser.parse_args(["--config", str(file)])
     differing = [
         f"--{name.replace('_', '-')} {_word(value)}, not {_word(options[name])}"
@@ -68,8 +68,8 @@ def resumed_folder(parser: Parser, options: Namespace, file: Path) -> Path:
         differing.append(f"its folder {file.parent}, not {options.run_dir}")
     if differing:
         raise ConfigurationError(
-            f"The run in {file.parent} has {'; '.join(differing)}. Leave away what contradicts it,"
-            f" or start a new run with --config {file} and other options after that."
+            f"The run in {file.parent} has {'; '.join(differing)}. Remove the options that differ,"
+            f" or start a new run with --config {file} followed by other options."
         )
     return file.parent
 
@@ -81,7 +81,7 @@ def _word(value: Any) -> str:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A command that a signal ended, with a text for its user and the process' ``exit_code``."""
+    """A command that a signal ended, with a text for its user and the process's ``exit_code``."""
 
     def __init__(self, text: str, number: int) -> None:
         super().__init__(text)
@@ -97,7 +97,7 @@ class Interruption:
 
     @contextmanager
     def patient(self) -> Iterator[Callable[[], bool]]:
-        """Only note the first signal, with a function that tells of it, and raise it at the end."""
+        """Note the first signal, yield a function that reports it, and raise it at the end."""
         self._patient = True
         try:
             yield lambda: self.number is not None
@@ -111,21 +111,21 @@ class Interruption:
         first, self.number = self.number is None, number
         if not (first and self._patient):
             raise KeyboardInterrupt
-        # Without print: the signal may have come in the middle of one.
-        words = "\nStopping after this epoch; once more to stop at once.\n"
+        # Without print, because the signal may have come in the middle of one.
+        words = "\nStopping after this epoch. Press Ctrl-C again to stop at once.\n"
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, words.encode())
 
 
 @contextmanager
 def interruptible(folder: Path) -> Iterator[Interruption]:
-    """Handle the signals for a run in a folder, and say in an ``Interrupted`` how to resume it."""
+    """Handle the signals for a run in a folder; an ``Interrupted`` says how to resume it."""
     interruption, before = Interruption(), dict[int, Any]()
-    if threading.current_thread() is threading.main_thread():  # others may not handle signals
+    if threading.current_thread() is threading.main_thread():  # others must not handle signals
         before = {number: signal.signal(number, interruption.take) for number in _SIGNALS}
     try:
         yield interruption
     except KeyboardInterrupt as error:
-        words = f"{error} To go on: evigrad train --resume {shlex.quote(str(folder))}"
+        words = f"{error} To resume: evigrad train --resume {shlex.quote(str(folder))}"
         raise Interrupted(words, interruption.number or signal.SIGINT) from error
     finally:
         for number, handler in before.items():

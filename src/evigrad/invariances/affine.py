@@ -22,7 +22,7 @@ _MATRICES = {
 }
 GENERATORS = tuple(_MATRICES)
 
-# Upper limits of the ranges. A translation by 2 moves all of the image out of sight, a rotation by
+# Upper limits of the ranges. A translation by 2 moves the whole image out of sight, a rotation by
 # ±π is a full circle, and e² is a factor of more than seven.
 LIMITS = {name: math.pi if name == "rotation" else 2.0 for name in GENERATORS}
 
@@ -34,29 +34,36 @@ _ORDER = 10
 
 
 class AffineInvariance(Transform):
-    """Resampling of an image under a random affine map, exp(Σ_i u_i η_i G_i), u_i uniform on ±1.
+    """Resample an image under a random affine map exp(Σ_i u_i η_i G_i) with u_i uniform on ±1.
 
     The map takes each pixel of the result to the place in the image that it is read from, with
-    bilinear interpolation and ``fill`` beyond the borders. Coordinates have their origin at the
-    centre of the image; a rotation of an image that is not square does not distort it.
+    bilinear interpolation, and ``fill`` beyond the borders. Coordinates start at the center of the
+    image. A rotation does not distort an image that is not square.
 
-    The ranges η have units of half the image's width and height (the translations), radians (the
-    rotation) and natural logarithms (the scales and the shear, a stretch along one diagonal). Each
-    is a parameter of the generator's name, or a buffer if it is not learned. η is the parameter
-    itself between 0 and `LIMITS` (π for the rotation), and its reflection at both ends, with a
-    derivative of 1 or -1 everywhere; ``ranges`` gives η.
+    The ranges η have units of half the image's width and height (translations), radians (rotation)
+    and natural logarithms (scales and shear). Each range is a parameter with the generator's name,
+    or a buffer if it is not learned. ``ranges`` returns η, which is the parameter reflected at 0
+    and at `LIMITS`. Its derivative is 1 or −1.
 
     Args:
-        ranges: Initial ranges: one number for all, or some by name (`GENERATORS`); a generator that
-            is not named is not used and not learned.
-        learn: Whether the ranges are learned, or the names of those that are.
-        flip: Whether to mirror each image left to right with probability 1/2.
-        fill: Value beyond the borders, or one for each channel. Zeros are black in raw images; in
-            normalised images they are the mean, and black is -mean / std.
+        ranges: Initial ranges: one number for all, or some by name (`GENERATORS`). Generators
+            without a name are neither used nor learned. Default: 0.1.
+        learn: Whether the ranges are learned, or the names of those that are. Default: True.
+        flip: Whether to mirror each image left to right with probability 1/2. Default: False.
+        fill: Value beyond the borders, or one per channel. Default: 0, which is black in raw images
+            and the mean in normalized images, where black is −mean / std.
 
     Raises:
-        ConfigurationError: If there is no generator of a name, a range is outside its limits, or
+        ConfigurationError: If a generator does not exist, a range is outside its limits, or
             ``fill`` is not finite.
+
+    Examples:
+        >>> import torch
+        >>> from evigrad.invariances import AffineInvariance
+        >>> transform = AffineInvariance({"rotation": 0.5, "shear": 0.1})
+        >>> noise = transform.sample(3, torch.Generator().manual_seed(0))
+        >>> transform(torch.rand(3, 1, 8, 8), noise).shape
+        torch.Size([3, 1, 8, 8])
     """
 
     matrices: Tensor
@@ -76,14 +83,14 @@ class AffineInvariance(Transform):
         for name in (*initial, *learnable):
             if name not in GENERATORS:
                 raise ConfigurationError(
-                    f"There is no generator '{name}'.{nearest(name, GENERATORS)} Choose of"
-                    f" {', '.join(GENERATORS)}"
+                    f"A generator must be one of {', '.join(GENERATORS)}, got '{name}'."
+                    f"{nearest(name, GENERATORS)}"
                 )
         for name in GENERATORS:
             value = float(initial.get(name, 0.0))
             if not 0 <= value <= LIMITS[name]:
                 raise ConfigurationError(
-                    f"The range of {name} must be between 0 and {LIMITS[name]:.4g}, not {value}"
+                    f"The range of {name} must be between 0 and {LIMITS[name]:.4g}, got {value}."
                 )
             if name in learnable:
                 self.register_parameter(name, nn.Parameter(torch.tensor(value)))
@@ -92,9 +99,11 @@ class AffineInvariance(Transform):
         self.flip = flip
         values = torch.tensor(fill, dtype=torch.get_default_dtype(), device="cpu").reshape(-1, 1, 1)
         if len(values) == 0 or not bool(values.isfinite().all()):
-            raise ConfigurationError(f"fill={fill}: must be finite, one number or one per channel")
-        self._is_filled = bool(values.any())  # here, as reading it from a GPU later would block
-        # On PyTorch's default device, where every other module begins too.
+            raise ConfigurationError(
+                f"fill must be finite, one number or one per channel, got {fill}."
+            )
+        self._is_filled = bool(values.any())  # here, because a later read from a GPU would block
+        # On PyTorch's default device, like all other modules.
         device = torch.get_default_device()
         self.register_buffer("fill", values.to(device), persistent=False)
         matrices = torch.tensor([_MATRICES[name] for name in GENERATORS], device=device)
@@ -103,15 +112,15 @@ class AffineInvariance(Transform):
 
     @property
     def ranges(self) -> Float[Tensor, "6"]:
-        """The ranges η in the order of `GENERATORS`, with a graph to the parameters."""
+        """Return the ranges η in the order of `GENERATORS`, with a graph to the parameters."""
         return torch.stack([folded(getattr(self, name), LIMITS[name]) for name in GENERATORS])
 
     def named_ranges(self) -> dict[str, float]:
-        """The ranges η by the generators' names."""
+        """Return the ranges η by the generators' names."""
         return dict(zip(GENERATORS, self.ranges.tolist(), strict=True))
 
     def sample(self, n: int, generator: torch.Generator) -> Float[Tensor, "n u"]:
-        """Draw u, (n, 6) or (n, 7) uniform on [-1, 1): the last number is to flip or not."""
+        """Draw u, (n, 6) or (n, 7), uniform on [−1, 1). The last number is for the flip."""
         return 2 * torch.rand(n, 6 + self.flip, generator=generator, device="cpu") - 1
 
     def forward(
@@ -121,7 +130,7 @@ class AffineInvariance(Transform):
         self._check(x)
         height, width = x.shape[-2:]
         maps = self.maps(eps, height, width)
-        # Half precision cannot tell neighbouring pixels apart on a large image.
+        # Half precision cannot distinguish neighboring pixels of a large image.
         dtype = torch.promote_types(x.dtype, torch.float32)
         grid = sampling_grid(maps.to(dtype), height, width)
         if not self._is_filled:
@@ -132,8 +141,8 @@ class AffineInvariance(Transform):
     def maps(self, eps: Float[Tensor, "n u"], height: int, width: int) -> Float[Tensor, "n 2 3"]:
         """Return the affine maps, from places in the result to places in the image.
 
-        They are the first two rows of each map on (x, y, 1), where the image's borders are at -1
-        and 1, in float64 (on a device without it, float32). ``eps`` is from ``sample``.
+        They are the first two rows of each map on (x, y, 1), in float64 (float32 on a device
+        without it). The image's borders are at −1 and 1. ``eps`` is from ``sample``.
         """
         dtype = torch.float32 if eps.device.type == "mps" else torch.float64
         algebra = (eps[:, :6].to(dtype) * self.ranges.to(dtype)) @ self.matrices.to(dtype)
@@ -153,11 +162,14 @@ class AffineInvariance(Transform):
     def _check(self, x: Tensor) -> None:
         if x.dim() != 4 or not x.is_floating_point():
             raise InputError(
-                "AffineInvariance transforms images (n, channels, height, width) of floating-point"
-                f" numbers, not {tuple(x.shape)} of {x.dtype}."
+                "AffineInvariance needs images (n, channels, height, width) of floating-point"
+                f" numbers, got {tuple(x.shape)} of {x.dtype}."
             )
         if len(self.fill) not in (1, x.shape[1]):
-            raise InputError(f"fill has {len(self.fill)} values, the images {x.shape[1]} channels.")
+            raise InputError(
+                f"fill must have one value, or one per channel ({x.shape[1]}), got"
+                f" {len(self.fill)}."
+            )
 
     def extra_repr(self) -> str:
         words = [f"{name}={value:.3g}" for name, value in self.named_ranges().items()]
@@ -165,9 +177,9 @@ class AffineInvariance(Transform):
 
 
 def matrix_exponential(matrices: Float[Tensor, "n 3 3"]) -> Float[Tensor, "n 3 3"]:
-    """Return the exponential of each matrix, of a 1-norm up to 7.2.
+    """Return the exponential of each matrix with a 1-norm up to 7.2.
 
-    It is as exact as ``torch.matrix_exp`` there, with a derivative at a third of the cost, and
+    It is as accurate as ``torch.matrix_exp`` there, with a derivative at a third of the cost. It
     does not read the norms, for which a GPU would wait.
     """
     scaled = matrices / 2**_SQUARINGS
@@ -183,9 +195,9 @@ def matrix_exponential(matrices: Float[Tensor, "n 3 3"]) -> Float[Tensor, "n 3 3
 def sampling_grid(
     maps: Float[Tensor, "n 2 3"], height: int, width: int
 ) -> Float[Tensor, "n height width 2"]:
-    """Return the place (x, y) that each pixel is read from, as ``F.affine_grid``, but faster.
+    """Return the place (x, y) that each pixel is read from, like ``F.affine_grid``, but faster.
 
-    ``maps`` act on (x, y, 1) with borders at -1 and 1, as ``align_corners=False`` has them.
+    ``maps`` act on (x, y, 1) with borders at −1 and 1, as ``align_corners=False`` has them.
     """
     x, y = (
         (2 * torch.arange(size, dtype=maps.dtype, device=maps.device) + 1) / size - 1

@@ -1,4 +1,4 @@
-"""The average of a model's outputs over random transforms of the input (Eq. 14 of the paper)."""
+"""Averages of a model's outputs over random transforms of the input (Eq. 14 of the paper)."""
 
 import math
 from collections.abc import Iterator
@@ -19,28 +19,36 @@ AVERAGES = ("logits", "probabilities")
 
 
 class Averaged(nn.Module):
-    """x ↦ (1/S) Σ_s model(g(x, ε_s)), S transforms of each input drawn independently.
+    """Average a model's outputs over S random transforms of each input, (1/S) Σ_s model(g(x, ε_s)).
 
-    The S·n transformed inputs go through the model in one batch, those of one datum side by side.
-    Noise comes from PyTorch's default generator, as in dropout, but in evaluation mode too.
-    ``Evidence`` draws it from its own generator instead, the same for a datum in every micro-batch.
+    All S·n transformed inputs pass through the model in one batch, sorted by example. Noise comes
+    from PyTorch's default generator, as in dropout, but in evaluation mode too. ``Evidence`` uses
+    its own generator: an example has the same noise in every micro-batch.
 
     Args:
-        model: Maps inputs (m, ...) to outputs (m, C); must not draw noise of its own by
+        model: Model from inputs (m, ...) to outputs (m, C). It must not draw noise by
             `evigrad.invariances.noise.Stochastic`.
-        invariance: The transform; besides a `Transform` any module with its ``sample`` and
-            ``apply``.
-        num_samples: S, the transforms of each input. It can be set anew at any time.
-        average: ``"logits"`` averages the outputs, ``"probabilities"`` gives the logarithms of the
+        invariance: A `Transform`, or any module with its ``sample`` and ``apply``.
+        num_samples: Number S of transforms per input. You can change it at any time.
+        average: ``"logits"`` averages the outputs. ``"probabilities"`` returns the logarithms of
             averaged class probabilities, log (1/S) Σ_s softmax(f_s), for a categorical likelihood.
-        chunk: Samples of a datum in one pass of the model; None takes all. It saves memory in
-            training for one more forward pass, as activations are recomputed for the gradient.
-            Evidence passes ignore it: micro-batches save their memory, and a Kronecker factor
-            needs the samples together.
+        chunk: Number of samples per example in one pass of the model, to save memory in training.
+            It costs one more forward pass, because activations are recomputed for the gradient.
+            Evidence passes ignore it. Default: None, all samples.
 
     Raises:
         ConfigurationError: If an option does not exist, a number is below 1, the model draws, or
             ``bounds`` of the transform do not fit its parameters.
+
+    Examples:
+        >>> import torch
+        >>> from evigrad.invariances import AffineInvariance, Averaged
+        >>> network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+        >>> model = Averaged(network, AffineInvariance({"rotation": 0.5}), num_samples=4)
+        >>> model(torch.rand(3, 1, 8, 8)).shape
+        torch.Size([3, 10])
+
+    See also: docs/usage.md.
     """
 
     invariance: Any  # whatever has the methods
@@ -56,35 +64,38 @@ class Averaged(nn.Module):
         super().__init__()
         if average not in AVERAGES:
             raise ConfigurationError(
-                f"Unknown average '{average}'.{nearest(average, AVERAGES)} Choose one of"
-                f" {', '.join(AVERAGES)}"
+                f"average must be one of {', '.join(AVERAGES)}, got '{average}'."
+                f"{nearest(average, AVERAGES)}"
             )
         if num_samples < 1 or (chunk is not None and chunk < 1):
-            raise ConfigurationError(f"num_samples={num_samples}, chunk={chunk}: must be 1 or more")
+            raise ConfigurationError(
+                f"num_samples and chunk must be at least 1, got {num_samples} and {chunk}."
+            )
         if isinstance(invariance, Transform):
             invariance.check_bounds()
         elif not callable(getattr(invariance, "sample", None)):
             raise ConfigurationError(
-                f"{type(invariance).__name__} is no transform: it has no sample(n, generator)"
+                f"invariance must have a method sample(n, generator), got"
+                f" {type(invariance).__name__}. Use a Transform."
             )
         inner = [module for module in model.modules() if isinstance(module, Stochastic)]
         if inner:
             raise ConfigurationError(
-                f"The averaged model draws noise itself, in {type(inner[0]).__name__}. Put all that"
-                " is random into one transform."
+                f"The averaged model must not draw noise, got {type(inner[0]).__name__} in it. Put"
+                " all random operations into one transform."
             )
         self.model, self.invariance = model, invariance
         self.num_samples, self.average, self.chunk = num_samples, average, chunk
         self._held: Tensor | None = None
 
     def draw(self, num_data: int, generator: torch.Generator) -> Tensor:
-        """Draw the noise (n, S, ...) of S transforms for each datum, on the CPU."""
+        """Draw the noise (n, S, ...) of S transforms for each example, on the CPU."""
         drawn = self.invariance.sample(num_data * self.num_samples, generator)
         return drawn.unflatten(0, (num_data, self.num_samples))
 
     @contextmanager
     def held(self, noise: Tensor) -> Iterator[None]:
-        """Use noise (n, S, ...) of ``draw`` in every forward pass inside, in place of drawing."""
+        """Use noise (n, S, ...) of ``draw`` in every forward pass inside, instead of drawing."""
         before, self._held = self._held, noise
         try:
             yield
@@ -96,12 +107,14 @@ class Averaged(nn.Module):
         if self._held is None:
             return self._average(x, self.draw(len(x), torch.default_generator), self.chunk)
         if len(self._held) != len(x):
-            raise InputError(f"There is noise for {len(self._held)} inputs, not for {len(x)}.")
+            raise InputError(
+                f"The noise must be for {len(x)} inputs, got noise for {len(self._held)}."
+            )
         return self._average(x, self._held, None)
 
     def _average(self, x: Tensor, noise: Tensor, chunk: int | None) -> Tensor:
         num_samples = noise.shape[1]
-        # The copy to a GPU overlaps with the work that still runs there.
+        # The copy to a GPU overlaps with work that still runs there.
         noise = noise.to(x.device, non_blocking=True)
         if chunk is None or chunk >= num_samples:
             total = self._total(x, noise)
@@ -116,10 +129,10 @@ class Averaged(nn.Module):
         return total / num_samples
 
     def _total(self, x: Tensor, noise: Tensor) -> Tensor:
-        """The sum of the outputs over some samples; with probabilities, its logarithm."""
+        """Return the sum of the outputs over some samples; with probabilities, its logarithm."""
         num_data, num_samples = noise.shape[:2]
         repeated = x.repeat_interleave(num_samples, dim=0)
-        # Applied here and not before all passes: another thread may repeat a pass.
+        # Applied here and not before all passes, because another thread may repeat a pass.
         transformed = self.invariance.apply(repeated, noise.flatten(0, 1))
         with sampled(num_samples):
             outputs = scores_of(self.model(transformed))
@@ -129,7 +142,7 @@ class Averaged(nn.Module):
         return self._sum(outputs)
 
     def _sum(self, values: Tensor) -> Tensor:
-        """The sum over dim 1; with probabilities, the logsumexp."""
+        """Return the sum over dimension 1; with probabilities, the logsumexp."""
         return values.logsumexp(1) if self.average == "probabilities" else values.sum(1)
 
     def extra_repr(self) -> str:

@@ -1,11 +1,11 @@
-"""What a forward pass draws: the noise of each datum, the same in every micro-batch.
+"""Noise in a forward pass: each example has the same noise in every micro-batch.
 
-A module that draws (``Stochastic``) draws through the evidence's generator. The noise of a block
-is drawn in pages of a fixed number of data, each with its own seed: it is the same for every size
-of micro-batch and in every pass, and is held only for the data at work. ``PackedModel`` makes of a
-model, its inputs and its noise a deterministic function of one tensor, with the parts of each
-datum's inputs and its noise side by side: whatever splits, vectorises or repeats data takes all of
-them along.
+A module that draws (``Stochastic``) uses the evidence's generator. The noise of a block is drawn in
+pages of a fixed number of examples, each with its own seed. So noise is the same for every size of
+micro-batch and in every pass, and is held only for the examples at work. ``PackedModel`` turns a
+model, its inputs and its noise into a deterministic function of one tensor. The parts of an
+example's inputs and its noise are side by side there, and stay together when examples are split,
+vectorized or repeated.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,8 +30,8 @@ from evigrad.inputs import (
     tensors_of,
 )
 
-# Data whose noise is drawn at once: few micro-batches are smaller, and the noise takes little
-# memory beside their activations.
+# Number of examples whose noise is drawn at once. Few micro-batches are smaller, and the noise
+# takes little memory compared with their activations.
 PAGE = 64
 # Seeds of consecutive pages are this far apart (2^64 over the golden ratio, as in SplitMix64).
 _STRIDE = 0x9E3779B97F4A7C15
@@ -41,20 +41,20 @@ _samples: ContextVar[int] = ContextVar("samples", default=1)
 
 @runtime_checkable
 class Stochastic(Protocol):
-    """A module whose forward pass draws, as ``evigrad.invariances.Averaged`` does."""
+    """A module whose forward pass draws, such as ``evigrad.invariances.Averaged``."""
 
     def draw(self, num_data: int, generator: torch.Generator) -> Tensor:
-        """Noise of its own for each datum, (num_data, ...), floating point, on the CPU."""
+        """Return noise for each example, (num_data, ...), floating point, on the CPU."""
         ...
 
     def held(self, noise: Tensor) -> AbstractContextManager[None]:
-        """Use this noise in every forward pass inside the context, in place of drawing."""
+        """Use this noise in every forward pass inside the context, instead of drawing."""
         ...
 
 
 @contextmanager
 def sampled(num_samples: int) -> Iterator[None]:
-    """Within this context, dim 0 counts this many times as many samples of each datum."""
+    """Multiply the number of samples per example in dimension 0 within this context."""
     token = _samples.set(_samples.get() * num_samples)
     try:
         yield
@@ -63,20 +63,20 @@ def sampled(num_samples: int) -> Iterator[None]:
 
 
 def current_samples() -> int:
-    """How many samples of each datum dim 0 counts here; 1 outside of ``sampled``."""
+    """Return the number of samples per example in dimension 0; 1 outside of ``sampled``."""
     return _samples.get()
 
 
 def stochastic_modules(model: nn.Module) -> list[Stochastic]:
-    """The modules of a model that draw, each once, in the model's order."""
+    """Return the modules of a model that draw, each once, in the model's order."""
     return [module for module in model.modules() if isinstance(module, Stochastic)]
 
 
 class Noise:
-    """The noise of a block's data, by their position in the block.
+    """The noise of a block's examples, by their position in the block.
 
-    ``seed`` is that of all noise of the ``modules`` that draw. ``positions`` are those whose noise
-    each datum has, ascending; None for its own.
+    ``seed`` seeds all noise of the ``modules`` that draw. ``positions`` are the ascending positions
+    whose noise the examples use; None for their own.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Noise:
         self._pages: dict[int, list[Tensor]] = {}
 
     def slice(self, start: int, stop: int) -> list[Tensor]:
-        """The noise of the data in positions start … stop - 1, a tensor for each module."""
+        """Return the noise of positions start … stop − 1, one tensor per module."""
         if not self._modules:
             return []
         chosen = None if self._positions is None else self._positions[start:stop]
@@ -108,7 +108,7 @@ class Noise:
             if len(noise) != PAGE or not noise.is_floating_point():
                 raise ConfigurationError(
                     f"{type(module).__name__}.draw({PAGE}, generator) must return {PAGE} rows of"
-                    f" floating-point noise, not {tuple(noise.shape)} of {noise.dtype}."
+                    f" floating-point noise, got {tuple(noise.shape)} of {noise.dtype}."
                 )
         return drawn
 
@@ -116,8 +116,8 @@ class Noise:
 class PackedModel(Transparent):
     """A model as a function of one tensor, which holds all parts of its inputs and their noise.
 
-    ``x`` and ``noise`` say shapes and types. For inputs at positions ``layer``, if there is one
-    that makes the outputs, acts on the positions alone.
+    ``x`` and ``noise`` give shapes and types. For inputs at positions, ``layer`` (if any) computes
+    the outputs and acts only on the positions.
     """
 
     def __init__(
@@ -138,22 +138,22 @@ class PackedModel(Transparent):
         self._carrier = reduce(torch.promote_types, types)
 
     def fits(self, x: Inputs) -> bool:
-        """Whether inputs have the parts, shapes and types that this was made for."""
+        """Return whether inputs have the parts, shapes and types of this model."""
         return layout(x) == self._inputs
 
     @property
     def numbers(self) -> int:
-        """How many numbers a datum and its noise have."""
+        """Return how many numbers an example and its noise have."""
         return sum(prod(shape) for shape, _ in self._layouts)
 
     def pack(self, x: Inputs, noise: Sequence[Tensor]) -> Tensor:
-        """Inputs (m, ...) and noise (m, ...) of each module as one tensor (m, D) on x's device."""
-        # A datum that is a single number has no dimension of its own.
+        """Return inputs and noise (m, ...) as one tensor (m, D) on the inputs' device."""
+        # An example that is a single number has no dimension of its own.
         parts = [part.to(x.device).unsqueeze(-1) for part in (*tensors_of(x), *noise)]
         return torch.cat([part.flatten(1).to(self._carrier) for part in parts], dim=1)
 
     def forward(self, packed: Tensor) -> Any:
-        """The model's outputs for packed inputs."""
+        """Return the model's outputs for packed inputs."""
         parts = packed.split([prod(shape) for shape, _ in self._layouts], dim=1)
         tensors = [
             part.reshape(-1, *shape).to(dtype)

@@ -1,4 +1,4 @@
-"""Random transforms: their base class, those for inputs of any shape, and ranges."""
+"""Random transforms: their base class, transforms for inputs of any shape, and ranges."""
 
 import math
 from abc import ABC, abstractmethod
@@ -14,18 +14,35 @@ from evigrad.inputs import bare_names
 
 
 class Transform(nn.Module, ABC):
-    """A random transform of inputs, x' = g(x, ε; h), with parameters h that can be learned.
+    """A random transform of inputs, x' = g(x, ε; h), with learnable parameters h.
 
-    Noise is drawn separately from its use: an input keeps its noise in every batch, and the
-    derivative in h is that of a deterministic function (the reparameterisation trick). A transform
-    of your own defines ``sample`` and ``forward``.
+    To write your own transform, define ``sample`` and ``forward``. Noise is drawn separately from
+    its use. So an input keeps its noise in every batch, and the derivative in h is the derivative
+    of a deterministic function (the reparameterization trick).
 
     Attributes:
-        bounds: The least and the largest value of parameters by their names, as
-            ``{"width": (0.0, 8.0)}``. One of the two may be infinite. From the first use of the
-            transform on, ``self.width`` is the parameter reflected at both bounds, with a
-            derivative of 1 or -1. So it is inside of them after every step of every optimizer.
+        bounds: Smallest and largest value of parameters by their names, such as
+            ``{"width": (0.0, 8.0)}``. One of the two may be infinite. After the first use of the
+            transform, ``self.width`` is the parameter reflected at both bounds, with a derivative
+            of 1 or −1. So it is within the bounds after every step of every optimizer.
             ``get_parameter("width")`` is the parameter itself, which may be outside.
+
+    Examples:
+        >>> import torch
+        >>> from evigrad.invariances import Transform
+        >>> class Shift(Transform):
+        ...     bounds = {"width": (0.0, 2.0)}
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.width = torch.nn.Parameter(torch.tensor(0.5))
+        ...     def sample(self, n, generator):
+        ...         return 2 * torch.rand(n, 1, generator=generator) - 1
+        ...     def forward(self, x, eps):
+        ...         return x + self.width * eps
+        >>> Shift()(torch.zeros(2, 1), torch.tensor([[1.0], [-1.0]])).flatten().tolist()
+        [0.5, -0.5]
+
+    See also: docs/extending.md.
     """
 
     bounds: Mapping[str, tuple[float, float]] = MappingProxyType({})
@@ -34,7 +51,7 @@ class Transform(nn.Module, ABC):
     def __getattr__(self, name: str) -> Any:
         """Return a parameter inside its bounds, and everything else as ``nn.Module`` does."""
         value = super().__getattr__(name)
-        # Before the first use, for example in __init__, the parameter itself is to be set.
+        # Before the first use, for example in __init__, you set the parameter itself.
         if not (self._is_bounded and name in self.bounds and isinstance(value, Tensor)):
             return value
         return reflected(value, *self.bounds[name])
@@ -49,39 +66,38 @@ class Transform(nn.Module, ABC):
         return super().get_parameter(target) if parameter is None else parameter
 
     def check_bounds(self) -> None:
-        """Refuse bounds that are no bounds or that a parameter is outside of; then apply them."""
+        """Check that bounds are valid and hold for the parameters, then apply them."""
         parameters = dict(self.named_parameters(recurse=False))
         whose = f"bounds of {type(self).__name__}"
         for name, (low, high) in self.bounds.items():
             if name not in parameters:
                 raise ConfigurationError(
-                    f"The {whose} name '{name}', which is no parameter of it."
-                    f"{nearest(name, parameters)} Its parameters are"
-                    f" {listed(list(parameters)) or 'none'}."
+                    f"The {whose} must name its parameters, {listed(list(parameters)) or 'none'},"
+                    f" got '{name}'.{nearest(name, parameters)}"
                 )
             if not low < high or not (math.isfinite(low) or math.isfinite(high)):
                 raise ConfigurationError(
                     f"The {whose} must be a number and a larger one, of which one may be infinite,"
-                    f" not {name}={(low, high)}."
+                    f" got {name}={(low, high)}."
                 )
             value = parameters[name].detach()
             if bool(((value < low) | (value > high)).any()):
                 raise ConfigurationError(
-                    f"The parameter '{name}' of {type(self).__name__} is {value.tolist()}, outside"
-                    f" of its bounds {(low, high)}. Start inside of them."
+                    f"The parameter '{name}' of {type(self).__name__} must start within its bounds"
+                    f" {(low, high)}, got {value.tolist()}."
                 )
         self._is_bounded = True
 
     @abstractmethod
     def sample(self, n: int, generator: torch.Generator) -> Tensor:
-        """Draw noise; its distribution must not depend on parameters.
+        """Draw noise from a distribution that does not depend on parameters.
 
         Args:
-            n: The number of inputs.
-            generator: A CPU generator, the only source of randomness.
+            n: Number of inputs.
+            generator: CPU generator of all random numbers.
 
         Returns:
-            ε (n, ...), floating point, on the CPU, at least one number for each input.
+            ε (n, ...), floating point, on the CPU, with at least one number per input.
         """
 
     @abstractmethod
@@ -90,13 +106,13 @@ class Transform(nn.Module, ABC):
 
         Args:
             x: Inputs (n, ...).
-            eps: Noise (n, ...) as drawn by ``sample``, on the device of x.
+            eps: Noise (n, ...) from ``sample``, on the device of x.
 
         Returns:
             Transformed inputs, (n, ...).
         """
 
-    # ``nn.Module.apply`` takes a function that visits every submodule, and reaches this one too.
+    # ``nn.Module.apply`` takes a function that visits every submodule, including this one.
     def apply(self, x: Tensor | Callable[[nn.Module], None], eps: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return ``self(x, eps)``; a function instead of ``x`` is called on every submodule."""
         if isinstance(x, Tensor):
@@ -107,11 +123,11 @@ class Transform(nn.Module, ABC):
 def folded(raw: Tensor, limit: float) -> Tensor:
     """Return raw, reflected at 0 and at the limit (positive or infinite): a triangle wave.
 
-    The derivative is 1 or -1 everywhere, so that a step of an optimiser moves the number as far as
-    the unconstrained one, and one that overshoots is led back. A range of a symmetric distribution
-    may be reflected at 0: u · η with u uniform on [-1, 1] has the same one for η and -η.
+    The derivative is 1 or −1 everywhere. So an optimizer's step moves the number as far as without
+    bounds, and a step too far is led back. The range of a symmetric distribution may be reflected
+    at 0: u · η with u uniform on [−1, 1] has the same distribution for η and −η.
     """
-    # Not ``abs``, whose derivative at 0, where a range may well start, is 0.
+    # Not ``abs``, whose derivative at 0, a likely start of a range, is 0.
     raw = torch.where(raw < 0, -raw, raw)
     if not math.isfinite(limit):
         return raw
@@ -123,63 +139,76 @@ def reflected(raw: Tensor, low: float, high: float) -> Tensor:
     """Return raw, reflected at ``low`` and ``high``, of which one may be infinite."""
     if math.isinf(low):
         return high - folded(high - raw, math.inf)
-    # Inside, the value itself and not one rounding from it.
+    # Inside, return the value itself and not one rounded from it.
     inside = (raw >= low) & (raw <= high)
     return torch.where(inside, raw, low + folded(raw - low, high - low))
 
 
 class InputScale(Transform):
-    """x · s with a learnable positive scale for each feature: automatic relevance determination.
+    """Multiply each feature by a learnable positive scale: automatic relevance determination.
 
-    The evidence shrinks the scales of features that do not help (MacKay, 1994). Nothing in it is
-    random: it works as a first layer of a network, and inside ``Averaged``. Learn the scales on the
-    evidence: the training loss cannot tell a scale from the first layer's weights.
+    The evidence shrinks the scales of features that do not help (MacKay, 1994). The transform is
+    not random. Use it as a first layer of a network, or inside ``Averaged``. Learn the scales by
+    the evidence: the training loss cannot distinguish a scale from the first layer's weights.
 
     Args:
         shape: Shape of one input, or of its last dimensions.
-        scale: Initial scale of every feature.
+        scale: Initial scale of every feature. Default: 1.
 
     Attributes:
         log_scale: Logarithms of the scales, of this shape.
 
     Raises:
         ConfigurationError: If the initial scale is not positive and finite.
+
+    Examples:
+        >>> import torch
+        >>> from evigrad.invariances import InputScale
+        >>> InputScale(2, scale=3.0)(torch.ones(1, 2)).tolist()
+        [[3.0, 3.0]]
     """
 
     def __init__(self, shape: int | Sequence[int], scale: float | int = 1.0) -> None:
         super().__init__()
         if not 0 < scale < math.inf:
-            raise ConfigurationError(f"scale={scale}: must be positive and finite")
+            raise ConfigurationError(f"scale must be positive and finite, got {scale}.")
         self.log_scale = nn.Parameter(torch.full(_sizes(shape), math.log(scale)))
 
     @property
     def scales(self) -> Tensor:
-        """The scale of each feature, with a graph to ``log_scale``."""
+        """Return the scale of each feature, with a graph to ``log_scale``."""
         return self.log_scale.exp()
 
     def sample(self, n: int, generator: torch.Generator) -> Tensor:
-        """Zeros (n, 1): there is nothing to draw, but each input must have some noise."""
+        """Return zeros (n, 1): there is nothing to draw, but each input must have some noise."""
         return torch.zeros(n, 1, device="cpu")
 
     def forward(self, x: Tensor, eps: Tensor | None = None) -> Tensor:
-        """The inputs (n, ...) times the scales; there is no noise in it."""
+        """Return the inputs (n, ...) times the scales, without noise."""
         return x * self.scales
 
 
 class AdditiveNoise(Transform):
-    """x + σ ε with ε standard normal and a learnable noise level σ.
+    """Add noise: x + σ ε with ε standard normal and a learnable noise level σ.
 
     Args:
         shape: Shape of one input.
-        level: Initial level, in the units of the inputs.
-        per_feature: Whether each feature has a level of its own.
+        level: Initial level σ, in units of the inputs. Default: 0.1.
+        per_feature: Whether each feature has its own level. Default: False.
 
     Attributes:
-        raw_level: The level, up to its sign: an optimiser may step across 0. It has the shape
-            ``shape`` if per feature, else ().
+        raw_level: The level up to its sign, because a step may cross 0. Its shape is ``shape`` if
+            ``per_feature``, else ().
 
     Raises:
         ConfigurationError: If the initial level is negative or not finite.
+
+    Examples:
+        >>> import torch
+        >>> from evigrad.invariances import AdditiveNoise
+        >>> noise = AdditiveNoise(2, level=0.5)
+        >>> noise(torch.zeros(1, 2), torch.tensor([[1.0, -2.0]])).tolist()
+        [[0.5, -1.0]]
     """
 
     def __init__(
@@ -187,13 +216,13 @@ class AdditiveNoise(Transform):
     ) -> None:
         super().__init__()
         if not 0 <= level < math.inf:
-            raise ConfigurationError(f"level={level}: must not be negative, and finite")
+            raise ConfigurationError(f"level must be finite and at least 0, got {level}.")
         self.shape = _sizes(shape)
         self.raw_level = nn.Parameter(torch.full(self.shape if per_feature else (), float(level)))
 
     @property
     def level(self) -> Tensor:
-        """The noise level σ, with a graph to ``raw_level``."""
+        """Return the noise level σ, with a graph to ``raw_level``."""
         return folded(self.raw_level, math.inf)
 
     def sample(self, n: int, generator: torch.Generator) -> Tensor:
@@ -201,7 +230,7 @@ class AdditiveNoise(Transform):
         return torch.randn(n, *self.shape, generator=generator, device="cpu")
 
     def forward(self, x: Tensor, eps: Tensor) -> Tensor:
-        """The inputs (n, *shape) with the noise times its level, in the dtype of the inputs."""
+        """Return the inputs (n, *shape) plus scaled noise, in the dtype of the inputs."""
         return x + (self.level * eps.to(x.dtype)).to(x.dtype)
 
 
@@ -213,9 +242,9 @@ def _sizes(shape: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def ranged_modules(model: nn.Module) -> dict[str, Any]:
-    """Return the modules of a model that have ranges, as ``AffineInvariance``, by their names.
+    """Return the modules of a model that have ranges, such as ``AffineInvariance``, by name.
 
-    ``ranges`` are half the widths of what they draw, and ``named_ranges`` the same as numbers.
+    ``ranges`` are half the widths of the distributions; ``named_ranges`` returns them as numbers.
     """
     named = {
         path: module
@@ -227,13 +256,13 @@ def ranged_modules(model: nn.Module) -> dict[str, Any]:
 
 
 def learnable_ranges(module: Any) -> list[str]:
-    """The names of a module's ranges that are trainable parameters."""
+    """Return the names of a module's ranges that are trainable parameters."""
     trainable = {name for name, p in module.named_parameters() if p.requires_grad}
     return [name for name in module.named_ranges() if name in trainable]
 
 
 def range_values(model: nn.Module) -> dict[str, float]:
-    """The ranges by name, without those fixed at zero; with paths if several modules have some."""
+    """Return the ranges by name (with paths for several modules), without those fixed at zero."""
     modules = ranged_modules(model)
     ranges: dict[str, float] = {}
     for path, module in modules.items():
@@ -246,7 +275,7 @@ def range_values(model: nn.Module) -> dict[str, float]:
 
 
 def bounded_values(model: nn.Module) -> dict[int, Tensor]:
-    """The values inside of their ``bounds`` of a model's parameters, by the parameters' ids."""
+    """Return the values within ``bounds`` of a model's parameters, by the parameters' ids."""
     return {
         id(parameter): getattr(module, name).detach()
         for module in model.modules()

@@ -1,14 +1,14 @@
-"""Likelihoods: log p(y|f), its Hessian in the outputs f, and the roots of it that make the rows.
+"""Likelihoods: log p(y|f), its Hessian in the outputs f, and roots of the Hessian.
 
-Conventions: f is (m, C), one row of outputs for each datum; log probabilities are normalised (all
-constants included), in nats, per datum, and at temperature 1 (``Evidence`` applies the
-temperature). Λ = −∇²_f log p(y|f) is the Hessian of the negative log likelihood in the outputs
-(Immer et al. 2023, section 2), or its mean over y, the Fisher information, where it depends on y.
+Outputs f are (m, C), one row per example. Log probabilities are normalized (all constants
+included), in nats per example, and at temperature 1 (``Evidence`` applies the temperature).
+Λ = −∇²_f log p(y|f) is the Hessian of the negative log likelihood in the outputs (Immer et al.
+2023, section 2). If the Hessian depends on y, Λ is its mean over y, the Fisher information.
 
-A new likelihood is one class with ``log_prob`` and, where targets can be invalid, ``validate``; all
-else has a default but ``sample``, for the names with ``mc``. One whose Hessian depends on the
-targets overrides ``hessian``. ``LIKELIHOODS`` gives it a name; its closed forms are then trusted
-and no longer compared on the user's data, so tests/likelihoods must.
+A new likelihood is a class with ``log_prob`` and, if targets can be invalid, ``validate``. The
+other methods have defaults, except ``sample`` for estimator names with ``mc``. Override ``hessian``
+if it depends on the targets. ``LIKELIHOODS`` names the library's own classes. Their closed forms
+are not compared on the user's data, so tests/likelihoods must compare them.
 """
 
 from evigrad.core.roots import ROOTS, RootRows
@@ -55,13 +55,13 @@ def make_likelihood(likelihood: str | Likelihood) -> Likelihood:
     An instance is returned as it is.
 
     Raises:
-        ConfigurationError: If there is none of the name.
+        ConfigurationError: If there is no likelihood of this name.
     """
     if isinstance(likelihood, Likelihood):
         return likelihood
     if likelihood not in LIKELIHOODS:
         raise ConfigurationError(
-            f"There is no likelihood {likelihood!r}; known: {', '.join(LIKELIHOODS)}."
+            f"likelihood must be one of {', '.join(LIKELIHOODS)}, got {likelihood!r}."
             f"{nearest(str(likelihood), LIKELIHOODS)}"
         )
     return LIKELIHOODS[likelihood]()

@@ -1,4 +1,4 @@
-"""The base class of likelihoods: a class with ``log_prob``; everything else has a default."""
+"""The base class of likelihoods. A subclass needs only ``log_prob``."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from evigrad.core.roots import (
 )
 from evigrad.errors import ConfigurationError, InputError, raised_in
 
-# Two Hessians by autodiff count as equal up to this many √eps of their size.
+# Two Hessians by automatic differentiation count as equal up to this multiple of √eps.
 SAME_HESSIAN = 10.0
-# What belongs to one density.
+# Methods that belong to one density.
 _DERIVED = (
     "hessian",
     "root",
@@ -31,25 +31,43 @@ _DERIVED = (
 )
 # An inherited root is compared with the density on this many outputs of Λ.
 _COMPARED_OUTPUTS = 8
-# All columns of a root have C² numbers for each datum: those of so many bytes are formed at once.
+# All columns of a root have C² numbers per example. At most this many bytes are formed at once.
 ROOT_BYTES = 2**26
 
 
 class Likelihood(nn.Module, ABC):
     """The distribution of a target y given the outputs f of the network.
 
+    To write your own likelihood, subclass it and define ``log_prob``.
+
     Attributes:
-        name: As in ``LIKELIHOODS``.
+        name: Name of the likelihood in ``LIKELIHOODS``.
         couples_outputs: Whether Λ has entries off its diagonal.
-        is_classification: Whether targets are classes. ``metrics`` counts right ones, if there are
-            ``probabilities``.
+        is_classification: Whether targets are classes. If there are ``probabilities``, ``metrics``
+            counts correct predictions.
+
+    Examples:
+        >>> import torch
+        >>> from evigrad.likelihoods import Likelihood
+        >>> class Exponential(Likelihood):
+        ...     '''Waiting times with log rates f.'''
+        ...     name = "exponential"
+        ...     couples_outputs = False
+        ...     def log_prob(self, f, y):
+        ...         return (f - y * f.exp()).sum(1)
+        ...     def hessian(self, f):  # the Fisher information
+        ...         return torch.ones_like(f).diag_embed()
+        >>> Exponential().log_prob(torch.zeros(2, 1), torch.tensor([[1.0], [2.0]]))
+        tensor([-1., -2.])
+
+    See also: docs/extending.md.
     """
 
     name: ClassVar[str]
     couples_outputs: ClassVar[bool] = True
     is_classification: ClassVar[bool] = False
     # Methods that were written for another density than the class has; see ``check_derivatives``.
-    # Those of predictions are not used then.
+    # Inherited methods of predictions are not used.
     _inherited: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -73,7 +91,7 @@ class Likelihood(nn.Module, ABC):
 
     @abstractmethod
     def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
-        """The normalised log p(y|f) of each datum in nats, differentiable in f and parameters.
+        """Return the normalized log p(y|f) of each example in nats, differentiable in f.
 
         Args:
             f: Outputs.
@@ -81,60 +99,64 @@ class Likelihood(nn.Module, ABC):
         """
 
     def forward(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
-        """The same as ``log_prob``."""
+        """Return ``log_prob``."""
         return self.log_prob(f, y)
 
     def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
-        """Refuse targets that do not fit, before anything happens.
+        """Check the targets, before anything is computed.
 
-        Subclasses call this one first and then check dtype, shape and range.
+        Subclasses call this method first, and then check dtype, shape and range.
 
         Args:
             f_shape: Shape of the outputs, (m, C).
             y: Targets.
 
         Raises:
-            InputError: If the outputs are not (m, C), there are no data, y has another number of
-                data or holds NaN or infinite values.
+            InputError: If the outputs are not (m, C), there are no examples, or y has another
+                number of examples, or NaN or infinite values.
         """
         shape = tuple(f_shape)
         if len(shape) != 2:
             hint = "return f.unsqueeze(1)" if len(shape) == 1 else "flatten or average the rest"
             raise InputError(
-                f"The outputs must have the shape (m, C), one row for each datum, not {shape};"
-                f" {hint} in the model."
+                f"Outputs must have the shape (m, C), one row per example, got {shape}. In the"
+                f" model, {hint}."
             )
         if not isinstance(y, Tensor):
-            raise InputError(f"Targets must be a tensor, not {type(y).__name__}.")
+            raise InputError(
+                f"Targets must be a tensor, got {type(y).__name__}. Use torch.as_tensor."
+            )
         if 0 in shape:
-            raise InputError(f"Nothing to evaluate: the outputs are empty, of shape {shape}.")
+            raise InputError(
+                f"Outputs must not be empty, got the shape {shape}. Pass at least one example."
+            )
         if y.ndim == 0 or len(y) != shape[0]:
             raise InputError(
-                f"Outputs {shape} and targets {tuple(y.shape)} do not fit: {shape[0]} data need"
-                f" {shape[0]} targets."
+                f"Outputs of shape {shape} need {shape[0]} targets, one per example, got targets of"
+                f" shape {tuple(y.shape)}. Use one target per example."
             )
         if y.is_floating_point():
-            refuse_where(~torch.isfinite(y), y, "is not finite; remove or impute such data")
+            refuse_where(~torch.isfinite(y), y, "is not finite. Remove or impute such examples")
 
     def counted(self, y: Tensor) -> Bool[Tensor, " m"] | None:
-        """Return which targets (m, ...) count, where outputs (m, …, C) have one at each position.
+        """Return which targets (m, ...) count, for outputs (m, …, C) with a target per position.
 
-        It is False for what is no target, as padding, and None, the default, where all count. The
-        targets are those before ``validate``.
+        False marks positions without a target, such as padding. The default, None, counts all. The
+        targets come before ``validate``.
         """
         return None
 
     def weights(self, y: Tensor) -> Float[Tensor, " m"] | None:
-        """Return non-negative factors of Λ of each datum; None, the default, where all are 1.
+        """Return a non-negative factor of Λ for each example. The default, None, means 1 for all.
 
         See ``Weighted``.
         """
         return None
 
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
-        """The curvature Λ(f) that rows are made of, positive semidefinite and differentiable.
+        """Return the curvature Λ(f) of the rows, positive semidefinite and differentiable.
 
-        It is −∇²_f log p(y|f) where that is the same for all y; otherwise override this with its
+        Λ is −∇²_f log p(y|f) if that is the same for all y. Otherwise override this method with the
         mean over y, the Fisher information. The default differentiates ``log_prob`` at the first of
         ``reference_targets``.
 
@@ -142,37 +164,37 @@ class Likelihood(nn.Module, ABC):
             f: Outputs.
 
         Returns:
-            One symmetric matrix for each datum.
+            One symmetric matrix per example.
 
         Raises:
             ConfigurationError: If the Hessian depends on the targets.
         """
         first, second = self.reference_targets(f)
-        self._check_same_hessian(f[:1].detach(), second[:1])  # one datum costs next to nothing
+        self._check_same_hessian(f[:1].detach(), second[:1])  # one example costs next to nothing
 
         def total_score(f: Tensor) -> Tensor:
-            # Data are independent: the derivative of the sum holds each datum's own Hessian.
+            # Examples are independent, so the derivative of the sum holds each example's Hessian.
             return torch.func.grad(lambda f: self.log_prob(f, first).sum())(f).sum(dim=0)
 
         # Reverse over reverse: many kernels have no forward mode.
         return -torch.func.jacrev(total_score)(f).transpose(0, 1)
 
     def check_derivatives(self, f: Float[Tensor, "m C"], y: Tensor, curvature: str = "ggn") -> None:
-        """Refuse data whose rows would not be those of ``log_prob``.
+        """Check that the rows of these data belong to ``log_prob``.
 
-        A density is refused whose Hessian depends on the target and that does not override
-        ``hessian``; masked data, for example, have a Hessian of zero. A ``hessian``, ``root`` or
-        ``score`` that is defined in the class of ``log_prob``, or below it, is trusted; one from
-        above it was written for another density, and is compared with derivatives of ``log_prob``.
+        If the Hessian of the density depends on the target, the class must override ``hessian``.
+        Masked examples, for instance, have a Hessian of zero. A ``hessian``, ``root`` or ``score``
+        from the class of ``log_prob``, or a subclass, is not checked. One from a base class was
+        written for another density, and is compared with derivatives of ``log_prob``.
 
         Args:
             f: Outputs.
             y: Targets.
-            curvature: ``ggn``, whose rows are those of Λ, or one whose rows are scores.
+            curvature: ``ggn`` if rows come from Λ, or the name of a curvature of scores.
 
         Raises:
             ConfigurationError: If the Hessian depends on the targets, or an inherited ``root`` or
-                ``score`` is not that of ``log_prob``.
+                ``score`` does not belong to ``log_prob``.
         """
         f = f.detach()
         with raised_in(
@@ -189,12 +211,12 @@ class Likelihood(nn.Module, ABC):
 
     def _refuse_inherited(self, name: str, what: str) -> None:
         raise ConfigurationError(
-            f"{type(self).__name__} inherits {name}, which is not {what}: override it too, or make"
-            " it a Likelihood without other base classes, for which it is derived."
+            f"{type(self).__name__} inherits {name}, which is not {what}. Override {name} too, or"
+            " derive the class from Likelihood only, which derives it from log_prob."
         )
 
     def _check_root(self, f: Tensor) -> None:
-        """Compare a sub-block of R Rᵀ with that of Λ, for one datum."""
+        """Compare a sub-block of R Rᵀ with that of Λ, for one example."""
         outputs = torch.arange(min(f.shape[1], _COMPARED_OUTPUTS), device=f.device)
         with torch.no_grad():
             if "hessian" in self._inherited:
@@ -207,10 +229,10 @@ class Likelihood(nn.Module, ABC):
             vectors = self.root(f, outputs[None], "subblock").scaled
         if _differ((vectors.mT @ vectors)[0][outputs][:, outputs], expected):
             name = "hessian" if type(self).root is Likelihood.root else "root"
-            self._refuse_inherited(name, "that of the Hessian of its log_prob")
+            self._refuse_inherited(name, "a root of the Hessian of its log_prob")
 
     def _check_same_hessian(self, f: Tensor, y: Tensor) -> None:
-        """Compare Hessians at targets and at reference targets along a random direction."""
+        """Compare Hessians at targets and reference targets, along a random direction."""
         generator = torch.Generator().manual_seed(0)
         direction = torch.randn(f.shape, generator=generator, dtype=torch.float64, device="cpu")
         direction = direction.to(f)
@@ -222,14 +244,14 @@ class Likelihood(nn.Module, ABC):
             target = y[worst].item() if y.ndim == 1 else y[worst].flatten()[:3].tolist()
             raise ConfigurationError(
                 f"The Hessian of {type(self).__name__}.log_prob depends on the targets: at"
-                f" target {target} it is another than at reference_targets, of which rows are made."
-                " Leave masked data out of the data set (num_data counts the others); where no"
-                " target is special, override hessian(f) with a matrix that depends on none, such"
-                " as the Fisher information."
+                f" target {target} it differs from the Hessian at reference_targets, which the rows"
+                " use. Remove masked examples from the data set (num_data counts the rest). If no"
+                " target is special, override hessian(f) with a matrix that does not depend on"
+                " targets, such as the Fisher information."
             )
 
     def _times_hessian(self, f: Tensor, y: Tensor, direction: Tensor) -> Tensor:
-        """−∇²_f log p(y|f) times a vector for each datum."""
+        """Return −∇²_f log p(y|f) times a vector for each example."""
 
         def slope(f: Tensor) -> Tensor:
             score = torch.func.grad(lambda f: self.log_prob(f, y).sum())(f)
@@ -238,11 +260,11 @@ class Likelihood(nn.Module, ABC):
         return torch.func.grad(slope)(f)
 
     def reference_targets(self, f: Float[Tensor, "m C"]) -> tuple[Tensor, Tensor]:
-        """Return two sets of targets that ``validate`` accepts, for the default ``hessian``.
+        """Return two sets of valid targets for the default ``hessian``.
 
-        That differentiates at the first, and is refused where the second has another Hessian. These
-        are class labels 0 and C − 1 where the outputs are the scores of one label, and else zeros
-        and ones (m, C). Override this where those are no targets.
+        It differentiates at the first set, and raises an error if the second has another Hessian.
+        The sets are labels 0 and C − 1 if the outputs are scores of one label, and else zeros and
+        ones (m, C). Override this method if these are not targets.
         """
         if self.is_classification and self.couples_outputs:
             label = torch.zeros(len(f), dtype=torch.long, device=f.device)
@@ -250,7 +272,7 @@ class Likelihood(nn.Module, ABC):
         return torch.zeros_like(f), torch.ones_like(f)
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
-        """The score ∇_f log p(y|f) of each datum, differentiable in f and parameters."""
+        """Return the score ∇_f log p(y|f) of each example, differentiable in f and parameters."""
         return torch.func.grad(lambda f: self.log_prob(f, y).sum())(f)
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Tensor:
@@ -258,53 +280,53 @@ class Likelihood(nn.Module, ABC):
 
         Args:
             f: Outputs.
-            generator: The only source of randomness.
+            generator: Generator of all random numbers.
 
         Raises:
             ConfigurationError: If the likelihood does not define it.
         """
         raise ConfigurationError(
             f"{type(self).__name__} has no sample(f, generator), which the sampled Fisher ('mc')"
-            " needs; add one or take another curvature."
+            " needs. Define it, or use another curvature."
         )
 
     def probabilities(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m K"] | None:
-        """The probability of each class, or of each label, for accuracies and posteriors.
+        """Return the probability of each class, or of each label, for accuracies and posteriors.
 
         Args:
             f: Outputs.
 
         Returns:
-            Numbers in 0 … 1, or None where targets are no classes, which is the default.
+            Numbers in 0 … 1. The default, None, means that targets are not classes.
         """
         return None
 
     def noise_variance(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"] | None:
-        """The variance of y where that is f plus independent normal noise.
+        """Return the variance of y if y is f plus independent Gaussian noise.
 
-        The posterior's predictions of y are normal then, and need no ``moments``.
+        The posterior's predictions of y are then Gaussian, and need no ``moments``.
 
         Args:
             f: Outputs.
 
         Returns:
-            Variances in the units of y squared, or None for other densities, which is the default.
+            Variances in units of y squared. The default, None, means another density.
         """
         return None
 
     def moments(
         self, f: Float[Tensor, "m C"], covariance: Float[Tensor, "m C C"]
     ) -> tuple[Float[Tensor, "m D"], Float[Tensor, "m D"], Float[Tensor, "m D"]] | None:
-        """Mean and variance of targets that are numbers, where the outputs are uncertain.
+        """Return mean and variance of numeric targets for uncertain outputs.
 
         Args:
-            f: The mean of normally distributed outputs.
-            covariance: Their covariance, for each datum.
+            f: Mean of Gaussian outputs.
+            covariance: Covariance of the outputs of each example.
 
         Returns:
             The mean of y, the variance of its mean E[y|f] (epistemic), and the mean of its variance
-            given f (noise), in the units of y and of y². None, the default, where the posterior
-            says mean and variance of the outputs only.
+            given f (noise), in units of y and y². The default, None, limits the posterior to the
+            mean and variance of the outputs.
         """
         return None
 
@@ -314,17 +336,16 @@ class Likelihood(nn.Module, ABC):
         columns: Int[Tensor, "m k"] | None = None,
         kind: str = "subblock",
     ) -> RootRows:
-        """Columns of a root of Λ: the cotangents of the rows, at temperature 1.
+        """Return columns of a root of Λ, the cotangents of the rows, at temperature 1.
 
-        The default computes them from ``hessian``; if that depends on the likelihood's parameters,
-        so do the vectors.
+        The default computes them from ``hessian``. If that depends on the likelihood's parameters,
+        so do the columns.
 
         Args:
             f: Outputs.
-            columns: The root columns of each datum, distinct in each row, in 0 … C − 1; −1 is
-                padding and gives a row of zeros. None takes a root of the whole Λ of any kind,
-                with ``num_rows`` columns.
-            kind: One of ``ROOTS`` (see ``evigrad.core.roots``). Where outputs are not
+            columns: Root columns of each example, distinct, in 0 … C − 1. Padding of −1 gives a row
+                of zeros. None returns a root of the whole Λ of any kind, with ``num_rows`` columns.
+            kind: Kind of root, one of ``ROOTS`` (see ``evigrad.core.roots``). If outputs are not
                 coupled, all kinds give the column e_d √λ_d for output d.
 
         Returns:
@@ -344,11 +365,11 @@ class Likelihood(nn.Module, ABC):
         diagonal = curvature.diagonal(dim1=1, dim2=2)
         if _differ(curvature.detach(), diagonal.detach().diag_embed()):
             raise ConfigurationError(
-                f"The Hessian of {type(self).__name__} has entries off its diagonal: set"
+                f"The Hessian of {type(self).__name__} has entries off its diagonal. Set"
                 " couples_outputs = True."
             )
         check_not_negative(diagonal.detach())
-        # No derivative of √ at 0, where it is infinite.
+        # √ has an infinite derivative at 0.
         positive = diagonal > 0
         root = torch.where(positive, diagonal, 1.0).sqrt() * positive
         return RootRows(diagonal_rows(f, root, columns))
@@ -356,15 +377,15 @@ class Likelihood(nn.Module, ABC):
     def num_rows(self, num_outputs: int) -> int:
         """Return the number of columns of ``root`` without a list of columns.
 
-        By default it is C; it is less where Λ has a smaller rank. Memory is planned by it, and the
-        log-determinant does not depend on it.
+        The default is C. It is smaller if Λ has a smaller rank. It affects planned memory, but not
+        the log-determinant.
         """
         return num_outputs
 
     def row_norms(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m C"]:
         """Return |R[:, d]|² of each column of a root of Λ, without a graph.
 
-        That is how much curvature each row can hold. ``kind`` is one of ``ROOTS``.
+        This is how much curvature each row can hold. ``kind`` is one of ``ROOTS``.
         """
         check_root(kind)
         if (closed := self._closed_root(f.detach())) is not None:
@@ -386,15 +407,15 @@ class Likelihood(nn.Module, ABC):
         return None
 
     def _closed_root(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"] | None:
-        """The ``_diagonal_root`` if it is that of the density, or None."""
+        """Return the ``_diagonal_root`` if it belongs to the density, or None."""
         if self.couples_outputs or "_diagonal_root" in self._inherited:
             return None
         return self._diagonal_root(f)
 
     def condensed(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m D"]:
-        """Return what ``row_scores`` needs of the outputs, small enough to keep for every datum.
+        """Return what ``row_scores`` needs of the outputs, small enough to keep for every example.
 
-        By default these are the outputs themselves.
+        The default returns the outputs themselves.
         """
         check_root(kind)
         return f
@@ -404,22 +425,22 @@ class Likelihood(nn.Module, ABC):
     ) -> tuple[Float[Tensor, "m K"], Float[Tensor, " m"] | None]:
         """Return the norms of ``row_norms``, maybe approximate, from ``condensed`` outputs.
 
-        They are those of the first columns, and the sum of all further ones; None for the sum where
-        the others are always zero, or there are none.
+        These are the norms of the first columns, and the sum of all further ones. The sum is None
+        if the further norms are zero or there are none.
         """
         return self.row_norms(condensed, kind), None
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
-        """Sums over the batch, for reports.
+        """Return sums over the batch, for reports.
 
         Args:
             f: Outputs.
             y: Targets.
 
         Returns:
-            ``log_likelihood`` in nats. For classes that have ``probabilities`` also ``correct``,
-            the number of examples whose most probable class is the right one. With a probability
-            for each label it is the number of right labels, divided by the labels of an example.
+            ``log_likelihood`` in nats. For classes with ``probabilities`` also ``correct``, the
+            number of examples whose most probable class is right. If each label has a probability,
+            it is the number of correct labels, divided by the number of labels per example.
         """
         sums = {"log_likelihood": total(self.log_prob(f.detach(), y))}
         if self.is_classification and (correct := self._num_correct(f.detach(), y)) is not None:
@@ -427,43 +448,43 @@ class Likelihood(nn.Module, ABC):
         return sums
 
     def _num_correct(self, f: Tensor, y: Tensor) -> float | None:
-        """How many targets ``probabilities`` predict; None if they are not of this density."""
+        """Return how many targets ``probabilities`` predict; None if it is of another density."""
         p = None if "probabilities" in self._inherited else self.probabilities(f)
         if p is None:
             return None
-        if p.numel() == y.numel():  # yes or no, for each label
+        if p.numel() == y.numel():  # a yes-or-no label per output
             return total((p > 0.5) == (y.view_as(p) > 0.5)) * len(p) / p.numel()
         return total(p.argmax(dim=1) == y.flatten())
 
     def reported(self) -> dict[str, float]:
-        """Return the parameters as numbers that a reader knows, for histories and reports.
+        """Return the parameters as readable numbers, for histories and reports.
 
-        By default it is each parameter under its name, or each entry under NAME/INDEX. ``noise`` is
-        a standard deviation in the units of y.
+        The default reports each parameter under its name, or each entry under NAME/INDEX. ``noise``
+        is a standard deviation in units of y.
         """
         named = [by_entry(name, parameter) for name, parameter in self.named_parameters()]
         return {name: value for entries in named for name, value in entries.items()}
 
 
 def by_entry(name: str, values: Tensor) -> dict[str, float]:
-    """A number under its name, or the entries of a tensor, each under NAME/INDEX."""
+    """Return a number under its name, or the entries of a tensor under NAME/INDEX."""
     if values.ndim == 0:
         return {name: values.item()}
     return {f"{name}/{i}": value for i, value in enumerate(values.flatten().tolist())}
 
 
 def check_one_per_output(f_shape: Sequence[int], y: Tensor) -> None:
-    """Refuse targets that are not (m, C): a missing axis would silently broadcast to m × m."""
+    """Raise InputError unless targets are (m, C): a missing axis would broadcast to m × m."""
     if tuple(y.shape) != tuple(f_shape):
-        hint = "; use y.unsqueeze(-1)" if y.ndim == 1 and f_shape[1] == 1 else ""
+        hint = " Use y.unsqueeze(-1)." if y.ndim == 1 and f_shape[1] == 1 else ""
         raise InputError(
-            f"Targets must have the shape of the outputs, {tuple(f_shape)}, not"
-            f" {tuple(y.shape)}{hint}."
+            f"Targets must have the shape of the outputs, {tuple(f_shape)}, got"
+            f" {tuple(y.shape)}.{hint}"
         )
 
 
 def refuse_where(wrong: Tensor, y: Tensor, words: str) -> None:
-    """Refuse targets that are wrong somewhere, and name the first."""
+    """Raise InputError with the first wrong target, if there is one."""
     if bool(wrong.any()):
         where = [int(i) for i in wrong.nonzero()[0]]
         raise InputError(
@@ -473,13 +494,13 @@ def refuse_where(wrong: Tensor, y: Tensor, words: str) -> None:
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
-    """Whether two Hessians differ by more than rounding; NaN differs from anything."""
+    """Return whether two Hessians differ by more than rounding; NaN differs from anything."""
     eps = torch.finfo(one.dtype).eps
     size = torch.maximum(one.abs().amax(), other.abs().amax()) + eps**0.5
-    # Not ``any(… > …)``, which NaN would pass.
+    # Not ``any(… > …)``, which would accept NaN.
     return not bool(((one - other).abs() <= SAME_HESSIAN * eps**0.5 * size).all())
 
 
 def total(values: Tensor) -> float:
-    """The sum, in float64: float32 would lose digits over a batch."""
+    """Return the sum in float64, because float32 would lose digits over a batch."""
     return float(values.detach().double().sum())

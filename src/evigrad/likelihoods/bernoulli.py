@@ -12,7 +12,14 @@ from evigrad.likelihoods.base import Likelihood, check_one_per_output, refuse_wh
 
 
 class Bernoulli(Likelihood):
-    """C yes-or-no labels, each with its own logit: p(y_c=1|f) = sigmoid(f_c); y is (m, C)."""
+    """C yes-or-no labels with p(y_c=1|f) = sigmoid(f_c). Targets are (m, C), zeros and ones.
+
+    Examples:
+        >>> import torch
+        >>> from evigrad.likelihoods import Bernoulli
+        >>> Bernoulli().probabilities(torch.zeros(1, 2))
+        tensor([[0.5000, 0.5000]])
+    """
 
     name = "bernoulli"
     couples_outputs = False
@@ -22,29 +29,29 @@ class Bernoulli(Likelihood):
         return logsigmoid((2.0 * y.to(f) - 1.0) * f).sum(dim=1)
 
     def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
-        """Refuse anything but C zeros and ones for each datum (floating point, integer or bool)."""
+        """Check that there are C zeros and ones per example (floating point, integer or bool)."""
         super().validate(f_shape, y)
         check_one_per_output(f_shape, y)
         if y.is_complex():
-            raise InputError(f"Labels must be zeros and ones, not {y.dtype}.")
+            raise InputError(f"Labels must be zeros and ones, got {y.dtype}. Use y.float().")
         refuse_where(
-            (y != 0) & (y != 1), y, "is neither 0 nor 1 (for one of many classes use Categorical)"
+            (y != 0) & (y != 1), y, "must be 0 or 1 (for one of several classes, use Categorical)"
         )
 
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
-        """Λ = diag(p(1 − p))."""
+        """Return Λ = diag(p(1 − p))."""
         return (logsigmoid(f) + logsigmoid(-f)).exp().diag_embed()
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
-        """Labels minus probabilities."""
+        """Return labels minus probabilities."""
         return y.to(f) - f.sigmoid()
 
     def probabilities(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
-        """The sigmoid: the probability of each label being 1."""
+        """Return the probability that each label is 1, by the sigmoid."""
         return f.sigmoid()
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Float[Tensor, "m C"]:
-        """Zeros and ones in the dtype of f."""
+        """Draw zeros and ones in the dtype of f."""
         uniform = torch.rand(f.shape, generator=generator, device=generator.device, dtype=f.dtype)
         return (uniform.to(f.device) < f.detach().sigmoid()).to(f.dtype)
 

@@ -1,4 +1,4 @@
-"""Calls of a likelihood that may be the user's own: errors in its code say so."""
+"""Calls of a likelihood. Errors in the code of a custom likelihood name it."""
 
 from collections.abc import Sequence
 
@@ -12,57 +12,63 @@ from evigrad.likelihoods.base import Likelihood
 def check_targets(
     likelihood: Likelihood, f_shape: Sequence[int], y: object, device: torch.device
 ) -> None:
-    """Refuse targets on another device than the outputs, or that ``validate`` refuses."""
+    """Raise InputError for invalid targets, or targets on another device than the outputs."""
     if isinstance(y, Tensor) and y.device != device:
-        raise InputError(f"Targets are on {y.device}, outputs on {device}: move one of them.")
+        raise InputError(
+            f"Targets must be on the device of the outputs, {device}, got {y.device}. Move one of"
+            " them."
+        )
     with raised_in(f"validate of {type(likelihood).__name__}, {_given(f_shape, y)},"):
         likelihood.validate(f_shape, y)  # pyright: ignore[reportArgumentType]
 
 
 def _given(f_shape: Sequence[int], y: object) -> str:
-    """The shapes that a likelihood was given, in words."""
+    """Return the shapes that a likelihood got, in words."""
     what = f"{tuple(y.shape)} of {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
     return f"given outputs {tuple(f_shape)} and targets {what}"
 
 
 def check_finite(what: str, value: Tensor) -> None:
-    """Refuse NaN and infinite values; dim 0 counts data."""
+    """Raise NotFiniteOutputError for NaN and infinite values; dimension 0 counts examples."""
     if torch.isfinite(value).all():
         return
     finite = torch.isfinite(value).flatten(1).all(1)
     if finite.any():
         raise NotFiniteOutputError(
             f"{what} hold NaN or infinite values for {int((~finite).sum())} of {len(finite)}"
-            " examples only: fix their inputs or omit them (a mask may leave nothing of an example,"
-            " and a mean or a softmax over nothing is NaN)."
+            " examples only. Fix their inputs or omit them. (A mask may leave nothing of an"
+            " example, and a mean or softmax over nothing is NaN.)"
         )
-    raise NotFiniteOutputError(f"{what} hold NaN or infinite values: training has diverged.")
+    raise NotFiniteOutputError(
+        f"{what} hold NaN or infinite values for all examples: training has diverged. Lower the"
+        " learning rate."
+    )
 
 
 def log_probabilities(
     likelihood: Likelihood, f: Tensor, y: Tensor, *, alone: bool = True
 ) -> Tensor:
-    """Return log p(y_n|f_n) of each datum, (m,), in nats.
+    """Return log p(y_n|f_n) of each example, (m,), in nats.
 
-    ``alone`` evaluates the first datum alone too, and compares: targets of a wrong shape can
-    broadcast against the other data without an error.
+    ``alone`` also evaluates the first example by itself, and compares the results: targets of a
+    wrong shape can broadcast against other examples without an error.
 
     Raises:
-        ConfigurationError: If the density does not return one number for each datum.
-        InputError: If it depends on the other data, or raises an exception.
+        ConfigurationError: If the density does not return one number per example.
+        InputError: If the density depends on other examples, or raises an exception.
         NotFiniteOutputError: If the outputs are not finite.
     """
     with raised_in(f"log_prob of {type(likelihood).__name__}, {_given(f.shape, y)},"):
         log_prob = likelihood.log_prob(f, y)
     if log_prob.shape != (len(f),):
         raise ConfigurationError(
-            f"log_prob of {type(likelihood).__name__} must return one number for each datum,"
-            f" ({len(f)},), not {tuple(log_prob.shape)}: sum over the outputs, as in .sum(1)."
+            f"log_prob of {type(likelihood).__name__} must return one number per example, shape"
+            f" ({len(f)},), got {tuple(log_prob.shape)}. Sum over the outputs, as in .sum(1)."
         )
     if alone and not f.isfinite().all():
         raise NotFiniteOutputError(
-            "The model's outputs hold NaN or infinite values for these inputs. Mend the weights"
-            " (one may be NaN, or training may have diverged), or the inputs."
+            "The model's outputs hold NaN or infinite values for these inputs. Check the weights"
+            " (training may have diverged) and the inputs."
         )
     # Targets of a wrong shape can broadcast against the other data without an error.
     if alone and len(f) > 1:
@@ -70,37 +76,37 @@ def log_probabilities(
             first = likelihood.log_prob(f[:1], y[:1])[0]
         if not torch.isclose(first, log_prob[0].detach(), rtol=1e-3, atol=1e-3):
             raise InputError(
-                f"log_prob of {type(likelihood).__name__} is {log_prob[0].item():.4g} for a datum"
-                f" among others and {first.item():.4g} for it alone: targets of shape"
-                f" {tuple(y.shape)} broadcast against outputs {tuple(f.shape)}. Give them the"
-                " outputs' shape, as y.unsqueeze(1), or mend log_prob."
+                f"log_prob of {type(likelihood).__name__} must not depend on other examples, got"
+                f" {log_prob[0].item():.4g} for an example in a batch and {first.item():.4g} for"
+                f" the same example by itself. Targets of shape {tuple(y.shape)} broadcast against"
+                f" outputs {tuple(f.shape)}. Use targets of the outputs' shape, such as"
+                " y.unsqueeze(1), or fix log_prob."
             )
     return log_prob
 
 
 def summed_metrics(likelihood: Likelihood, f: Tensor, y: Tensor) -> dict[str, float]:
-    """Return the likelihood's ``metrics`` of some data as plain numbers."""
+    """Return the likelihood's ``metrics`` of some examples as plain numbers."""
     with raised_in(f"metrics of {type(likelihood).__name__}, {_given(f.shape, y)},"):
         return {name: float(value) for name, value in likelihood.metrics(f, y).items()}
 
 
 def class_probabilities(likelihood: Likelihood, f: Tensor) -> Tensor:
-    """Return probabilities of classes at outputs (m, C), or raise ConfigurationError for none."""
+    """Return class probabilities at outputs (m, C), or raise ConfigurationError without any."""
     name = type(likelihood).__name__
     with raised_in(f"probabilities of {name}"):
         is_other = "probabilities" in likelihood._inherited
         probabilities = None if is_other else likelihood.probabilities(f)
     if probabilities is None:
         raise ConfigurationError(
-            f"{name} has no probabilities of classes. Regression has mean and std, and every"
-            " likelihood has log_prob(y); one of your own for classes needs a method"
-            " probabilities(f)."
+            f"{name} has no class probabilities. For regression use mean and std; every likelihood"
+            " has log_prob(y). A custom likelihood for classes needs a method probabilities(f)."
         )
     return probabilities.detach()
 
 
 def noise_variance(likelihood: Likelihood, f: Tensor) -> Tensor | None:
-    """The variance of normal noise on outputs (m, C); None for all other densities."""
+    """Return the variance of Gaussian noise on outputs (m, C); None for other densities."""
     if "noise_variance" in likelihood._inherited:
         return None
     with raised_in(f"noise_variance of {type(likelihood).__name__}"):
@@ -111,7 +117,7 @@ def noise_variance(likelihood: Likelihood, f: Tensor) -> Tensor | None:
 def moments(
     likelihood: Likelihood, f: Tensor, covariance: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Mean of y, variance of E[y|f] and noise for uncertain outputs; None where y has none."""
+    """Return mean of y, variance of E[y|f] and noise for uncertain outputs; None without them."""
     noise = noise_variance(likelihood, f)
     if noise is not None:
         return f, covariance.diagonal(dim1=1, dim2=2).clamp(min=0.0), noise

@@ -20,11 +20,17 @@ from evigrad.likelihoods.base import Likelihood, refuse_where, total
 
 
 class Categorical(Likelihood):
-    """One of C classes, with logits f: p(y=c|f) = softmax(f)_c; y is an integer (m,).
+    """One of C classes with logits f: p(y=c|f) = softmax(f)_c. Targets are integers (m,).
 
     Args:
-        ignore_index: The label of positions without a target, as padding, where outputs (m, …, C)
-            have labels (m, …).
+        ignore_index: Label of positions without a target, such as padding, if outputs (m, …, C)
+            have labels (m, …). Default: −100.
+
+    Examples:
+        >>> import torch
+        >>> from evigrad.likelihoods import Categorical
+        >>> Categorical().log_prob(torch.zeros(1, 2), torch.tensor([1]))
+        tensor([-0.6931])
     """
 
     name = "categorical"
@@ -35,29 +41,30 @@ class Categorical(Likelihood):
         self.ignore_index = ignore_index
 
     def extra_repr(self) -> str:
-        """The label of no target, where it is not the usual one."""
+        """Return the label of positions without a target, if it is not the default."""
         return "" if self.ignore_index == -100 else f"ignore_index={self.ignore_index}"
 
     def counted(self, y: Tensor) -> Bool[Tensor, "..."]:
-        """All labels but ``ignore_index``."""
+        """Return which labels are not ``ignore_index``."""
         return y != self.ignore_index
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Integer[Tensor, " m"]) -> Float[Tensor, " m"]:
         return f.log_softmax(dim=1).gather(1, y.long().unsqueeze(1)).squeeze(1)
 
     def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
-        """Refuse anything but one integer in 0 … C − 1 for each datum, C ≥ 2."""
+        """Check that there is one integer in 0 … C − 1 per example, and C ≥ 2."""
         super().validate(f_shape, y)
         num_data, num_outputs = f_shape
         if num_outputs == 1:
             raise InputError(
-                "A softmax over one output is always 1 and learns nothing. For two classes take"
-                " Bernoulli() with y.float().unsqueeze(1), or give the model two outputs."
+                "Categorical needs at least two outputs, got one, whose softmax is always 1. For"
+                " two classes use Bernoulli() with y.float().unsqueeze(1), or a model with two"
+                " outputs."
             )
         if y.ndim != 1:
             hint = ""
             if y.shape == (num_data, 1):
-                hint = "; use y.squeeze(1)"
+                hint = ". Use y.squeeze(1)"
             elif y.shape == (num_data, num_outputs):
                 hint = (
                     ". If an example may have several labels or none, use"
@@ -67,43 +74,43 @@ class Categorical(Likelihood):
                     hint = f". For one-hot targets use y.argmax(1){hint}"
                 if bool(((y != 0) & (y != 1)).any()):
                     hint = (
-                        "; smoothed labels or probabilities are no targets, as the cross-entropy"
-                        " with them is no log density of a label: use the labels, y.argmax(1)"
+                        ". Smoothed labels or probabilities are not targets, because their"
+                        " cross-entropy is not a log density. Use the labels, y.argmax(1)"
                     )
             raise InputError(
-                f"Class labels must have the shape ({num_data},), not {tuple(y.shape)}{hint}."
+                f"Class labels must have the shape ({num_data},), got {tuple(y.shape)}{hint}."
             )
         if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-            raise InputError(f"Class labels must be integers, not {y.dtype}; use y.long().")
+            raise InputError(f"Class labels must be integers, got {y.dtype}. Use y.long().")
         label = y.long()
         refuse_where(
             (label < 0) | (label >= num_outputs),
             label,
-            f"is outside 0 … {num_outputs - 1} (the model has {num_outputs} outputs; labels count"
-            " from 0)",
+            f"is outside 0 … {num_outputs - 1} (the model has {num_outputs} outputs). Count labels"
+            " from 0",
         )
 
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
-        """Λ = diag(p) − ppᵀ."""
+        """Return Λ = diag(p) − ppᵀ."""
         p = f.softmax(dim=1)
         return p.diag_embed() - p.unsqueeze(2) * p.unsqueeze(1)
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
-        """The label's unit vector minus the probabilities."""
+        """Return the label's unit vector minus the probabilities."""
         return one_hot(f, y.long().unsqueeze(1)).squeeze(1) - f.softmax(dim=1)
 
     def probabilities(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
-        """The softmax."""
+        """Return the softmax."""
         return f.softmax(dim=1)
 
     def _num_correct(self, f: Tensor, y: Tensor) -> float | None:
-        # The largest logit, as rounding makes nearly equal probabilities equal.
+        # The largest logit, because rounding makes nearly equal probabilities equal.
         if type(self).probabilities is Categorical.probabilities and not self._inherited:
             return total(f.argmax(dim=1) == y)
         return super()._num_correct(f, y)
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Int[Tensor, " m"]:
-        """Labels from the softmax."""
+        """Draw labels from the softmax."""
         p = f.detach().softmax(dim=1).to(generator.device)
         return p.multinomial(1, generator=generator).squeeze(1).to(f.device)
 
@@ -113,12 +120,12 @@ class Categorical(Likelihood):
         columns: Int[Tensor, "m k"] | None = None,
         kind: str = "subblock",
     ) -> RootRows:
-        """Closed forms, from ``softmax_rows``."""
+        """Return the closed forms of ``softmax_rows``."""
         check_root(kind)
         return RootRows(softmax_rows(f, columns, kind))
 
     def num_rows(self, num_outputs: int) -> int:
-        """C − 1, as a constant added to all logits changes nothing; C of a subclass's own root."""
+        """Return C − 1, as a constant on all logits changes nothing; C for an overridden root."""
         is_own = type(self).root is not Categorical.root
         return num_outputs if is_own else max(num_outputs - 1, 1)
 
@@ -133,14 +140,14 @@ class Categorical(Likelihood):
         return torch.cat([top_norms(p), _score_norms(p)[:, TOP_CLASSES:]], dim=1)
 
     def condensed(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m D"]:
-        """The logits of the likeliest classes, and one for all others together."""
+        """Return the logits of the likeliest classes, and one for all other classes together."""
         check_root(kind)
         return condensed_logits(f.detach()) if kind == "eigen" else f
 
     def row_scores(
         self, condensed: Float[Tensor, "m D"], kind: str
     ) -> tuple[Float[Tensor, "m K"], Float[Tensor, " m"] | None]:
-        """The last of C orthogonal columns is zero, as Λ 1 = 0."""
+        """Return the scores without the last of C orthogonal columns, which is zero as Λ 1 = 0."""
         if kind != "eigen":
             return super().row_scores(condensed, kind)
         if condensed.shape[1] <= TOP_CLASSES:
@@ -151,7 +158,7 @@ class Categorical(Likelihood):
 
 
 def _score_norms(p: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
-    """p_d |e_d − p|², with 1 − 2 p_d + |p|² as a sum of squares."""
+    """Return p_d |e_d − p|², with 1 − 2 p_d + |p|² as a sum of squares."""
     squares = p.square()
     others = squares.sum(dim=1, keepdim=True) - squares
     return p * ((1.0 - p).square() + others.clamp(min=0.0))

@@ -1,4 +1,4 @@
-"""Regression with normal noise."""
+"""Regression with Gaussian noise."""
 
 import math
 from collections.abc import Sequence
@@ -15,17 +15,24 @@ LOG_TWO_PI = math.log(2.0 * math.pi)
 
 
 class Gaussian(Likelihood):
-    """Independent normal noise on each output: y = f + σ·ε; y is (m, C), floating point.
+    """Independent Gaussian noise on each output: y = f + σ·ε. Targets are (m, C), floating point.
 
     Args:
-        noise: σ, the standard deviation in the units of y (not the variance): one number for all
-            outputs, or one for each.
-        num_outputs: C, to get one learnable σ for each output from a single number.
-        learnable: Whether ``log_noise`` = log σ, of shape () or (C,), requires a gradient.
+        noise: Standard deviation σ in units of y (not the variance): one number for all outputs, or
+            one per output. Default: 1.
+        num_outputs: Number of outputs C. Set it to learn one σ per output from a single number.
+        learnable: Whether ``log_noise`` = log σ, of shape () or (C,), is learned.
 
     Raises:
-        ConfigurationError: If a σ is not a positive number, their number is not C, or
-            ``learnable`` is no bool.
+        ConfigurationError: If a σ is not a positive number, there are not C of them, or
+            ``learnable`` is not a bool.
+
+    Examples:
+        >>> from evigrad.likelihoods import Gaussian
+        >>> Gaussian(noise=0.5).reported()
+        {'noise': 0.5}
+        >>> Gaussian(num_outputs=2).reported()
+        {'noise/0': 1.0, 'noise/1': 1.0}
     """
 
     name = "gaussian"
@@ -42,55 +49,58 @@ class Gaussian(Likelihood):
             device = noise.device if isinstance(noise, Tensor) else "cpu"
             value = torch.as_tensor(noise, dtype=torch.float64, device=device).detach()
         except (TypeError, ValueError) as error:
-            raise ConfigurationError(f"noise must be numbers, not {noise!r}.") from error
+            raise ConfigurationError(
+                f"noise must be a number or numbers, got {noise!r}."
+            ) from error
         if not value.numel() or not bool(((value > 0) & torch.isfinite(value)).all()):
             raise ConfigurationError(
-                f"noise is a standard deviation: positive and finite, not {noise!r}."
+                f"noise must be positive and finite (a standard deviation), got {noise!r}."
             )
         if num_outputs is not None and value.ndim == 0 and num_outputs > 0:
             value = value.expand(num_outputs)
         if value.ndim > 1 or (num_outputs is not None and value.shape != (num_outputs,)):
             raise ConfigurationError(
-                f"noise of shape {tuple(value.shape)} with num_outputs={num_outputs}: give one"
-                " number, or one for each output."
+                f"noise must be one number, or one per output, got the shape {tuple(value.shape)}"
+                f" with num_outputs={num_outputs}."
             )
         log_noise = value.log().to(torch.get_default_dtype(), copy=True)
         if not isinstance(learnable, bool):
-            raise ConfigurationError(f"learnable is True or False, not {learnable!r}.")
+            raise ConfigurationError(f"learnable must be True or False, got {learnable!r}.")
         self.log_noise = nn.Parameter(log_noise, requires_grad=learnable)
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Float[Tensor, "m C"]) -> Float[Tensor, " m"]:
         log_noise = self.log_noise.to(f)
-        standardised = (y.to(f) - f) * (-log_noise).exp()
+        standardized = (y.to(f) - f) * (-log_noise).exp()
         constant = log_noise + 0.5 * LOG_TWO_PI
-        return -(0.5 * standardised.square() + constant).sum(dim=1)
+        return -(0.5 * standardized.square() + constant).sum(dim=1)
 
     def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
-        """Refuse anything but C finite floating-point numbers for each datum."""
+        """Check that there are C finite floating-point numbers per example."""
         super().validate(f_shape, y)
         check_one_per_output(f_shape, y)
         if not y.is_floating_point():
-            raise InputError(f"Targets must be floating point, not {y.dtype}; use y.float().")
+            raise InputError(f"Targets must be floating point, got {y.dtype}. Use y.float().")
         if self.log_noise.ndim and len(self.log_noise) != f_shape[1]:
             raise InputError(
-                f"The likelihood has {len(self.log_noise)} noises, the model {f_shape[1]} outputs;"
-                f" use Gaussian(num_outputs={f_shape[1]}) or one noise for all."
+                f"The likelihood must have a noise per output, got {len(self.log_noise)} for"
+                f" {f_shape[1]} outputs. Use Gaussian(num_outputs={f_shape[1]}), or one noise for"
+                " all."
             )
 
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
-        """Λ = diag(σ⁻²), differentiable in ``log_noise``."""
+        """Return Λ = diag(σ⁻²), differentiable in ``log_noise``."""
         return (-2.0 * self.log_noise.to(f)).exp().expand(f.shape).diag_embed()
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
-        """The residual over σ², differentiable in ``log_noise`` too."""
+        """Return the residual over σ², also differentiable in ``log_noise``."""
         return (y.to(f) - f) * (-2.0 * self.log_noise.to(f)).exp()
 
     def noise_variance(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
-        """σ²."""
+        """Return σ²."""
         return (2.0 * self.log_noise.to(f)).exp().expand(f.shape)
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Float[Tensor, "m C"]:
-        """Targets f + σ·ε."""
+        """Draw targets f + σ·ε."""
         noise = torch.randn(f.shape, generator=generator, device=generator.device, dtype=f.dtype)
         return f.detach() + self.log_noise.detach().to(f).exp() * noise.to(f.device)
 
@@ -100,7 +110,7 @@ class Gaussian(Likelihood):
         columns: Int[Tensor, "m k"] | None = None,
         kind: str = "subblock",
     ) -> RootRows:
-        """Unit vectors, with 1/σ as their scale."""
+        """Return unit vectors, with 1/σ as their scale."""
         check_root(kind)
         scale = self._diagonal_root(f)
         if columns is not None:
@@ -111,9 +121,9 @@ class Gaussian(Likelihood):
         return (-self.log_noise.to(f)).exp().expand(f.shape)
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
-        """``log_likelihood`` (nats) and ``squared_error`` (units of y, squared), sums."""
+        """Return sums: ``log_likelihood`` (nats) and ``squared_error`` (units of y, squared)."""
         return super().metrics(f, y) | {"squared_error": total((y.to(f) - f).square())}
 
     def reported(self) -> dict[str, float]:
-        """``noise``, or ``noise/OUTPUT``: σ, in the units of y."""
+        """Return σ in units of y, named ``noise`` or ``noise/OUTPUT``."""
         return by_entry("noise", self.log_noise.detach().exp())

@@ -1,4 +1,4 @@
-"""Regression whose noise depends on the input."""
+"""Regression with noise that depends on the input."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -16,53 +16,60 @@ FISHER_OF_LOG_VARIANCE = 0.5
 
 
 class HeteroscedasticGaussian(Likelihood):
-    """Normal noise of which the network says how much: y = μ + exp(s/2)·ε; y is (m, D).
+    """Gaussian noise that depends on the input: y = μ + exp(s/2)·ε. Targets are (m, D).
 
-    The outputs f are (m, 2D): the D means μ, then the D log variances s. Rows are those of the
-    Fisher information, diag(e^−s, ½), as the Hessian depends on the target. There is no noise to
-    learn: the network learns it.
+    The outputs f are (m, 2D): D means μ, then D log variances s. Rows use the Fisher information,
+    diag(e^−s, ½), because the Hessian depends on the target. The network learns the noise, so the
+    likelihood has no parameters.
+
+    Examples:
+        >>> import torch
+        >>> from evigrad.likelihoods import HeteroscedasticGaussian
+        >>> f = torch.tensor([[1.0, 0.0]])  # mean 1, log variance 0
+        >>> HeteroscedasticGaussian().log_prob(f, torch.tensor([[1.0]]))
+        tensor([-0.9189])
     """
 
     name = "heteroscedastic"
     couples_outputs = False
-    outputs_are: ClassVar[str] = "the means and behind them the log variances"
+    outputs_are: ClassVar[str] = "first the means, then the log variances"
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Float[Tensor, "m D"]) -> Float[Tensor, " m"]:
         mean, log_variance = self._of_targets(f)
-        standardised = (y.to(f) - mean) * (-0.5 * log_variance).exp()
-        return -0.5 * (standardised.square() + log_variance + LOG_TWO_PI).sum(dim=1)
+        standardized = (y.to(f) - mean) * (-0.5 * log_variance).exp()
+        return -0.5 * (standardized.square() + log_variance + LOG_TWO_PI).sum(dim=1)
 
     def _of_targets(self, f: Float[Tensor, "m C"]) -> tuple[Tensor, Tensor]:
-        """Means and log variances, (m, D) each."""
+        """Return means and log variances, (m, D) each."""
         mean, log_variance = f.chunk(2, dim=1)
         return mean, log_variance
 
     def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
-        """Refuse outputs that are not in pairs, and anything but D finite numbers a datum."""
+        """Check that outputs come in pairs, with D finite numbers per example as targets."""
         super().validate(f_shape, y)
         m, c = f_shape
         if c % 2 or tuple(y.shape) == (m, c):
             raise InputError(
-                f"The model has {c} outputs for targets {tuple(y.shape)}: give it two for each"
-                f" target, {self.outputs_are}."
+                f"The model must have two outputs per target, {self.outputs_are}, got {c} outputs"
+                f" for targets {tuple(y.shape)}."
             )
         check_one_per_output((m, c // 2), y)
         if not y.is_floating_point():
-            raise InputError(f"Targets must be floating point, not {y.dtype}; use y.float().")
+            raise InputError(f"Targets must be floating point, got {y.dtype}. Use y.float().")
 
     def reference_targets(self, f: Float[Tensor, "m C"]) -> tuple[Tensor, Tensor]:
-        """Zeros and ones (m, D), for classes with another density."""
+        """Return zeros and ones (m, D), for classes with another density."""
         mean = f.chunk(2, dim=1)[0]
         return torch.zeros_like(mean), torch.ones_like(mean)
 
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
-        """The Fisher information diag(e^−s, ½), the mean of the Hessian over targets."""
+        """Return the Fisher information diag(e^−s, ½), the mean of the Hessian over targets."""
         precision = (-f.chunk(2, dim=1)[1]).exp()
         constant = torch.full_like(precision, FISHER_OF_LOG_VARIANCE)
         return torch.cat([precision, constant], dim=1).diag_embed()
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
-        """The residual over the variance, and half of its standardised square minus 1."""
+        """Return the residual over the variance, and half of its standardized square minus 1."""
         mean, log_variance = f.chunk(2, dim=1)
         error, precision = y.to(f) - mean, (-log_variance).exp()
         return torch.cat([error * precision, 0.5 * (error.square() * precision - 1.0)], dim=1)
@@ -70,13 +77,13 @@ class HeteroscedasticGaussian(Likelihood):
     def moments(
         self, f: Float[Tensor, "m C"], covariance: Float[Tensor, "m C C"]
     ) -> tuple[Float[Tensor, "m D"], Float[Tensor, "m D"], Float[Tensor, "m D"]]:
-        """The outputs' own, and E e^s = exp(s + variance/2) of a log-normal noise variance."""
+        """Return the outputs' moments, and E e^s = exp(s + variance/2) of a log-normal noise."""
         mean, log_variance = f.chunk(2, dim=1)
         epistemic, of_log = covariance.diagonal(dim1=1, dim2=2).chunk(2, dim=1)
         return mean, epistemic, (log_variance + 0.5 * of_log).exp()
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Float[Tensor, "m D"]:
-        """Targets μ + exp(s/2)·ε."""
+        """Draw targets μ + exp(s/2)·ε."""
         mean, log_variance = self._of_targets(f.detach())
         noise = torch.randn(mean.shape, generator=generator, device=generator.device, dtype=f.dtype)
         return mean + (0.5 * log_variance).exp() * noise.to(f.device)
@@ -87,24 +94,30 @@ class HeteroscedasticGaussian(Likelihood):
         return torch.cat([deviation, constant], dim=1)
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
-        """``log_likelihood`` (nats) and ``squared_error`` of the means (units of y²), sums."""
+        """Return sums: ``log_likelihood`` (nats) and ``squared_error`` of means (units of y²)."""
         mean, _ = self._of_targets(f)
         return super().metrics(f, y) | {"squared_error": total((y.to(f) - mean).square())}
 
 
 class NaturalGaussian(HeteroscedasticGaussian):
-    """The same density by its natural parameters: y = μ + ε/√β; y is (m, D).
+    """Gaussian noise that depends on the input, by natural parameters: y = μ + ε/√β.
 
-    These are those of "Effective Bayesian heteroscedastic regression with deep neural networks"
-    (Immer et al. 2023), where they make Laplace approximations work better.
-    The outputs f are (m, 2D): the D numbers a = μβ, then the D numbers b with the precision
-    β = softplus(b). A small noise takes large outputs, which the prior keeps small: training does
-    not take its targets for free of noise. Rows are those of the Fisher information.
+    Targets are (m, D). The outputs f are (m, 2D): D numbers a = μβ, then D numbers b with the
+    precision β = softplus(b). A small noise needs large outputs, which the prior penalizes, so
+    training does not treat its targets as free of noise. Rows use the Fisher information. Laplace
+    approximations work better in these parameters (Immer et al. 2023, "Effective Bayesian
+    heteroscedastic regression with deep neural networks").
+
+    Examples:
+        >>> import torch
+        >>> from evigrad.likelihoods import NaturalGaussian
+        >>> NaturalGaussian().log_prob(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.0]])).shape
+        torch.Size([1])
     """
 
     name = "natural-gaussian"
     couples_outputs = True
-    outputs_are = "mean times precision, and behind them what the softplus makes precisions"
+    outputs_are = "first mean times precision, then the softplus inverse of the precision"
 
     def _of_targets(self, f: Float[Tensor, "m C"]) -> tuple[Tensor, Tensor]:
         a, b = f.chunk(2, dim=1)
@@ -112,7 +125,7 @@ class NaturalGaussian(HeteroscedasticGaussian):
         return a / precision, -precision.log()
 
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
-        """The Fisher information: 1/β of a, (μ²/β + 1/2β²) β'² of b, −μβ'/β between them."""
+        """Return the Fisher information: 1/β of a, (μ²/β + 1/2β²) β'² of b, −μβ'/β between."""
         a, b = f.chunk(2, dim=1)
         precision, slope = _precision(b), b.sigmoid()
         mean = a / precision
@@ -122,7 +135,7 @@ class NaturalGaussian(HeteroscedasticGaussian):
         return torch.cat([upper, torch.cat([between, of_b.diag_embed()], dim=2)], dim=1)
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
-        """Errors of y, and half of those of y² times −β'."""
+        """Return errors of y, and half of the errors of y² times −β'."""
         a, b = f.chunk(2, dim=1)
         precision = _precision(b)
         mean, y = a / precision, y.to(f)
@@ -132,7 +145,7 @@ class NaturalGaussian(HeteroscedasticGaussian):
     def moments(
         self, f: Float[Tensor, "m C"], covariance: Float[Tensor, "m C C"]
     ) -> tuple[Float[Tensor, "m D"], Float[Tensor, "m D"], Float[Tensor, "m D"]]:
-        """The network's own mean and noise, and the variance of the mean to first order."""
+        """Return the network's mean and noise, and the variance of the mean to first order."""
         mean, log_variance = self._of_targets(f)
         variance = log_variance.exp()
         of_b = -mean * variance * f.chunk(2, dim=1)[1].sigmoid()
@@ -142,5 +155,5 @@ class NaturalGaussian(HeteroscedasticGaussian):
 
 
 def _precision(b: Tensor) -> Tensor:
-    """softplus(b), and not 0 where it underflows: samples of very uncertain outputs come there."""
+    """Return softplus(b), but not 0 if it underflows, as for samples of very uncertain outputs."""
     return softplus(b).clamp(min=torch.finfo(b.dtype).tiny)

@@ -11,10 +11,16 @@ from evigrad.likelihoods.base import Likelihood, check_one_per_output, refuse_wh
 
 
 class Poisson(Likelihood):
-    """C independent counts with log rates f: p(y_c|f) = Poisson(exp f_c); y is (m, C).
+    """C independent counts with log rates f: p(y_c|f) = Poisson(exp f_c). Targets are (m, C).
 
-    Where data were observed for different times or populations, add the logarithm of each one's
-    exposure to the outputs in the model.
+    If examples were observed for different times or populations, add the logarithm of the exposure
+    to the outputs in the model.
+
+    Examples:
+        >>> import torch
+        >>> from evigrad.likelihoods import Poisson
+        >>> Poisson().log_prob(torch.zeros(1, 1), torch.tensor([[2.0]]))
+        tensor([-1.6931])
     """
 
     name = "poisson"
@@ -25,19 +31,19 @@ class Poisson(Likelihood):
         return (y * f - f.exp() - torch.lgamma(y + 1.0)).sum(dim=1)
 
     def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
-        """Refuse anything but C counts 0, 1, 2, … for each datum (floating point or integer)."""
+        """Check that there are C counts 0, 1, 2, … per example (floating point or integer)."""
         super().validate(f_shape, y)
         check_one_per_output(f_shape, y)
         if y.is_complex():
-            raise InputError(f"Counts must be whole numbers, not {y.dtype}.")
-        refuse_where((y < 0) | (y % 1 != 0), y, "is no count, a whole number from 0 on")
+            raise InputError(f"Counts must be whole numbers, got {y.dtype}. Use y.float().")
+        refuse_where((y < 0) | (y % 1 != 0), y, "must be a count, a whole number of at least 0")
 
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
-        """Λ = diag(rates)."""
+        """Return Λ = diag(rates)."""
         return f.exp().diag_embed()
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
-        """Counts minus rates."""
+        """Return counts minus rates."""
         return y.to(f) - f.exp()
 
     def moments(
@@ -49,7 +55,7 @@ class Poisson(Likelihood):
         return rate, rate.square() * variance.expm1(), rate
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Float[Tensor, "m C"]:
-        """Counts in the dtype of f."""
+        """Draw counts in the dtype of f."""
         rate = f.detach().exp().to(generator.device)
         return torch.poisson(rate, generator=generator).to(f.device)
 
@@ -57,5 +63,5 @@ class Poisson(Likelihood):
         return (0.5 * f).exp()
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
-        """``log_likelihood`` (nats) and ``squared_error`` of the rates (counts²), sums."""
+        """Return sums: ``log_likelihood`` (nats) and ``squared_error`` of the rates (counts²)."""
         return super().metrics(f, y) | {"squared_error": total((y.to(f) - f.exp()).square())}

@@ -1,9 +1,9 @@
-"""Outputs (m, …, C) with several positions for each datum, each of which has a target of its own.
+"""Outputs (m, …, C) with several positions per example, each with its own target.
 
-Given the outputs, the targets of all positions are independent: a position of a sequence, or a
-pixel, is a datum of its own to every likelihood and every estimator. Data are then counted by their
-targets; a target that the likelihood leaves out (``Likelihood.counted``) is none. A sequence of
-which all targets are left out counts nothing, alone or in a batch with others.
+Given the outputs, the targets of all positions are independent. So a position of a sequence, or a
+pixel, counts as one example in every likelihood and estimator. N then counts targets, without
+those that the likelihood leaves out (``Likelihood.counted``). A sequence without counted targets
+counts nothing, in a batch or by itself.
 """
 
 from collections.abc import Sequence
@@ -17,25 +17,25 @@ from evigrad.likelihoods.base import Likelihood
 from evigrad.likelihoods.calls import check_targets
 
 NO_TARGET = (
-    "No target counts: the likelihood's ignore_index leaves all of them out. Give at least one"
-    " target that it counts."
+    "At least one target must count, got none: all have the likelihood's ignore_index. Use at least"
+    " one other label."
 )
 
 
 def counted(likelihood: Likelihood, shape: Sequence[int], y: Tensor) -> Tensor:
-    """Return where targets (m, …) count, (m, T), over the ``shape`` of a datum's positions."""
+    """Return where targets (m, …) count, (m, T), over the ``shape`` of an example's positions."""
     target_shape = tuple(y.shape[1 : 1 + len(shape)])
     if target_shape != tuple(shape):
-        hint = "Where some have none, as the last one of a language model, fill in -100."
+        hint = "If positions have no target, such as the last one of a language model, use -100."
         if target_shape[:1] == tuple(shape[1:2]):
-            hint = "Of a model with its channels second take evigrad.Outputs(model, channel_dim=1)."
+            hint = "If the model's channels come second, use evigrad.Outputs(model, channel_dim=1)."
         raise InputError(
-            f"The model has outputs at positions {tuple(shape)} of each datum, and the targets are"
-            f" at {target_shape}: give a target for each position. {hint}"
+            f"Targets must be at the positions of the outputs, {tuple(shape)} per example, got"
+            f" {target_shape}. {hint}"
         )
     flat_targets = y.flatten(0, len(shape))
     counts = likelihood.counted(flat_targets)
-    if counts is None or counts.shape != flat_targets.shape[:1]:  # which ``validate`` will refuse
+    if counts is None or counts.shape != flat_targets.shape[:1]:  # ``validate`` will raise an error
         counts = torch.ones(len(flat_targets), dtype=torch.bool, device=y.device)
     return counts.view(len(y), -1)
 
@@ -47,7 +47,7 @@ def targets_at(
     device: torch.device,
     first_datum: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the checked targets (n, ...) at positions that count, and where these are, (m, T)."""
+    """Return the checked targets (n, ...) at positions that count, and their places, (m, T)."""
     *shape, num_outputs = shape
     counts = counted(likelihood, shape, y)
     targets = y.flatten(1, len(shape))[counts]
@@ -59,7 +59,7 @@ def targets_at(
         if len(targets):
             check(targets)
     except InputError as error:
-        first, end = 0, len(targets)  # of a range that holds the first unfit target
+        first, end = 0, len(targets)  # a range that holds the first unfit target
         while end - first > 1:
             middle = (first + end) // 2
             try:
@@ -72,7 +72,7 @@ def targets_at(
             check(targets[first:end])
         except InputError as of_one:
             datum, position = counts.nonzero()[first].tolist()
-            where = f"Datum {first_datum + datum}, position {position}"
+            where = f"Example {first_datum + datum}, position {position}"
             raise InputError(f"{where}: {of_one}") from error
         raise
     return targets, counts
@@ -91,7 +91,7 @@ def flattened(likelihood: Likelihood, f: Tensor, y: Tensor) -> tuple[Tensor, Ten
 def spread(
     likelihood: Likelihood, shape: Sequence[int], x: Inputs, y: Tensor
 ) -> tuple[AtPositions, Tensor]:
-    """Return inputs and checked targets with each position that counts as a datum of its own."""
+    """Return inputs and checked targets with each counted position as one example."""
     assert not isinstance(x, AtPositions)
     targets, counts = targets_at(likelihood, shape, y, x.device)
     data, positions = counts.nonzero(as_tuple=True)
@@ -99,5 +99,5 @@ def spread(
 
 
 def is_batch(y: object, m: int) -> bool:
-    """Whether these are targets of m data, in a tensor."""
+    """Return whether ``y`` is a tensor with targets of m examples."""
     return isinstance(y, Tensor) and y.ndim > 0 and len(y) == m

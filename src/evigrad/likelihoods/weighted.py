@@ -1,4 +1,4 @@
-"""Data that count more or less than others."""
+"""Examples with weights."""
 
 from collections.abc import Sequence
 
@@ -12,19 +12,28 @@ from evigrad.likelihoods.base import Likelihood, refuse_where
 
 
 class Weighted(Likelihood):
-    """Another likelihood with a weight for each datum: its log density counts w times.
+    """Another likelihood with a weight w per example: its log density counts w times.
 
-    A weight of two is a datum that was seen twice, one of zero is none; sums over the data become
-    weighted sums, of log likelihoods and of curvatures. The normalizer of a density counts w times
-    too: the learned noise of a Gaussian is divided by the root of the mean weight, compared with a
-    known noise σ/√w of each example. Weights that average 1 serve both meanings. N still counts
-    the data. ``targets`` puts targets and weights together in one tensor, as all that takes targets
-    needs them then. Metrics and predictions are those of the other likelihood, without weights. In
-    ``kfac`` the factor of the gradients is weighted and that of the inputs is not: there
-    repetitions are not the same.
+    A weight of two means that an example was seen twice, a weight of zero that it was not seen.
+    Sums over examples become weighted sums, of log likelihoods and of curvatures. N still counts
+    examples. ``targets`` combines targets and weights in one tensor, which you pass as targets.
+    Metrics and predictions ignore the weights.
+
+    The normalizer of a density also counts w times. So the learned noise of a Gaussian is divided
+    by the root of the mean weight, compared with a known noise σ/√w of each example. Weights that
+    average 1 serve both meanings. In ``kfac`` only the factor of the gradients is weighted, so
+    weights and repeated examples differ there.
 
     Args:
-        likelihood: The other one.
+        likelihood: Likelihood of the targets.
+
+    Examples:
+        >>> import torch
+        >>> from evigrad.likelihoods import Categorical, Weighted
+        >>> likelihood = Weighted(Categorical())
+        >>> y = likelihood.targets(torch.tensor([0, 1]), torch.tensor([2.0, 0.5]))
+        >>> likelihood.log_prob(torch.zeros(2, 2), y)
+        tensor([-1.3863, -0.3466])
     """
 
     name = "weighted"
@@ -36,83 +45,83 @@ class Weighted(Likelihood):
         self.is_classification = likelihood.is_classification  # pyright: ignore[reportAttributeAccessIssue]
 
     def targets(self, y: Tensor, weights: Tensor) -> Float[Tensor, "... D"]:
-        """Targets with their weights behind them.
+        """Return targets and weights in one tensor.
 
         Args:
-            y: Targets of the other likelihood, (m,), (m, C), or with positions (m, …).
-            weights: Non-negative, one for each target: (m,) or (m, …).
+            y: Targets of the wrapped likelihood, (m,), (m, C), or with positions (m, …).
+            weights: Non-negative weights, one per target: (m,) or (m, …).
 
         Returns:
-            float64, with the weights as the last entry of the last dimension.
+            A float64 tensor with the weights as the last entry of the last dimension.
 
         Raises:
-            InputError: If there are not as many weights as targets.
+            InputError: If the numbers of weights and targets differ.
         """
         columns = y.unsqueeze(-1) if self._has_labels else y
         if weights.shape != columns.shape[:-1]:
             raise InputError(
-                f"Weights of shape {tuple(weights.shape)} do not fit targets of shape"
-                f" {tuple(y.shape)}: give one for each datum, {tuple(columns.shape[:-1])}."
+                f"Weights must have the shape {tuple(columns.shape[:-1])}, one per target, got"
+                f" {tuple(weights.shape)} for targets of shape {tuple(y.shape)}."
             )
         return torch.cat([columns.double(), weights.to(y.device).double()[..., None]], -1)
 
     @property
     def _has_labels(self) -> bool:
-        """Whether the other likelihood's targets are single labels (m,)."""
+        """Return whether the wrapped likelihood's targets are single labels (m,)."""
         return self.is_classification and self.couples_outputs
 
     def split(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return targets of the other likelihood, and weights."""
+        """Return targets of the wrapped likelihood, and weights."""
         targets, weights = y[..., :-1], y[..., -1]
         return (targets.squeeze(-1).long() if self._has_labels else targets), weights
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
-        """The weight times the other log density."""
+        """Return the weight times the wrapped log density."""
         targets, weights = self.split(y)
         return weights.to(f) * self.likelihood.log_prob(f, _like(f, targets))
 
     def _targets(self, f: Tensor, y: Tensor) -> Tensor:
-        """Targets of the other likelihood, numbers in the type of the outputs."""
+        """Return targets of the wrapped likelihood, numbers in the type of the outputs."""
         return _like(f, self.split(y)[0])
 
     def weights(self, y: Tensor) -> Float[Tensor, " m"]:
         return self.split(y)[1]
 
     def counted(self, y: Tensor) -> Bool[Tensor, "..."]:
-        """Targets of positive weight that the other likelihood counts."""
+        """Return which targets have positive weight and count in the wrapped likelihood."""
         targets, weights = self.split(y)
         counts = self.likelihood.counted(targets)
         return weights > 0 if counts is None else counts & (weights > 0)
 
     def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
-        """Refuse anything but targets of the other likelihood with non-negative weights."""
+        """Check the wrapped likelihood's targets, and that weights are non-negative."""
         super().validate(f_shape, y)
         columns = 2 if self._has_labels else 1
         if y.ndim != 2 or y.shape[1] < columns or not y.is_floating_point():
             raise InputError(
-                "Targets need their weights: give likelihood.targets(y, weights), which puts both"
-                f" into one tensor, not {y.dtype} of shape {tuple(y.shape)}."
+                "Targets must be combined with their weights, got a tensor of"
+                f" {y.dtype} and shape {tuple(y.shape)}. Use likelihood.targets(y, weights)."
             )
         targets, weights = self.split(y)
-        refuse_where(weights < 0, weights, "is a negative weight")
+        refuse_where(weights < 0, weights, "must be a weight of at least 0")
         self.likelihood.validate(f_shape, targets)
 
     def check_derivatives(self, f: Float[Tensor, "m C"], y: Tensor, curvature: str = "ggn") -> None:
         self.likelihood.check_derivatives(f, self._targets(f, y), curvature)
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
-        """The score of the other likelihood; the rows made of it are weighted by ``weights``."""
+        """Return the wrapped likelihood's score; ``weights`` weight the rows made of it."""
         return self.likelihood.score(f, self._targets(f, y))
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Tensor:
-        """Targets of weight one."""
+        """Draw targets of weight one."""
         return self.targets(self.likelihood.sample(f, generator), f.new_ones(len(f)))
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
-        """Each datum counts once."""
+        """Return sums in which each example counts once."""
         return self.likelihood.metrics(f, self._targets(f, y))
 
-    # Curvatures are those of the other likelihood at weight one.
+    # Curvatures are those of the wrapped likelihood, at weight one.
 
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
         return self.likelihood.hessian(f)
@@ -141,7 +150,7 @@ class Weighted(Likelihood):
 
 
 def unweighted(likelihood: Likelihood) -> Likelihood:
-    """The likelihood of single data."""
+    """Return the likelihood of single examples."""
     return likelihood.likelihood if isinstance(likelihood, Weighted) else likelihood
 
 

@@ -1,11 +1,11 @@
-"""The exact log evidence between two bounds, for the cost of a few estimates.
+"""Two bounds on the exact log evidence, at the cost of a few estimates.
 
 With anchors Z, a partition of the other rows into blocks B_m, and all rows I,
 
     max_m ℓ(Z ∪ B_m)  ≤  ℓ(I)  ≤  ℓ(Z) + Σ_m ℓ(B_m|Z).
 
-The left side holds for any choice of blocks. The sum on the right is exact over all blocks, and
-estimated from some of them.
+The left side holds for any choice of blocks. The sum on the right is exact over all blocks, and an
+estimate over some of them.
 """
 
 import time
@@ -29,16 +29,16 @@ _SHARE = 0.75
 
 @dataclass(frozen=True)
 class Bracket:
-    """Bounds on the log evidence of the linearised Laplace approximation, in nats of all the data.
+    """Bounds on the log evidence of the linearized Laplace approximation, in nats for all data.
 
     Attributes:
-        lower: A lower bound, or an estimate of one from some of the blocks.
-        lower_error: Standard error of ``lower``; 0 where all blocks were used.
-        upper: An upper bound.
-        num_data: N.
-        rows: Rows of a block, anchors included.
+        lower: Lower bound, or an estimate of it from some of the blocks.
+        lower_error: Standard error of ``lower``; 0 if all blocks were used.
+        upper: Upper bound.
+        num_data: Number of examples N.
+        rows: Number of rows in a block, anchors included.
         blocks: Number of blocks that were used.
-        seconds: Time of the computation.
+        seconds: Time of the computation in seconds.
     """
 
     lower: float
@@ -51,12 +51,12 @@ class Bracket:
 
     @property
     def lower_per_datum(self) -> float:
-        """The lower bound divided by N."""
+        """Return the lower bound divided by N."""
         return self.lower / self.num_data
 
     @property
     def upper_per_datum(self) -> float:
-        """The upper bound divided by N."""
+        """Return the upper bound divided by N."""
         return self.upper / self.num_data
 
 
@@ -71,30 +71,45 @@ def bracket(
     memory: Memory | None = None,
     seed: int = 0,
 ) -> Bracket:
-    """Bounds on the exact log evidence of a model under its present hyperparameters.
+    """Return bounds on the exact log evidence of a model under its present hyperparameters.
 
-    Both bounds are on the value of ``full-N-C``, for any estimator of ``evidence``. Where the model
-    draws random transforms, the bounds are given these transforms, and the likelihood is that of
-    one draw for each datum.
+    Both bounds are on the value of ``full-N-C``, for any estimator of ``evidence``. If the model
+    draws random transforms, the bounds hold given one draw per example.
 
     Args:
-        evidence: The model's evidence; it is not changed.
-        data: All N training data.
-        rows: Rows of a block: more rows bring the bounds together, and all rows are exact.
-        blocks: Number of blocks to use; None uses the whole partition, which has no standard error.
-        root: Root of the likelihood's curvature, fisher or eigen.
-        anchoring: How many rows are anchors, and how they are chosen. Default: three quarters,
-            fewer than where one block is drawn, as all blocks of a partition share the anchors.
-        memory: Sizes and types of passes. Default: the micro-batches of ``evidence``.
-        seed: Seed of everything that is drawn.
+        evidence: Evidence of the model; it does not change.
+        data: All N training examples.
+        rows: Number of rows in a block. More rows bring the bounds together, and all rows are
+            exact. Default: 1,000.
+        blocks: Number of blocks to use. None uses the whole partition, without a standard error.
+            Default: 8.
+        root: Root of the likelihood's curvature: fisher or eigen (default).
+        anchoring: How many rows are anchors, and how they are chosen. Default: three quarters.
+        memory: Batch sizes and data types of passes. Default: the micro-batches of ``evidence``.
+        seed: Seed of all random draws.
 
     Returns:
         The bounds.
 
     Raises:
-        ConfigurationError: If a number is not positive, or there are no rows to be anchors.
+        ConfigurationError: If a number is not positive, or there are no rows for anchors.
         InputError: If the data do not fit.
-        MemoryBudgetError: If the rows would not fit the free memory.
+        MemoryBudgetError: If the rows would not fit into free memory.
+
+    Examples:
+        >>> import torch
+        >>> from evigrad import Evidence, bracket
+        >>> from evigrad.likelihoods import Gaussian
+        >>> from evigrad.priors import GaussianPrior
+        >>> x, model = torch.randn(20, 2), torch.nn.Linear(2, 1)
+        >>> evidence = Evidence(
+        ...     model, Gaussian(), GaussianPrior(), estimator="ntk-5-rows", num_data=20
+        ... )
+        >>> bounds = bracket(evidence, (x, x[:, :1]), rows=10)
+        >>> bounds.lower <= bounds.upper
+        True
+
+    See also: docs/estimators.md.
     """
     start = time.perf_counter()
     check_count("rows", rows)
@@ -120,7 +135,7 @@ def bracket(
         estimate = other.estimate(block)
         log_prior = estimate.log_prior
         of_anchors, *of_parts = estimate.entropies
-        # All blocks give the sum itself, some of them an estimate of it.
+        # All blocks give the sum itself, some blocks an estimate of it.
         anchored = None if blocks is None else block.anchored
         weights = [1.0] * len(of_parts) if anchored is None else anchored.weights
         conditional_entropies.append(
@@ -145,9 +160,9 @@ def bracket(
 
 
 def check_bracket(spec: Estimator) -> None:
-    """Raise ConfigurationError for curvatures other than the GGN, which the bounds are on."""
+    """Raise ConfigurationError for curvatures other than the GGN."""
     if spec.curvature != "ggn":
         raise ConfigurationError(
-            f"{spec.name}: the bounds of a bracket are on the evidence of the GGN, and this one has"
-            f" the curvature '{spec.curvature}'."
+            f"The bounds need the GGN as curvature, got '{spec.curvature}' in {spec.name}. Use"
+            " another estimator."
         )

@@ -1,7 +1,7 @@
 """Evaluation of trained models: their log evidence, and times.
 
-Runs with different estimators show different bounds while they train, which cannot be compared.
-After training, one estimator near the exact value serves for all of them.
+Runs with different estimators show different bounds during training, which you cannot compare.
+After training, one estimator close to the exact value serves for all of them.
 """
 
 import math
@@ -22,13 +22,13 @@ from evigrad.evidence import Evidence
 from evigrad.measure.metrics import probe_outputs
 from evigrad.passes.settings import Memory
 
-# Operations per second of one core, for the exact value and for kernels of subsets; and the most
-# operations, and numbers in memory at once.
+# Operations per second of one core, for the exact value and for kernels of subsets; and limits on
+# operations and on numbers in memory at once.
 _EXACT_RATE, _SUBSET_RATE = 2e10, 5e10
 _MAX_OPERATIONS = 2e12
 _MAX_NUMBERS = 2e8
 _NUMBERS_IN_A_PASS = 2.5e7
-# Repetitions of one step stop after so many seconds, or so many of them.
+# Repetitions of one step stop after this many seconds, or this many repetitions.
 SECONDS = 2.0
 _MOST_REPETITIONS = 20
 
@@ -38,16 +38,16 @@ class EvidenceValue:
     """The log evidence of a trained model, averaged over blocks of a partition.
 
     Attributes:
-        per_datum: Log evidence in nats per datum.
-        sem: Standard error of the mean over the blocks; 0 for one block. Where all blocks of a
-            partition were used, it says how far a single draw would be off.
-        log_likelihood: The data term, nats per datum.
-        log_prior: The term −½ (w−w₀)ᵀP0(w−w₀), nats per datum.
-        log_det_term: The term −½ ℓ, nats per datum.
+        per_datum: Log evidence in nats per example.
+        sem: Standard error of the mean over the blocks; 0 for one block. If all blocks of a
+            partition were used, it measures the error of a single block.
+        log_likelihood: Log likelihood, nats per example.
+        log_prior: Term −½ (w−w₀)ᵀP0(w−w₀), nats per example.
+        log_det_term: Term −½ ℓ, nats per example.
         estimator: Name of the estimator.
         blocks: Number of blocks.
         is_bound: Whether the value is a lower bound on the log evidence.
-        seconds: Time of the evaluation.
+        seconds: Time of the evaluation in seconds.
     """
 
     per_datum: float
@@ -64,11 +64,12 @@ class EvidenceValue:
 def tight_estimator(
     num_weights: int, num_data: int, num_rows: int, seconds: float = math.inf
 ) -> str:
-    """Return the name of the tightest estimator that evaluates all the data within a given time.
+    """Return the name of the tightest estimator that evaluates all data within a given time.
 
-    ``full-N-C`` and ``ntk-N-C`` both compute the exact log-determinant. Where neither is
-    affordable, it is the estimator with all outputs on the largest subsets of which a whole
-    partition is affordable. ``seconds`` are those of one core; default, and most: a minute or two.
+    ``full-N-C`` and ``ntk-N-C`` both compute the exact log-determinant. If neither is affordable,
+    it is the estimator with all outputs on the largest subsets for which a whole partition is
+    affordable. ``seconds`` of one core have no limit by default; the result takes at most about two
+    minutes.
     """
     most, most_of_subsets = (
         min(_MAX_OPERATIONS, rate * seconds) for rate in (_EXACT_RATE, _SUBSET_RATE)
@@ -101,27 +102,26 @@ def evaluate_evidence(
 ) -> EvidenceValue:
     """Evaluate the log evidence of a trained model with another estimator.
 
-    The estimate is averaged over all blocks of one random partition, unless ``blocks`` asks for
-    fewer: this is the bound for that partition. With ``N`` and ``C`` in the name it is the exact
-    log evidence of the structure.
+    The estimate is averaged over all blocks of one random partition, or over ``blocks`` of them.
+    With ``N`` and ``C`` in the name it is the exact log evidence of the structure.
 
     Args:
-        evidence: The trained model's evidence, as ``FitResult.evidence``; it is not changed.
+        evidence: Evidence of the trained model, such as ``FitResult.evidence``; it does not change.
         data: All training data, on the model's device.
         estimator: Name of the estimator.
         seed: Seed of the partition.
-        blocks: Number of its blocks that are used, at most. Default: all.
-        memory: Sizes and types of passes. Default: as many data at once as keep the rows of a pass
-            below 100 MB.
+        blocks: Maximum number of blocks that are used. Default: all.
+        memory: Batch sizes and data types of passes. Default: micro-batches that keep the rows of a
+            pass below 100 MB.
         **options: Other keywords of ``Evidence``: root, sharing, parameter_partition, and more.
 
     Returns:
         The mean and its terms.
 
     Raises:
-        ConfigurationError: If there is no such estimator.
+        ConfigurationError: If the estimator does not exist.
         InputError: If the data do not fit.
-        MemoryBudgetError: If it would not fit the free memory.
+        MemoryBudgetError: If the rows would not fit into free memory.
     """
     start = time.perf_counter()
     other = evidence.with_estimator(
@@ -147,7 +147,7 @@ def evaluate_evidence(
 
 
 def describe_estimator(estimator: str, blocks: int) -> str:
-    """In words, as ``"full-N-C, exact"`` or ``"ntk-400-C, mean over 4 blocks of a partition"``."""
+    """Return words such as ``"full-N-C, exact"`` or ``"ntk-400-C, mean over 4 blocks ..."``."""
     spec = Estimator.parse(estimator)
     if blocks > 1:
         return f"{spec.name}, mean over {blocks} blocks of a partition"
@@ -157,7 +157,7 @@ def describe_estimator(estimator: str, blocks: int) -> str:
 
 
 def default_memory(evidence: Evidence, data: Any) -> Memory:
-    """As many data in a pass, at least one, as keep its Jacobian rows below 100 MB."""
+    """Return a memory setting that keeps the Jacobian rows of a pass below 100 MB."""
     x, _ = as_source(data).first(2)
     num_outputs = probe_outputs(evidence.model, x).shape[-1]
     num_weights = sum(w.numel() for w in evidence.weights().values())
@@ -165,7 +165,7 @@ def default_memory(evidence: Evidence, data: Any) -> Memory:
 
 
 def step_seconds(evidence: Evidence, x: Tensor, y: Tensor) -> float:
-    """Median time of the training loss of a batch and its gradient."""
+    """Return the median time of the training loss of a batch and its gradient, in seconds."""
     weights, grad = list(evidence.weights().values()), torch.autograd.grad
     return median_seconds(
         lambda: grad(evidence.map_loss(x, y), weights, allow_unused=True), x.device
@@ -173,7 +173,7 @@ def step_seconds(evidence: Evidence, x: Tensor, y: Tensor) -> float:
 
 
 def median_seconds(action: Callable[[], Any], device: torch.device) -> float:
-    """Median of three calls or more after an uncounted one; of one call where it takes long."""
+    """Return the median time of at least three calls, or of one long one, after a warm-up call."""
     action()  # the first call allocates and plans
     times: list[float] = []
     while len(times) < 3 or (sum(times) < SECONDS and len(times) < _MOST_REPETITIONS):

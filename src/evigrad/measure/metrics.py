@@ -18,7 +18,7 @@ from evigrad.network.arguments import model_outputs
 from evigrad.network.modes import evaluation_mode, model_run
 from evigrad.passes.memory import fits
 
-# What the columns of hyperparameters begin with, before a slash.
+# Names of hyperparameters' columns start with one of these, before a slash.
 HYPERPARAMETERS = ("precision", "noise", "likelihood", "range", "model")
 
 
@@ -31,24 +31,25 @@ def evaluate(
     generator: torch.Generator | None = None,
     ranks: Ranks | None = None,
 ) -> dict[str, float]:
-    """Metrics of a model on a data set, in evaluation mode and at temperature 1.
+    """Return metrics of a model on a data set, in evaluation mode and at temperature 1.
 
     Args:
-        model: Maps inputs (m, ...) to outputs (m, C) or (m, …, C). Its mode is restored.
-        likelihood: The likelihood of the targets given the outputs.
+        model: Model from inputs (m, ...) to outputs (m, C) or (m, …, C). Its mode is restored.
+        likelihood: Likelihood of the targets given the outputs.
         data: A pair (x, y) of tensors or a map-style data set, on the model's device.
-        batch_size: Data per forward pass; half of them from where memory does not suffice.
-        generator: Seeds what the model draws, if anything. Default: seed 0.
-        ranks: Processes that take a part of the data each.
+        batch_size: Number of examples per forward pass. It is halved when memory runs out.
+            Default: 1,000.
+        generator: Generator for the model's own draws, if any. Default: seed 0.
+        ranks: Processes that each take a part of the data.
 
     Returns:
-        Means over the data, or over their positions with a target: ``log_likelihood`` (nats) and
-        ``accuracy`` (a fraction) or ``squared_error`` (summed over the outputs), as the likelihood
-        gives them.
+        Means over the examples, or over their positions with a target: ``log_likelihood`` (nats)
+        and ``accuracy`` (a fraction) or ``squared_error`` (summed over the outputs), depending on
+        the likelihood.
 
     Raises:
         InputError: If there are no data, or they do not fit the likelihood.
-        MemoryBudgetError: If memory does not suffice for one datum.
+        MemoryBudgetError: If there is not enough memory for one example.
     """
     source, ranks = as_source(data), ranks or Ranks()
     totals: dict[str, float] = {}
@@ -77,7 +78,7 @@ def evaluate(
                 batch_size = len(indices) // 2
             else:
                 raise MemoryBudgetError(
-                    "Memory does not suffice to evaluate the network on a single datum: take a"
+                    "Out of memory in the evaluation of the network on a single example. Use a"
                     " smaller network, or a machine with more memory."
                 )
     names = _names_of_any_rank(list(totals), ranks)
@@ -94,32 +95,32 @@ def evaluate(
 
 
 def _names_of_any_rank(names: list[str], ranks: Ranks) -> list[str]:
-    """Return the names of the first rank that has some; the data of others may have no target."""
+    """Return the names of the first rank that has some; other ranks' data may have no target."""
     encoded = torch.tensor(list("\n".join(names).encode()), dtype=torch.uint8, device="cpu")
     texts = [bytes(text.tolist()).decode() for text in ranks.gather(encoded)]
     return next((text.split("\n") for text in texts if text), [])
 
 
 def probe_outputs(model: nn.Module, x: Inputs) -> Tensor:
-    """Outputs (m, …, C) in evaluation mode, without a graph, and with the same draws every time."""
+    """Return outputs (m, …, C) in evaluation mode, without a graph, with fixed draws."""
     generator = torch.Generator().manual_seed(0)
     with evaluation_mode(model, generator), model_run(model), torch.no_grad():
         return model_outputs(model, x, positions=True)
 
 
 def hyperparameter_values(evidence: Evidence) -> dict[str, float]:
-    """The present hyperparameters of model, prior and likelihood.
+    """Return the present hyperparameters of model, prior and likelihood.
 
     Returns:
-        ``precision/GROUP`` for each group of the prior (with a diagonal prior the geometric mean
-        over each parameter tensor), ``likelihood/NAME`` for what the likelihood reports (but
-        ``noise`` or ``noise/OUTPUT`` for the standard deviation of a Gaussian), ``range/NAME`` for
-        the ranges of transforms, learned or fixed, and ``model/NAME`` for each other
-        hyperparameter of the model: its value, or its Euclidean norm where it has several entries.
+        ``precision/GROUP`` for each group of the prior (for a diagonal prior the geometric mean
+        over each parameter tensor), ``noise`` or ``noise/OUTPUT`` for the standard deviation of a
+        Gaussian, ``likelihood/NAME`` for other parameters of the likelihood, ``range/NAME`` for the
+        ranges of transforms, learned or fixed, and ``model/NAME`` for each other hyperparameter of
+        the model: its value, or its Euclidean norm if it has several entries.
     """
     row = dict[str, float]()
     for name, precision in evidence.prior.precisions().items():
-        # All tensors of a group have one value; within a diagonal prior each is its own group.
+        # All tensors of a group have one value; in a diagonal prior each is its own group.
         group = evidence.prior.group_name(name)
         row.setdefault(f"precision/{group}", float(precision.detach().double().log().mean().exp()))
     for name, value in evidence.likelihood.reported().items():

@@ -17,8 +17,8 @@ from evigrad.network.modes import seeded
 
 __all__ = ["MODELS", "fixup_scalars", "make_model", "make_network"]
 
-# Each takes (input_shape, num_outputs = C) and settings of its own, and maps inputs
-# (m, *input_shape) to outputs (m, C).
+# Each takes (input_shape, num_outputs = C) and its settings, and maps inputs (m, *input_shape) to
+# outputs (m, C).
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "mlp": mlp,
     "digitsnet": digitsnet,
@@ -41,38 +41,43 @@ def make_model(
     seed: int | None = None,
     **settings: Any,
 ) -> nn.Module:
-    """A network with random initial weights, on the CPU.
+    """Return a network with random initial weights, on the CPU.
 
     Args:
-        name: A key of `MODELS`.
+        name: Name of the network, a key of `MODELS`.
         input_shape: Shape of one input.
         num_outputs: Number of outputs C.
-        seed: Seed of the initial weights, which leaves the global random state untouched; None
-            draws from that state, as PyTorch does.
-        **settings: The network's own settings, for example ``hidden=[100]`` of ``mlp``.
+        seed: Seed of the initial weights, which does not touch the global random state. Default:
+            None, which draws from that state, like PyTorch.
+        **settings: Settings of the network, such as ``hidden=[100]`` of ``mlp``.
 
     Returns:
-        A module (m, *input_shape) -> (m, C).
+        A module from inputs (m, *input_shape) to outputs (m, C).
 
     Raises:
         ConfigurationError: If the name or a setting is unknown, or the network does not fit the
             shapes.
+
+    Examples:
+        >>> from evigrad.models import make_model
+        >>> sum(p.numel() for p in make_model("digitsnet", (1, 8, 8), 10).parameters())
+        6090
     """
     if name not in MODELS:
         raise ConfigurationError(
-            f"Unknown network '{name}'.{nearest(name, MODELS)} Choose one of {', '.join(MODELS)}"
+            f"Unknown network '{name}'.{nearest(name, MODELS)} Use one of {', '.join(MODELS)}."
         )
     setting_names = list(inspect.signature(MODELS[name]).parameters)[2:]
     for setting in settings:
         if setting not in setting_names:
             raise ConfigurationError(
                 f"'{name}' has no setting '{setting}'.{nearest(setting, setting_names)} "
-                + (f"It has {', '.join(setting_names)}" if setting_names else "It has none")
+                + (f"It has {', '.join(setting_names)}." if setting_names else "It has none.")
             )
     if not input_shape or min(input_shape) < 1 or num_outputs < 1:
         raise ConfigurationError(
-            f"input_shape={tuple(input_shape)}, num_outputs={num_outputs}: all sizes must be 1 or "
-            "more"
+            f"All sizes must be at least 1, got input_shape={tuple(input_shape)} and"
+            f" num_outputs={num_outputs}."
         )
     # On the CPU, so that a seed gives the same weights for every device.
     cpu = torch.device("cpu")
@@ -83,13 +88,13 @@ def make_model(
 def make_network(record: Mapping[str, Any], seed: int = 0) -> nn.Module:
     """Return the network of a run, on the CPU, by its record in the run's configuration.
 
-    The record has ``model``, the arguments of ``make_model``; and ``invariance``, None or
-    ``transform``, those of ``AffineInvariance``, ``num_samples`` and ``average``. Convolutions have
-    channels last in memory, with which they train faster (docs/performance.md).
+    ``model`` in the record has the arguments of ``make_model``. ``invariance`` is None, or has
+    ``num_samples``, ``average``, and in ``transform`` the arguments of ``AffineInvariance``.
+    Convolutions use the memory format channels last, which is faster (docs/performance.md).
     """
-    # Not in make_model: FSDP2 takes contiguous weights alone.
+    # Not in make_model, because FSDP2 needs contiguous weights.
     model: Any = make_model(**record["model"], seed=seed)
-    model = model.to(memory_format=torch.channels_last)  # which the types of ``to`` do not know
+    model = model.to(memory_format=torch.channels_last)  # missing in the types of ``to``
     averaged = record["invariance"]
     if averaged is None:
         return model

@@ -1,6 +1,6 @@
 """Small networks, fully connected and convolutional.
 
-They are free of normalisation layers: a Gaussian prior suits them.
+They have no normalization layers, so a Gaussian prior suits them.
 """
 
 from collections import OrderedDict
@@ -42,10 +42,10 @@ def mlp(
     if activation not in ACTIVATIONS:
         raise ConfigurationError(
             f"Unknown activation '{activation}'.{nearest(activation, ACTIVATIONS)} "
-            f"Choose one of {', '.join(ACTIVATIONS)}"
+            f"Use one of {', '.join(ACTIVATIONS)}."
         )
     if any(width < 1 for width in hidden):
-        raise ConfigurationError(f"hidden={list(hidden)}: every width must be 1 or more")
+        raise ConfigurationError(f"Every width in hidden must be at least 1, got {list(hidden)}.")
     layers: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
     width = prod(input_shape)
     for index, units in enumerate(hidden, start=1):
@@ -57,11 +57,11 @@ def mlp(
 
 
 def image_shape(model: str, input_shape: Sequence[int], smallest: int) -> tuple[int, int, int]:
-    """(channels, height, width); ConfigurationError if no image, or below ``smallest``."""
+    """Return (channels, height, width), or raise ConfigurationError for other or small inputs."""
     if len(input_shape) != 3 or min(input_shape[1:]) < smallest:
         raise ConfigurationError(
-            f"'{model}' takes images (channels, height, width) of at least {smallest}x{smallest}, "
-            f"not inputs of shape {tuple(input_shape)}; 'mlp' takes any shape"
+            f"'{model}' needs images (channels, height, width) of at least {smallest}x{smallest},"
+            f" got inputs of shape {tuple(input_shape)}. Use 'mlp' for other shapes."
         )
     channels, height, width = input_shape
     return channels, height, width
@@ -70,7 +70,7 @@ def image_shape(model: str, input_shape: Sequence[int], smallest: int) -> tuple[
 def digitsnet(input_shape: Sequence[int], num_outputs: int) -> nn.Sequential:
     """Return a network made for 8x8 digits: two 3x3 convolutions, each with ReLU and pooling.
 
-    6,090 parameters on (1, 8, 8) and 10 classes. Images must have 4x4 pixels at least.
+    It has 6,090 parameters for (1, 8, 8) and 10 classes. Images must have at least 4x4 pixels.
     """
     channels, height, width = image_shape("digitsnet", input_shape, smallest=4)
     return nn.Sequential(
@@ -90,9 +90,9 @@ def digitsnet(input_shape: Sequence[int], num_outputs: int) -> nn.Sequential:
 def mininet(input_shape: Sequence[int], num_outputs: int) -> nn.Sequential:
     """Return the paper's network for its illustrations on MNIST (Appendix B.1).
 
-    14,538 parameters on (1, 28, 28) and 10 classes: no convolution is padded, so that 28 pixels
-    shrink to 24, 12, 10, 5 and 1, and the last layer sees 32 features. Images must have 28x28
-    pixels at least.
+    It has 14,538 parameters for (1, 28, 28) and 10 classes. No convolution is padded, so 28 pixels
+    shrink to 24, 12, 10, 5 and 1, and the last layer has 32 features. Images must have at least
+    28x28 pixels.
     """
     shape = image_shape("mininet", input_shape, smallest=28)
     layers, features = _three_convolutions(shape, (8, 16, 32), kernel=3)
@@ -100,12 +100,12 @@ def mininet(input_shape: Sequence[int], num_outputs: int) -> nn.Sequential:
 
 
 def lenet(input_shape: Sequence[int], num_outputs: int) -> nn.Sequential:
-    """Return LeNet-5 (LeCun et al., 1998) with ReLU and max-pooling, no convolution padded.
+    """Return LeNet-5 (LeCun et al., 1998) with ReLU, max-pooling and unpadded convolutions.
 
-    The second convolution is 5x5 as in the original on 32 pixels and more, and 3x3 below, as the
-    paper's authors have it for MNIST: 28 as well as 32 pixels shrink to 1 before the last layers.
-    60,170 parameters on (1, 28, 28) and 62,006 on (3, 32, 32), with 10 classes. Images must have
-    28x28 pixels at least.
+    The second convolution is 5x5 for 32 pixels and more, as in the original. For fewer pixels it is
+    3x3, as in the paper's network for MNIST. So both 28 and 32 pixels shrink to 1 before the last
+    layers. With 10 classes it has 60,170 parameters for (1, 28, 28) and 62,006 for (3, 32, 32).
+    Images must have at least 28x28 pixels.
     """
     shape = image_shape("lenet", input_shape, smallest=28)
     layers, features = _three_convolutions(shape, (6, 16, 120), 5 if min(shape[1:]) >= 32 else 3)
@@ -116,7 +116,7 @@ def lenet(input_shape: Sequence[int], num_outputs: int) -> nn.Sequential:
 def _three_convolutions(
     shape: tuple[int, int, int], widths: tuple[int, int, int], kernel: int
 ) -> tuple[OrderedDict[str, nn.Module], int]:
-    """Unpadded convolutions, 5x5, ``kernel`` and 5x5, and the number of features after them."""
+    """Return unpadded convolutions, 5x5, ``kernel`` and 5x5, and the number of their features."""
     channels, height, width = shape
     first, second, third = widths
 
@@ -142,9 +142,8 @@ def cnn(
 ) -> nn.Sequential:
     """Return a network of 3x3 convolutions with ReLU, the mean over the image, and a linear layer.
 
-    A pooling follows each of the first two convolutions, as long as the image has 4 pixels or
-    more. The mean over the image follows the last one, so that the size of the last layer depends
-    on the width alone.
+    Pooling follows each of the first two convolutions if the image has at least 4 pixels. The mean
+    over the image follows the last one, so the size of the last layer depends only on the width.
 
     Args:
         input_shape: (channels, height, width).
@@ -153,11 +152,11 @@ def cnn(
         width: Channels of each convolution, at least 1.
 
     Raises:
-        ConfigurationError: If the input is no image, or depth or width is below 1.
+        ConfigurationError: If the input is not an image, or depth or width is below 1.
     """
     channels, height, across = image_shape("cnn", input_shape, smallest=1)
     if depth < 1 or width < 1:
-        raise ConfigurationError(f"cnn: depth={depth}, width={width}: both must be 1 or more")
+        raise ConfigurationError(f"depth and width must be at least 1, got {depth} and {width}.")
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     smallest = min(height, across)
     for number in range(1, depth + 1):

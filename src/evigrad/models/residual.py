@@ -1,9 +1,9 @@
-"""Residual networks with Fixup in place of normalisation, and a first layer for small images.
+"""Residual networks with Fixup instead of normalization, and a first layer for small images.
 
-Normalisation makes a network blind to the scale of its weights, and a Gaussian prior is a belief
-about just that scale. Fixup (Zhang, Dauphin and Ma, 2019, *Fixup Initialization: Residual
-Learning Without Normalization*) does without: each residual branch starts at zero, its other layers
-are scaled down by the number of branches, and scalar biases and multipliers do the rest.
+With normalization a network does not depend on the scale of its weights, but a Gaussian prior is a
+belief about this scale. Fixup needs no normalization (Zhang, Dauphin and Ma, 2019, *Fixup
+Initialization: Residual Learning Without Normalization*). Each residual branch starts at zero, its
+other layers are scaled down by the number of branches, and there are scalar biases and multipliers.
 """
 
 from collections import OrderedDict
@@ -19,7 +19,7 @@ from evigrad.models.feedforward import image_shape
 
 
 class Bias(nn.Module):
-    """x + b with one number b, which starts at 0."""
+    """Add one number, which starts at 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Bias(nn.Module):
 
 
 class Scale(nn.Module):
-    """x · s with one number s, which starts at 1."""
+    """Multiply by one number, which starts at 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Scale(nn.Module):
 
 
 def fixup_scalars(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Fixup's biases and multipliers in a module, each once, which learn at a tenth of the rate."""
+    """Return Fixup's biases and multipliers in a module, which learn at a tenth of the rate."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -69,7 +69,7 @@ class Block(nn.Module):
     expansion = 1  # output channels / width
     kernels: Sequence[int] = (3, 3)
     activates_input = False  # whether the block activates its input instead of its output
-    # Where the shape changes: a 1x1 convolution, or every stride-th pixel and channels of zeros, as
+    # If the shape changes: a 1x1 convolution, or every stride-th pixel and channels of zeros, as
     # in Fixup's networks for CIFAR.
     shortcut_has_weights = False
 
@@ -95,19 +95,19 @@ class Block(nn.Module):
                 self.shortcut = Subsample(inputs, outputs, stride)
 
     def initialise(self, num_branches: int) -> None:
-        """Start the branch of m convolutions at zero; scale those before the last by L^(-1/(2m-2)).
+        """Start the last of m convolutions at zero; scale the weights before it by L^(-1/(2m-2)).
 
-        ``num_branches`` is L, the residual branches of the network.
+        ``num_branches`` is L, the number of residual branches in the network.
         """
         *others, last = (layer for layer in self.branch if isinstance(layer, nn.Conv2d))
         for layer in others:
-            _initialise(layer, num_branches ** (-1 / (2 * len(others))))
+            _initialize(layer, num_branches ** (-1 / (2 * len(others))))
         nn.init.zeros_(last.weight)
         if isinstance(self.shortcut, nn.Conv2d):
-            _initialise(self.shortcut)
+            _initialize(self.shortcut)
 
     def forward(self, x: Tensor) -> Tensor:
-        """From (m, inputs, H, W) to (m, outputs, H / stride, W / stride)."""
+        """Map (m, inputs, H, W) to (m, outputs, H / stride, W / stride)."""
         z = self.bias(x)
         z = F.relu(z) if self.activates_input else z
         sum = self.branch(z) + (x if self.shortcut is None else self.shortcut(z))
@@ -117,8 +117,8 @@ class Block(nn.Module):
 class Bottleneck(Block):
     """A block whose 3x3 convolution works on a quarter of the channels.
 
-    Shortcuts have weights, as in Fixup's networks for ImageNet: only these give the 23.9 million
-    parameters of ResNet-50 that the paper names.
+    Shortcuts have weights, as in Fixup's networks for ImageNet. Only then ResNet-50 has the 23.9
+    million parameters of the paper.
     """
 
     expansion = 4
@@ -134,12 +134,12 @@ class WideBlock(Block):
 
 
 class ResNet(nn.Module):
-    """A residual network (He et al., 2016) with Fixup in place of normalisation.
+    """A residual network (He et al., 2016) with Fixup instead of normalization.
 
-    A 3x3 convolution of stride 1; stages, of which each but the first halves the image and doubles
-    the channels; the mean over the image and a linear layer. The outputs of a new network are zero.
-    ``counts`` are the blocks of each stage, ``stem`` the channels of the first layer, ``width``
-    those inside the blocks of the first stage.
+    It has a 3x3 convolution of stride 1, stages, the mean over the image and a linear layer. Each
+    stage but the first halves the image and doubles the channels. The outputs of a new network are
+    zero. ``counts`` are the numbers of blocks per stage, ``stem`` is the number of channels of the
+    first layer, and ``width`` the number inside the blocks of the first stage.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class ResNet(nn.Module):
     ) -> None:
         super().__init__()
         if width < 1:
-            raise ConfigurationError(f"width={width}: must be 1 or more")
+            raise ConfigurationError(f"width must be at least 1, got {width}.")
         self.conv1 = _convolution(in_channels, stem, 3)
         self.bias1 = Bias()
         channels, self.stages = stem, nn.Sequential()
@@ -169,13 +169,13 @@ class ResNet(nn.Module):
         self.activates_input = block.activates_input
         nn.init.zeros_(self.output.weight)
         nn.init.zeros_(self.output.bias)
-        _initialise(self.conv1)
+        _initialize(self.conv1)
         for module in self.modules():
             if isinstance(module, Block):
                 module.initialise(sum(counts))
 
     def forward(self, x: Tensor) -> Tensor:
-        """From images (m, channels, H, W) to outputs (m, C)."""
+        """Map images (m, channels, H, W) to outputs (m, C)."""
         x = self.bias1(self.conv1(x))
         x = F.relu(self.stages(x)) if self.activates_input else self.stages(F.relu(x))
         return self.output(self.bias2(x.mean((2, 3))))
@@ -184,8 +184,8 @@ class ResNet(nn.Module):
 def resnet18(input_shape: Sequence[int], num_outputs: int, width: int = 16) -> ResNet:
     """Return the Fixup ResNet-18 of the paper's CIFAR-10 subsets (Figure 7): 8 blocks of 2 layers.
 
-    With 16 initial channels 688,356 parameters on (3, 32, 32) and 10 classes. Height and width
-    are at least 8; ``width`` is the number of channels of the first layer.
+    With 16 initial channels it has 688,356 parameters for (3, 32, 32) and 10 classes. Height and
+    width are at least 8. ``width`` is the number of channels of the first layer.
     """
     channels, _, _ = image_shape("resnet18", input_shape, smallest=8)
     return ResNet(Block, (2, 2, 2, 2), channels, num_outputs, width, width)
@@ -194,8 +194,8 @@ def resnet18(input_shape: Sequence[int], num_outputs: int, width: int = 16) -> R
 def resnet50(input_shape: Sequence[int], num_outputs: int, width: int = 16) -> ResNet:
     """Return the Fixup ResNet-50 of the paper's TinyImageNet (Table 2), 16 bottlenecks.
 
-    On 200 classes 1,568,490 parameters with 16 initial channels and 23,857,146 with 64, whatever
-    the size of the images. Arguments are those of `resnet18`.
+    For 200 classes it has 1,568,490 parameters with 16 initial channels and 23,857,146 with 64, for
+    images of any size. It has the arguments of `resnet18`.
     """
     channels, _, _ = image_shape("resnet50", input_shape, smallest=8)
     return ResNet(Bottleneck, (3, 4, 6, 3), channels, num_outputs, width, width)
@@ -206,38 +206,38 @@ def wide_resnet(
 ) -> ResNet:
     """Return the Fixup Wide ResNet of the paper's CIFAR experiments (Table 1), there 16-4.
 
-    It has three stages (Zagoruyko and Komodakis, 2016). At 16-4 it has 2,745,306 parameters on
+    It has three stages (Zagoruyko and Komodakis, 2016). As 16-4 it has 2,745,306 parameters for
     (3, 32, 32) and 10 classes.
 
     Args:
         input_shape: (channels, height, width), height and width at least 8.
         num_outputs: Number of outputs C.
-        depth: Layers with weights, 6 n + 4 with n blocks in a stage: 10, 16, 22, 28, ...
+        depth: Number of layers with weights, 6 n + 4 for n blocks per stage: 10, 16, 22, 28, ...
         widen_factor: Factor on the stages' 16, 32 and 64 channels.
 
     Raises:
-        ConfigurationError: If the input is no image or too small, or there is no such depth.
+        ConfigurationError: If the input is not an image or too small, or the depth is invalid.
     """
     channels, _, _ = image_shape("wide_resnet", input_shape, smallest=8)
     if depth < 10 or (depth - 4) % 6:
-        raise ConfigurationError(f"depth={depth}: must be one of 10, 16, 22, 28, ...")
+        raise ConfigurationError(f"depth must be one of 10, 16, 22, 28, ..., got {depth}.")
     if widen_factor < 1:
-        raise ConfigurationError(f"widen_factor={widen_factor}: must be 1 or more")
+        raise ConfigurationError(f"widen_factor must be at least 1, got {widen_factor}.")
     counts = [(depth - 4) // 6] * 3
     return ResNet(WideBlock, counts, channels, num_outputs, 16, 16 * widen_factor)
 
 
 def wrn16_4(input_shape: Sequence[int], num_outputs: int) -> ResNet:
-    """`wide_resnet` of depth 16 and widening 4, by its name in the literature."""
+    """Return `wide_resnet` of depth 16 and widening 4, by its name in the literature."""
     return wide_resnet(input_shape, num_outputs)
 
 
 def _convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    """A convolution without bias whose output has the size of its input / stride."""
+    """Return a convolution without bias whose output has the size of its input / stride."""
     return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
 
 
-def _initialise(layer: nn.Conv2d, scale: float = 1.0) -> None:
-    """Normal weights of variance 2 / (outputs · kernel size) times scale² (He et al., 2015)."""
+def _initialize(layer: nn.Conv2d, scale: float = 1.0) -> None:
+    """Draw weights of variance scale² · 2 / (outputs · kernel size) (He et al., 2015)."""
     fan_out = layer.out_channels * prod(layer.kernel_size)
     nn.init.normal_(layer.weight, std=scale * sqrt(2 / fan_out))

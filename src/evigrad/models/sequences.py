@@ -1,7 +1,7 @@
 """Networks for sequences of tokens or of real vectors: a transformer encoder and a GRU.
 
-In both, every weight has a closed form, and every matrix Kronecker factors.
-Each can have one hyperparameter of its forward pass, to be learned by the evidence.
+In both, every weight has a closed form, and every matrix has Kronecker factors. Each network can
+have a hyperparameter of its forward pass that the evidence learns.
 """
 
 import math
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError
 
-# Initial standard deviation of the position embeddings. The tokens' one is about 1: at first a
-# network sees what a token is, and learns to see where it stands.
+# Initial standard deviation of the position embeddings. For tokens it is about 1, so a new network
+# depends more on the token than on its position.
 _POSITION_SCALE = 0.1
 
 
 class Positive(nn.Module):
-    """Positive numbers, learned as their logarithms ``log``; ``start`` are the first values."""
+    """Positive numbers, learned as logarithms ``log``; ``start`` are the initial values."""
 
     def __init__(self, start: Tensor) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Positive(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention with a matrix each for queries, keys, values and output."""
+    """Multi-head self-attention with one matrix each for queries, keys, values and output."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Attention(nn.Module):
     def forward(
         self, h: Float[Tensor, "m T d"], bias: Float[Tensor, "#m #heads #T T"] | None
     ) -> Float[Tensor, "m T d"]:
-        """Return what each position gathers from the others; ``bias`` is added to the scores."""
+        """Return the attention output of each position; ``bias`` is added to the scores."""
         query, key, value = (
             layer(h).unflatten(2, (self.heads, -1)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
@@ -56,7 +56,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + MLP(norm(x))."""
+    """A transformer block: x + attention(norm(x)), then x + MLP(norm(x))."""
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
@@ -77,17 +77,17 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A small transformer encoder: pre-norm blocks, mean pooling, a linear head.
 
-    Inputs of shape (T,) with a ``vocabulary`` are T integer tokens. Without one they are real: (T,)
-    is a series of numbers, (T, d) one of vectors, and an image (c, h, w) the sequence of its h
-    rows, each of c·w numbers. Tokens may be fewer than T in a batch.
+    Inputs of shape (T,) with a ``vocabulary`` are T integer tokens. Other inputs are numbers: (T,)
+    is a series of numbers, (T, d) a series of vectors. An image (c, h, w) is the sequence of its h
+    rows, each with c·w numbers. A batch may have fewer than T tokens.
 
-    With ``attention_length`` the attention has a range: a head looks from position i at j with the
-    scores qᵢ·kⱼ/√(width/heads) − |i − j|/length (Press et al., 2022, *Train Short, Test Long*, with
-    slope 1/length, here in both directions). The lengths, one of each head in each block, are the
-    parameter ``attention_length.log``: learn it by ``hyperparameters=["attention_length"]``.
+    With ``attention_length`` the attention has a range. Positions i and j have the score
+    qᵢ·kⱼ/√(width/heads) − |i − j|/length (Press et al., 2022, *Train Short, Test Long*, with slope
+    1/length, here in both directions). The lengths, one per head and block, are the parameter
+    ``attention_length.log``. Learn it by ``hyperparameters=["attention_length"]``.
 
-    No normalisation follows the last block: it would remove the scale of all that is added up in
-    front of it, and make the prior precision of those weights meaningless.
+    No normalization follows the last block. It would remove the scale of everything before it, and
+    make the prior precision of these weights meaningless.
 
     Args:
         input_shape: Shape of one input.
@@ -121,7 +121,7 @@ class Transformer(nn.Module):
         _check_sizes("transformer", width=width, heads=heads, layers=layers, hidden=hidden)
         steps, features = _check_input("transformer", input_shape, vocabulary, padding)
         if width % heads:
-            raise ConfigurationError(f"width={width} is no multiple of heads={heads}")
+            raise ConfigurationError(f"width must be a multiple of heads = {heads}, got {width}.")
         self.padding = padding
         self.attention_length = _positive("attention_length", attention_length, layers, heads)
         if vocabulary is None:
@@ -139,7 +139,7 @@ class Transformer(nn.Module):
         valid = None if self.padding is None else x != self.padding
         h = self.tokens(_as_sequence(x) if isinstance(self.tokens, nn.Linear) else x)
         m, steps, _ = h.shape
-        # As many indices as data, so that the embedding's rows have their closed form.
+        # One index per example, so that the embedding's rows have their closed form.
         position = torch.arange(steps, device=h.device)
         h = h + self.positions(position.expand(m, steps))
         lengths = None if self.attention_length is None else self.attention_length()
@@ -149,7 +149,7 @@ class Transformer(nn.Module):
             if lengths is not None:
                 bias = -(distances / lengths[index][:, None, None])[None]
             if valid is not None:
-                # The lowest finite number: sequences of padding alone get no NaN.
+                # The lowest finite number, so that sequences with only padding do not get NaN.
                 lowest = torch.finfo(h.dtype).min
                 bias = h.new_zeros(1, 1, 1, 1) if bias is None else bias
                 bias = bias.masked_fill(~valid[:, None, None, :], lowest)
@@ -161,14 +161,14 @@ class Transformer(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Gated recurrent units, one or several layers of them, and a linear head.
+    """One or several layers of gated recurrent units, and a linear head.
 
-    Inputs are as for ``Transformer``, but real ones are not embedded, as the first layer multiplies
-    them with a matrix anyway, and padding stands at the end.
+    It has the inputs of ``Transformer``. Padding is at the end. Vectors are not embedded, because
+    the first layer multiplies them with a matrix.
 
-    The head sees the last state or, with ``pooling_time``, the mean of all states under the weights
-    exp(−s/time) of a leaky average, s steps before the end: the last state for a short time, the
-    plain mean for a long one. The time is the parameter ``pooling_time.log``: learn it by
+    The head uses the last state. With ``pooling_time`` it uses the mean of all states with weights
+    exp(−s/time), s steps before the end. A short time gives the last state, a long one the plain
+    mean. The time is the parameter ``pooling_time.log``. Learn it by
     ``hyperparameters=["pooling_time"]``.
 
     Args:
@@ -219,13 +219,13 @@ class Recurrent(nn.Module):
             weights = (valid & (left == 0)).to(h.dtype)
         else:
             weights = torch.exp(-left / self.pooling_time()) * valid
-            # The last weight is 1, so that the sum is below 1 for sequences of padding alone.
+            # The last weight is 1, so the sum is below 1 only without any token.
             weights = weights / weights.sum(1, keepdim=True).clamp(min=1)
         return self.head((weights[:, :, None] * h).sum(1))
 
 
 def _as_sequence(x: Tensor) -> Float[Tensor, "m T d"]:
-    """Numbers, vectors, or rows of images, as sequences of vectors."""
+    """Return numbers, vectors, or rows of images as sequences of vectors."""
     if x.dim() == 2:
         return x[:, :, None]
     return x if x.dim() == 3 else x.transpose(1, 2).flatten(2)
@@ -235,33 +235,33 @@ def _positive(name: str, start: float | None, *shape: int) -> Positive | None:
     if start is None:
         return None
     if not (math.isfinite(start) and start > 0):
-        raise ConfigurationError(f"{name} must be a positive number or None, not {start}")
+        raise ConfigurationError(f"{name} must be a positive number or None, got {start}.")
     return Positive(torch.full(shape, float(start)))
 
 
 def _check_sizes(model: str, **sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
-            raise ConfigurationError(f"{name}={size} of '{model}' must be 1 or more")
+            raise ConfigurationError(f"{name} of '{model}' must be at least 1, got {size}.")
 
 
 def _check_input(
     model: str, input_shape: Sequence[int], vocabulary: int | None, padding: int | None
 ) -> tuple[int, int]:
-    """The steps of a sequence and the numbers of each; ConfigurationError if it is none."""
+    """Return the numbers of steps and of features; raise ConfigurationError for other inputs."""
     if len(input_shape) > 3:
         raise ConfigurationError(
-            f"'{model}' takes sequences (T,) or (T, features), or images (channels, height, width)"
-            f" as sequences of rows, not inputs of shape {tuple(input_shape)}"
+            f"'{model}' needs sequences (T,) or (T, features), or images (channels, height, width),"
+            f" got inputs of shape {tuple(input_shape)}. Use 'mlp' for other shapes."
         )
     if vocabulary is None and padding is not None:
-        raise ConfigurationError("padding is a token: it needs vocabulary=..., their number")
+        raise ConfigurationError("padding is a token. Set vocabulary=..., the number of tokens.")
     if vocabulary is not None and (vocabulary < 1 or len(input_shape) != 1):
         raise ConfigurationError(
-            f"vocabulary={vocabulary} is a number of tokens, 1 or more, for inputs of shape (T,);"
-            f" these have shape {tuple(input_shape)}"
+            f"vocabulary must be at least 1, for inputs of shape (T,), got {vocabulary} and inputs"
+            f" of shape {tuple(input_shape)}."
         )
     if padding is not None and vocabulary is not None and not 0 <= padding < vocabulary:
-        raise ConfigurationError(f"padding={padding} is none of the tokens 0 to {vocabulary - 1}")
+        raise ConfigurationError(f"padding must be a token, 0 to {vocabulary - 1}, got {padding}.")
     steps = input_shape[1] if len(input_shape) == 3 else input_shape[0]
     return steps, prod(input_shape) // steps

@@ -1,7 +1,7 @@
-"""Figures of runs, and what all figures share: colours, axes, labels.
+"""Figures of runs, and shared elements of all figures: colors, axes, labels.
 
-Every function draws on a ``Figure`` of its own, never through pyplot's global state: it works
-without a display, in threads, and leaves the user's figures and settings alone.
+Every function draws on its own ``Figure``, never on pyplot's global state. So it works without a
+display and in threads, and does not change the user's figures and settings.
 """
 
 from evigrad.plots.runs import learning_curves, precision_paths, save_all

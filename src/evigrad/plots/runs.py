@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 History = Sequence[Mapping[str, int | float | None]]
-Look = tuple[str, Any]  # colour and dash of a line
+Look = tuple[str, Any]  # color and dash of a line
 
 PRECISION, PRECISION_UNIT = "precision/", "prior precision (1 / variance of the weights)"
 # Inches: letters of 9 points are legible at the width of a phone.
 WIDTH, HEIGHT = 4.6, 3.1
-# More lines than this cannot be told apart.
+# Nobody can tell more lines apart.
 _MAX_LABELS = 24
-# Up to this many values are shown as points too: a line with one value would be invisible.
+# Up to this many values are also shown as points, because a line with one value is invisible.
 _FEW = 40
 
 
 def series(history: History, column: str) -> tuple[list[float], list[float]]:
-    """Epochs and values of a column, both only where its value is finite."""
+    """Return epochs and values of a column, where its value is finite."""
     pairs = [
         (float(epoch), float(row[column] or 0))
         for row in history
@@ -52,7 +52,7 @@ def series(history: History, column: str) -> tuple[list[float], list[float]]:
 
 
 def errors(history: History, column: str) -> list[float]:
-    """Standard errors ``COLUMN_sem`` of the values of ``series``; empty if one is unknown."""
+    """Return standard errors ``COLUMN_sem`` of the values of ``series``; empty if unknown."""
     rows = [row for row in history if _is_known(row.get(column)) and row.get("epoch") is not None]
     _, values = series(rows, f"{column}_sem")
     return values if len(values) == len(rows) else []
@@ -69,11 +69,11 @@ class Quantity:
     title: str
     unit: str
     columns: Mapping[str, str]  # from the name of each kind of line to its column of the metrics
-    logarithmic: bool = False  # whether the axis is logarithmic where all values are positive
-    factor: float = 1.0  # from the column's values to those in the figure
+    logarithmic: bool = False  # whether the axis is logarithmic if all values are positive
+    factor: float = 1.0  # factor from the column's values to the figure's
 
     def values(self, histories: Mapping[str, History]) -> list[float]:
-        """All values of all runs, as they are in the figure."""
+        """Return all values of all runs in the figure's unit."""
         return [
             self.factor * value
             for history in histories.values()
@@ -82,13 +82,13 @@ class Quantity:
         ]
 
     def is_logarithmic(self, histories: Mapping[str, History]) -> bool:
-        """Whether its axis is logarithmic; the loss of a density can be negative."""
+        """Return whether its axis is logarithmic; the loss of a density can be negative."""
         return self.logarithmic and min(self.values(histories), default=0.0) > 0
 
     def limits(self, histories: Mapping[str, History]) -> tuple[float, float] | None:
-        """Return limits of an axis that leaves out the first values; None where all fit.
+        """Return limits of an axis that omits very low first values; None if all values fit.
 
-        The axis never leaves out a later value: how a run ends is what a reader looks for.
+        The axis never omits a later value, because the end of a run matters most.
         """
         if self.is_logarithmic(histories):
             return None
@@ -105,50 +105,56 @@ class Quantity:
 
 QUANTITIES = {
     "loss": Quantity(
-        "training loss", "mean NLL + prior term\n(nats per datum)", {"train": "loss"}, True
+        "training loss", "mean NLL + prior term\n(nats per example)", {"train": "loss"}, True
     ),
     "log_likelihood": Quantity(
         "log likelihood",
-        "nats per datum",
+        "nats per example",
         {"test": "test_log_likelihood", "train": "train_log_likelihood"},
     ),
     "accuracy": Quantity(
         "accuracy",
-        "percent of the data",
+        "percent of the examples",
         {"test": "test_accuracy", "train": "train_accuracy"},
         factor=100.0,
     ),
     "squared_error": Quantity(
         "squared error",
-        "mean over the data,\nstandardised targets",
+        "mean over the examples,\nstandardized targets",
         {"test": "test_squared_error", "train": "train_squared_error"},
         logarithmic=True,
     ),
     "log_evidence": Quantity(
-        "log evidence", "estimate while training\n(nats per datum)", {"train": "log_evidence"}
+        "log evidence", "estimate during training\n(nats per example)", {"train": "log_evidence"}
     ),
     "log_evidence_bounds": Quantity(
         "bounds on the log evidence",
-        "exact value between them\n(nats per datum)",
+        "the exact value is between them\n(nats per example)",
         {"lower": "bracket_lower", "upper": "bracket_upper"},
     ),
 }
-_TEST = Quantity("test log likelihood", "nats per datum", {"test": "test_log_likelihood"})
+_TEST = Quantity("test log likelihood", "nats per example", {"test": "test_log_likelihood"})
 
 
 def learning_curves(histories: Mapping[str, History]) -> "Figure":
-    """Training loss, log evidence and test log likelihood over the epochs.
+    """Return curves of training loss, log evidence and test log likelihood over the epochs.
 
     Args:
-        histories: Name of a run, for the legend, to its history (``FitResult.history`` or
-            ``read_metrics``).
+        histories: History of each run (``FitResult.history`` or ``read_metrics``) by its name in
+            the legend.
 
     Returns:
-        A figure with one panel for each quantity that was recorded.
+        A figure with one panel for each recorded quantity.
 
     Raises:
         InputError: If there is no history, or one is empty.
         ConfigurationError: If matplotlib is not installed.
+
+    Examples:
+        >>> from evigrad.plots import learning_curves
+        >>> history = [{"epoch": 1, "loss": 2.0}, {"epoch": 2, "loss": 1.0}]
+        >>> len(learning_curves({"evigrad": history}).axes)
+        1
     """
     _check(histories)
     shown = (QUANTITIES["loss"], QUANTITIES["log_evidence"], _TEST)
@@ -156,23 +162,23 @@ def learning_curves(histories: Mapping[str, History]) -> "Figure":
     figure = new_figure(3.6 * len(panels) + 0.4, 3.1)
     for position, quantity in enumerate(panels, start=1):
         _draw(figure.add_subplot(1, len(panels), position), histories, quantity, LIGHT)
-    colours = [LIGHT.lines[place % len(LIGHT.lines)] for place in range(len(histories))]
-    add_legend(figure, [(*named, "-") for named in zip(histories, colours, strict=True)])
+    colors = [LIGHT.lines[place % len(LIGHT.lines)] for place in range(len(histories))]
+    add_legend(figure, [(*named, "-") for named in zip(histories, colors, strict=True)])
     return figure
 
 
 def quantity_curves(
     histories: Mapping[str, History], quantity: Quantity, palette: Palette = LIGHT
 ) -> "Figure":
-    """Return a quantity over the epochs, with standard errors shaded where the metrics have them.
+    """Return curves of a quantity over the epochs, with shaded standard errors if known.
 
-    Each run has a colour; where there is one run, each kind of line.
+    Each run has a color; if there is only one run, each kind of line has a color.
 
     Raises:
         InputError: If no run has a value of it.
     """
     if not quantity.values(histories):
-        raise InputError(f"No run has a value of the {quantity.title}.")
+        raise InputError(f"No run has a value of the {quantity.title}. Choose another quantity.")
     figure = new_figure(WIDTH, HEIGHT, palette)
     runs, kinds = _draw(figure.add_subplot(), histories, quantity, palette)
     named = ({} if len(histories) == 1 else runs) | (kinds if len(kinds) > 1 else {})
@@ -184,7 +190,7 @@ def quantity_curves(
 def _draw(
     axes: "Axes", histories: Mapping[str, History], quantity: Quantity, palette: Palette
 ) -> tuple[dict[str, Look], dict[str, Look]]:
-    """Draw the lines of a quantity; returns the looks of runs and of kinds that have values."""
+    """Draw the lines of a quantity; return the looks of runs and of kinds that have values."""
     decorate(axes, quantity.title, "epoch", quantity.unit, palette)
     axes.locator_params(axis="x", integer=True)
     alone = len(histories) == 1
@@ -195,21 +201,21 @@ def _draw(
             epochs, values = series(history, column)
             if not epochs:
                 continue
-            # A run has the same colour in every figure, also where other runs have no line.
-            colour = palette.lines[(kind if alone else place) % len(palette.lines)]
+            # A run has the same color in every figure, even if other runs have no line.
+            color = palette.lines[(kind if alone else place) % len(palette.lines)]
             few = len(epochs) == 1 or (len(epochs) <= _FEW and len(epochs) < len(history))
             draw_line(
                 axes,
                 epochs,
                 [quantity.factor * value for value in values],
                 [quantity.factor * error for error in errors(history, column)],
-                color=colour,
+                color=color,
                 linestyle=DASHES[kind],
                 marker="o" if few else None,
                 markersize=3.5,
             )
-            runs.setdefault(name, (colour, "-"))
-            kinds.setdefault(label, (colour if alone else palette.muted, DASHES[kind]))
+            runs.setdefault(name, (color, "-"))
+            kinds.setdefault(label, (color if alone else palette.muted, DASHES[kind]))
     last = max((series(history, "epoch")[0] or [1.0])[-1] for history in histories.values())
     axes.set_xlim(0, 1.02 * last)
     if quantity.is_logarithmic(histories):
@@ -223,13 +229,33 @@ def _draw(
 def precision_paths(
     history: History, title: str = "prior precision of each layer", width: float = 7.2
 ) -> "Figure":
-    """Learned prior precisions over the epochs, as `value_paths` on a logarithmic axis."""
+    """Return a figure of learned prior precisions over the epochs, on a logarithmic axis.
+
+    Args:
+        history: History of a run (``FitResult.history`` or ``read_metrics``).
+        title: Title of the figure.
+        width: Width of the figure in inches.
+
+    Returns:
+        A figure with a line for each group of weights.
+
+    Raises:
+        InputError: If the history is empty or has no precisions.
+
+    Examples:
+        >>> from evigrad.plots import precision_paths
+        >>> history = [{"epoch": 1, "precision/weight": 2.0}, {"epoch": 2, "precision/weight": 5.0}]
+        >>> len(precision_paths(history).axes)
+        1
+    """
     _check({"": history})
     columns = {
         name.removeprefix(PRECISION): name for name in history[0] if name.startswith(PRECISION)
     }
     if not columns:
-        raise InputError("The history has no column precision/...: it is not one of a run.")
+        raise InputError(
+            "The history must have columns precision/..., got none. Use the history of a run."
+        )
     return value_paths(history, columns, title, PRECISION_UNIT, log=True, size=(width, 4.0))
 
 
@@ -246,12 +272,12 @@ def value_paths(
     size: tuple[float, float] = (WIDTH, HEIGHT),
     palette: Palette = LIGHT,
 ) -> "Figure":
-    """Return a figure of hyperparameters over the epochs, the highest at the end named first.
+    """Return a figure of hyperparameters over the epochs; the highest final value comes first.
 
-    More lines than can be told apart have shades in their order, of which the first and the last
-    are named. Those without a value are left out. ``columns`` leads from the names of lines to
-    columns of the metrics, ``change`` from their values to those in the figure; ``floor`` is the
-    start of the vertical axis.
+    If there are too many lines to tell apart, they have shades in their order, and only the first
+    and the last are named. Hyperparameters without a value are omitted. ``columns`` maps names of
+    lines to columns of the metrics. ``change`` converts their values for the figure. ``floor`` is
+    the start of the vertical axis.
 
     Raises:
         InputError: If there is no value.
@@ -262,21 +288,21 @@ def value_paths(
     title = f"{title} ({len(columns)} groups)" if many else title
     decorate(axes, title, "epoch", unit, palette)
     axes.locator_params(axis="x", integer=True)
-    colours = shades_of(len(columns), palette) if many else palette.lines
+    colors = shades_of(len(columns), palette) if many else palette.lines
     lines = []
     for place, (name, column) in enumerate(columns.items()):
         epochs, values = series(history, column)
         if not epochs:
             continue
         values = [change(value) for value in values]
-        colour = colours[place % len(colours)]
-        dash = DASHES[place // len(colours) % len(DASHES)]
-        look = {"color": colour, "linestyle": dash, "linewidth": 0.8 if many else 1.6}
+        color = colors[place % len(colors)]
+        dash = DASHES[place // len(colors) % len(DASHES)]
+        look = {"color": color, "linestyle": dash, "linewidth": 0.8 if many else 1.6}
         marker = "o" if len(epochs) == 1 else None
         draw_line(axes, epochs, values, [], drawstyle="steps-post", marker=marker, **look)
-        lines.append((values[-1], name, colour, dash))
+        lines.append((values[-1], name, color, dash))
     if not lines:
-        raise InputError(f"The history has no value of {', '.join(columns)}.")
+        raise InputError(f"The history has no value of {', '.join(columns)}. Use another history.")
     axes.margins(x=0)
     if log:
         axes.set_yscale("log")
@@ -290,7 +316,7 @@ def value_paths(
         right.spines["right"].set_color(palette.ink)
     if many:
         ends = (("first", *lines[0]), ("last", *lines[-1]))
-        named = [(f"{end}: {name}", colour, dash) for end, _, name, colour, dash in ends]
+        named = [(f"{end}: {name}", color, dash) for end, _, name, color, dash in ends]
     else:
         lines.sort(key=lambda line: line[0], reverse=True)
         named = [(f"{number(value)}  {name}", *look) for value, name, *look in lines]
@@ -301,7 +327,7 @@ def value_paths(
 def save_all(
     histories: Mapping[str, History], folder: str | Path, learned: str | None = None
 ) -> list[Path]:
-    """Write the figures of a command; ``learned`` names the run whose precisions are shown."""
+    """Write the figures of a command; ``learned`` is the run whose precisions are shown."""
     folder = Path(folder)
     files = [save(learning_curves(histories), folder / "learning_curves.png")]
     if learned is not None:
@@ -313,4 +339,4 @@ def save_all(
 
 def _check(histories: Mapping[str, History]) -> None:
     if not histories or not all(histories.values()):
-        raise InputError("There is no epoch to draw: the history is empty.")
+        raise InputError("The history must have an epoch to draw, got none. Train for an epoch.")

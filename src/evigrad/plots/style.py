@@ -1,4 +1,4 @@
-"""Elements that all figures share: colours, axes, lines with their errors, legends, and words."""
+"""Shared elements of all figures: colors, axes, lines with their errors, legends, and words."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
-# Size of letters in points: titles; axes' labels and legends.
+# Sizes of letters in points: titles; axes' labels and legends.
 _LARGE, SMALL = 11.0, 9.0
-# Inches: height of a row of a legend; width of the line beside its name; width and height that a
-# figure needs besides title and axis' label; and the least width of axes beside a legend.
+# Inches: height of a row of a legend; width of the line next to its name; width and height that a
+# figure needs besides title and axis label; and the smallest width of axes next to a legend.
 _LINE_HEIGHT = 0.2
 _HANDLE = 0.75
 _SURROUNDINGS = (1.0, 1.1)
@@ -28,15 +28,15 @@ _LEAST_WIDTH = 4.5
 
 @dataclass(frozen=True)
 class Palette:
-    """Colours of a figure.
+    """Colors of a figure.
 
     Attributes:
-        paper: The background.
+        paper: Background.
         ink: Axes and words.
         muted: Less important words and lines.
         grid: Grid lines.
-        lines: Lines of data, distinct with every common colour vision deficiency.
-        shades: Name of matplotlib's colour map for ordered lines, as of the layers of a network.
+        lines: Lines of data, distinct with every common color vision deficiency.
+        shades: Name of matplotlib's color map for ordered lines, such as the layers of a network.
     """
 
     paper: str
@@ -47,8 +47,8 @@ class Palette:
     shades: str
 
 
-# Okabe and Ito's colours, with a brown in the place of their yellow, which is too light for a line
-# on white.
+# Okabe and Ito's colors, with a brown instead of their yellow, which is too light for a line on
+# white.
 LIGHT = Palette(
     paper="#ffffff",
     ink="#000000",
@@ -69,12 +69,12 @@ DARK = Palette(
 
 
 def new_figure(width: float, height: float, palette: Palette = LIGHT) -> "Figure":
-    """An empty figure, in inches; ConfigurationError if matplotlib is not installed."""
+    """Return an empty figure, in inches; raise ConfigurationError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigurationError(
-            "Figures need matplotlib: pip install 'evigrad[plots]'."
+            "Figures need matplotlib, which is not installed. Run: pip install 'evigrad[plots]'."
         ) from error
     return Figure(figsize=(width, height), layout="constrained", facecolor=palette.paper)
 
@@ -86,7 +86,7 @@ def save(figure: "Figure", path: str | Path) -> Path:
 
 
 def shades_of(count: int, palette: Palette) -> list[str]:
-    """Colours for an order, without the end of the map that resembles the background."""
+    """Return colors for an order, without the end of the map that resembles the background."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
@@ -95,18 +95,18 @@ def shades_of(count: int, palette: Palette) -> list[str]:
 
 
 def decorate(axes: "Axes", title: str, across: str, along: str, palette: Palette = LIGHT) -> None:
-    """Give empty axes their title, the labels of the horizontal and vertical axis, and colours."""
+    """Set title, labels of the horizontal and vertical axis, and colors of empty axes."""
     figure: Any = axes.figure
     grid: Any = axes.get_subplotspec()
     rows, columns = grid.get_gridspec().get_geometry()
     width = figure.get_figwidth() / columns - _SURROUNDINGS[0]
     height = figure.get_figheight() / rows - _SURROUNDINGS[1]
-    colours: dict[str, Any] = {"fontsize": SMALL, "color": palette.ink}
+    colors: dict[str, Any] = {"fontsize": SMALL, "color": palette.ink}
     axes.set_title(
         words(fitted(title, width, _LARGE)), loc="left", fontsize=_LARGE, color=palette.ink
     )
-    axes.set_xlabel(words(across), **colours)
-    axes.set_ylabel(words(fitted(along, height, SMALL)), **colours)
+    axes.set_xlabel(words(across), **colors)
+    axes.set_ylabel(words(fitted(along, height, SMALL)), **colors)
     axes.set_facecolor(palette.paper)
     axes.tick_params(which="both", labelsize=SMALL, color=palette.ink, labelcolor=palette.ink)
     axes.spines[["top", "right"]].set_visible(False)
@@ -131,7 +131,7 @@ def draw_line(
 
 
 def plain_ticks(axis: "Axis") -> None:
-    """Numbers such as 0.02 and 30 on a logarithmic axis, also over less than a decade."""
+    """Set numbers such as 0.02 and 30 on a logarithmic axis, even over less than a decade."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = axis.get_view_interval()
@@ -148,7 +148,7 @@ def plain_ticks(axis: "Axis") -> None:
 
 
 def burst_limits(values: Sequence[float]) -> tuple[float, float] | None:
-    """Limits of an axis without the few values that are far below the rest; None: all fit."""
+    """Return limits of an axis without the few values far below the rest; None if all fit."""
     if len(values) < 8:
         return None
     ordered = sorted(values)
@@ -165,10 +165,10 @@ def add_legend(
     palette: Palette = LIGHT,
     beside: bool = False,
 ) -> None:
-    """Name the lines (name, colour, style) below the axes, and make the figure as much higher.
+    """Name the lines (name, color, style) below the axes, and make the figure higher for it.
 
-    Names are in as many columns as fit; one wider than the figure has several rows. ``beside``
-    puts them at the right, one below the other, if there is room.
+    Names are in as many columns as fit. A name wider than the figure has several rows. ``beside``
+    puts the names at the right, one below the other, if there is room.
     """
     from matplotlib.lines import Line2D
 
@@ -177,12 +177,12 @@ def add_legend(
     beside = beside and width - longest >= _LEAST_WIDTH
     columns = 1 if beside else max(1, min(4, int(width / longest)))
     handles, rows = [], 0
-    for name, colour, dash in lines:
+    for name, color, dash in lines:
         label = words(fitted(name, width - _HANDLE, SMALL))
         rows += 1 + label.count("\n")
-        # matplotlib leaves labels with a leading underscore out of a legend.
+        # matplotlib omits labels with a leading underscore from a legend.
         label = f" {label}" if label.startswith("_") else label
-        handles.append(Line2D([], [], color=colour, linestyle=dash, linewidth=2, label=label))
+        handles.append(Line2D([], [], color=color, linestyle=dash, linewidth=2, label=label))
     room = _LINE_HEIGHT * rows / columns
     figure.set_figheight(max(height, room + 0.3) if beside else height + room + 0.2)
     figure.legend(
@@ -216,12 +216,12 @@ def _inches(text: str, size: float) -> float:
 
 
 def words(text: str) -> str:
-    """A user's text escaped for matplotlib: a dollar sign in it does not start a formula."""
+    """Return a user's text escaped for matplotlib, so that a dollar sign starts no formula."""
     return text.replace("$", r"\$")
 
 
 def number(value: int | float) -> str:
-    """A number with three digits, as ``0.0123``, ``45.6``, ``789`` or ``1.2e-07``."""
+    """Return a number with three digits, such as ``0.0123``, ``45.6``, ``789`` or ``1.2e-07``."""
     size = abs(value)
     if size == 0 or 1e-4 <= size < 1e4:
         return f"{value:.0f}" if size >= 100 else f"{value:.3g}"

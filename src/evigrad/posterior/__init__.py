@@ -1,9 +1,9 @@
-"""Predictions with uncertainty: the linearised Laplace posterior of a network's outputs.
+"""Predictions with uncertainty: the linearized Laplace posterior of a network's outputs.
 
-The weights have the posterior N(w*, (H + P0)⁻¹), H the Gauss-Newton matrix of all data, and the
-network is taken as linear in them, so that its outputs have N(f(x; w*), J Σ Jᵀ). ``posterior``
-passes over the data for a structure's statistic, of which ``covariances`` makes Σ, and predicts
-with it; ``predictive`` is what a prediction says of targets.
+The posterior of the weights is N(w*, (H + P0)⁻¹), with the Gauss-Newton matrix H of all data. In a
+network that is linear in the weights the outputs then have N(f(x; w*), J Σ Jᵀ). ``posterior``
+passes over the data for a structure's statistic, from which ``covariances`` makes Σ, and predicts.
+``predictive`` turns outputs into predictions of targets.
 """
 
 from evigrad.posterior.posterior import (

@@ -1,12 +1,12 @@
-"""Σ = (H + P0)⁻¹ as the outputs see it: J Σ Jᵀ for the rows J of some data.
+"""Covariances of outputs under Σ = (H + P0)⁻¹: J Σ Jᵀ for the rows J of some examples.
 
-Blocks of weights that are independent of each other add up. Each whitens its rows: the outer
-products of J Σ^{1/2} are the covariance, which is positive semidefinite by construction. The kernel
-form takes away from the prior's covariance what the rows A of the data explain,
+Covariances of independent blocks of weights add up. Each block whitens its rows. The outer products
+of J Σ^{1/2} are the covariance, which is positive semidefinite by construction. The kernel form
+subtracts from the prior's covariance the part that the rows A of the data explain,
 
     Σ = P0⁻¹ − P0⁻¹ Aᵀ (I + S)⁻¹ A P0⁻¹,      S = A P0⁻¹ Aᵀ,
 
-which needs no matrix of the weights. Fewer rows explain less: then it is an upper bound.
+which needs no matrix of the weights. Fewer rows explain less, and give an upper bound.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,12 +36,12 @@ class Dense:
 
     @classmethod
     def of(cls, names: Sequence[str], hessian: Tensor, precision: Tensor) -> "Dense":
-        """The block of some parameters' H and precisions (n,)."""
+        """Return the block of some parameters, from their H and precisions (n,)."""
         root = precision.rsqrt()
         return cls(names, root, factor_identity_plus(root[:, None] * hessian * root))
 
     def whitened(self, rows: Mapping[str, Tensor]) -> Float[Tensor, "m k n"]:
-        """J Σ^{1/2} of the parameters' rows (m, k, *shape)."""
+        """Return J Σ^{1/2} of the parameters' rows (m, k, *shape)."""
         flat = [rows[name].flatten(2).to(self.factor) for name in self.names]
         scaled = torch.cat(flat, 2).mul_(self.root)
         solved = torch.linalg.solve_triangular(self.factor, scaled.flatten(0, 1).mT, upper=False)
@@ -50,31 +50,31 @@ class Dense:
 
 @dataclass(frozen=True, eq=False)
 class Diagonal:
-    """A parameter whose weights are independent of each other."""
+    """A parameter with independent weights."""
 
     name: str
     std: Float[Tensor, " n"]  # standard deviations of the weights
 
     @property
     def names(self) -> Sequence[str]:
-        """The parameter, as the only one."""
+        """Return the parameter, as the only one."""
         return [self.name]
 
     def whitened(self, rows: Mapping[str, Tensor]) -> Float[Tensor, "m k n"]:
-        """J Σ^{1/2} of the parameter's rows (m, k, *shape)."""
+        """Return J Σ^{1/2} of the parameter's rows (m, k, *shape)."""
         return rows[self.name].flatten(2).to(self.std) * self.std
 
 
 @dataclass(frozen=True, eq=False)
 class Kronecker:
-    """A matrix whose H is B ⊗ A / count, in the eigenbases of both, where δ adds to eigenvalues.
+    """A matrix with H = B ⊗ A / count, in the eigenbases of both, where δ adds to eigenvalues.
 
-    A sum of few outer products has fewer eigenvectors U than it has dimensions. Outside their span
-    its eigenvalues are zero, so that the columns of I − UUᵀ complete its basis:
+    A sum of few outer products has fewer eigenvectors U than dimensions. Outside their span its
+    eigenvalues are zero, so the columns of I − UUᵀ complete its basis:
 
         f(A + δ I) = U f(a + δ) Uᵀ + f(δ) (I − UUᵀ),      (I − UUᵀ)² = I − UUᵀ.
 
-    The eigenvectors are all of them or those of the range.
+    The eigenvectors are complete, or span the range.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Kronecker:
 
     @classmethod
     def of(cls, name: str, factors: Factors, precision: Tensor) -> "Kronecker":
-        """The block of a parameter's factors and its one precision."""
+        """Return the block of a parameter, from its factors and its precision."""
         sides = [(factors.inputs, factors.count), (factors.gradients, factors.num_rows)]
         # A weight (in, out) has A on its left.
         of_inputs, of_gradients = sides[::-1] if factors.transposed else sides
@@ -97,11 +97,11 @@ class Kronecker:
 
     @property
     def names(self) -> Sequence[str]:
-        """The parameter, as the only one."""
+        """Return the parameter, as the only one."""
         return [self.name]
 
     def whitened(self, rows: Mapping[str, Tensor]) -> Float[Tensor, "m k n"]:
-        """J Σ^{1/2} of the parameters' rows (m, k, *shape)."""
+        """Return J Σ^{1/2} of the parameters' rows (m, k, *shape)."""
         weight_rows = rows[self.name]
         shape = (self.gradients.shape[-2], self.inputs.shape[-2])
         matrices = weight_rows.reshape(*weight_rows.shape[:2], -1, *shape).to(self.std)
@@ -110,13 +110,13 @@ class Kronecker:
 
 
 def _with_zeros(values: Float[Tensor, "G r"], vectors: Float[Tensor, "G n r"]) -> Tensor:
-    """The eigenvalues in the columns of ``_in_basis``."""
+    """Return the eigenvalues in the columns of ``_in_basis``."""
     size, rank = vectors.shape[-2:]
     return values if rank == size else torch.cat([values, values.new_zeros(len(values), size)], 1)
 
 
 def _in_basis(matrices: Float[Tensor, "m k G d n"], vectors: Float[Tensor, "G n r"]) -> Tensor:
-    """Matrices times the eigenvectors U, and where these are few also times I − UUᵀ."""
+    """Return matrices times the eigenvectors U, and also times I − UUᵀ if U is not complete."""
     inside = matrices @ vectors
     if vectors.shape[-1] == vectors.shape[-2]:
         return inside
@@ -129,18 +129,18 @@ _KINDS = {kind.__name__.lower(): kind for kind in (Dense, Diagonal, Kronecker)}
 
 @dataclass(frozen=True, eq=False)
 class Explained:
-    """What rows A of the data take away from the prior's covariance: the kernel form.
+    """The part of the prior's covariance that rows A of the data explain: the kernel form.
 
-    ``rows`` are those of each parameter in chunks, before scale and prior.
+    ``rows`` are the rows of each parameter in chunks, before scale and prior.
     """
 
     rows: Mapping[str, Sequence[Tensor]]
-    scale: Float[Tensor, " R"]  # one number for each row
+    scale: Float[Tensor, " R"]  # one number per row
     factor: Float[Tensor, "R R"]  # the Cholesky factor of I + S
 
     @classmethod
     def of(cls, statistic: NtkStatistic, precisions: Mapping[str, Tensor], like: Tensor) -> Self:
-        """The rows of a statistic, with their kernel under these precisions (n,)."""
+        """Return the rows of a statistic, with their kernel under these precisions (n,)."""
         scale = like.new_ones(statistic.num_rows)
         if statistic.scale is not None:
             scale = statistic.scale.to(like)
@@ -152,7 +152,7 @@ class Explained:
         return cls(rows, scale, factor_identity_plus(kernel))
 
     def products(self, block: Diagonal, white: Float[Tensor, "m k n"]) -> Float[Tensor, "R mk"]:
-        """Inner products of a parameter's rows with some whitened ones, under the prior."""
+        """Return inner products of a parameter's rows with whitened ones, under the prior."""
         other = white.flatten(0, 1)
         total = white.new_zeros(len(self.scale), len(other))
         for columns, slab in slabs(self.rows[block.name], white):
@@ -160,7 +160,7 @@ class Explained:
         return total
 
     def covariance(self, products: Float[Tensor, "R mk"], k: int) -> Float[Tensor, "m k k"]:
-        """Return the explained covariance of each datum's outputs, from the sum of ``products``."""
+        """Return the explained covariance of each example's outputs, from the sum of products."""
         scaled = products * self.scale[:, None]
         solved = torch.linalg.solve_triangular(self.factor, scaled, upper=False)
         datum_factors = solved.mT.unflatten(0, (-1, k))
@@ -168,9 +168,9 @@ class Explained:
 
 
 class Covariance:
-    """The covariance of the outputs that Σ gives: the blocks', less what is explained.
+    """The covariance of the outputs under Σ: the sum over blocks, minus the explained part.
 
-    A partial block is made when it is first needed: its eigenvectors take n³ operations.
+    A partial block is made when it is first needed, because its eigenvectors take n³ operations.
     """
 
     def __init__(
@@ -180,14 +180,14 @@ class Covariance:
 
     @property
     def blocks(self) -> Sequence[Block]:
-        """The blocks, all of them made."""
+        """Return the blocks, after making all of them."""
         self._blocks = [block() if isinstance(block, partial) else block for block in self._blocks]
         return self._blocks
 
     def of_outputs(
         self, linearization: Linearization, vectors: Float[Tensor, "m k C"]
     ) -> Float[Tensor, "m k k"]:
-        """Covariances of k linear forms of each datum's outputs, a block's rows at a time."""
+        """Return covariances of k linear forms of each example's outputs."""
         (m, k), total, products = vectors.shape[:2], None, None
         for block, rows in _rows(linearization, vectors, self.blocks):
             white = block.whitened(rows)
@@ -201,7 +201,7 @@ class Covariance:
         return total - self.explained.covariance(products, k)
 
     def state(self) -> dict[str, Any]:
-        """Tensors and texts, from which ``from_state`` makes the same."""
+        """Return tensors and strings from which ``from_state`` restores the covariance."""
         blocks = [{"kind": type(b).__name__.lower(), **vars(b)} for b in self.blocks]
         return {
             "blocks": blocks,
@@ -210,7 +210,7 @@ class Covariance:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
-        """The covariance of a state."""
+        """Return the covariance of a state."""
         records = [dict(record) for record in state["blocks"]]
         blocks: list[Block] = [_KINDS[record.pop("kind")](**record) for record in records]
         explained = state["explained"]
@@ -225,7 +225,7 @@ def covariance_of(
 ) -> Covariance:
     """Return Σ of the weights, from a statistic of all data and the prior precisions.
 
-    ``dtype`` is that of the kernel's matrix; the others have the statistic's.
+    ``dtype`` is the type of the kernel's matrix. Other matrices have the statistic's type.
     """
     like = torch.zeros((), dtype=dtype, device=next(iter(weights.values())).device)
     flat = {
@@ -256,7 +256,7 @@ def _rows(
     linearization: Linearization, vectors: Tensor, blocks: Iterable[Block]
 ) -> Iterator[tuple[Block, dict[str, Tensor]]]:
     blocks = list(blocks)
-    # All that have no closed form in one call, as each call repeats the backward passes.
+    # All without a closed form in one call, because each call repeats the backward passes.
     names = [name for block in blocks for name in block.names]
     others = [name for name in names if not linearization.is_closed(name)]
     generic_rows = linearization.rows(vectors, others) if others else {}

@@ -45,7 +45,7 @@ from evigrad.passes.sweep import Batch, new_sweep
 from evigrad.posterior.covariances import Covariance, covariance_of
 from evigrad.posterior.predictive import LINKS, Predictive
 
-# The estimator of each structure, whose statistic it takes.
+# The estimator whose statistic each structure uses.
 STRUCTURES = {
     "kfac": "kfac-N-C",
     "last-layer": "full-N-C",
@@ -54,7 +54,7 @@ STRUCTURES = {
     "ntk": "ntk-N-C",
 }
 DEFAULT_STRUCTURE = "kfac"
-# What takes less memory and time than each of them.
+# Alternatives to each structure that take less memory and time.
 _SMALLER = {
     "kfac": "structure='diag', or a smaller micro_batch of Memory",
     "last-layer": "structure='kfac' or 'diag'",
@@ -63,27 +63,45 @@ _SMALLER = {
     "ntk": "fewer rows=..., or structure='kfac', 'last-layer' or 'diag'",
 }
 
-# A dense H that is predicted to take longer than so many seconds is warned of.
+# We warn of a dense H that is predicted to take longer than this many seconds.
 _SLOW_SECONDS = 60.0
-# The speed of the machine is measured on a product of two square matrices of this size.
+# The speed of the machine is measured by a product of two square matrices of this size.
 _TIMED_SIZE = 512
 
-# Data read at once; how many of these pass together is the memory's choice.
+# Number of examples that are read at once. How many pass together depends on the memory.
 _AT_ONCE = 1000
 _SEEDS = 2**62
 
 
 class Posterior:
-    """The linearised Laplace posterior: f(x) ~ N(f(x; w*), J(x) Σ J(x)ᵀ), Σ = (H + P0)⁻¹.
+    """The linearized Laplace posterior f(x) ~ N(f(x; w*), J(x) Σ J(x)ᵀ) with Σ = (H + P0)⁻¹.
 
-    Made by ``Evidence.posterior``. It is that of the weights and hyperparameters at that time:
-    precisions and noise may change later, and predictions are refused where the weights have.
-    A model that draws noise, as ``Averaged``, has the same draws in every call.
+    Make it by ``Evidence.posterior``. It keeps the weights and hyperparameters of that time.
+    Precisions and noise may change later, but predictions raise an error if the weights have
+    changed. A model that draws noise, such as ``Averaged``, has the same draws in every call.
 
     Attributes:
-        structure: What is taken of Σ: ``kfac``, ``last-layer``, ``diag``, ``full`` or ``ntk``.
-        parameters: Names of the weights that are uncertain; the others stay where they are.
-        num_outputs: C.
+        structure: Structure of Σ: ``kfac``, ``last-layer``, ``diag``, ``full`` or ``ntk``.
+        parameters: Names of the uncertain weights. All other weights are fixed.
+        num_outputs: Number of outputs C.
+
+    Examples:
+        >>> import torch
+        >>> from evigrad import Evidence
+        >>> from evigrad.likelihoods import Gaussian
+        >>> from evigrad.priors import GaussianPrior
+        >>> x = torch.randn(20, 2)
+        >>> y = x.sum(1, keepdim=True)
+        >>> model = torch.nn.Linear(2, 1)
+        >>> evidence = Evidence(
+        ...     model, Gaussian(), GaussianPrior(), estimator="full-N-C", num_data=20
+        ... )
+        >>> posterior = evidence.posterior((x, y), structure="full")
+        >>> prediction = posterior(x[:3])
+        >>> prediction.mean.shape, prediction.std.shape
+        (torch.Size([3, 1]), torch.Size([3, 1]))
+
+    See also: docs/posterior.md.
     """
 
     def __init__(
@@ -95,7 +113,7 @@ class Posterior:
         seed: int,
         weights: Mapping[str, int],
     ) -> None:
-        """Use ``evidence.posterior``; ``problem`` is that of ``posterior_problem``."""
+        """Use ``evidence.posterior``; ``problem`` comes from ``posterior_problem``."""
         self.structure, self.num_outputs = structure, num_outputs
         self._problem, self._covariance = problem, covariance
         self._seed, self._weights = seed, dict(weights)
@@ -103,7 +121,7 @@ class Posterior:
 
     @property
     def parameters(self) -> list[str]:
-        """Names of the uncertain weights."""
+        """Return the names of the uncertain weights."""
         return list(self._problem.weights)
 
     def __repr__(self) -> str:
@@ -118,20 +136,20 @@ class Posterior:
         num_samples: int = 200,
         generator: torch.Generator | int | None = None,
     ) -> Predictive:
-        """Predict, in micro-batches of the evidence's ``Memory``.
+        """Predict outputs and targets, in micro-batches of the evidence's ``Memory``.
 
         Args:
             x: Inputs (m, ...), as for ``Evidence.map_loss``.
-            link: How probabilities are averaged over the outputs, see ``Predictive``:
-                ``monte-carlo``, ``probit`` or ``plug-in``.
-            num_samples: Samples of ``monte-carlo``.
-            generator: CPU generator or seed of the samples. Default: the same in every call.
+            link: How probabilities are averaged over the outputs: ``monte-carlo`` (default),
+                ``probit`` or ``plug-in``. See ``Predictive``.
+            num_samples: Number of samples of ``monte-carlo``. Default: 200.
+            generator: CPU generator or seed of the samples. Default: the same seed in every call.
 
         Returns:
-            Mean and covariance of the outputs, and what follows of the targets, without a graph.
+            Mean and covariance of the outputs, and predictions of the targets, without a graph.
 
         Raises:
-            ConfigurationError: If the weights have changed, or there is no such link.
+            ConfigurationError: If the weights have changed, or the link does not exist.
             InputError: If the inputs do not fit the model.
         """
         check_choice("link", link, LINKS)
@@ -147,25 +165,25 @@ class Posterior:
     def sample(
         self, x: Any, n: int, generator: torch.Generator | int | None = None
     ) -> Float[Tensor, "n m ... C"]:
-        """Draw outputs, correlated within a datum, but not between its positions or with others.
+        """Draw outputs, with correlations between the outputs of one example or position.
 
         Args:
             x: Inputs (m, ...).
-            n: How many draws of each.
-            generator: CPU generator or seed. Default: the same in every call.
+            n: Number of draws.
+            generator: CPU generator or seed. Default: the same seed in every call.
 
         Returns:
             Outputs, without noise of the targets.
 
         Raises:
-            ConfigurationError: If the weights have changed, or ``n`` is no positive integer.
+            ConfigurationError: If the weights have changed, or ``n`` is not a positive integer.
             InputError: If the inputs do not fit the model.
         """
         check_count("n", n)
         return self(x).sample(n, generator)
 
     def _moments(self, x: Any) -> tuple[Float[Tensor, "m ... C"], Float[Tensor, "m ... C C"]]:
-        """Outputs and their covariances."""
+        """Return outputs and their covariances."""
         fresh = torch.Generator().manual_seed(self._seed)
         problem = replace(self._problem, generator=fresh)
         with torch.no_grad(), constant_beside(problem):
@@ -173,9 +191,8 @@ class Posterior:
             plan = problem.network.plan(x)
             if plan.num_outputs != self.num_outputs:
                 raise InputError(
-                    f"The model has {plan.num_outputs} outputs for these inputs, and"
-                    f" {self.num_outputs} for the data of the posterior: give inputs of the same"
-                    " shape."
+                    f"The inputs must have the shape of the posterior's data, got one with"
+                    f" {plan.num_outputs} outputs of the model instead of {self.num_outputs}."
                 )
             shape = (len(x), *plan.positions)
             if plan.positions:
@@ -198,12 +215,12 @@ class Posterior:
         mean, covariance = (torch.cat(parts) for parts in zip(*moment_pairs, strict=True))
         return mean.unflatten(0, shape), covariance.unflatten(0, shape)
 
-    # ------------------------------------------------------------ keeping
+    # ------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
         """Return Σ, the likelihood and checksums of the weights, in plain types.
 
-        ``evidence.posterior(state=...)`` makes the same posterior of it, without the data.
+        ``evidence.posterior(state=...)`` restores the posterior without the data.
         """
         return {
             "structure": self.structure,
@@ -216,18 +233,21 @@ class Posterior:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what ``state_dict`` returned, of the same model with the same weights.
+        """Load a ``state_dict`` of a posterior of the same model with the same weights.
 
         Raises:
-            ConfigurationError: If it is that of another structure or of other weights; nothing
-                changes then.
+            ConfigurationError: If the state has another structure or other weights. Nothing changes
+                then.
         """
         if missing := self.state_dict().keys() - state.keys():
-            raise ConfigurationError(f"The state lacks {', '.join(sorted(missing))}.")
+            raise ConfigurationError(
+                f"The state lacks {', '.join(sorted(missing))}. Use a state of"
+                " posterior.state_dict()."
+            )
         if (state["structure"], state["parameters"]) != (self.structure, self.parameters):
             raise ConfigurationError(
-                f"The state is one of {state['structure']!r} over {len(state['parameters'])}"
-                f" tensors, this posterior is {self.structure!r} over {len(self.parameters)}: use"
+                f"The state must be of {self.structure!r} over {len(self.parameters)} tensors, got"
+                f" {state['structure']!r} over {len(state['parameters'])}. Use"
                 " evidence.posterior(state=...)."
             )
         self._check_weights(state["weights"])
@@ -236,7 +256,8 @@ class Posterior:
             likelihood.load_state_dict(state["likelihood"])
         except RuntimeError as error:
             raise ConfigurationError(
-                f"The state of the likelihood does not fit: {error}"
+                f"The state of the likelihood does not fit: {error} Use the likelihood of the"
+                " saved posterior."
             ) from error
         device = self._problem.device
         moved = tree_map(
@@ -250,14 +271,13 @@ class Posterior:
         now = fingerprint(self._problem)
         if changed := [n for n in now.keys() | expected if now.get(n) != expected.get(n)]:
             raise ConfigurationError(
-                f"The weights are not those of the posterior ({listed(sorted(changed))} have"
-                " changed): make a new one, evidence.posterior(data), or load the weights that it"
-                " was made with."
+                f"The weights have changed since the posterior was made: {listed(sorted(changed))}."
+                " Make a new one, evidence.posterior(data), or load the weights of that time."
             )
 
 
 def fingerprint(problem: Problem) -> dict[str, int]:
-    """A checksum of each parameter and buffer of the model, by its name."""
+    """Return a checksum of each parameter and buffer of the model, by name."""
     tensors = (*problem.model.named_parameters(), *problem.model.named_buffers())
     named = {name: tensor for name, tensor in tensors if tensor.layout == torch.strided}
     bare = bare_names(problem.model, named).values()
@@ -276,8 +296,8 @@ def make_posterior(
         check_count("rows", rows)
         if structure != "ntk":
             raise ConfigurationError(
-                f"rows={rows} is how much of the data structure='ntk' keeps; {structure!r} takes"
-                " all: leave rows away."
+                f"rows is only for structure='ntk', got rows={rows} for {structure!r}, which uses"
+                " all rows. Remove rows."
             )
     names = last_layer(problem, data) if structure == "last-layer" else list(problem.weights)
     seed = int(torch.randint(_SEEDS, (), generator=problem.generator, device="cpu"))
@@ -299,10 +319,14 @@ def make_posterior(
 def load_posterior(problem: Problem, state: Mapping[str, Any]) -> Posterior:
     """Return the posterior of a state of ``Posterior.state_dict``, without the data."""
     if not isinstance(state, Mapping) or not {"structure", "parameters"} <= state.keys():
-        raise ConfigurationError("state is what posterior.state_dict() returned.")
+        raise ConfigurationError(
+            "state must be from posterior.state_dict(), got something else. Use evidence.posterior"
+            "(data) to make a new posterior."
+        )
     if strange := [name for name in state["parameters"] if name not in problem.weights]:
         raise ConfigurationError(
-            f"The state is that of another model: this one has no weights {listed(strange)}."
+            f"The state belongs to another model: this one has no weights {listed(strange)}. Use"
+            " the model of the saved posterior."
         )
     laplace_problem = posterior_problem(problem, state["structure"], None, state["parameters"])
     empty = Posterior(laplace_problem, state["structure"], Covariance([]), 0, 0, {})
@@ -313,7 +337,7 @@ def load_posterior(problem: Problem, state: Mapping[str, Any]) -> Posterior:
 def posterior_problem(
     problem: Problem, structure: str, rows: int | None, names: Sequence[str]
 ) -> Problem:
-    """The problem of a posterior over the weights of these names, the others held constant."""
+    """Return the problem of a posterior over the named weights, with other weights constant."""
     name = STRUCTURES[structure] if rows is None else f"ntk-{rows}-rows-anchored"
     estimator, settings = Estimator.parse(name), problem.settings
     precise = torch.float32 if problem.device.type == "mps" else torch.float64
@@ -322,7 +346,7 @@ def posterior_problem(
         gram_dtype=settings.gram_dtype or precise,
         rows_dtype=settings.rows_dtype if estimator.kind.keeps_rows else None,
         rows_device=settings.rows_device if estimator.kind.keeps_rows else None,
-        parameter_partition="tensor",  # of all weights, which may be others
+        parameter_partition="tensor",  # that of all weights may be another
         # Rows that can be multiplied with other rows, and H instead of their kernel.
         plain_curvature=True,
     )
@@ -369,7 +393,7 @@ def collect(problem: Problem, data: object, structure: str) -> Pass:
         count = sum(weight.numel() for weight in problem.weights.values())
         raise MemoryBudgetError(
             f"The posterior {structure!r} over {count:,} weights does not fit: {error.need}",
-            f"Take {_SMALLER[structure]}.",
+            f"Use {_SMALLER[structure]}.",
         ) from error
 
 
@@ -390,15 +414,15 @@ def _warn_if_slow(problem: Problem, data: object, structure: str) -> None:
     needed = problem.curvature(plan).predicted_bytes(problem.partition(plan).block_rows)
     warnings.warn(
         f"The posterior {structure!r} over {size:,} weights takes about {seconds:,.0f} seconds"
-        f" and {needed / GIB:.2g} GiB: its matrix has {size:,}² numbers. Take {_SMALLER[structure]}"
-        " to have it sooner.",
+        f" and {needed / GIB:.2g} GiB, for a matrix of {size:,}² numbers. To be faster, use"
+        f" {_SMALLER[structure]}.",
         EvigradWarning,
         stacklevel=4,  # the caller of Evidence.posterior
     )
 
 
 def _seconds_per_operation(dtype: torch.dtype, device: torch.device) -> float:
-    """The time of one operation of a product of matrices, here and now."""
+    """Return the time of one operation of a product of matrices, measured now."""
     matrix = torch.ones(_TIMED_SIZE, _TIMED_SIZE, dtype=dtype, device=device)
     float((matrix @ matrix)[0, 0])  # the first call prepares libraries
     times = list[float]()
@@ -422,9 +446,9 @@ class _Batches:
 
 
 def last_layer(problem: Problem, data: object) -> list[str]:
-    """Return the weights of the module that is called last, of those with weights and no layers."""
+    """Return the weights of the last called module that has weights and no layers inside."""
     x = check_inputs(as_source(data).first(PROBE_SIZE)[0], problem.device)
-    problem.network.plan(x)  # which checks the model
+    problem.network.plan(x)  # checks the model
     owned = partition_names(list(problem.weights), "module")
     last: list[nn.Module] = []
     model = problem.model
@@ -439,8 +463,8 @@ def last_layer(problem: Problem, data: object) -> list[str]:
         model_outputs(model, x, positions=True)
     if not last:
         raise ConfigurationError(
-            "No module with weights of its own is called as a module, so that there is no last"
-            " layer: take structure='kfac' or 'diag'."
+            "structure='last-layer' needs a module with weights that the model calls, got none. Use"
+            " structure='kfac' or 'diag'."
         )
     return owned[modules[last[-1]]]
 
@@ -450,6 +474,6 @@ def _is_below(name: str, other: str) -> bool:
 
 
 def constant_beside(problem: Problem) -> AbstractContextManager[None]:
-    """Hold all parameters but the problem's weights constant, so that they cost no graph."""
+    """Hold all parameters but the problem's weights constant, so that they need no graph."""
     weight_ids = {id(weight) for weight in problem.weights.values()}
     return held_constant(p for p in problem.model.parameters() if id(p) not in weight_ids)

@@ -1,4 +1,4 @@
-"""What the posterior of the outputs says of targets."""
+"""Predictions of targets from the posterior of the outputs."""
 
 import math
 from collections.abc import Iterator
@@ -21,29 +21,36 @@ from evigrad.likelihoods.calls import (
 from evigrad.likelihoods.positions import is_batch, targets_at
 
 LINKS = ("monte-carlo", "probit", "plug-in")
-# Numbers of sampled outputs at once, 128 MiB in float64.
+# Number of sampled outputs at once, 128 MiB in float64.
 _NUMBERS_AT_ONCE = 2**24
 
 
 @dataclass(frozen=True, eq=False)
 class Predictive:
-    """The outputs of some data, f ~ N(outputs, covariance), and what they say of the targets.
+    """Outputs f ~ N(outputs, covariance) of some examples, and predictions of their targets.
 
-    Outputs (m, …, C) at several positions of each datum are each on their own.
+    ``Posterior`` returns it. Outputs (m, …, C) at several positions are predicted one by one.
 
     Attributes:
-        outputs: The outputs of the network itself.
-        covariance: Covariance of each datum's outputs that the weights' posterior leaves, their
-            epistemic part.
-        likelihood: Of the posterior; read only.
+        outputs: Outputs of the network itself.
+        covariance: Covariance of each example's outputs due to uncertain weights (epistemic).
+        likelihood: Likelihood of the posterior; read only.
         link: How probabilities and densities of targets are averaged over the outputs.
-            ``monte-carlo``: over samples of them. ``probit``: at the outputs
-            f / √(1 + π/8 · variance), for a sigmoid by MacKay (1992) and for a softmax the mean
-            field of it; no samples, and no correlations. ``plug-in``: at the outputs, without
-            uncertainty. Gaussian targets need none, as theirs are in closed form. Mean and
-            variances are the same for every link.
-        num_samples: Samples of ``monte-carlo``.
-        seed: Of these samples, so that a prediction is the same whenever it is read.
+            ``monte-carlo`` averages over samples. ``probit`` uses the outputs
+            f / √(1 + π/8 · variance) (MacKay, 1992, for a sigmoid; the mean field for a softmax),
+            without samples and correlations. ``plug-in`` uses the outputs without uncertainty.
+            Gaussian targets have a closed form for all but ``plug-in``. Mean and variances do not
+            depend on the link.
+        num_samples: Number of samples of ``monte-carlo``.
+        seed: Seed of the samples, so that a prediction does not change between reads.
+
+    Examples:
+        >>> import torch
+        >>> from evigrad import Predictive
+        >>> from evigrad.likelihoods import Gaussian
+        >>> prediction = Predictive(torch.zeros(1, 1), torch.full((1, 1, 1), 3.0), Gaussian())
+        >>> prediction.std.item()  # 3 epistemic, 1 noise
+        2.0
     """
 
     outputs: Float[Tensor, "m ... C"]
@@ -55,39 +62,39 @@ class Predictive:
 
     @property
     def mean(self) -> Float[Tensor, "m ... D"]:
-        """The mean of targets that are numbers, in their units; else the outputs.
+        """Return the mean of numeric targets, in their units; otherwise the outputs.
 
-        It is the network's own for normal noise, and exp(f + variance/2) for counts.
+        It equals the outputs for Gaussian noise, and exp(f + variance/2) for counts.
         """
         return self._moments[0]
 
     @property
     def epistemic_variance(self) -> Float[Tensor, "m ... D"]:
-        """The variance that the weights' posterior leaves of the mean; more data lower it."""
+        """Return the variance of the mean due to uncertain weights; it shrinks with more data."""
         return self._moments[1]
 
     @property
     def noise_variance(self) -> Float[Tensor, "m ... D"] | None:
-        """The variance of the targets given the outputs, on average, at every temperature.
+        """Return the mean variance of the targets given the outputs, at every temperature.
 
-        None where targets are no numbers.
+        It is None if targets are not numbers.
         """
         return self._moments[2]
 
     @property
     def variance(self) -> Float[Tensor, "m ... D"]:
-        """Variances of targets that are numbers, epistemic and noise; else of the outputs."""
+        """Return the variance of numeric targets, epistemic plus noise; else of the outputs."""
         noise = self.noise_variance
         return self.epistemic_variance if noise is None else self.epistemic_variance + noise
 
     @property
     def std(self) -> Float[Tensor, "m ... D"]:
-        """The square root of ``variance``, in the units of the targets or outputs."""
+        """Return the square root of ``variance``, in units of the targets or outputs."""
         return self.variance.sqrt()
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Mean, epistemic variance and noise, of the targets or of the outputs."""
+        """Return mean, epistemic variance and noise, of the targets or of the outputs."""
         f, covariance = self.outputs.flatten(0, -2), self.covariance.flatten(0, -3)
         target_moments = moments(self.likelihood, f, covariance)
         if target_moments is None:
@@ -101,16 +108,16 @@ class Predictive:
 
     @cached_property
     def probabilities(self) -> Float[Tensor, "m ... K"]:
-        """The probability of each class (Categorical), or of each label being 1 (Bernoulli).
+        """Return the probability of each class (Categorical), or that each label is 1 (Bernoulli).
 
         Raises:
-            ConfigurationError: If the likelihood has no probabilities of classes.
+            ConfigurationError: If the likelihood has no class probabilities.
         """
         if self.outputs.dim() > 2:
             return self._flat.probabilities.unflatten(0, self.outputs.shape[:-1])
         if self.link != "monte-carlo":
             return class_probabilities(self.likelihood, self._one_output())
-        # Classes need not be as many as outputs.
+        # The number of classes may differ from the number of outputs.
         total, m = self.outputs.new_zeros(()), len(self.outputs)
         for f in self._samples(self.num_samples, self.seed):
             sample_probabilities = class_probabilities(self.likelihood, f.flatten(0, 1))
@@ -119,7 +126,7 @@ class Predictive:
 
     @property
     def _flat(self) -> "Predictive":
-        """All positions of all data, each as a datum."""
+        """Return all positions of all examples, each as an example."""
         return self._at(torch.ones(self.outputs.shape[:-1], dtype=torch.bool, device="cpu"))
 
     def _at(self, where: Bool[Tensor, "m ..."]) -> "Predictive":
@@ -127,18 +134,17 @@ class Predictive:
         return replace(self, outputs=self.outputs[where], covariance=self.covariance[where])
 
     def log_prob(self, y: Tensor) -> Float[Tensor, "m ..."]:
-        """The log predictive density of the targets, averaged over the outputs.
+        """Return the log predictive density of the targets, averaged over the outputs.
 
         Args:
-            y: Targets as the likelihood takes them.
+            y: Targets in the likelihood's format.
 
         Returns:
-            One number for each datum, in nats; of all its outputs together. With outputs
-            (m, …, C) one for each position, (m, …), and NaN for one without a target. A sequence
-            without targets is NaN at all of its positions.
+            One number per example, in nats, for all its outputs together. For outputs (m, …, C) one
+            number per position, (m, …), and NaN at positions without a target.
 
         Raises:
-            ConfigurationError: If the link is ``probit`` and targets are no classes.
+            ConfigurationError: If the link is ``probit`` and targets are not classes.
             InputError: If the targets do not fit.
         """
         if self.outputs.dim() > 2 and is_batch(y, len(self.outputs)):
@@ -165,10 +171,10 @@ class Predictive:
     def sample(
         self, n: int, generator: torch.Generator | int | None = None
     ) -> Float[Tensor, "n m ... C"]:
-        """Draw outputs, correlated within a datum, but not between its positions or with others.
+        """Draw outputs, with correlations between the outputs of one example or position.
 
         Args:
-            n: How many draws of each.
+            n: Number of draws.
             generator: CPU generator or seed. Default: the seed of this prediction.
 
         Returns:
@@ -179,18 +185,18 @@ class Predictive:
         return torch.cat(list(self._samples(n, self.seed if generator is None else generator)))
 
     def _one_output(self) -> Tensor:
-        """The outputs of the links without samples."""
+        """Return the outputs of the links without samples."""
         if self.link == "plug-in":
             return self.outputs
         if not self.likelihood.is_classification:
             raise ConfigurationError(
-                f"link='probit' is for classes, and {type(self.likelihood).__name__} has"
-                " is_classification = False: take 'monte-carlo' or 'plug-in'."
+                f"link='probit' needs a likelihood of classes, got {type(self.likelihood).__name__}"
+                " with is_classification = False. Use 'monte-carlo' or 'plug-in'."
             )
         return self.outputs * (1.0 + math.pi / 8.0 * self._variance).rsqrt()
 
     def _samples(self, n: int, generator: torch.Generator | int) -> Iterator[Tensor]:
-        """So many draws (·, m, C), in parts."""
+        """Yield n draws (·, m, C), in parts."""
         if isinstance(generator, int):
             generator = torch.Generator().manual_seed(generator)
         step = max(1, _NUMBERS_AT_ONCE // self.outputs.numel())
@@ -202,12 +208,12 @@ class Predictive:
 
     @cached_property
     def _root(self) -> Float[Tensor, "m C C"]:
-        """A square root of each covariance, by eigenvalues: it may be singular."""
+        """Return a square root of each covariance, by eigenvalues because it may be singular."""
         values, vectors = torch.linalg.eigh(_precise(self.covariance))
         return vectors * values.clamp(min=0.0).sqrt().unsqueeze(1)
 
     def _normal_log_prob(self, y: Tensor, noise: Tensor) -> Tensor:
-        """N(y; outputs, covariance + noise)."""
+        """Return log N(y; outputs, covariance + noise)."""
         spread = _precise(self.covariance) + _precise(noise).diag_embed()
         factor = torch.linalg.cholesky(spread)
         error = _precise(y.to(self.outputs) - self.outputs).unsqueeze(2)
@@ -218,5 +224,5 @@ class Predictive:
 
 
 def _precise(values: Tensor) -> Tensor:
-    """In float64, where the device has it."""
+    """Return the values in float64, if the device has it."""
     return values if values.device.type == "mps" else values.double()

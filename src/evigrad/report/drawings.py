@@ -1,4 +1,4 @@
-"""The figures of a report, and what its page says of them."""
+"""The figures of a report, and the facts in their captions."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,18 +22,18 @@ from evigrad.report.runs import Run
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Stands for a missing value.
+# Replaces a missing value.
 NOTHING = "–"
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure, whose file has its ``name``, and what the page says of it."""
+    """A figure, whose file has its ``name``, and the facts in its caption."""
 
     name: str
     title: str  # for readers who cannot see the figure
     kind: str  # which caption of the page's template it has
-    facts: Any  # what the caption says beside its sentence
+    facts: Any  # what the caption says besides its sentence
     make: "Callable[[Palette], Figure]"
 
 
@@ -62,7 +62,7 @@ def show(value: object, factor: float = 1.0, digits: int = 0) -> str:
 
 
 def curves(runs: Sequence[Run]) -> list[Drawing]:
-    """Learning curves of all runs: a figure for each recorded quantity."""
+    """Return learning curves of all runs: a figure per recorded quantity."""
     histories = {run.label: run.history for run in runs}
     drawings = []
     for name, quantity in QUANTITIES.items():
@@ -82,7 +82,7 @@ def curves(runs: Sequence[Run]) -> list[Drawing]:
 
 
 def _last_values(run: Run, quantity: Quantity) -> str:
-    """The last value of each kind of line, as ``test 97.00 %, train 99.00 %``."""
+    """Return the last value of each kind of line, such as ``test 97.00 %, train 99.00 %``."""
     digits, unit = (2, " %") if quantity.factor == 100 else (0, "")
     values = {kind: run.last(column) for kind, column in quantity.columns.items()}
     return ", ".join(
@@ -106,18 +106,18 @@ class Group:
 
     @property
     def is_learned(self) -> bool:
-        """Whether one of them changes over the epochs."""
+        """Return whether one of them changes over the epochs."""
         return any(len({*self.run.values(column)}) > 1 for column in self.columns.values())
 
     @property
     def ends(self) -> dict[str, tuple[str, str]]:
-        """The first and the last value of each, in words, by rising last value."""
+        """Return the first and the last value of each, in words, by rising last value."""
         values = {name: self.run.values(column) for name, column in self.columns.items()}
         names = sorted(values, key=lambda name: values[name][-1])
         return {name: (self.show(values[name][0]), self.show(values[name][-1])) for name in names}
 
     def drawing(self) -> Drawing:
-        """The figure of their paths over the epochs."""
+        """Return the figure of their paths over the epochs."""
         title = self.run.titled(self.title)
 
         def make(palette: Palette) -> "Figure":
@@ -158,10 +158,10 @@ _KINDS = {
 
 
 def hyperparameters(run: Run) -> list[Group]:
-    """Return those of prior and likelihood, ranges of transforms and the network's others.
+    """Return the groups of prior, likelihood, ranges of transforms, and other hyperparameters.
 
-    Ranges that are zero in all epochs, of transforms that are not used, are left out. Those that
-    are learned and those that are not are in groups of their own. No group is empty.
+    Ranges that are zero in all epochs (transforms that are not used) are omitted. Learned and fixed
+    ranges are in separate groups. No group is empty.
     """
     prior = {"log": True, "size": (WIDTH, 4.0)}
     noise = {

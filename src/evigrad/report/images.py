@@ -1,4 +1,4 @@
-"""Images of a run's data, and what its random transform makes of them."""
+"""Images of a run's data under its random transform."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,39 +19,40 @@ from evigrad.training import load
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Transforms of each image, and the seed of their draws: the same run gives the same page.
+# Number of transforms per image, and the seed of their draws: a run always gives the same page.
 DRAWS = 7
 _SEED = 0
-# Space between cells, and the wider one behind the originals, as a share of a cell's side.
+# Space between cells, and the wider one after the originals, as a share of a cell's side.
 _GAP, _MARGIN = 0.06, 0.25
 _CELL = 0.55  # inches
-_LONGEST = 16  # letters of a row's name
+_LONGEST = 16  # maximum number of letters in a row's name
 
 
 def augmented_images(
     images: Tensor, transformed: Tensor, names: Sequence[str] = (), palette: Palette = LIGHT
 ) -> "Figure":
-    """Return a figure of n · (1 + draws) images beside random transforms of them, a row for each.
+    """Return a figure of n · (1 + draws) images next to their random transforms, one row per image.
 
     Args:
         images: (n, channels, height, width), from 0 (black) to 1, clipped there. Three channels are
             red, green and blue; of any other number the mean is shown.
         transformed: (n, draws, channels, height, width).
         names: Names of the n rows, or none.
-        palette: Colours.
+        palette: Colors.
 
     Raises:
         InputError: If these are not images, or do not belong together.
     """
     if images.dim() != 4 or transformed.dim() != 5 or len(images) == 0:
         raise InputError(
-            "Give images (n, channels, height, width) and their transforms (n, draws, channels,"
-            f" height, width), not {tuple(images.shape)} and {tuple(transformed.shape)}."
+            "images and transformed must have the shapes (n, channels, height, width) and (n,"
+            f" draws, channels, height, width), got {tuple(images.shape)} and"
+            f" {tuple(transformed.shape)}."
         )
     if transformed.shape[:1] + transformed.shape[2:] != images.shape or (
         names and len(names) != len(images)
     ):
-        raise InputError("Images, their transforms and names must be of the same number and shape.")
+        raise InputError("Images, their transforms and names must have one number and one shape.")
     rows, draws = transformed.shape[:2]
     height, width = images.shape[-2:]
     aspect = height / width
@@ -90,7 +91,7 @@ def augmented_images(
 
 
 def draw_transforms(images: Tensor, transform: nn.Module, draws: int = DRAWS) -> Tensor:
-    """Random transforms (n, draws, channels, height, width) of images, the same at every call."""
+    """Return random transforms (n, draws, channels, height, width), the same at every call."""
     generator = torch.Generator().manual_seed(_SEED)
     chosen: Any = transform
     noise = chosen.sample(len(images) * draws, generator).to(images.device)
@@ -100,12 +101,12 @@ def draw_transforms(images: Tensor, transform: nn.Module, draws: int = DRAWS) ->
 
 
 def rebuild(run: Run, data_dir: str | Path | None = None) -> tuple[DataSet, nn.Module]:
-    """Data and network of a run of the command line at its last checkpoint, on the CPU."""
+    """Return data and network of a command-line run at its last checkpoint, on the CPU."""
     options = run.options
     if not options:
         raise ConfigurationError(
-            "The run has no config.yaml, which says what its data and its network are: it was"
-            " started from Python."
+            "The run has no config.yaml with its data and network, because it was started from"
+            " Python."
         )
     selection = ("subset", "target", "likelihood", "features", "drop", "categorical")
     loaded = data_sets.load(
@@ -120,14 +121,14 @@ def rebuild(run: Run, data_dir: str | Path | None = None) -> tuple[DataSet, nn.M
 
 
 def find_transform(data: DataSet, model: nn.Module) -> nn.Module | None:
-    """The transform of a network's ``Averaged``; None without one, or if data are not images."""
+    """Return the transform of a network's ``Averaged``; None without one or without images."""
     if len(data.input_shape) != 3:
         return None
     return next((part.invariance for part in model.modules() if isinstance(part, Averaged)), None)
 
 
 def examples_of(data: DataSet, count: int) -> tuple[Tensor, list[str]]:
-    """At most ``count`` test images, standardised, of different classes, and the classes' names."""
+    """Return at most ``count`` standardized test images of different classes, and class names."""
     x, y = data.test
     chosen = _of_different_classes(y, min(count, len(x)))
     if not data.is_classification:
@@ -136,7 +137,7 @@ def examples_of(data: DataSet, count: int) -> tuple[Tensor, list[str]]:
 
 
 def _of_different_classes(labels: Tensor, count: int) -> list[int]:
-    """Indices of the first datum of each class, then of the second of each, and so on."""
+    """Return indices of the first example of each class, then the second of each, and so on."""
     seen: dict[float, int] = {}
     ranks = []
     for index, label in enumerate(labels.flatten().tolist()):

@@ -1,4 +1,4 @@
-"""Read the folder of a run for a report."""
+"""Readers of the folders of runs, for a report."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from evigrad.plots.runs import History, series
 from evigrad.training.history import read_metrics
 from evigrad.training.settings import method_of
 
-# The folder of the MAP run that ``evigrad train --compare-map`` makes inside a run's folder.
+# Folder of the MAP run that ``evigrad train --compare-map`` makes inside a run's folder.
 MAP_FOLDER = "map"
 # Columns that every table of a run's metrics has.
 _COLUMNS = ("epoch", "loss")
@@ -25,30 +25,30 @@ class Run:
 
     path: Path
     label: str
-    history: History  # one row for each finished epoch, one at least
+    history: History  # one row per finished epoch, at least one
     settings: Mapping[str, Any]  # the content of ``config.json``
     options: Mapping[str, Any]  # of ``config.yaml``; empty for a run started from Python
-    results: Mapping[str, Any]  # the part of ``results.json`` on this run, if there is one
+    results: Mapping[str, Any]  # the run's part of ``results.json``, if there is one
     is_baseline: bool = False  # whether it is the MAP run that another one is compared with
     suffix: str = ""  # end of the names of its files, unique in a report; empty for the only run
 
     @property
     def method(self) -> str:
-        """Name of the estimator or the baseline by which hyperparameters were learned."""
+        """Return the name of the estimator, or of the baseline."""
         return method_of(self.settings)
 
     @property
     def epochs(self) -> int:
-        """The number of finished epochs."""
+        """Return the number of finished epochs."""
         return int(series(self.history, "epoch")[0][-1])
 
     @property
     def planned(self) -> int:
-        """The number of epochs in the settings."""
+        """Return the number of epochs in the settings."""
         return int(self.settings.get("epochs") or self.epochs)
 
     def columns(self, prefix: str) -> dict[str, str]:
-        """Hyperparameter columns that have a value, by what follows a prefix as ``precision/``."""
+        """Return hyperparameter columns with a value, without a prefix such as ``precision/``."""
         return {
             column.removeprefix(prefix): column
             for column in self.history[0]
@@ -56,23 +56,25 @@ class Run:
         }
 
     def values(self, column: str) -> list[float]:
-        """The values of a column that are known and finite."""
+        """Return the known and finite values of a column."""
         return series(self.history, column)[1]
 
     def titled(self, title: str) -> str:
-        """The title of a figure of this run, which says of which where there are several."""
+        """Return the title of a figure of this run, with its label if there are several runs."""
         return f"{title}, {self.label}" if self.suffix else title
 
     def last(self, column: str) -> float | None:
-        """The last known value of a column; None if there is none."""
+        """Return the last known value of a column; None if there is none."""
         return next(reversed(self.values(column)), None)
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Run]:
-    """The runs in some folders that have an epoch, each MAP run before the run that holds it."""
+    """Return the runs with an epoch in some folders, each MAP run before the run that holds it."""
     folders = [Path(path) for path in paths]
     if len({folder.resolve() for folder in folders}) < len(folders):
-        raise ConfigurationError("A run is named twice; name each one once.")
+        raise ConfigurationError(
+            "The folders of runs must differ, got one twice. Name each run once."
+        )
     names = [folder.resolve().name for folder in folders]
     runs = []
     for folder, name in zip(folders, names, strict=True):
@@ -91,9 +93,11 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
 
 
 def _read_with_map(folder: Path, label: str | None) -> list[Run]:
-    """A run and its MAP run; named by their methods where there is no label."""
+    """Return a run and its MAP run, named by their methods if there is no label."""
     if not folder.is_dir():
-        raise ConfigurationError(f"There is no folder {folder}; name the folder of a run.")
+        raise ConfigurationError(
+            f"A report needs the folder of a run, got {folder}: no such folder."
+        )
     options, results = _read(folder / "config.yaml"), _read(folder / "results.json")
     runs = []
     for path in (folder / MAP_FOLDER, folder):
@@ -101,13 +105,13 @@ def _read_with_map(folder: Path, label: str | None) -> list[Run]:
             continue
         if not (path / "config.json").is_file():
             raise ConfigurationError(
-                f"There is no file {path / 'config.json'}, which every run has: {path} is not the"
-                " folder of a run."
+                f"There is no file {path / 'config.json'}, so {path} is not the folder of a run."
+                " Use the folder of a run."
             )
         settings = _read(path / "config.json")
         if not isinstance(epochs := settings.get("epochs"), int | None):
             raise ConfigurationError(
-                f"{path / 'config.json'} has epochs: {epochs!r}, which is no number of epochs."
+                f"{path / 'config.json'}: epochs must be a number of epochs, got {epochs!r}."
             )
         method = method_of(settings)
         of_run = results.get(method)
@@ -124,8 +128,8 @@ def _read_with_map(folder: Path, label: str | None) -> list[Run]:
         )
     if not runs:
         raise ConfigurationError(
-            f"{folder} has no metrics.csv: it is not the folder of a run, or its first epoch is not"
-            " over yet. Name the folder that --run-dir (run_dir=...) named."
+            f"{folder} has no metrics.csv: it is not the folder of a run, or its first epoch has"
+            " not finished yet. Use the folder of --run-dir (run_dir=...)."
         )
     return runs
 
@@ -143,12 +147,12 @@ def _read_history(path: Path) -> History:
         )
     history = [row for row in rows if row["epoch"] is not None]
     if not series(history, "epoch")[0]:
-        raise ConfigurationError(f"{path} has no epoch yet; wait until the first one is over.")
+        raise ConfigurationError(f"{path} has no epoch yet. Wait until the first one has finished.")
     return history
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The names and values in a JSON or YAML file; none where there is no file."""
+    """Return the names and values in a JSON or YAML file; empty if there is no file."""
     if not path.is_file():
         return {}
     try:
@@ -163,5 +167,5 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path} cannot be read: {' '.join(str(error).split())}."
         ) from error
     if not isinstance(content, dict | None):
-        raise ConfigurationError(f"{path} cannot be read: it holds no names with values.")
+        raise ConfigurationError(f"{path} cannot be read: it must hold names with values.")
     return content or {}

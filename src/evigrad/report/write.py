@@ -1,4 +1,4 @@
-"""The page of a report: its figures, its tables, and the file."""
+"""The HTML page of a report: its figures, its tables, and the file."""
 
 import base64
 import io
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 REPORT = "report.html"
 FIGURES = "figures"
-# Folder of the page of several runs, in the folder of the first one, whose own page stays.
+# Folder of the page of several runs, in the folder of the first run.
 COMPARISON = "comparison"
 # Dots per inch: sharp on the small pixels of a phone.
 _RESOLUTION = 160
 
-# Of a table: what a row is called, and a cell for each run or value.
+# A row of a table: its name, and a cell for each run or value.
 Rows = list[list[str]]
 
-# Decimals of nats per datum: many, as runs differ little.
+# Decimals of nats per example: many, because runs differ little.
 _NATS = 4
-# A larger group of hyperparameters is left to the figure and metrics.csv.
+# Larger groups of hyperparameters are only in the figure and metrics.csv.
 _MOST = 60
 
 
@@ -50,35 +50,45 @@ def write_report(
     data_dir: str | Path | None = None,
     examples: int = 6,
 ) -> Path:
-    """Make one HTML page of a run, or of several beside each other, and its figures as PNGs.
+    """Write one HTML page of a run, or of several runs, and its figures as PNGs.
 
     The page has learning curves, prior precisions, noise and ranges of invariances over the
     epochs, test images under the learned augmentation, and tables of metrics, hyperparameters and
-    settings. It needs no other file. An unfinished run is shown up to its last epoch, and a run
-    with ``compare_map`` beside its MAP run.
+    settings. It needs no other files. An unfinished run is shown up to its last epoch. A run with
+    ``compare_map`` is shown with its MAP run.
 
-    Images are drawn for networks with random transforms of images that ``evigrad train`` has
-    trained: from the data that the run's ``config.yaml`` names and its last checkpoint. Where one
-    of them is missing the page says so.
+    Images are drawn for networks with random image transforms that ``evigrad train`` has trained.
+    They need the data that the run's ``config.yaml`` names, and the last checkpoint. If one is
+    missing, the page says so.
 
     Args:
         run_dir: Folder of the run.
         *others: Folders of other runs.
-        out: Folder that gets ``report.html``, and PNGs in its folder ``figures``. Default: the
-            folder of the run, or its folder ``comparison`` if there are other runs.
-        data_dir: Folder of data sets, where the run's is not here any more. Default: the run's.
-        examples: Test images that are shown under the learned augmentation, at most; 0 shows none.
+        out: Folder for ``report.html``, and for PNGs in its folder ``figures``. Default: the folder
+            of the run, or its folder ``comparison`` if there are other runs.
+        data_dir: Folder of data sets, if the run's folder has moved. Default: the run's.
+        examples: Maximum number of test images under the learned augmentation. 0 shows none.
 
     Returns:
-        The page.
+        The path of the page.
 
     Raises:
-        ConfigurationError: If a folder is not that of a run with a finished epoch, one of its files
-            cannot be read, the page cannot be written, examples is negative, or matplotlib is not
-            installed.
+        ConfigurationError: If a folder does not belong to a run with a finished epoch, or a file
+            cannot be read or written. Also if examples is negative, or matplotlib is missing.
+
+    Examples:
+        >>> import torch
+        >>> import evigrad
+        >>> from evigrad.report import write_report
+        >>> data = torch.randn(40, 2), torch.arange(40) % 2
+        >>> schedule = evigrad.Schedule(epochs=2)
+        >>> options = {"schedule": schedule, "run_dir": "runs/page", "progress": False}
+        >>> run = evigrad.fit(torch.nn.Linear(2, 2), data, **options)
+        >>> write_report(run.run_dir).name
+        'report.html'
     """
     if examples < 0:
-        raise ConfigurationError(f"examples must be 0 or more, not {examples}.")
+        raise ConfigurationError(f"examples must be at least 0, got {examples}.")
     folder = Path(run_dir)
     runs = read_runs([folder, *others])
     if out is not None:
@@ -92,7 +102,7 @@ def write_report(
     }
     shown["augmented"], without_images = _augmentations(runs, data_dir, examples)
     images = {
-        drawing.name: [_png(drawing.make, colours) for colours in (LIGHT, DARK)]
+        drawing.name: [_png(drawing.make, colors) for colors in (LIGHT, DARK)]
         for drawings in shown.values()
         for drawing in drawings
     }
@@ -124,19 +134,19 @@ def write_report(
         for name, (light, _) in images.items():
             (figures / f"{name}.png").write_bytes(light)
         with replacing(folder / REPORT) as file:
-            file.write(page.encode("utf-8", errors="replace"))  # of half a character in a name
+            file.write(page.encode("utf-8", errors="replace"))  # a name may hold half a character
     return folder / REPORT
 
 
 def _augmentations(
     runs: Sequence[Run], data_dir: str | Path | None, examples: int
 ) -> tuple[list[Drawing], dict[str, Exception]]:
-    """Images under the random transform of each run that has one, and why a run has none."""
+    """Return images under the random transform of each run that has one, and errors by run."""
     drawings: list[Drawing] = []
     missing: dict[str, Exception] = {}
     for run in runs:
         asked = run.options.get("invariance") or run.options.get("flip")
-        # A MAP run keeps the transform that the run compared with it started with.
+        # A MAP run keeps the initial transform of the run that is compared with it.
         if not examples or not (asked or run.columns("range/")) or run.is_baseline:
             continue
         try:
@@ -163,7 +173,7 @@ def _png(make: "Callable[[Palette], Figure]", palette: Palette) -> bytes:
 
 
 def metrics(runs: Sequence[Run]) -> Rows:
-    """The final metrics: a row for each metric, with its unit, and a cell for each run."""
+    """Return the final metrics: a row per metric, with its unit, and a cell per run."""
 
     def last(column: str, factor: float = 1.0, digits: int = 0) -> Callable[[Run], str]:
         return lambda run: show(run.last(column), factor, digits)
@@ -190,24 +200,24 @@ def metrics(runs: Sequence[Run]) -> Rows:
         runs,
         {
             "epochs": lambda run: f"{run.epochs} of {run.planned}",
-            "test log likelihood (nats per datum)": last("test_log_likelihood", digits=_NATS),
+            "test log likelihood (nats per example)": last("test_log_likelihood", digits=_NATS),
             "test accuracy (%)": last("test_accuracy", 100.0, 2),
             "test RMSE (units of the targets)": lambda run: show(run.results.get("test_rmse")),
             "test squared error": last("test_squared_error"),
-            "train log likelihood (nats per datum)": last("train_log_likelihood", digits=_NATS),
+            "train log likelihood (nats per example)": last("train_log_likelihood", digits=_NATS),
             "train accuracy (%)": last("train_accuracy", 100.0, 2),
             "train squared error": last("train_squared_error"),
-            "training loss (nats per datum)": last("loss", digits=_NATS),
-            f"log evidence {judge} (nats per datum)": common,
-            "log evidence while training, last round (nats per datum)": evidence,
+            "training loss (nats per example)": last("loss", digits=_NATS),
+            f"log evidence {judge} (nats per example)": common,
+            "log evidence during training, last round (nats per example)": evidence,
             "hyperparameter steps": last("hyper_steps"),
-            "time of training (seconds)": last("seconds"),
+            "training time (seconds)": last("seconds"),
         },
     )
 
 
 def ends(run: Run) -> Rows:
-    """The hyperparameters of a run at its start and its end, as ``hyperparameters`` has them."""
+    """Return the hyperparameters of a run at its start and its end."""
     rows = []
     for group in hyperparameters(run):
         of = "prior precision, " if group.kind == "prior_precision" else ""
@@ -220,7 +230,7 @@ def ends(run: Run) -> Rows:
 
 
 def settings(runs: Sequence[Run]) -> Rows:
-    """The main settings: a row for each, a cell for each run."""
+    """Return the main settings: a row per setting, a cell per run."""
 
     def setting(name: str) -> Callable[[Run], str]:
         return lambda run: show(run.settings.get(name))
@@ -228,7 +238,7 @@ def settings(runs: Sequence[Run]) -> Rows:
     def option(name: str) -> Callable[[Run], str]:
         return lambda run: show(run.options.get(name))
 
-    def optimiser(run: Run) -> str:
+    def optimizer(run: Run) -> str:
         name, first, last = (setting(key)(run) for key in ("optimizer", "lr", "lr_min"))
         return f"{name}, learning rate {first} to {last}"
 
@@ -236,18 +246,18 @@ def settings(runs: Sequence[Run]) -> Rows:
         runs,
         {
             "data": option("data"),
-            "training data": setting("num_data"),
+            "training examples": setting("num_data"),
             "network": option("model"),
             "invariance": _invariance,
             "weights": setting("num_weights"),
             "likelihood": setting("likelihood"),
             "estimator": lambda run: run.method,
-            "learned": lambda run: show(run.settings.get("learned") or "nothing but the weights"),
+            "learned": lambda run: show(run.settings.get("learned") or "only the weights"),
             "prior": setting("prior"),
             "prior precision at the start": _first_precision,
             "prior mean": setting("prior_mean"),
             "batch size": setting("batch_size"),
-            "optimiser of the weights": optimiser,
+            "optimizer of the weights": optimizer,
             "rounds of hyperparameter steps": _rounds,
             "seed": setting("seed"),
             "device": setting("device"),
@@ -257,14 +267,14 @@ def settings(runs: Sequence[Run]) -> Rows:
 
 
 def all_settings(run: Run) -> Rows:
-    """Every setting of a run, under its name in Python and on the command line."""
+    """Return every setting of a run, under its name in Python and on the command line."""
     settings = {**run.options, **run.settings}
     settings.pop("network", None)  # its record repeats the options
     return [[name, show(settings[name])] for name in sorted(settings)]
 
 
 def _filled(runs: Sequence[Run], cells: dict[str, Callable[[Run], str]]) -> Rows:
-    """The rows in which a run has something to show."""
+    """Return the rows in which a run has something to show."""
     rows = [[words, *map(cell, runs)] for words, cell in cells.items()]
     return [row for row in rows if {*row[1:]} != {NOTHING}]
 
@@ -280,7 +290,7 @@ def _invariance(run: Run) -> str:
 
 
 def _first_precision(run: Run) -> str:
-    """The precision of the first epochs, which those of a burn-in replace."""
+    """Return the precision of the first epochs, which a burn-in overrides."""
     s = run.settings
     learned, num_data = s.get("learned"), s.get("num_data")
     is_learned = isinstance(learned, list) and "prior.log_precision" in learned
@@ -288,8 +298,8 @@ def _first_precision(run: Run) -> str:
     if not (is_learned and has_burn_in and isinstance(num_data, int)):
         return show(s.get("precision"))
     if s.get("prior_mean") not in (None, "zero"):
-        return "that of the burn-in"
-    return f"{show(burn_in_precision(num_data))} (that of the burn-in)"
+        return "set by the burn-in"
+    return f"{show(burn_in_precision(num_data))} (set by the burn-in)"
 
 
 def _rounds(run: Run) -> str:

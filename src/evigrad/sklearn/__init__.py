@@ -1,6 +1,6 @@
-"""Networks on tables as estimators of scikit-learn, hyperparameters learned in the one fit.
+"""Scikit-learn estimators for tabular data, which learn their hyperparameters in one fit.
 
-It needs scikit-learn, ``pip install 'evigrad[sklearn]'``; nothing else in evigrad imports it.
+They need scikit-learn, ``pip install 'evigrad[sklearn]'``. Nothing else in evigrad imports it.
 """
 
 from evigrad.errors import require

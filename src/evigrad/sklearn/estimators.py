@@ -44,13 +44,13 @@ P = ParamSpec("P")
 Module = nn.Module | Callable[[int, int], nn.Module]
 
 UNKNOWN = ("error", "ignore")
-# Blocks that ``log_evidence_`` is a mean over, at most.
+# ``log_evidence_`` is a mean over at most this many blocks.
 _BLOCKS = 10
 # Rows of whole-number weights are repeated if the table does not grow by more than this factor.
 _MOST_REPEATED = 10
-# What the estimators say to ``fit`` themselves.
+# Keywords of ``fit`` that the estimators set themselves.
 _OWN = {"model", "train", "likelihood", "hyperparameters", "seed", "progress"}
-# Rows that are predicted at once.
+# Number of rows that are predicted at once.
 _AT_ONCE = 8192
 
 
@@ -59,7 +59,7 @@ class ParameterError(ConfigurationError, TypeError):
 
 
 def _refusing_unknown(init: Callable[P, None]) -> Callable[P, None]:
-    """Refuse unknown keywords of a constructor in our words; its signature stays as it is."""
+    """Raise an error of our own for unknown keywords of a constructor; keep its signature."""
 
     @wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -70,7 +70,7 @@ def _refusing_unknown(init: Callable[P, None]) -> Callable[P, None]:
 
 
 class _EvidenceEstimator(BaseEstimator):
-    """Base of classifier and regressor; their docstrings say what the settings are."""
+    """Base of classifier and regressor. Their docstrings describe the settings."""
 
     @_refusing_unknown
     def __init__(
@@ -107,7 +107,7 @@ class _EvidenceEstimator(BaseEstimator):
         self.verbose = verbose
 
     def set_params(self, **params: Any) -> Self:
-        """Set parameters, by their names.
+        """Set parameters by name.
 
         Args:
             **params: Parameters of the estimator.
@@ -123,19 +123,19 @@ class _EvidenceEstimator(BaseEstimator):
 
     @classmethod
     def _refuse_unknown(cls, names: Iterable[str]) -> None:
-        """Refuse parameters that the estimator does not have."""
+        """Raise ParameterError for parameters that the estimator does not have."""
         parameters = cls._get_param_names()
         for name in names:
             if name == "class_weight":
                 raise ParameterError(
-                    f"{cls.__name__} has no class_weight. Give weights of the rows to fit instead:"
-                    " fit(X, y, sample_weight=...). For weights by class, take"
+                    f"{cls.__name__} has no class_weight. Pass weights of the rows to fit instead:"
+                    " fit(X, y, sample_weight=...). For weights by class, use"
                     " sklearn.utils.class_weight.compute_sample_weight(class_weight, y)."
                 )
             if name.partition("__")[0] not in parameters:
                 raise ParameterError(
-                    f"Invalid parameter '{name}': {cls.__name__} has none of this name."
-                    f"{nearest(name, parameters)} There are {', '.join(parameters)}."
+                    f"Invalid parameter '{name}' of {cls.__name__}.{nearest(name, parameters)}"
+                    f" Use one of {', '.join(parameters)}."
                 )
 
     # ------------------------------------------------------------ tables
@@ -143,11 +143,11 @@ class _EvidenceEstimator(BaseEstimator):
     def _training_table(
         self, X: Any, y: Any, sample_weight: Any, **checks: Any
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """The table as numbers, the targets, and weights where they are not all the same."""
+        """Return the table as numbers, the targets, and weights unless all are the same."""
         check_choice("handle_unknown", self.handle_unknown, UNKNOWN)
         self._columns = Columns(X, self.handle_unknown == "ignore")
         refuse_targets(y, is_classifier(self))
-        checks["ensure_all_finite"] = False  # of X, whose columns are named
+        checks["ensure_all_finite"] = False  # for X, whose columns are named in our own check
         if is_frame(X):
             validate_data(self, X, y, skip_check_array=True)
             X, y = check_X_y(self._columns.numbers(X), y, estimator=self, **checks)
@@ -159,7 +159,10 @@ class _EvidenceEstimator(BaseEstimator):
         weights = _check_sample_weight(sample_weight, X, dtype=np.float64)
         counted = weights > 0
         if (weights < 0).any() or not counted.any():
-            raise InputError("sample_weight must be 0 or more, and not 0 for every row.")
+            raise InputError(
+                "sample_weight must be 0 or more, and positive for some row. Remove negative"
+                " weights."
+            )
         X, y, weights = X[counted], y[counted], weights[counted]
         is_whole = (weights == weights.round()).all()
         if is_whole and weights.sum() <= _MOST_REPEATED * len(weights):
@@ -168,17 +171,17 @@ class _EvidenceEstimator(BaseEstimator):
         return X, y, weights
 
     def inputs(self, X: Any) -> Tensor:
-        """The inputs of the network ``result_.model``, as it gets them.
+        """Return a table as inputs of the network ``result_.model``.
 
         Args:
-            X: A table with the columns of the training table.
+            X: Table with the columns of the training table.
 
         Returns:
-            (n, inputs): standardised numbers first, then zeros and ones for categories, in the type
+            (n, inputs): standardized numbers first, then zeros and ones for categories, in the type
             of the network and on its device.
 
         Raises:
-            ValueError: If the table does not fit that of the training.
+            ValueError: If the table does not fit the training table.
         """
         check_is_fitted(self)
         if is_frame(X):
@@ -197,7 +200,7 @@ class _EvidenceEstimator(BaseEstimator):
     # ------------------------------------------------------------ training
 
     def _network(self, num_outputs: int, seed: int) -> nn.Module:
-        """The network that is trained, whose parameters' type and device all else takes."""
+        """Return the network, which sets the type and device of everything else."""
         num_inputs = len(self._encoding.feature_of)
         if self.module is None:
             network = make_model(
@@ -217,11 +220,13 @@ class _EvidenceEstimator(BaseEstimator):
                     network = network(num_inputs, num_outputs)
             if not isinstance(network, nn.Module):
                 raise ConfigurationError(
-                    "module is a torch module, or a function from the numbers of inputs and outputs"
-                    f" to one; found {network!r}."
+                    "module must be a torch module, or a function from the numbers of inputs and"
+                    f" outputs to one, got {network!r}."
                 )
         if not any(True for _ in network.parameters()):
-            raise ConfigurationError("The module has no parameters: there is nothing to train.")
+            raise ConfigurationError(
+                "module must have parameters to train, got none. Use a module with weights."
+            )
         return network
 
     def _fit(
@@ -233,14 +238,14 @@ class _EvidenceEstimator(BaseEstimator):
         num_outputs: int,
         posterior: str | None,
     ) -> None:
-        """Train and learn; ``targets`` are those of the likelihood."""
-        if posterior is not None:  # refused before training if it could not be made after it
+        """Train and learn; ``targets`` are in the likelihood's format."""
+        if posterior is not None:  # raises before training if it could not be made afterwards
             check_choice("posterior", posterior, list(STRUCTURES))
             prior = self.prior.structure if isinstance(self.prior, GaussianPrior) else self.prior
             if (posterior, prior) == ("kfac", "diagonal"):
                 raise ConfigurationError(
-                    "posterior='kfac' needs one precision for each weight matrix, and a diagonal"
-                    " prior has one for each weight: say posterior='diag', or another prior."
+                    "posterior='kfac' needs one precision per weight matrix, but a diagonal prior"
+                    " has one per weight. Use posterior='diag', or another prior."
                 )
         self._encoding = Encoding(numbers, self._columns.categories, weights)
         names = getattr(self, "feature_names_in_", range(numbers.shape[1]))
@@ -252,8 +257,8 @@ class _EvidenceEstimator(BaseEstimator):
         x = self._tensor(self._encoding(numbers), model)
         if (output_shape := tuple(probe_outputs(model, x[:2]).shape[1:])) != (num_outputs,):
             raise ConfigurationError(
-                f"The module has outputs of shape {output_shape} for each row, and these targets"
-                f" need ({num_outputs},)."
+                f"module must have outputs of shape ({num_outputs},) per row, got {output_shape}."
+                " Change its last layer."
             )
         scales = Relevance(self._encoding.feature_of, numbers.shape[1]).to(x)
         if self.relevance:
@@ -265,7 +270,7 @@ class _EvidenceEstimator(BaseEstimator):
             y = likelihood.targets(y, torch.as_tensor(weights, device="cpu")).to(x)
         options = {
             "estimator": self.estimator,
-            "prior": copy.deepcopy(self.prior),  # as it is bound to the network
+            "prior": copy.deepcopy(self.prior),  # because fit binds it to the network
             "epochs": self.epochs,
             "batch_size": self.batch_size,
             "lr": self.learning_rate,
@@ -300,8 +305,8 @@ class _EvidenceEstimator(BaseEstimator):
         for name in settings:
             if name not in allowed_names:
                 raise ConfigurationError(
-                    f"settings are keywords of evigrad.fit, and fields of its groups, by their own"
-                    f" names; '{name}' is none that can be set.{nearest(name, allowed_names)}"
+                    f"settings must be keywords of evigrad.fit or fields of its groups, got"
+                    f" '{name}'.{nearest(name, allowed_names)}"
                 )
         return settings
 
@@ -312,61 +317,74 @@ class _EvidenceEstimator(BaseEstimator):
 
 
 class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
-    """A network that classifies rows of a table, and learns how much to regularise in the same fit.
+    """Classify rows of a table by a network that learns its own regularization.
 
-    Numbers are standardised and categories of a ``pandas.DataFrame`` (dtype ``category``,
-    ``string`` or ``object``) become zeros and ones. The precision of each layer's weights, and the
-    relevance of each column, are learned on the marginal likelihood of the training table: there is
-    no validation split and nothing to search for.
+    Numbers are standardized, and categories of a ``pandas.DataFrame`` (dtype ``category``,
+    ``string`` or ``object``) become zeros and ones. The marginal likelihood of the training table
+    learns the precision of each layer's weights and the relevance of each column. You need no
+    validation split and no search.
 
     Args:
-        hidden_layer_sizes: Units of each hidden layer of the network; none make it linear.
-        activation: Non-linearity after each of them: relu, tanh, silu, gelu, elu, softplus or
+        hidden_layer_sizes: Number of units of each hidden layer. An empty sequence makes the
+            network linear. Default: (64, 64).
+        activation: Nonlinearity after each hidden layer: relu, tanh, silu, gelu, elu, softplus or
             sigmoid.
-        module: A network in place of the layers: a torch module from inputs (n, inputs) to outputs
-            (n, classes), of which a copy is trained from the weights that it has, or a function
-            from the two numbers to such a module. It is trained in its own type, on its device.
-        relevance: Whether each column has a scale in front of the network that the evidence learns.
-        estimator: Of the evidence, by its name; None learns nothing but the weights.
-        prior: What has a precision of its own: layerwise, scalar, diagonal or a ``GaussianPrior``.
-        posterior: Structure of the weights' posterior over which ``predict_proba`` averages: kfac,
-            last-layer, diag, full or ntk. None takes the network alone, which has the better
-            probabilities where it fits its data (docs/posterior.md).
-        epochs: Passes over the training table. Default: that of ``evigrad.Schedule``.
-        batch_size: Rows in a step of the weights.
-        learning_rate: Of the weights, at the start. Default: that of ``evigrad.Optimization``.
-        settings: Further settings of ``evigrad.fit`` by their names, also those of its groups, as
+        module: Network to use instead of these layers: a torch module from inputs (n, inputs) to
+            outputs (n, classes), or a function from these two numbers to a module. A copy is
+            trained, in the module's type and on its device.
+        relevance: Whether the evidence learns a scale for each column, in front of the network.
+        estimator: Name of the evidence estimator. None learns only the weights.
+        prior: Which weights share a precision: layerwise, scalar, diagonal or a ``GaussianPrior``.
+        posterior: Structure of the posterior over which ``predict_proba`` averages: kfac,
+            last-layer, diag, full or ntk. Default: None, predictions of the network itself, which
+            are better if it fits its data (docs/posterior.md).
+        epochs: Number of passes over the training table. Default: see ``evigrad.Schedule``.
+        batch_size: Number of rows per optimizer step.
+        learning_rate: Learning rate of the weights at the start. Default: see
+            ``evigrad.Optimization``.
+        settings: Other settings of ``evigrad.fit`` and its groups by name, such as
             ``{"burn_in": 20, "temperature": 0.5}``.
-        handle_unknown: What becomes of a category that the training table does not have:
-            ``"error"`` refuses it, ``"ignore"`` takes it for none of them.
-        random_state: Seed of the initial weights and of all that is random in training.
-        verbose: Whether training shows its progress.
+        handle_unknown: How to treat categories that did not occur in training: ``"error"`` raises
+            an error, ``"ignore"`` sets all inputs of the column to zero.
+        random_state: Seed of the initial weights and of all random draws in training.
+        verbose: Whether to show the progress of training.
 
     Attributes:
-        classes_: The labels, sorted.
-        relevance_: Learned scale of each column of the table, as a share of the largest, (d,). Near
-            0 is a column that the network does not use. Only with ``relevance``.
-        log_evidence_: Estimate of the log evidence of the training table, nats in all; NaN where no
-            estimator was used. Of rows that are drawn it is a lower bound on average.
+        classes_: Labels, sorted.
+        relevance_: Learned scale of each column of the table, relative to the largest, (d,). The
+            network does not use a column near 0. Only with ``relevance``.
+        log_evidence_: Estimate of the log evidence of the training table, in nats for all rows; NaN
+            without an estimator. With randomly drawn rows it is a lower bound on average.
         posterior_: The ``evigrad.Posterior`` of the network's weights, or None.
-        result_: The ``evigrad.FitResult``: network, evidence (with precisions), history.
-        n_features_in_: Columns of the training table, d.
-        feature_names_in_: Their names, where all are strings.
+        result_: The ``evigrad.FitResult``: network, evidence (with precisions) and history.
+        n_features_in_: Number of columns of the training table, d.
+        feature_names_in_: Names of the columns, if all are strings.
+
+    Examples:
+        >>> import numpy as np
+        >>> from evigrad.sklearn import EvidenceClassifier
+        >>> X = np.random.default_rng(0).normal(size=(60, 2))
+        >>> y = np.where(X[:, 0] > 0, "right", "left")
+        >>> classifier = EvidenceClassifier(epochs=50, random_state=0).fit(X, y)
+        >>> classifier.predict([[2.0, 0.0], [-2.0, 0.0]]).tolist()
+        ['right', 'left']
+
+    See also: docs/sklearn.md.
     """
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Train the network, and learn its precisions and relevances.
 
         Args:
-            X: A table (n, d) of numbers, or a ``pandas.DataFrame`` of numbers and categories.
-            y: Labels (n,), numbers or words.
-            sample_weight: How often each row counts, (n,).
+            X: Table (n, d) of numbers, or a ``pandas.DataFrame`` of numbers and categories.
+            y: Labels (n,), numbers or strings.
+            sample_weight: How often each row counts, (n,). Default: once.
 
         Returns:
             The estimator itself.
 
         Raises:
-            InputError: If the labels are of one class, or all weights zero.
+            InputError: If the labels are of one class, or all weights are zero.
             ValueError: If table, labels or settings do not fit.
         """
         numbers, y, weights = self._training_table(X, y, sample_weight)
@@ -374,7 +392,8 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
         self.classes_, labels = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise InputError(
-                f"y has only one class, {self.classes_[0]!r}: there is nothing to learn."
+                f"y must have at least two classes, got one class, {self.classes_[0]!r}. Add rows"
+                " of another class."
             )
         numbers, labels, weights = in_order(numbers, labels, weights)
         count = len(self.classes_)
@@ -382,10 +401,10 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
         return self
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """The probability of each class.
+        """Return the probability of each class.
 
         Args:
-            X: A table with the columns of the training table.
+            X: Table with the columns of the training table.
 
         Returns:
             (n, classes), in the order of ``classes_``.
@@ -400,10 +419,10 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
         return self._in_parts(X, lambda x: probe_outputs(model, x).double().softmax(dim=1))
 
     def predict(self, X: Any) -> np.ndarray:
-        """The most probable class of each row.
+        """Return the most probable class of each row.
 
         Args:
-            X: A table with the columns of the training table.
+            X: Table with the columns of the training table.
 
         Returns:
             Labels (n,).
@@ -416,57 +435,71 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
 
 
 class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
-    """A network for numbers that depend on a table, with error bars, which regularises itself.
+    """Predict numbers from a table, with error bars, by a network that regularizes itself.
 
-    Numbers are standardised, the target too, and categories of a ``pandas.DataFrame`` (dtype
-    ``category``, ``string`` or ``object``) become zeros and ones. The precision of each layer's
-    weights, the relevance of each column and the noise of the target are learned on the marginal
-    likelihood of the training table: there is no validation split and nothing to search for.
-    All that comes out is in the units of the target.
+    Numbers and targets are standardized, and categories of a ``pandas.DataFrame`` (dtype
+    ``category``, ``string`` or ``object``) become zeros and ones. The marginal likelihood of the
+    training table learns the precision of each layer's weights, the relevance of each column and
+    the noise of the targets. You need no validation split and no search. Predictions are in the
+    units of the targets.
 
     Args:
-        hidden_layer_sizes: Units of each hidden layer of the network; none make it linear.
-        activation: Non-linearity after each of them: relu, tanh, silu, gelu, elu, softplus or
+        hidden_layer_sizes: Number of units of each hidden layer. An empty sequence makes the
+            network linear. Default: (64, 64).
+        activation: Nonlinearity after each hidden layer: relu, tanh, silu, gelu, elu, softplus or
             sigmoid.
-        module: A network in place of the layers: a torch module from inputs (n, inputs) to outputs
-            (n, targets), of which a copy is trained from the weights that it has, or a function
-            from the two numbers to such a module. It is trained in its own type, on its device.
-        relevance: Whether each column has a scale in front of the network that the evidence learns.
-        estimator: Of the evidence, by its name; None learns nothing but the weights.
-        prior: What has a precision of its own: layerwise, scalar, diagonal or a ``GaussianPrior``.
-        posterior: Structure of the weights' posterior for ``predict(X, return_std=True)``: kfac,
-            the default, last-layer, diag, full or ntk.
-        epochs: Passes over the training table. Default: that of ``evigrad.Schedule``.
-        batch_size: Rows in a step of the weights.
-        learning_rate: Of the weights, at the start. Default: that of ``evigrad.Optimization``.
-        settings: Further settings of ``evigrad.fit`` by their names, also those of its groups, as
+        module: Network to use instead of these layers: a torch module from inputs (n, inputs) to
+            outputs (n, targets), or a function from these two numbers to a module. A copy is
+            trained, in the module's type and on its device.
+        relevance: Whether the evidence learns a scale for each column, in front of the network.
+        estimator: Name of the evidence estimator. None learns only the weights.
+        prior: Which weights share a precision: layerwise, scalar, diagonal or a ``GaussianPrior``.
+        posterior: Structure of the posterior for ``predict(X, return_std=True)``: kfac (the
+            default), last-layer, diag, full or ntk.
+        epochs: Number of passes over the training table. Default: see ``evigrad.Schedule``.
+        batch_size: Number of rows per optimizer step.
+        learning_rate: Learning rate of the weights at the start. Default: see
+            ``evigrad.Optimization``.
+        settings: Other settings of ``evigrad.fit`` and its groups by name, such as
             ``{"burn_in": 20, "temperature": 0.5}``.
-        handle_unknown: What becomes of a category that the training table does not have:
-            ``"error"`` refuses it, ``"ignore"`` takes it for none of them.
-        random_state: Seed of the initial weights and of all that is random in training.
-        verbose: Whether training shows its progress.
+        handle_unknown: How to treat categories that did not occur in training: ``"error"`` raises
+            an error, ``"ignore"`` sets all inputs of the column to zero.
+        random_state: Seed of the initial weights and of all random draws in training.
+        verbose: Whether to show the progress of training.
 
     Attributes:
-        noise_: Standard deviation of the targets about the network, in their units: a number, or
-            one for each target where there are several.
-        relevance_: Learned scale of each column of the table, as a share of the largest, (d,). Near
-            0 is a column that the network does not use. Only with ``relevance``.
-        log_evidence_: Estimate of the log evidence of the training table, nats in all; NaN where no
-            estimator was used. Densities are those of the targets in their own units; of rows that
-            are drawn it is a lower bound on average.
+        noise_: Standard deviation of the targets' noise in their units: a number, or one per target
+            if there are several.
+        relevance_: Learned scale of each column of the table, relative to the largest, (d,). The
+            network does not use a column near 0. Only with ``relevance``.
+        log_evidence_: Estimate of the log evidence of the training table, in nats for all rows, for
+            targets in their own units; NaN without an estimator. With randomly drawn rows it is a
+            lower bound on average.
         posterior_: The ``evigrad.Posterior`` of the network's weights.
-        result_: The ``evigrad.FitResult``: network, evidence (with precisions), history.
-        n_features_in_: Columns of the training table, d.
-        feature_names_in_: Their names, where all are strings.
+        result_: The ``evigrad.FitResult``: network, evidence (with precisions) and history.
+        n_features_in_: Number of columns of the training table, d.
+        feature_names_in_: Names of the columns, if all are strings.
+
+    Examples:
+        >>> import numpy as np
+        >>> from evigrad.sklearn import EvidenceRegressor
+        >>> X = np.random.default_rng(0).normal(size=(60, 2))
+        >>> y = 3 * X[:, 0] + np.random.default_rng(1).normal(size=60)
+        >>> regressor = EvidenceRegressor((), epochs=50, random_state=0).fit(X, y)
+        >>> mean, std = regressor.predict(X[:5], return_std=True)
+        >>> mean.shape, std.shape
+        ((5,), (5,))
+
+    See also: docs/sklearn.md.
     """
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Train the network, and learn its precisions, relevances and the noise.
+        """Train the network, and learn its precisions, its relevances and the noise.
 
         Args:
-            X: A table (n, d) of numbers, or a ``pandas.DataFrame`` of numbers and categories.
-            y: Targets (n,), or several for each row (n, D).
-            sample_weight: How often each row counts, (n,).
+            X: Table (n, d) of numbers, or a ``pandas.DataFrame`` of numbers and categories.
+            y: Targets (n,), or several per row (n, D).
+            sample_weight: How often each row counts, (n,). Default: once.
 
         Returns:
             The estimator itself.
@@ -482,11 +515,11 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
         numbers, columns, weights = in_order(numbers, columns, weights)
         self._scaler = StandardScaler().fit(columns, sample_weight=weights)
         self._units = np.asarray(self._scaler.scale_)
-        standardised = np.asarray(self._scaler.transform(columns))
+        standardized = np.asarray(self._scaler.transform(columns))
         num_outputs = columns.shape[1]
         likelihood = Gaussian(num_outputs=None if num_outputs == 1 else num_outputs)
         posterior = self.posterior or DEFAULT_STRUCTURE
-        self._fit(numbers, standardised, weights, likelihood, num_outputs, posterior)
+        self._fit(numbers, standardized, weights, likelihood, num_outputs, posterior)
         count = len(y) if weights is None else weights.sum()
         self.log_evidence_ -= float(count * np.log(self._units).sum())
         noise = likelihood.log_noise.detach().exp().double().cpu().numpy() * self._units
@@ -502,15 +535,15 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
     def predict(
         self, X: Any, return_std: bool = False
     ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
-        """The mean of each row's target.
+        """Return the mean of each row's target.
 
         Args:
-            X: A table with the columns of the training table.
-            return_std: Whether to return the standard deviation of the target too, by its noise and
-                by what the posterior leaves open of the network's weights.
+            X: Table with the columns of the training table.
+            return_std: Whether to also return the standard deviation of the target, due to noise
+                and to uncertain weights.
 
         Returns:
-            Means of the shape of the targets; with ``return_std`` a pair of means and deviations.
+            Means in the shape of the targets; with ``return_std`` also standard deviations.
 
         Raises:
             ValueError: If the table does not fit.
@@ -524,7 +557,7 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
         return self._in_units(both[:, 0]), deviations.reshape(len(both), *self._target_shape)
 
     def _mean_and_std(self, x: Tensor) -> Tensor:
-        """Both of standardised targets, (n, 2, C)."""
+        """Return mean and standard deviation of standardized targets, (n, 2, C)."""
         predictive = cast("Posterior", self.posterior_)(x)
         return torch.stack([predictive.mean, predictive.std], dim=1)
 

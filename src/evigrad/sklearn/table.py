@@ -1,4 +1,4 @@
-"""From a table of numbers and categories to the inputs of a network."""
+"""Inputs of a network from a table of numbers and categories."""
 
 import sys
 import warnings
@@ -26,13 +26,13 @@ from evigrad.data.columns import (
 )
 from evigrad.errors import EvigradWarning, InputError, listed
 
-# Where relevances start, before the sigmoid: at 0.88.
+# Relevances start here, before the sigmoid: at 0.88.
 _START = 2.0
-_LEAVE_OUT = "leave the column out"
+_LEAVE_OUT = "remove the column"
 
 
 def is_frame(X: Any) -> bool:
-    """Whether a table is a ``pandas.DataFrame``; without pandas loaded nothing is."""
+    """Return whether a table is a ``pandas.DataFrame``; False if pandas is not loaded."""
     pandas = sys.modules.get("pandas")
     return pandas is not None and isinstance(X, pandas.DataFrame)
 
@@ -40,12 +40,12 @@ def is_frame(X: Any) -> bool:
 class Columns:
     """The columns of a training table as numbers: categories become their positions.
 
-    Columns of a frame are categories where their dtype is ``category``, ``string`` or ``object``
-    (unless an ``object`` column holds nothing but numbers). A declared ``category`` has all of its
-    categories, another column those of the training data, sorted; a missing value is a category
-    of its own where the training data have one. The rules are those of ``evigrad.data.columns``.
-    ``categories`` are those of each column of categories, by its position. With ``ignore_unknown``
-    values that are no category count as none of them.
+    Columns of a frame are categories if their dtype is ``category``, ``string`` or ``object``
+    (unless an ``object`` column holds only numbers). A declared ``category`` has all of its
+    categories; other columns have the training values, sorted. A missing value is a category
+    if the training data have one. ``evigrad.data.columns`` has the rules. ``categories`` are the
+    categories of each column by its position. ``ignore_unknown`` accepts values that are in no
+    category.
     """
 
     def __init__(self, X: Any, ignore_unknown: bool) -> None:
@@ -65,12 +65,12 @@ class Columns:
                 self.categories[position] = column.categories
 
     def numbers(self, X: Any) -> Any:
-        """A frame as numbers (n, d), −1 for no category; a table without categories as it is."""
+        """Return a frame as numbers (n, d), −1 for no category; other tables as they are."""
         if not is_frame(X):
             if self.categories:
                 raise InputError(
-                    "The training table was a DataFrame with columns of categories: give a"
-                    " DataFrame with the same columns."
+                    "X must be a DataFrame with the columns of the training table, which had"
+                    " categories."
                 )
             _refuse_texts(X)
             return X
@@ -82,8 +82,8 @@ class Columns:
                 column, problem = _read(name, series)
                 if problem is None and column.kind not in NUMERIC:
                     problem = (
-                        f"{column.label} held numbers in the training table, and now dtype"
-                        f" {series.dtype}: make numbers of it"
+                        f"{column.label} held numbers in the training table, and now has dtype"
+                        f" {series.dtype}: convert it to numbers"
                     )
                 codes, problem = column.values, problem or problem_of(column, _LEAVE_OUT)
             problems.append(problem)
@@ -95,34 +95,34 @@ class Columns:
     def _positions(
         self, name: Hashable, series: Any, categories: Sequence[Hashable]
     ) -> tuple[Any, str | None]:
-        """The position of each value among the categories, or what is wrong."""
+        """Return the position of each value among the categories, or a problem in words."""
         position_of = {value: index for index, value in enumerate(categories)}
         values = _present(series)
         label = f"column '{name}'"
         for value in values:
             if not isinstance(value, Hashable) or isinstance(value, tuple):
                 kind = type(value).__name__
-                return None, f"{label} holds values of type {kind}, which are no category"
+                return None, f"{label} holds values of type {kind}, which cannot be categories"
         unknown = sorted({v for v in values if v not in position_of}, key=repr)
         if unknown and not self._ignore_unknown:
             others = listed([str(value) for value in unknown if value is not None])
             seen = listed([str(value) for value in categories if value is not None])
             what = f"holds {others}" if others else "lacks values"
             return None, (
-                f"{label} {what}, which the training table did not: its categories were {seen}."
+                f"{label} {what}, unlike the training table, whose categories were {seen}."
                 " With handle_unknown='ignore' such values count as no category"
             )
         return [position_of.get(value, -1) for value in values], None
 
 
 def _present(series: Any) -> list[Any]:
-    """The values of a column; None for all kinds of missing ones."""
+    """Return the values of a column, with None for all kinds of missing values."""
     missing = series.isna()
     return [None if m else value for value, m in zip(series, missing, strict=True)]
 
 
 def _read(name: Hashable, series: Any) -> tuple[Column, str | None]:
-    """A column of a frame as the rules take it, and what is wrong with its cells."""
+    """Return a column of a frame for the rules, and a problem of its cells in words."""
     pandas = sys.modules["pandas"]
     types, dtype, kind = pandas.api.types, series.dtype, str(series.dtype)
     problem, declared = None, None
@@ -144,7 +144,7 @@ def _read(name: Hashable, series: Any) -> tuple[Column, str | None]:
 
 
 def _refuse_texts(X: Any) -> None:
-    """Refuse texts in an array, of which no column says that it holds categories."""
+    """Raise InputError for strings in an array, in which no column is declared as categories."""
     cells = np.array(X, dtype=object) if isinstance(X, list) else X
     if not isinstance(cells, np.ndarray) or cells.ndim != 2 or cells.dtype.kind not in "OUS":
         return
@@ -152,14 +152,15 @@ def _refuse_texts(X: Any) -> None:
     if texts:
         first = next(cell for cell in cells.T[texts[0]] if isinstance(cell, str))
         raise InputError(
-            f"X is an array with texts, such as {first!r} in column {texts[0]} (could not convert"
-            " string to float). Categories need a DataFrame: a ColumnTransformer or pipeline keeps"
-            " it with set_output(transform='pandas')."
+            f"X must be numbers or a DataFrame, got an array with strings, such as {first!r} in"
+            f" column {texts[0]} (could not convert string to float). For categories use a"
+            " DataFrame. A ColumnTransformer or pipeline keeps it with"
+            " set_output(transform='pandas')."
         )
 
 
 def refuse_numbers(numbers: np.ndarray) -> None:
-    """Refuse an array (n, d) with numbers that are missing or not finite, all columns at once."""
+    """Raise InputError for missing or infinite numbers in an array (n, d), for all columns."""
     if np.isfinite(numbers).all():
         return
     columns = (Column(index, "numbers", values) for index, values in enumerate(numbers.T))
@@ -167,32 +168,32 @@ def refuse_numbers(numbers: np.ndarray) -> None:
 
 
 def refuse_targets(y: Any, is_classes: bool) -> None:
-    """Refuse labels (n,), or numbers (n,) or (n, D), that scikit-learn has no words for."""
-    if y is None:  # which scikit-learn refuses
+    """Raise InputError for targets (n,) or (n, D) that scikit-learn's checks do not explain."""
+    if y is None:  # scikit-learn raises an error
         return
     array = y.to_numpy() if hasattr(y, "to_numpy") else np.asarray(y)
     cells = array.ravel().tolist()
     if array.dtype.kind in "OUS":
         if missing := sum(map(is_missing, cells)):
             raise InputError(
-                f"y lacks {missing:,} of {len(cells):,} targets (None or NaN): remove their rows."
+                f"y lacks {missing:,} of {len(cells):,} targets (None or NaN). Remove their rows."
             )
         kinds = kinds_of_cells(cells)
         if problem := problem_of_mixture("y", kinds):
             raise InputError(f"{problem}.")
         expected = (TEXT, *NUMERIC) if is_classes else NUMERIC
         if strange := [kind for kind in kinds if kind not in expected]:
-            what = "Labels are texts or numbers" if is_classes else "Targets are numbers"
+            what = "Labels must be strings or numbers" if is_classes else "Targets must be numbers"
             raise InputError(
-                f"Unknown label type: y holds {strange[0]}, such as {kinds[strange[0]]!r}. {what}."
+                f"Unknown label type: {what}, got {strange[0]} in y, such as {kinds[strange[0]]!r}."
             )
     if not is_classes or not {float} >= {type(cell) for cell in cells}:
         return
     if fractions := [cell for cell in cells if np.isfinite(cell) and cell % 1 != 0]:
         raise InputError(
-            f"Unknown label type: continuous. y holds fractions, such as {fractions[0]:.4g},"
-            " and classes are whole numbers or texts. Use EvidenceRegressor for numbers, or make"
-            " classes of them, for example with numpy.digitize."
+            f"Unknown label type: continuous. Classes must be whole numbers or strings, got"
+            f" fractions in y, such as {fractions[0]:.4g}. Use EvidenceRegressor for numbers, or"
+            " convert them to classes, for example with numpy.digitize."
         )
 
 
@@ -209,11 +210,11 @@ def in_order(
 
 
 class Encoding:
-    """Numbers standardised by the training table, and categories as zeros and ones.
+    """Numbers standardized by the training table, and categories as zeros and ones.
 
     Inputs of a column that ``is_constant`` in the training table are zero. ``numbers`` and
-    ``categories`` are those of ``Columns`` for it; ``weights`` say how often each row counts.
-    ``feature_of`` is the column of the table that each input of the network stands for.
+    ``categories`` are from ``Columns``; ``weights`` are how often each row counts. ``feature_of``
+    is the column of the table for each input of the network.
     """
 
     def __init__(
@@ -231,7 +232,7 @@ class Encoding:
         self.is_constant = (numbers == numbers[0]).all(axis=0)
 
     def __call__(self, numbers: np.ndarray) -> np.ndarray:
-        """The inputs of the network, (n, inputs), numeric columns first."""
+        """Return the inputs of the network, (n, inputs), numeric columns first."""
         parts = [self._scaler.transform(numbers[:, self._numeric])] if self._numeric else []
         for position, size in self._sizes.items():
             parts.append((numbers[:, position, None] == np.arange(size)).astype(np.float64))
@@ -241,21 +242,23 @@ class Encoding:
 
 
 def check_constants(is_constant: np.ndarray, names: Iterable[Hashable], num_rows: int) -> None:
-    """Warn of columns that are the same in all rows, and refuse a table of these alone."""
+    """Warn of columns that are the same in all rows; raise InputError if all columns are."""
     if is_constant.all():
         rows = "one sample" if num_rows == 1 else f"{num_rows:,} rows"
-        raise InputError(f"All columns of X are the same in all rows ({rows}).")
+        raise InputError(
+            f"X must have a column that varies, got the same values in all rows ({rows})."
+        )
     if is_constant.any():
         constant = [name for name, same in zip(names, is_constant, strict=True) if same]
         warnings.warn(f"Columns {words_of_constants(constant)}", EvigradWarning, stacklevel=4)
 
 
 class Relevance(nn.Module):
-    """A learnable scale between 0 and 1 for each feature, shared by the inputs that stand for it.
+    """A learnable scale between 0 and 1 for each feature, shared by all inputs of the feature.
 
-    It switches features off, and leaves how large the outputs are to the weights. A scale above 1
-    would not: it saturates the softmax of a classifier whatever the weights' prior says, and where
-    the softmax has no curvature the linearised evidence rewards that.
+    The scale can switch features off, and leaves the size of the outputs to the weights. A scale
+    above 1 could saturate the softmax of a classifier, whatever the weights' prior is. A saturated
+    softmax has no curvature, and the linearized evidence would reward that.
 
     ``feature_of`` is the feature of each input, 0 … d − 1.
     """
@@ -269,9 +272,9 @@ class Relevance(nn.Module):
 
     @property
     def values(self) -> Float[Tensor, " d"]:
-        """The scale of each feature, with a graph."""
+        """Return the scale of each feature, with a graph."""
         return self.raw.sigmoid()
 
     def forward(self, x: Float[Tensor, "m inputs"]) -> Float[Tensor, "m inputs"]:
-        """The inputs times their scales."""
+        """Return the inputs times their scales."""
         return x * self.values[self.feature_of]

@@ -1,4 +1,4 @@
-"""Records of a run in its checkpoint, and checks that a checkpoint belongs to the run at hand."""
+"""Records of a run in its checkpoint, and checks that a checkpoint belongs to the present run."""
 
 import json
 import math
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from evigrad.training.trainer import Trainer
 
 CHECKPOINT_FORMAT = 4
-# Settings that change no result. All others must be the same when a run goes on.
+# Settings that change no result. All other settings must be the same when a run is resumed.
 FREE_SETTINGS = ("checkpoint_every",)
-# Settings that ranks may have of their own, as each has a memory of its own.
+# Settings that may differ between ranks, because each has its own memory.
 OF_A_RANK = (*FREE_SETTINGS, "micro_batch", "memory_budget", "rows_device")
 
-# Number of data whose outputs are compared with the saved ones, and the relative difference that
-# rounding on another machine may make.
+# Number of examples whose outputs are compared with the saved ones, and the relative difference
+# that rounding on another machine may cause.
 PROBED = 2
 _SAME_OUTPUTS = 1e-2
 # An error lists at most this many names.
@@ -42,10 +42,10 @@ _NAMED = 4
 
 
 def packed(trainer: "Trainer") -> dict[str, Any]:
-    """Return all that a trainer needs to go on, and what shows that it is the same one.
+    """Return all that a trainer needs to resume, and what identifies it.
 
-    All else follows from these: the order of the data and what the model draws from (seed, epoch),
-    learning rates from the epoch and the steps so far.
+    Everything else follows from this state. The seed and the epoch give the order of the data and
+    the model's draws; the epoch and the number of steps give the learning rates.
     """
     model = trainer.evidence.model
     state = model.state_dict()
@@ -66,7 +66,7 @@ def packed(trainer: "Trainer") -> dict[str, Any]:
         "metrics": trainer.metrics,
         **trainer.identity,
         "machine": machine(trainer.device),
-        # Saved with its outputs, as a data set may give other items the next time.
+        # Saved with its outputs, because a data set may return other items the next time.
         "probe": [part.cpu() for part in tensors_of(trainer.probe)],
         "outputs": probe_outputs(model, trainer.probe).cpu(),
         "model": with_bare_names(model, state),
@@ -77,7 +77,7 @@ def packed(trainer: "Trainer") -> dict[str, Any]:
 
 
 def restore(trainer: "Trainer", state: Mapping[str, Any], where: str) -> None:
-    """Let a trainer go on from what ``packed`` returned, read from the folder ``where``."""
+    """Restore a trainer from the state of ``packed``, read from the folder ``where``."""
     check_settings(state["settings"], trainer.identity["settings"], where)
     check_data(state["data"], trainer.identity["data"], where)
     check_network(state, trainer.evidence, where)
@@ -86,7 +86,7 @@ def restore(trainer: "Trainer", state: Mapping[str, Any], where: str) -> None:
         load_network(trainer.evidence.model, state)
         load_optimizer(trainer.weight_optimizer, state["weight_optimizer"], groups=is_own)
         if trainer.learner is not None:
-            # A run counts epochs by its history, and not by calls of ``Learner.step``.
+            # A run counts epochs by its history, not by calls of ``Learner.step``.
             trainer.learner.load_state_dict({"count": 0, **state})
         else:
             trainer.evidence.load_state_dict(state["evidence"])
@@ -100,13 +100,13 @@ def restore(trainer: "Trainer", state: Mapping[str, Any], where: str) -> None:
         numbers = state["metrics"][part].items()
         trainer.metrics[part] = {name: float(value) for name, value in numbers}
     trainer.history = unpacked_history(state["history"])
-    for row in trainer.history:  # of a checkpoint of before these were counted
+    for row in trainer.history:  # earlier versions did not count these
         row.setdefault("skipped_batches", 0)
         row.setdefault("skipped_steps", 0)
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Return PyTorch's version, device and CPU threads, which the last digits depend on."""
+    """Return PyTorch's version, device and CPU threads, which affect the last digits."""
     return {
         "torch": str(torch.__version__),
         "device": device.type,
@@ -116,7 +116,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 @contextmanager
 def with_threads(count: int) -> Iterator[None]:
-    """Compute with this many CPU threads: their number decides how sums are split and rounded."""
+    """Compute with this many CPU threads, because their number affects how sums are rounded."""
     before = torch.get_num_threads()
     if count == before:
         yield
@@ -130,27 +130,28 @@ def with_threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def fitting(what: str) -> Iterator[None]:
-    """Make an error of reading a saved state one that says that it does not fit."""
+    """Turn an error of reading a saved state into one that says that the state does not fit."""
     try:
         yield
-    # Entries may be missing, or of any type: a state is a file's, and a file is anybody's.
+    # Entries may be missing, or of any type: anybody can write the file of a state.
     except Exception as error:
         if isinstance(error, EvigradError) or is_out_of_memory(error):
             raise
         words = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise ConfigurationError(
-            f"{what} does not fit this run, or was damaged ({words.rstrip('.')})."
+            f"{what} does not fit this run, or is damaged ({words.rstrip('.')}). Start a new run"
+            " in another folder."
         ) from error
 
 
 def load_optimizer(
     optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], *, groups: bool = False
 ) -> None:
-    """Load an optimiser's moments, counts and rates; settings stay the run's, unless ``groups``."""
-    if groups:  # of an optimiser of the user's own, of which nothing is known
+    """Load an optimizer's moments, counts and rates; settings stay the run's, unless ``groups``."""
+    if groups:  # a custom optimizer, whose state can be anything
         optimizer.load_state_dict(dict(saved))
         return
-    # What such an optimiser keeps, by a step of another one.
+    # Take a step of a twin to learn what such an optimizer keeps.
     sample = nn.Parameter(torch.zeros((), device="cpu"))
     sample.grad = torch.zeros((), device="cpu")
     twin = type(optimizer)([sample], **optimizer.defaults)
@@ -167,14 +168,16 @@ def load_optimizer(
         ]
         if wrong or {name: type(value) for name, value in state.items()} != kinds:
             raise ConfigurationError(
-                f"The saved state of the optimiser does not fit parameter {index}: it has"
-                f" {listed(list(map(str, state)))}."
+                f"The saved state of the optimizer does not fit parameter {index}: it has"
+                f" {listed(list(map(str, state)))}. Use the optimizer of the run."
             )
     param_groups = optimizer.state_dict()["param_groups"]
     rates = [group["lr"] for group in saved["param_groups"]]
     for group, rate in zip(param_groups, rates, strict=True):
         if not isinstance(rate, float) or not 0 <= rate < math.inf:
-            raise ConfigurationError(f"The saved learning rate of the optimiser is {rate!r}.")
+            raise ConfigurationError(
+                f"The saved learning rate must be a number of at least 0, got {rate!r}."
+            )
         group["lr"] = rate
     optimizer.load_state_dict({"state": saved["state"], "param_groups": param_groups})
 
@@ -183,49 +186,49 @@ def check_format(state: Mapping[str, Any], where: object) -> None:
     """Raise ConfigurationError for a checkpoint of another version in the folder ``where``."""
     if state.get("format") != CHECKPOINT_FORMAT:
         raise ConfigurationError(
-            f"The checkpoint in {where} has format {state.get('format')}; this version of evigrad"
-            f" reads {CHECKPOINT_FORMAT}. Start the run anew in another folder, or go on with the"
-            " version that began it."
+            f"The checkpoint in {where} must have format {CHECKPOINT_FORMAT}, got"
+            f" {state.get('format')}. Start a new run in another folder, or resume it with the"
+            " version of evigrad that started it."
         )
 
 
 def check_settings(saved: Mapping[str, Any], settings: Mapping[str, Any], where: object) -> None:
-    """Raise ConfigurationError, naming the setting, unless both records have the same settings."""
+    """Raise ConfigurationError, naming the setting, if two records differ in a setting."""
     saved = current_record(saved)
     names = [name for name in saved if name in settings and name not in FREE_SETTINGS]
     differing = [n for n in names if _comparable(saved[n]) != _comparable(settings[n])]
     if differing:
         words = _listed([f"{n}={saved[n]}, not {settings[n]}" for n in differing])
         raise ConfigurationError(
-            f"The run in {where} has {words}. To go on with it give the same settings; for others"
+            f"The run in {where} has {words}. To resume it, use the same settings. For others,"
             " start a new run in another folder."
         )
 
 
 def shared_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that are the same on all ranks, comparable by their ``repr``."""
+    """Return the settings that must agree on all ranks, comparable by their ``repr``."""
     return {n: _comparable(value) for n, value in settings.items() if n not in OF_A_RANK}
 
 
 def check_data(
     saved: Mapping[str, str | None], fingerprints: Mapping[str, str | None], where: object
 ) -> None:
-    """Raise ConfigurationError, naming the part, unless the fingerprints of the data agree."""
+    """Raise ConfigurationError, naming the part, if the fingerprints of the data differ."""
     for part, words in (("train", "training"), ("test", "test")):
         if (saved[part] is None) != (fingerprints[part] is None):
             raise ConfigurationError(
                 f"The run in {where} was started {'without' if saved[part] is None else 'with'}"
-                f" {words} data; go on with it in the same way."
+                f" {words} data. Resume it in the same way."
             )
         if saved[part] != fingerprints[part]:
             raise ConfigurationError(
-                f"The {words} data are not those of the run in {where}: values, types or their"
-                " order differ. Give the same data, or start a new run in another folder."
+                f"The {words} data of the run in {where} are different in values, types or"
+                " order. Use the same data, or start a new run in another folder."
             )
 
 
 def check_network(state: Mapping[str, Any], evidence: Evidence, where: object) -> None:
-    """Raise ConfigurationError if parameters differ in name, shape, type or use; it says how."""
+    """Raise ConfigurationError if parameters differ in name, shape, type or use."""
     model = evidence.model
     saved = with_bare_names(model, {key: state[key] for key in ("model", "learned")})
     present = with_bare_names(model, model.state_dict())
@@ -239,16 +242,16 @@ def check_network(state: Mapping[str, Any], evidence: Evidence, where: object) -
         )
     if differences:
         raise ConfigurationError(
-            f"The network is not that of the run in {where}: {_listed(differences)}. Give the same"
-            " network, or start a new run in another folder."
+            f"The network of the run in {where} is another one: {_listed(differences)}. Use the"
+            " same network, or start a new run in another folder."
         )
 
 
 def load_network(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load weights, hyperparameters and all buffers, also those that no ``state_dict`` holds."""
+    """Load weights, hyperparameters and all buffers, even those that no ``state_dict`` holds."""
     saved: Mapping[str, Any] = state["model"]
     names = bare_names(model, model.state_dict())
-    if saved.keys() != names.keys():  # the model is wrapped, as by torch.compile
+    if saved.keys() != names.keys():  # the model is wrapped, for example by torch.compile
         in_model = {bare: name for name, bare in names.items()}
         saved = {in_model.get(name, name): value for name, value in saved.items()}
     model.load_state_dict(saved)
@@ -263,13 +266,12 @@ def load_network(model: nn.Module, state: Mapping[str, Any]) -> None:
 def check_outputs(
     saved: Tensor, outputs: Tensor, here: Mapping[str, Any], there: Mapping[str, Any], where: object
 ) -> None:
-    """Refuse a network whose ``outputs`` are not the ``saved`` ones; warn of another machine."""
+    """Check that ``outputs`` equal the ``saved`` ones; warn if the machine is another one."""
     same = saved.shape == outputs.shape and saved.dtype == outputs.dtype
     if not same or not (outputs - saved).norm() <= _SAME_OUTPUTS * saved.norm():
         raise ConfigurationError(
-            f"The network computes something else than that of the run in {where}, with the same"
-            " parameters: its layers or activations differ. Give the same network, or start a new"
-            " run in another folder."
+            f"The network has the parameters of the run in {where}, but not its outputs: layers or"
+            " activations differ. Use the same network, or start a new run in another folder."
         )
     changed = [
         f"{words} {there[name]} then, {here[name]} now"
@@ -280,16 +282,16 @@ def check_outputs(
         changed = ["the processor"]
     if changed:
         warnings.warn(
-            f"The run in {where} goes on, but its results will not be the same to the last digit"
-            f" as on the machine where it began: another one rounds otherwise"
-            f" ({'; '.join(changed)}).",
+            f"Resumed the run in {where} on another machine, which rounds in other ways"
+            f" ({'; '.join(changed)}). The last digits of the results will"
+            " differ.",
             EvigradWarning,
             stacklevel=2,
         )
 
 
 def _layout(state: Mapping[str, Any]) -> dict[str, str]:
-    """Type and shape of each tensor of a model, by name."""
+    """Return type and shape of each tensor of a model, by name."""
     return {
         name: f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
         if isinstance(value, Tensor)
@@ -301,13 +303,13 @@ def _layout(state: Mapping[str, Any]) -> dict[str, str]:
 def _differences(saved: Mapping[str, str], present: Mapping[str, str]) -> list[str]:
     """Return in words which names ``present`` lacks, adds, or has with another value."""
     missing = [f"it lacks {name}" for name in saved if name not in present]
-    beside = [f"it has {name} beside" for name in present if name not in saved]
+    extra = [f"it also has {name}" for name in present if name not in saved]
     other = [
         f"{name} is {present[name]}, not {saved[name]}"
         for name in saved
         if name in present and saved[name] != present[name]
     ]
-    return missing + beside + other
+    return missing + extra + other
 
 
 def _listed(differences: Sequence[str]) -> str:
@@ -315,5 +317,5 @@ def _listed(differences: Sequence[str]) -> str:
 
 
 def _comparable(value: Any) -> Any:
-    """A setting without the memory addresses in the ``repr`` of functions and objects."""
+    """Return a setting without the memory addresses in the ``repr`` of functions and objects."""
     return json.loads(re.sub(r" at 0x[0-9a-fA-F]+", "", json.dumps(plain(value))))

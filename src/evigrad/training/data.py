@@ -1,8 +1,8 @@
 """The data of a run, held on the model's device or read in every epoch, and its random streams.
 
-Each stream is seeded from the run's one seed, its use and the epoch by a hash, so that no stream
-depends on how much another has consumed: evaluating more often, or continuing from a later epoch,
-changes no draw. The global random state is restored after every use.
+A hash of the run's seed, the use and the epoch seeds each stream. So no stream depends on how much
+another has consumed: evaluating more often, or resuming from a later epoch, changes no draw. The
+global random state is restored after every use.
 """
 
 import hashlib
@@ -22,17 +22,17 @@ from evigrad.errors import InputError
 from evigrad.inputs import tensors_of
 from evigrad.network.modes import seeded
 
-# Items of a data set that its fingerprint reads: reading all of them might take a day.
+# Number of items of a data set that its fingerprint reads. Reading all might take a day.
 _COMPARED = 64
-# Data that are digested at once, as data on a GPU are copied to the host for it.
+# Number of examples that are digested at once, because data on a GPU are copied to the host.
 _DIGESTED = 4096
 
 Use = Literal["shuffle", "model", "evidence", "evaluation", "bracket", "data"]
 
-# The number of a use is part of the seed: numbers must never change or be used again.
+# The number of a use is part of the seed. Numbers must never change or be used again.
 _USES: dict[Use, int] = {
     "shuffle": 0,  # the order of the training data
-    "model": 1,  # what the model draws while its weights train, as dropout
+    "model": 1,  # what the model draws while its weights train, such as dropout
     "evidence": 2,  # the blocks of the evidence
     "evaluation": 3,  # what the model draws on test data
     "bracket": 4,  # the bounds on the evidence
@@ -41,25 +41,25 @@ _USES: dict[Use, int] = {
 
 
 def derived_seed(seed: int, use: Use, epoch: int = 0, rank: int = 0) -> int:
-    """Return the seed, below 2^63, of one stream; of an epoch or a rank if each has its own."""
+    """Return the seed, below 2^63, of one stream, for an epoch or a rank if each has its own."""
     sequence = np.random.SeedSequence([seed, _USES[use], epoch, *([rank] if rank else [])])
     return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def stream(seed: int, use: Use, epoch: int = 0) -> torch.Generator:
-    """A CPU generator at the start of a stream, with the arguments of ``derived_seed``."""
+    """Return a CPU generator at the start of a stream; arguments as for ``derived_seed``."""
     return torch.Generator().manual_seed(derived_seed(seed, use, epoch))
 
 
 def batches(
     seed: int, epoch: int, num_data: int, epoch_size: int, batch_size: int
 ) -> Iterator[Int[Tensor, " m"]]:
-    """Yield the positions of the data in each batch of an epoch, counted from 1.
+    """Yield the positions of the examples in each batch of an epoch, counted from 1.
 
-    All data are passed in random order, then again in another: an epoch is the next ``epoch_size``
-    of them. The order is drawn from the seed and the number of the pass; that of very many data is
-    not written out. All batches are about as large: a last one of a single datum would break batch
-    normalisation.
+    Passes over all data follow each other, each in a new random order. An epoch is the next
+    ``epoch_size`` examples. The seed and the number of the pass determine the order, which is not
+    written out for very many examples. All batches have about the same size, because a last batch
+    of one example would break batch normalization.
     """
     count = -(-epoch_size // batch_size)
     place, order, present = (epoch - 1) * epoch_size, torch.empty(0, device="cpu"), -1
@@ -78,11 +78,11 @@ def batches(
 class RunData(Source):
     """Data (see ``evigrad.blocks.sources.as_source``) on the model's device.
 
-    Tensors are held there. Items of a data set are read when they are needed, and what they draw
-    from the global generators of PyTorch, NumPy and Python is seeded by the run's seed, the
-    present ``epoch`` (0 before the first) and the positions that are read together. So a block is
-    the same at every reading in an epoch, another one in the next, and an interrupted run goes on
-    with the same draws. If ``is_column``, targets (m,) are given as (m, 1).
+    Tensors are held there. Items of a data set are read when they are needed. Their draws from the
+    global generators of PyTorch, NumPy and Python are seeded by the run's seed, the present
+    ``epoch`` (0 before the first) and the positions that are read together. So a block is the same
+    at every reading in an epoch and differs in the next, and a resumed run repeats the same draws.
+    If ``is_column``, targets (m,) become (m, 1).
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class RunData(Source):
         return len(self._source)
 
     def spread(self, count: int) -> tuple[Any, Tensor]:
-        """Data from all over the data set, ``count`` at most."""
+        """Return at most ``count`` examples, spread evenly over the data set."""
         positions = torch.linspace(0, len(self) - 1, min(len(self), count), device="cpu").long()
         return self.fetch(positions.clamp(max=len(self) - 1))  # linspace rounds in float32
 
@@ -114,7 +114,10 @@ class RunData(Source):
                 x, y = self._source.fetch(indices)
         for what, tensors in (("Inputs", tensors_of(x)), ("Targets", [y])):
             if any(tensor.is_meta for tensor in tensors):
-                raise InputError(f"{what} are on meta, which holds no numbers: give real ones.")
+                raise InputError(
+                    f"{what} must hold numbers, got tensors on the device meta. Use tensors on cpu"
+                    " or an accelerator."
+                )
         return x.to(self._device), self._in_columns(y.to(self._device))
 
     def _in_columns(self, y: Tensor) -> Tensor:
@@ -132,13 +135,13 @@ class RunData(Source):
         return self.fetch(torch.arange(len(self), device="cpu"))[1]
 
     def num_targets(self, indices: Int[Tensor, " m"]) -> int:
-        """How many targets count in a loss at these positions, maybe several for each datum."""
+        """Return how many targets at these positions count in a loss."""
         if isinstance(self.by_target, PositionSource):
             return len(self.by_target.of_data(indices))
         return len(indices)
 
     def fingerprint(self) -> str:
-        """Digest of all held data, or of some items of a data set, if equal at a second reading."""
+        """Return a digest of all held data, or of some items that do not change."""
         count = len(self)
         if self._source.is_held:
             x, y = self.fetch(torch.arange(count, device="cpu"))
@@ -157,6 +160,6 @@ def digest(data: Iterable[Tensor]) -> str:
     for tensor in data:
         hasher.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
         for part in tensor.detach().split(_DIGESTED):
-            # Byte by byte, as NumPy has no bfloat16.
+            # As bytes, because NumPy has no bfloat16.
             hasher.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return hasher.hexdigest()

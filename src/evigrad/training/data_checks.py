@@ -1,4 +1,4 @@
-"""Checks of data before training, and warnings of data that are unlikely to be meant."""
+"""Checks of data before training, and warnings of likely mistakes."""
 
 import warnings
 from collections.abc import Sequence
@@ -25,17 +25,17 @@ from evigrad.measure.metrics import probe_outputs
 from evigrad.passes.checks import check_inputs
 from evigrad.training.data import RunData
 
-# Items of a data set that are checked at once.
+# Number of items of a data set that are checked at once.
 _AT_ONCE = 1000
-# Number of data whose targets' scale is measured, and the factor beyond which a warning follows.
+# Number of examples that measure the targets' scale, and the factor beyond which we warn.
 _COMPARED = 100
 _FAR = 10.0
-# Means of weights this near to 1 change a learned noise by less than estimates do.
+# Weights whose mean is this near to 1 change a learned noise by less than estimates do.
 _MEAN_WEIGHT_TOLERANCE = 0.05
 
 
 def lacks_a_column(likelihood: Likelihood, shape: Sequence[int], y: Tensor) -> bool:
-    """Whether targets (m,) fit a likelihood as (m, 1) only."""
+    """Return whether targets (m,) fit a likelihood only as (m, 1)."""
     if y.ndim != 1 or len(shape) != 1:
         return False
     for targets, is_column in ((y, False), (y.unsqueeze(1), True)):
@@ -46,16 +46,16 @@ def lacks_a_column(likelihood: Likelihood, shape: Sequence[int], y: Tensor) -> b
 
 
 def learns_likelihood(likelihood: str | Likelihood) -> bool:
-    """Whether a likelihood has parameters that require a gradient, as a Gaussian's noise."""
+    """Return whether a likelihood has parameters to learn, such as a Gaussian's noise."""
     return any(p.requires_grad for p in make_likelihood(likelihood).parameters())
 
 
 def check_data(evidence: Evidence, data: RunData, device: torch.device, count: int) -> Tensor:
-    """Refuse unfit data before the first step; returns the outputs for a few of them."""
+    """Check the data before the first step; return the outputs for a few examples."""
     probe, y = data.first(2)
     check_inputs(probe, device)
     f, likelihood = probe_outputs(evidence.model, probe), evidence.likelihood
-    source = by_target(data, likelihood, f.shape[1:])  # which checks targets at positions
+    source = by_target(data, likelihood, f.shape[1:])  # checks targets at positions
     if source is not data:
         probe, y = source.first(2)
         f = probe_outputs(evidence.model, probe)
@@ -73,14 +73,14 @@ def check_data(evidence: Evidence, data: RunData, device: torch.device, count: i
 
 
 def warn_of_data(evidence: Evidence, data: RunData, outputs: Tensor) -> None:
-    """Warn of outputs and targets that the likelihood takes for something else than they are."""
+    """Warn of outputs and targets that probably do not fit the likelihood."""
     has_classes = isinstance(evidence.likelihood, Categorical) and outputs.shape[1] > 1
     sums = outputs.sum(1)
     if has_classes and bool((outputs >= 0).all()) and torch.allclose(sums, torch.ones_like(sums)):
         warnings.warn(
             "The model's outputs are probabilities: each row is non-negative and sums to 1. The"
-            " categorical likelihood takes logits and has a softmax of its own: leave the model's"
-            " last softmax out.",
+            " categorical likelihood needs logits and has its own softmax. Remove the model's last"
+            " softmax.",
             EvigradWarning,
             stacklevel=6,  # the caller of fit
         )
@@ -89,7 +89,7 @@ def warn_of_data(evidence: Evidence, data: RunData, outputs: Tensor) -> None:
 
 
 def _warn_of_real_targets(evidence: Evidence, data: RunData) -> None:
-    """Warn of targets that are no numbers of about unit scale."""
+    """Warn of targets that are not numbers of about unit scale."""
     x, y = data.spread(_COMPARED)
     f = probe_outputs(evidence.model, x)
     positions = f.shape[1:-1]
@@ -128,29 +128,29 @@ def _split(likelihood: Likelihood, y: Tensor) -> tuple[Likelihood, Tensor, Tenso
 
 
 def _warn_of_weights(weights: Tensor) -> None:
-    """Warn of positive weights that may mean known noises, of which only the ratios count."""
+    """Warn of positive weights that may mean known noise levels; only their ratios matter."""
     mean = float(weights.mean())
     if bool((weights != weights.round()).any()) and abs(mean - 1.0) > _MEAN_WEIGHT_TOLERANCE:
         warnings.warn(
             f"The positive weights average {mean:.3g} and are not whole numbers, and the Gaussian's"
-            " noise is learned. Weighted takes a weight for the number of times that an example was"
-            " seen. If weights are 1/σ² of known noises instead, the learned noise is too small by"
-            f" the factor √{mean:.3g} = {mean**0.5:.3g}. Divide the weights by {mean:.3g}, so that"
-            " they average 1. The noise of an example is then noise / √weight.",
+            " noise is learned. Weighted reads a weight as the number of times that an example"
+            " was seen. If weights are 1/σ² of known noises instead, the learned noise is too small"
+            f" by the factor √{mean:.3g} = {mean**0.5:.3g}. Divide the weights by {mean:.3g}, so"
+            " that they average 1. The noise of an example is then noise / √weight.",
             EvigradWarning,
             stacklevel=8,  # the caller of fit
         )
 
 
 def _columns_of_two_values(y: Tensor) -> list[int]:
-    """Return the columns of targets (n, D) with two values, each of them twice at least."""
+    """Return the columns of targets (n, D) with two values, each of them at least twice."""
     is_least, is_largest = y == y.amin(0), y == y.amax(0)
     often = (is_least.sum(0) > 1) & (is_largest.sum(0) > 1) & ~(is_least & is_largest).any(0)
     return (often & (is_least | is_largest).all(0)).nonzero().flatten().tolist()
 
 
 def _warn_of_scale(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
-    """Warn of real targets far from unit scale, for which networks, rates and priors are made."""
+    """Warn of real targets far from unit scale, for which defaults are not made."""
     # One zero, as C² for each example may be gigabytes.
     certain = f.new_zeros(()).expand(*f.shape, f.shape[1])
     output_moments = moments(likelihood, f, certain)
@@ -162,16 +162,16 @@ def _warn_of_scale(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
     if not bool(far.any()):
         return
     first = int(far.nonzero()[0])
-    way = "say the noise: likelihood=Gaussian(noise=...)"
+    fix = "set the noise: likelihood=Gaussian(noise=...)"
     if isinstance(likelihood, HeteroscedasticGaussian):
-        way = "begin with outputs that fit them"
+        fix = "start with outputs that fit them"
     warnings.warn(
         f"The targets have a standard deviation of {float(spread[first]):.3g} and differ by"
-        f" {float(error[first]):.3g} (root mean square) from the outputs before training, and the"
-        f" noise begins at {float(noise[first]):.3g}: networks, learning rates and priors are made"
-        " for targets of about unit scale, and others are hardly fitted. Train on (x, scaling(y)),"
-        " with scaling = evigrad.data.Scaling.of(y) of the training targets; scaling.undo(means)"
-        f" are predictions in their own units. (Of targets that are right as they are, {way}.)",
+        f" {float(error[first]):.3g} (root mean square) from the outputs before training. The"
+        f" noise starts at {float(noise[first]):.3g}. Networks, learning rates and priors expect"
+        " targets of about unit scale. Standardize the targets: set scaling ="
+        " evigrad.data.Scaling.of(y) and train on (x, scaling(y)). Call scaling.undo(means) to"
+        f" convert predictions back. (If the targets are right as they are, {fix}.)",
         EvigradWarning,
         stacklevel=8,  # the caller of fit
     )

@@ -56,74 +56,82 @@ def fit(
     callbacks: Sequence[Callback] = (),
     process_group: Group | None = None,
 ) -> FitResult:
-    """Train the weights by MAP and, between epochs, the hyperparameters by the evidence.
+    """Train a network and learn its hyperparameters at the same time.
 
-    The paper's interleaved scheme: the weights minimise the mean negative log likelihood plus the
-    prior's decay; after ``burn_in`` epochs, and every ``every`` epochs from there, ``steps`` steps
-    on the hyperparameters by the gradient of the estimator's log evidence: MacKay's fixed-point
-    update of the prior's precisions (or Adam, as in the paper), and Adam for the noise and the
-    model's own hyperparameters. All of it sees the training data alone; test data are evaluated,
-    and nothing depends on the result.
+    The optimizer minimizes the mean negative log likelihood plus the prior's weight decay. Between
+    epochs, rounds of steps update the hyperparameters by the gradient of the estimated log
+    evidence. Prior precisions follow MacKay's fixed-point update, or Adam as in the paper. Noise
+    and the model's own hyperparameters use Adam. Training uses only ``train``.
 
-    The global random state is not touched: ``seed`` gives the order of the data, the blocks and
-    what the model draws (dropout) each a stream of its own. The initial weights are the model's.
+    ``fit`` does not touch the global random state. The order of the data, the blocks and the
+    model's own draws (dropout) use separate streams, derived from ``seed``. The initial
+    weights are the model's.
 
     Args:
-        model: Any module that maps inputs (m, ...) to outputs (m, C), or to (m, …, C) with a target
-            at each position. It is trained in place, on the device where it is; frozen parameters
-            stay as they are.
+        model: Module that maps inputs (m, ...) to outputs (m, C), or to (m, …, C) with a target at
+            each position. It is trained in place, on its device. Frozen parameters do not change.
         train: Training data: a pair (x, y) of tensors or NumPy arrays, a ``TensorDataset``, or a
-            map-style data set of (x, y) items, which is read anew in every epoch, and for blocks of
-            the evidence their own data. Random transforms that draw from the global generators of
-            PyTorch, NumPy or Python are seeded by ``seed``. If the model has one output, targets
-            of a regression may have the shape (m,).
-        likelihood: Of the targets: categorical, bernoulli, gaussian, heteroscedastic (normal noise
-            that depends on the input; the outputs are a mean and a log variance of each target),
-            natural-gaussian (the same in parameters that small tables can bear) or poisson (counts;
-            the outputs are log rates).
-        estimator: Name of the evidence estimator, STRUCTURE-SUBSET-OUTPUTS, as ntk-100-1 or
-            kfac-N-C; ntk-400-rows-anchored is exact where there are 400 rows or fewer. None is
-            plain MAP training, the same without hyperparameter steps.
-        prior: What has its own prior precision (weight decay): scalar (one for all weights),
-            layerwise (one for each parameter tensor) or diagonal (one for each weight). A
-            ``GaussianPrior`` has more: groups, a hyperprior, and a mean other than zero, as the
-            weights that training begins with (fine-tuning, ``mean="initial"``).
-        precision: Prior precision where it is kept, or at the start of steps of Adam
-            (``Optimization(prior_update="adam")``); by default learned precisions need no start.
-            Weight decay in the usual sense is precision / N. Default: 5e-4 N, the usual weight
-            decay, where it is kept; 1 for Adam.
-        hyperparameters: Names, or prefixes of names, of parameters of the model that the evidence
-            learns instead of the MAP. Without an estimator they keep their values.
+            map-style data set of (x, y) items. Items are read again in every epoch and for every
+            evidence block. ``seed`` also seeds random transforms that use the global generators of
+            PyTorch, NumPy or Python. For a model with one output, regression targets may have the
+            shape (m,).
+        likelihood: Distribution of the targets given the outputs: categorical, bernoulli, gaussian,
+            poisson (counts), heteroscedastic or natural-gaussian (input-dependent noise). Outputs
+            of poisson are log rates. Outputs of heteroscedastic are a mean and a log variance per
+            target. natural-gaussian is more robust on small data sets.
+        estimator: Evidence estimator STRUCTURE-SUBSET-OUTPUTS, such as ntk-100-1 or kfac-N-C.
+            ntk-400-rows-anchored is exact if the data have at most 400 Jacobian rows. None trains
+            by plain MAP, without hyperparameter steps.
+        prior: Which weights share a prior precision (weight decay): scalar (all weights),
+            layerwise (each parameter tensor) or diagonal (none). Use a ``GaussianPrior`` for other
+            groups, a hyperprior, or a nonzero mean (``mean="initial"`` for fine-tuning).
+        precision: Prior precision: its value if it is fixed, its initial value if it is learned
+            with ``Optimization(prior_update="adam")``. Fixed-point updates ignore it. Weight decay
+            is precision / N. Default: 5e-4 N if it is fixed, 1 for Adam.
+        hyperparameters: Names, or prefixes of names, of model parameters that the evidence learns
+            instead of the training loss. Without an estimator they keep their values.
         laplace: Temperature, root and details of the curvature.
         schedule: Epochs, batches, rounds of hyperparameter steps, evaluations and checkpoints.
-        optimization: Optimisers and learning rates.
-        memory: Sizes and types of the estimates' passes.
+        optimization: Optimizers and learning rates.
+        memory: Batch sizes and data types of the estimates' passes.
         anchoring: How an anchored estimator chooses its anchors.
-        test: Test data, like ``train``.
-        seed: Seed of everything random in training.
-        run_dir: Folder for configuration, metrics (one row for each epoch, as they come) and
-            checkpoint. One that holds something is not written into: the first free one of
-            NAME-2, NAME-3, ... is taken, unless to ``resume``. None writes nothing.
-        resume: Whether to go on with the run in ``run_dir`` from its last checkpoint, which gives
-            the same numbers as a run that was never interrupted; for that model, data and settings
-            have to be the same (``checkpoint_every`` may differ). A folder without a checkpoint
-            gets the run from its beginning, and of one that is complete the result is read.
+        test: Test data in the format of ``train``. They are evaluated, and change nothing.
+        seed: Seed of all random draws in training.
+        run_dir: Folder for configuration, metrics (one row per epoch) and checkpoint. If it is not
+            empty, the run uses the first free of NAME-2, NAME-3, ..., unless ``resume`` is set.
+            None writes nothing.
+        resume: Whether to resume the run in ``run_dir`` from its last checkpoint, with the same
+            results as without the interruption. Model, data and settings must be the same, except
+            ``checkpoint_every``. A folder without a checkpoint starts the run. A complete run
+            returns its result.
         progress: Whether to show progress on standard error.
-        callbacks: Called after every epoch with its row of metrics; after an interruption again
-            for the epochs since the last checkpoint.
-        process_group: Processes that train together, as for ``Evidence``, each with a part of every
-            batch. All call ``fit`` with the same model, data and settings and get the same result.
-            The parameters are those of the first one, which alone writes, shows progress and calls
-            back; a run goes on with any number of them.
+        callbacks: Functions called after every epoch with its row of metrics. A resumed run calls
+            them again for the epochs since the last checkpoint.
+        process_group: Processes that train together, each on a part of every batch, as for
+            ``Evidence``. All call ``fit`` with the same model, data and settings, and get the same
+            result. Only the first one gives the parameters, writes, shows progress and calls back.
+            You can resume the run with another number of processes.
 
     Returns:
         The trained model, its evidence, the history and the final metrics.
 
     Raises:
-        ConfigurationError: If a setting does not exist or does not fit, before anything is
-            computed or written.
+        ConfigurationError: If a setting is invalid, before anything is computed or written.
         InputError: If the data do not fit the model, the likelihood or the estimator.
-        EvigradError: If training diverges; the metrics of the epochs before are kept.
+        EvigradError: If training diverges. The metrics of the epochs before are kept.
+
+    Examples:
+        >>> import torch
+        >>> import evigrad
+        >>> x = torch.randn(200, 3)
+        >>> y = (x[:, 0] > 0).long()
+        >>> model = torch.nn.Linear(3, 2)
+        >>> schedule = evigrad.Schedule(epochs=4)
+        >>> result = evigrad.fit(model, (x, y), schedule=schedule, progress=False)
+        >>> [weight.name for weight in result.evidence.describe()]
+        ['weight', 'bias']
+
+    See also: docs/usage.md.
     """
     settings = Settings(
         likelihood=likelihood,
@@ -154,8 +162,8 @@ def prepare(
 ) -> T:
     """Return a checked trainer, to be started by its ``train``; compute and write nothing.
 
-    The arguments are those of ``fit``. ``network`` records how ``evigrad.models.make_network``
-    made the model, where it did. ``make`` makes a ``Trainer`` of the arguments of that.
+    It has the arguments of ``fit``. ``network`` records how ``evigrad.models.make_network``
+    built the model, if it did. ``make`` makes a ``Trainer`` from the trainer's arguments.
     """
     check_whole(model)
     place, seed, ranks = place_of(model), settings.seed, Ranks(process_group)
@@ -172,7 +180,7 @@ def prepare(
     ranks.share([t for t in tensors if not is_lazy(t)])
     with ranks.together():
         evidence, settings = prepare_evidence(model, data, settings, process_group)
-        if held_out is not None:  # which is read next when training is over
+        if held_out is not None:  # read next when training is over
             held_out.is_column = data.is_column
             check_data(evidence, held_out, place, len(held_out))
         if settings.schedule.bracket_every:
@@ -186,13 +194,13 @@ def prepare_evidence(
     settings: Settings,
     process_group: Group | None = None,
 ) -> tuple[Evidence, Settings]:
-    """Return the initial evidence of a run, and the ``plan`` for its data, which are checked."""
+    """Return the initial evidence of a run, and its ``plan``, after checks of the data."""
     place = place_of(model)
-    trainable(model, {})  # refuses lazy and frozen models before a pass
+    trainable(model, {})  # raises for lazy and frozen models before a pass
     x, y = data.first(PROBE_SIZE)
     check_inputs(x, place)
     likelihood = make_likelihood(settings.likelihood)
-    # The model's outputs say what counts as a datum.
+    # The model's outputs decide what counts as an example.
     shape = probe_outputs(model, x).shape[1:]
     data.is_column = lacks_a_column(likelihood, shape, y)
     num_data = len(by_target(data, likelihood, shape))
@@ -201,9 +209,9 @@ def prepare_evidence(
     if settings.optimization.noise_on_loss and not learns_likelihood(evidence.likelihood):
         raise ConfigurationError(
             "noise_on_loss learns the parameters of a likelihood, such as the noise of a Gaussian,"
-            f" and {evidence.likelihood.name} has none to learn. Remove noise_on_loss."
+            f" but likelihood {evidence.likelihood.name} has none. Remove noise_on_loss."
         )
-    # Reading all items of a data set takes as long as an epoch: they are checked as they are read.
+    # Reading all items of a data set takes as long as an epoch. They are checked as they are read.
     outputs = check_data(evidence, data, place, len(data) if data.is_held else PROBE_SIZE)
     warn_of_data(evidence, data, outputs)
     return evidence, settings
@@ -215,7 +223,7 @@ def make_evidence(
     settings: Settings,
     process_group: Group | None = None,
 ) -> Evidence:
-    """Return the initial evidence of a run; without an estimator it has a placeholder of one."""
+    """Return the initial evidence of a run; without an estimator it has a placeholder."""
     name, anchoring = settings.estimator, settings.anchoring
     if name is None:  # it fits any data, and is never evaluated
         name, anchoring = f"ntk-{min(num_data, 100)}-1", None
@@ -235,10 +243,12 @@ def make_evidence(
 
 
 def place_of(model: nn.Module) -> torch.device:
-    """Where a model is; raises ConfigurationError if it has no parameters."""
+    """Return the device of a model; raise ConfigurationError if it has no parameters."""
     first = next(model.parameters(), None)
     if first is None:
-        raise ConfigurationError("The model has no parameters: there is nothing to train.")
+        raise ConfigurationError(
+            "model must have parameters to train, got none. Use a module with weights."
+        )
     return first.device
 
 
@@ -248,7 +258,7 @@ def _make_prior(settings: Settings) -> GaussianPrior:
         return GaussianPrior(prior, planned(precision), mean=settings.prior_mean)
     if precision is not None or settings.prior_mean != "zero":
         raise ConfigurationError(
-            "The prior is given with its precision and its mean; leave precision=... and"
-            " prior_mean=... away, or name the prior's structure instead."
+            "precision and prior_mean cannot be combined with a GaussianPrior object. Set them on"
+            " the prior, or pass the prior's structure by name."
         )
     return prior

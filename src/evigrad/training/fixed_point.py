@@ -1,13 +1,13 @@
 """MacKay's fixed-point update of the prior's precisions, from the gradient of the evidence.
 
-Where the log evidence has its maximum in the precision δ_g of prior group g, whose weights deviate
-by d_g = w_g − w₀_g from the prior's mean,
+At a maximum of the log evidence in the precision δ_g of prior group g, whose weights deviate by
+d_g = w_g − w₀_g from the prior's mean,
 
     δ_g ‖d_g‖² = γ_g,    γ_g = −∂ℓ/∂log δ_g = tr_g(H (H + P0)⁻¹),
 
-the effective number of parameters: how many of the group's weights the data determine, between 0
-and their number P_g (D. MacKay, 1992, *Bayesian Interpolation*, Neural Computation 4, section 4;
-*A Practical Bayesian Framework for Backpropagation Networks*, ibid.). The gradient of
+where γ_g is the effective number of parameters: how many of the group's P_g weights the data
+determine, between 0 and P_g (D. MacKay, 1992, *Bayesian Interpolation*, Neural Computation 4,
+section 4; *A Practical Bayesian Framework for Backpropagation Networks*, ibid.). The gradient of
 −log evidence / N in log δ_g is (δ_g ‖d_g‖² − γ_g) / 2N. So γ_g follows from the gradient for every
 structure and estimator, and δ_g ← γ_g / ‖d_g‖² costs nothing more. The update needs no learning
 rate, and corrects precisions by orders of magnitude within a few steps.
@@ -23,68 +23,64 @@ from evigrad.errors import ConfigurationError, NotFiniteError
 from evigrad.evidence import Evidence
 
 # In log precisions the derivative of the update at its fixed point is (1 − r) I − r diag(γ)⁻¹ L for
-# a damping r, with L_ij = −∂γ_i/∂log δ_j the covariance of the numbers of vectors that a
+# a damping r. L_ij = −∂γ_i/∂log δ_j is the covariance of the numbers of vectors that a
 # determinantal process takes from each group. diag(γ)⁻¹ L has eigenvalues in [0, 1], near 1 for
-# weights that the data hardly determine: there the undamped update may oscillate for ever, while a
-# step damped by 2/3 leaves at most a third of the distance.
+# weights that the data hardly determine. The undamped update may oscillate there, while a step
+# damped by 2/3 leaves at most a third of the distance.
 DAMPING = 2 / 3
-# The most that a step divides a precision by. This matters for undamped steps where γ is 0, as in a
-# layer that no output depends on.
+# The largest factor by which a step divides a precision. It matters for undamped steps if γ is 0,
+# as in a layer that no output depends on.
 MAX_FACTOR = 100.0
-# Precisions stay within 1e-12 and 1e12, so that kernels in float32 can be factored: a group that
+# Precisions stay within 1e-12 and 1e12, so that kernels in float32 can be factored. A group that
 # the data do not determine has no finite optimum.
 LOG_LIMIT = 12 * math.log(10.0)
 
 
 class FixedPoint:
-    """Damped steps δ ← (1 − rate) δ + rate · γ / ‖w − w₀‖², for every prior and estimator.
+    """Update precisions by damped steps δ ← (1 − rate) δ + rate · γ / ‖w − w₀‖².
 
-    The mean is over precisions and not their logarithms: γ on a random block is an unbiased
-    estimate, so that steps of a falling rate converge to where the mean gradient is zero, as those
-    of an optimiser do.
+    The mean is over precisions and not over their logarithms. On a random block γ is an unbiased
+    estimate, so steps of a falling rate converge to the point where the mean gradient is zero.
 
-    It replaces the prior's optimiser, and is called after each ``backward``::
+    It replaces the prior's optimizer. Call it after each ``backward``::
 
         update = FixedPoint(evidence)
         evidence.backward(block)
         update.step()
 
-    γ is clipped at P_g: on a small block, whose log-determinant is scaled up to all the data, an
-    estimate may exceed it. A group whose weights are the prior's mean has no finite optimum, and
-    keeps its precision.
+    γ is clipped at P_g, because the estimate of a small block may exceed it. A group whose weights
+    equal the prior's mean has no finite optimum, and keeps its precision.
 
     Args:
-        evidence: Has a learnable prior without a hyperprior.
-        rate: Damping in (0, 1]; 1 is MacKay's update. For estimates on random blocks a rate that
-            falls over training averages their noise, as a learning rate does.
+        evidence: Evidence with a learnable prior without a hyperprior.
+        rate: Damping in (0, 1]. 1 is MacKay's update. For random blocks use a rate that falls
+            during training, to average the noise of the estimates.
 
     Raises:
-        ConfigurationError: If the rate is out of range, or the prior has a hyperprior (whose
-            density has another fixed point) or is not learnable.
+        ConfigurationError: If the rate is out of range, or the prior is not learnable or has a
+            hyperprior, whose density has another fixed point.
     """
 
     def __init__(self, evidence: Evidence, rate: float | int = DAMPING) -> None:
         self.evidence = evidence
         if isinstance(rate, bool) or not isinstance(rate, float | int) or not 0 < rate <= 1:
-            raise ConfigurationError(
-                f"The rate of the fixed-point update lies in (0, 1], not {rate}."
-            )
+            raise ConfigurationError(f"rate must be a number in (0, 1], got {rate}.")
         self.rate = float(rate)
         self._log_precision()
 
     def effective_parameters(self, squares: Tensor | None = None) -> Float[Tensor, " G"]:
-        """Return γ (G,) of each learned prior group by the last ``backward``'s gradient."""
+        """Return γ (G,) of each learned prior group from the gradient of the last ``backward``."""
         log_precision = self._log_precision()
         gradient = log_precision.grad
         if gradient is None:
             raise ConfigurationError(
-                "There is no gradient to take the update from: call evidence.backward before each"
-                " step."
+                "The fixed-point update needs a gradient, and there is none. Call evidence.backward"
+                " before each step."
             )
         if not torch.isfinite(gradient).all():
             raise NotFiniteError(
-                "The gradient of the prior's precisions is not finite: weights or hyperparameters"
-                " have diverged; lower their learning rates."
+                "The gradient of the prior's precisions is NaN or infinite: weights or"
+                " hyperparameters have diverged. Lower their learning rates."
             )
         squares = self._square_norms() if squares is None else squares
         most = torch.ones((), dtype=torch.float64, device="cpu")
@@ -97,11 +93,11 @@ class FixedPoint:
             return gamma.clamp(min=0.0).minimum(most.to(gamma))
 
     def start(self, zero: float, pretrained: float) -> None:
-        """Set the learned precisions: steps need no better start than that.
+        """Set the learned precisions at the start.
 
         Args:
-            zero: Precision of weights that are drawn to zero.
-            pretrained: That of groups with weights whose mean is not zero.
+            zero: Precision of weights with prior mean zero.
+            pretrained: Precision of groups with weights whose prior mean is not zero.
         """
         prior, log_precision = self.evidence.prior, self._log_precision()
         means, weights = prior.means(), self.evidence.weights()
@@ -116,10 +112,10 @@ class FixedPoint:
             log_precision[has_mean.to(log_precision.device)] = math.log(pretrained)
 
     def step(self) -> None:
-        """Update the precisions by the gradient of one ``backward``, and clear it.
+        """Update the precisions by the gradient of one ``backward``, and clear the gradient.
 
-        The gradient has to be that of the mean log evidence at the present weights and precisions,
-        by a single call of ``backward``, not a sum over several calls.
+        The gradient must come from a single ``backward`` at the present weights and precisions, not
+        from a sum over several calls.
 
         Raises:
             ConfigurationError: If there is no gradient.
@@ -143,17 +139,17 @@ class FixedPoint:
         log_precision = prior.log_precision
         if log_precision is None or not log_precision.requires_grad:
             raise ConfigurationError(
-                "The fixed-point update needs a learnable prior: GaussianPrior(learnable=True)."
+                "The fixed-point update needs a learnable prior. Use GaussianPrior(learnable=True)."
             )
         if prior.hyperprior is not None:
             raise ConfigurationError(
-                "The fixed-point update maximises the log evidence alone, which a hyperprior is no"
-                " part of: drop the hyperprior, or learn the precisions with Adam."
+                "The fixed-point update maximizes the log evidence without the hyperprior. Remove"
+                " the hyperprior, or learn the precisions with Adam."
             )
         return log_precision
 
     def _square_norms(self) -> Tensor:
-        """‖w_g − w₀_g‖² for each entry of ``log_precision``, float64."""
+        """Return ‖w_g − w₀_g‖² for each entry of ``log_precision``, in float64."""
         prior = self.evidence.prior
         with torch.no_grad():
             deviations = prior.deviations(self.evidence.weights()).values()
@@ -162,7 +158,7 @@ class FixedPoint:
             return self._group_sums(torch.stack([d.double().square().sum() for d in deviations]))
 
     def _group_sums(self, values: Tensor) -> Tensor:
-        """Sums of one value for each weight tensor, for each entry of ``log_precision``."""
+        """Return sums of weight tensors' values for each entry of ``log_precision``."""
         prior = self.evidence.prior
         groups = [prior.group_of[name] for name in self.evidence.weights()]
         index = torch.tensor(groups, device=values.device)

@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 # A value that was not computed in an epoch is None, and an empty cell in the file.
 Row = dict[str, int | float | None]
-# Logs of rounds show each of so many precisions, and omit these columns.
+# If there are more precisions than this, logs of rounds summarize them; they omit the details.
 _FEW_PRECISIONS = 3
 _DETAILS = ("step", "log_det_term", "hyper_steps")
-# Rows of a block of the bounds on the exact log evidence, and their columns.
+# Number of rows in a block of the bounds on the exact log evidence, and the names of their columns.
 BRACKET_ROWS = 400
 BRACKET_COLUMNS = ("bracket_lower", "bracket_lower_sem", "bracket_upper")
 
 
 def known(row: Mapping[str, int | float | None]) -> dict[str, float]:
-    """The values of a row that were computed in it."""
+    """Return the values of a row that were computed."""
     return {name: float(value) for name, value in row.items() if value is not None}
 
 
 def headlines(row: Mapping[str, int | float | None]) -> dict[str, float]:
-    """The values of a round that a log shows: not one of each precision if there are many."""
+    """Return the values of a round for a log, with a summary of many precisions."""
     values = known(row)
     precisions = sorted(v for name, v in values.items() if name.startswith("precision/"))
     if len(precisions) > _FEW_PRECISIONS:
@@ -48,7 +48,7 @@ def headlines(row: Mapping[str, int | float | None]) -> dict[str, float]:
 
 
 def evidence_columns(learned: "Round | None") -> Row:
-    """Means of the log evidence and its log-determinant, the former's error, and skipped steps."""
+    """Return means of log evidence and log-determinant, the standard error, and skipped steps."""
     skipped: Row = {"skipped_steps": 0 if learned is None else learned.skipped}
     if learned is None or not learned.estimates:
         return dict.fromkeys(("log_evidence", "log_det_term", "log_evidence_sem")) | skipped
@@ -64,7 +64,7 @@ def evidence_columns(learned: "Round | None") -> Row:
 
 
 def round_columns(learner: "Learner", hyper_round: "Round | None") -> Row:
-    """Return the columns of a history after a round, besides the number that counts it."""
+    """Return the columns of a history after a round, except the number that counts it."""
     return {
         **evidence_columns(hyper_round),
         "hyper_steps": learner.hyper_steps,
@@ -73,7 +73,7 @@ def round_columns(learner: "Learner", hyper_round: "Round | None") -> Row:
 
 
 def metric_columns(evidence: Evidence, metrics: Mapping[str, Mapping[str, float]]) -> Row:
-    """Return the columns of ``metrics`` on training and test data, empty where there are none."""
+    """Return the columns of ``metrics`` on training and test data, empty if there are none."""
     error = "accuracy" if evidence.likelihood.is_classification else "squared_error"
     return {
         f"{part}_{name}": metrics.get(part, {}).get(name)
@@ -83,7 +83,7 @@ def metric_columns(evidence: Evidence, metrics: Mapping[str, Mapping[str, float]
 
 
 def bracket_columns(trainer: "Trainer", epoch: int) -> Row:
-    """Return bounds on the exact log evidence, nats per datum, in the epochs that ask for them."""
+    """Return bounds on the exact log evidence, nats per example, if they are due in an epoch."""
     every = trainer.schedule.bracket_every
     if not every:
         return {}
@@ -97,9 +97,9 @@ def bracket_columns(trainer: "Trainer", epoch: int) -> Row:
 
 
 class MetricsFile:
-    """A CSV file with one row for each epoch, on the disk as soon as it is written.
+    """A CSV file with one row per epoch. Each row is flushed to the file at once.
 
-    It is replaced if it holds anything but the columns' names and ``rows`` of the epochs before.
+    The file is replaced if it holds anything but the columns' names and ``rows`` of earlier epochs.
     """
 
     def __init__(self, path: Path, columns: Sequence[str], rows: Sequence[Row] = ()) -> None:
@@ -112,14 +112,14 @@ class MetricsFile:
             self._file = path.open("ab")
 
     def write(self, row: Mapping[str, int | float | None]) -> None:
-        """Append a row: a value, or None, for every column."""
+        """Append a row with a value, or None, for every column."""
         with writing(self._path):
             self._file.write(self._lines([_cells(row)]))
             self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
-        with writing(self._path):  # what a full disk did not take before is tried again
+        with writing(self._path):  # retries what a full disk did not accept before
             self._file.close()
 
     def _lines(self, rows: Sequence[Mapping[str, str]]) -> bytes:
@@ -132,10 +132,10 @@ def read_metrics(path: str | Path) -> list[Row]:
     """Read a ``metrics.csv``.
 
     Returns:
-        One row for each epoch.
+        One row per epoch.
 
     Raises:
-        InputError: If there is no such file, or it is not one of these.
+        InputError: If the file does not exist, or is not a table of metrics.
     """
     try:
         with Path(path).open(newline="", encoding="utf-8") as file:
@@ -144,9 +144,11 @@ def read_metrics(path: str | Path) -> list[Row]:
                 for row in csv.DictReader(file)
             ]
     except FileNotFoundError:
-        raise InputError(f"There is no file {path}; name the metrics.csv of a run.") from None
+        raise InputError(
+            f"path must be the metrics.csv of a run, got {path}: no such file."
+        ) from None
     except (TypeError, ValueError) as error:
-        raise InputError(f"{path} is not a table of metrics: {error}.") from error
+        raise InputError(f"path must be the metrics.csv of a run, got {path}: {error}.") from error
 
 
 def _cells(row: Mapping[str, int | float | None]) -> dict[str, str]:
@@ -158,16 +160,19 @@ def _cells(row: Mapping[str, int | float | None]) -> dict[str, str]:
 
 
 def packed_history(history: Sequence[Row]) -> dict[str, list[Any]]:
-    """A history as columns, each named once, and rows; all rows have the same columns."""
+    """Return a history as columns, each named once, and rows; all rows have the same columns."""
     columns = list(history[0]) if history else []
     return {"columns": columns, "rows": [[row[name] for name in columns] for row in history]}
 
 
 def unpacked_history(packed: Mapping[str, list[Any]]) -> list[Row]:
-    """The history that ``packed_history`` packed: one row for each epoch."""
+    """Return the history that ``packed_history`` packed: one row per epoch."""
     rows = [dict(zip(packed["columns"], row, strict=True)) for row in packed["rows"]]
     for name, value in (cell for row in rows for cell in row.items()):
         is_name = isinstance(name, str) and name.isprintable()
         if not is_name or not isinstance(value, int | float | None):
-            raise ConfigurationError(f"The saved history holds {value!r} as {name!r}, no number.")
+            raise ConfigurationError(
+                f"The saved history must hold numbers, got {value!r} as {name!r}. Start a new run"
+                " in another folder."
+            )
     return rows

@@ -1,4 +1,4 @@
-"""The hyperparameters' part of training, beside any loop that trains the weights."""
+"""Learning of hyperparameters next to any loop that trains the weights."""
 
 import warnings
 from collections.abc import Collection, Mapping
@@ -45,10 +45,10 @@ FIRST_RATE, LAST_RATE = 0.5, 0.05
 
 @dataclass(frozen=True)
 class Round:
-    """The estimates of the hyperparameter steps that follow an epoch, each made before its step.
+    """The estimates of a round of hyperparameter steps. Each was computed before its step.
 
-    If steps used the same data (``is_shared``), the spread of the estimates says nothing about
-    their error. ``skipped`` steps were not taken, as an estimate before them failed.
+    If steps used the same data (``is_shared``), the spread of the estimates does not measure their
+    error. ``skipped`` steps were not taken, because an estimate before them failed.
     """
 
     estimates: list[Estimate]
@@ -56,19 +56,19 @@ class Round:
     skipped: int = 0
 
     def __repr__(self) -> str:
-        """The mean log evidence and the numbers of steps in one line."""
+        """Return the mean log evidence and the numbers of steps in one line."""
         values = [estimate.per_datum for estimate in self.estimates]
-        parts = [f"log evidence {mean(values):.4g} nats per datum"] if values else []
+        parts = [f"log evidence {mean(values):.4g} nats per example"] if values else []
         parts += [f"{len(values)} steps", f"{self.skipped} skipped"]
         return f"Round({', '.join(parts)})"
 
 
 @dataclass
 class StepGroup:
-    """Hyperparameters that step together: ``steps`` times in a round, ``taken`` times so far.
+    """Hyperparameters that step together: ``steps`` times per round, ``taken`` times so far.
 
-    A round follows the last epoch of the burn-in and every ``every``-th epoch from there, as in the
-    paper's schedule: with a burn-in of 10 and every 5 epochs, epochs 10, 15, 20, ...
+    A round follows the last epoch of the burn-in and every ``every``-th epoch after it, as in the
+    paper's schedule. With a burn-in of 10 and every 5, these are epochs 10, 15, 20, ...
     """
 
     names: list[str]
@@ -79,12 +79,12 @@ class StepGroup:
     taken: int = 0
 
     def is_due(self, epoch: int) -> bool:
-        """Whether a round follows an epoch, counted from 1."""
+        """Return whether a round follows an epoch, counted from 1."""
         return epoch >= self.burn_in and (epoch - self.burn_in) % self.every == 0
 
     @property
     def progress(self) -> float:
-        """The share of all steps that are taken, from 0 to 1, where it stays after the last one."""
+        """Return the share of all steps that are taken, from 0 to 1."""
         rounds = range(self.burn_in or self.every, self.epochs + 1, self.every)
         return min(1.0, self.taken / (len(rounds) * self.steps))
 
@@ -103,46 +103,60 @@ def step_groups(schedule: Schedule, names: Collection[str]) -> list[StepGroup]:
 
 
 class Learner:
-    """Learns the hyperparameters in rounds, while a loop of any kind trains the weights.
+    """Learn the hyperparameters in rounds, while your own loop trains the weights.
 
-    It does between epochs what ``fit`` does, with the same numbers: precisions start from a weight
-    decay of 0.01 and move by MacKay's update, after a burn-in, in rounds whose rates fall to the
-    last one. The loop is yours::
+    Between epochs, a learner does what ``fit`` does, with the same numbers. Precisions start from a
+    weight decay of 0.01 and follow MacKay's update after a burn-in. The rates of the rounds fall
+    until the last one.
 
-        learner = Learner(evidence, train, Schedule(epochs=30))
-        for epoch in range(30):
-            for x, y in loader:
-                loss = evidence.map_loss(x, y)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-            learner.step()
-
-    A loop with a loss of its own, the mean negative log likelihood, has the prior's decay by
-    ``evidence.add_weight_decay()`` after ``backward`` in place of ``map_loss``. The optimiser has
-    no ``weight_decay`` in either case: the prior is the decay.
+    If your loop has its own loss (the mean negative log likelihood), replace ``map_loss`` by
+    ``evidence.add_weight_decay()`` after ``backward``. In both cases set the optimizer's
+    ``weight_decay`` to 0, because the prior is the weight decay.
 
     Args:
-        evidence: Its model is trained, its hyperparameters are learned. Made with a ``generator``
-            of known seed it gives the same numbers in every run.
-        data: All training data, as for ``Evidence.blocks``.
-        schedule: Epochs, burn-in and rounds; ``epochs`` is needed, and an epoch is a call of
-            ``step``. So a loop with few epochs calls it after each step of its optimiser, and
-            gives the number of these as ``epochs``. What it says of batches, evaluations and
-            checkpoints is not used.
-        optimization: How hyperparameters are updated, and their rates; what it says of the weights
-            is not used.
-        seed: Seed of what the items of a data set draw, as random transforms.
+        evidence: Evidence whose model your loop trains, and whose hyperparameters are learned. Give
+            it a seeded ``generator`` to reproduce a run.
+        data: All training data; see ``Evidence.blocks``.
+        schedule: Epochs, burn-in and rounds. ``epochs`` is required: the number of times you will
+            call ``step``. If your loop has few epochs, call ``step`` after each optimizer step. The
+            settings of batches, evaluations and checkpoints are ignored.
+        optimization: Updates of the hyperparameters, and their learning rates. Settings of the
+            weights are ignored.
+        seed: Seed of random draws in the items of a data set, such as random transforms.
 
     Attributes:
-        count: Calls of ``step`` so far.
-        history: One row for each round of ``step``: ``step``, the calls so far, and the columns of
-            ``fit``'s history on log evidence and hyperparameters.
+        count: Number of calls of ``step`` so far.
+        history: One row per round: ``step``, the number of calls so far, and the columns of
+            ``fit``'s history for the log evidence and the hyperparameters.
 
     Raises:
-        ConfigurationError: If a setting does not fit, there is nothing to learn, or the ranks have
-            other settings or data.
+        ConfigurationError: If a setting does not fit, there is nothing to learn, or the ranks
+            differ in settings or data.
         InputError: If the data do not fit the evidence.
+
+    Examples:
+        >>> import torch
+        >>> from evigrad import Evidence, Learner, Schedule
+        >>> from evigrad.likelihoods import Categorical
+        >>> from evigrad.priors import GaussianPrior
+        >>> x = torch.randn(100, 3)
+        >>> train = x, (x[:, 0] > 0).long()
+        >>> model = torch.nn.Linear(3, 2)
+        >>> evidence = Evidence(
+        ...     model, Categorical(), GaussianPrior(), estimator="ntk-50-C", num_data=100
+        ... )
+        >>> learner = Learner(evidence, train, Schedule(epochs=5))
+        >>> optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        >>> for epoch in range(5):
+        ...     loss = evidence.map_loss(*train)
+        ...     optimizer.zero_grad()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     _ = learner.step()
+        >>> len(learner.history)
+        5
+
+    See also: docs/trainers.md.
     """
 
     def __init__(
@@ -157,14 +171,14 @@ class Learner:
             hyperparameters = evidence.hyperparameters()
             if not hyperparameters:
                 raise ConfigurationError(
-                    "There is nothing for the estimator to learn: prior and likelihood are fixed"
-                    " and no parameter of the model is named in hyperparameters. Make the prior"
-                    " learnable, or train by MAP alone, which is estimator=None of fit."
+                    "There is nothing to learn: prior and likelihood are fixed, and hyperparameters"
+                    " names no parameter of the model. Make the prior learnable, or train by plain"
+                    " MAP (fit with estimator=None)."
                 )
             if schedule.epochs is None:
                 raise ConfigurationError(
-                    "The schedule needs epochs=..., how often step() will be called: rounds and"
-                    " their rates are spread over them."
+                    "Schedule.epochs is required, got None. Set it to the number of times you will"
+                    " call step()."
                 )
             check_burn_in(schedule.burn_in, schedule.epochs)
             device = next(iter(evidence.weights().values())).device
@@ -188,36 +202,36 @@ class Learner:
             if self.schedule.prior_blocks is not None:
                 x, _ = self.data.first(PROBE_SIZE)
                 evidence.check_collect(x, wrt=self.step_groups[0].names)
-            evidence.blocks(self.data)  # raises now what the first round would, epochs later
-        self._blocks: Stream | None = None  # of the data, which are checked once
-        self._warned = False  # of precisions that nothing determines
+            evidence.blocks(self.data)  # raises now what would stop the first round, epochs later
+        self._blocks: Stream | None = None  # checks the data once
+        self._warned = False  # of precisions that no output depends on
         self._runaways = Runaways(evidence)
-        self._idle = 0  # rounds without a step since the last one that had one
+        self._idle = 0  # number of rounds without a step since the last step
         self.count = 0
         self.history: list[Row] = []
 
     @property
     def learned(self) -> list[str]:
-        """Names of the hyperparameters that change during training."""
+        """Return the names of the hyperparameters that change during training."""
         return [name for group in self.step_groups for name in group.names]
 
     @property
     def _learned_of_model(self) -> list[str]:
-        """Names of the model's own hyperparameters that change."""
+        """Return the names of the model's own hyperparameters that change."""
         return [name for name in self.learned if name.startswith("model.")]
 
     @property
     def hyper_steps(self) -> int:
-        """Steps on hyperparameters so far, of all groups together."""
+        """Return the number of hyperparameter steps so far, over all groups."""
         return sum(group.taken for group in self.step_groups)
 
     def step(self) -> Round | None:
-        """Count an epoch of the weights, and learn if a round is due after it.
+        """Count an epoch, and take a round of hyperparameter steps if one is due.
 
-        The weights and their gradients stay as they are.
+        The weights and their gradients do not change.
 
         Returns:
-            The round; None where none is due.
+            The round, or None if none is due.
 
         Raises:
             EvigradError: If an estimate fails.
@@ -231,24 +245,23 @@ class Learner:
         return learned
 
     def is_due(self, epoch: int) -> bool:
-        """Whether a round follows an epoch, counted from 1."""
+        """Return whether a round follows an epoch, counted from 1."""
         return any(group.is_due(epoch) for group in self.step_groups)
 
     def learn(self, epoch: int) -> Round:
-        """Take the hyperparameter steps that follow an epoch, on a fresh partition of the data.
+        """Take the hyperparameter steps after an epoch, on a new partition of the data.
 
-        ``step`` calls it when it is due. An estimate that is not finite, or whose matrix has no
-        Cholesky factor, ends its round: the steps that are left are skipped, with a warning.
+        ``step`` calls it when a round is due. If an estimate is not finite, or its matrix has no
+        Cholesky factor, the round ends: the remaining steps are skipped with a warning.
 
         Args:
-            epoch: Counted from 1.
+            epoch: Number of the epoch, counted from 1.
 
         Returns:
-            The estimates, one for each step.
+            The estimates, one per step.
 
         Raises:
-            EvigradError: If an estimate fails in another way, or no step of two rounds on end could
-                be taken.
+            EvigradError: If an estimate fails in another way, or two rounds in a row take no step.
         """
         hyper_round = Round([], False)
         with self.evidence.ranks.together():
@@ -266,7 +279,7 @@ class Learner:
         return hyper_round
 
     def _round(self, group: StepGroup, before: Round) -> Round:
-        """Take the steps of a group; returns them with those ``before`` them."""
+        """Take the steps of a group; return their estimates after those of ``before``."""
         if self._blocks is None:
             self._blocks = self.evidence.blocks(self.data)
         estimates, is_shared, failed = list[Estimate](), False, 0
@@ -282,7 +295,7 @@ class Learner:
                     self.schedule.prior_blocks if group is self.step_groups[0] else None,
                 )
                 name = self.evidence.spec.name
-                cheaper = "fewer rows in a block, as its name says"
+                cheaper = "fewer rows in a block, set by the estimator's name"
                 with memory_for(f"an estimate by {name}", cheaper):
                     for block in blocks:
                         estimates.append(self._step(group, block))
@@ -296,8 +309,8 @@ class Learner:
                 raise
             failed = group.steps - len(estimates)
             warnings.warn(
-                f"{failed} of {group.steps} hyperparameter steps of a round were skipped, as an"
-                f" estimate failed: {error}",
+                f"An estimate failed: {error} The round skipped {failed} of {group.steps}"
+                " hyperparameter steps.",
                 EvigradWarning,
                 stacklevel=3,
             )
@@ -328,10 +341,10 @@ class Learner:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the evidence and of its rounds; the model keeps its own.
+        """Return the state of the evidence and of its rounds, without the model's.
 
-        With the weights, the optimiser's state and the same data it is all that is needed to go on
-        with the same numbers.
+        To resume with the same numbers, also save the weights and the optimizer's state, and use
+        the same data.
         """
         return {
             "evidence": self.evidence.state_dict(),
@@ -348,10 +361,10 @@ class Learner:
         """Load a ``state_dict`` of a learner with the same settings and data.
 
         Args:
-            state: What ``state_dict`` returned.
+            state: State from ``state_dict``.
 
         Raises:
-            ConfigurationError: If it does not fit the evidence or the schedule.
+            ConfigurationError: If the state does not fit the evidence or the schedule.
         """
         with fitting("The saved state"):
             self.evidence.load_state_dict(state["evidence"])
@@ -366,11 +379,11 @@ class Learner:
 
 
 def warn_of_unused(evidence: Evidence) -> None:
-    """Warn of precisions that are learned although no output depends on their weights.
+    """Warn of learned precisions of weights that no output depends on.
 
     The rows of P such weights with precision δ are zero. Then (P/2) log δ of the prior cancels with
-    −½ log|P0 + H|, and the log evidence depends on δ by −½ δ ‖w − μ‖² alone: as long as training
-    has not taken w to its mean μ, every step lowers δ, and no prediction changes with it.
+    −½ log|P0 + H|, and the log evidence depends on δ only by −½ δ ‖w − μ‖². Until training has
+    moved w to its mean μ, every step lowers δ, and no prediction changes.
     """
     prior, reports = evidence.prior, evidence.describe()
     used = {report.group for report in reports if report.rows != "unused"}
@@ -378,9 +391,9 @@ def warn_of_unused(evidence: Evidence) -> None:
     names = [report.name for report in reports if report.group not in used | fixed]
     if names:
         warnings.warn(
-            f"No output depends on {listed(names)}: nothing determines their prior precisions,"
+            f"No output depends on {listed(names)}, so nothing determines their prior precisions,"
             " which will fall until training ends. Freeze these parameters (requires_grad_(False)),"
-            " or take them out of the model.",
+            " or remove them from the model.",
             EvigradWarning,
             stacklevel=2,
         )

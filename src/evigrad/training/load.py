@@ -27,12 +27,12 @@ class LoadedRun:
     """A run at its last checkpoint.
 
     Attributes:
-        model: The network with weights and hyperparameters of the checkpoint, in evaluation mode.
-        evidence: The model's evidence, with prior, noise and generator of the checkpoint. For a run
-            without an estimator it has a placeholder of one.
-        settings: The settings of ``fit`` by name, as in ``config.json``.
-        history: One row for each epoch up to the checkpoint.
-        epoch: The last of these epochs; ``settings["epochs"]`` for a finished run.
+        model: Network with the weights and hyperparameters of the checkpoint, in evaluation mode.
+        evidence: Evidence of the model, with the checkpoint's prior, noise and generator. If the
+            run had no estimator, the evidence has a placeholder.
+        settings: Settings of ``fit`` by name, from ``config.json``.
+        history: One row per epoch up to the checkpoint.
+        epoch: Last of these epochs. It is ``settings["epochs"]`` if the run is finished.
     """
 
     model: nn.Module
@@ -54,32 +54,50 @@ def load(
     prior: GaussianPrior | None = None,
     device: str | torch.device | None = None,
 ) -> LoadedRun:
-    """The network, evidence and settings of a run, finished or interrupted, without its data.
+    """Load the network, evidence and settings of a run from its folder.
 
-    The network of a run of the command line is built anew. A run of ``fit`` does not record how to
-    build its network: pass one as ``model``. Nothing in the folder is run as code.
+    The run may be finished or interrupted. Its data are not loaded. ``load`` builds the network if
+    the run was started on the command line. ``fit`` does not record how to build its network, so
+    pass one as ``model``. Loading runs no code from the folder.
 
     Args:
-        run: The run's folder.
-        model: A network of the run's architecture, whose weights are replaced. Default: the one
-            that the command line trained.
-        likelihood: The run's likelihood, where ``fit`` was given an object. Its state is replaced.
-        prior: The same for the prior.
-        device: Where to put the network, as cpu or cuda. Default: where the model is.
+        run: Folder of the run.
+        model: Network with the architecture of the run. Its weights are replaced. Default: the
+            network that the command line trained.
+        likelihood: Likelihood of the same kind, if ``fit`` got an object. Its state is replaced.
+        prior: Prior of the same kind, if ``fit`` got an object. Its state is replaced.
+        device: Device for the network, such as cpu or cuda. Default: the device of the model.
 
     Returns:
         The run at its last checkpoint.
 
     Raises:
-        ConfigurationError: If the folder holds no run with a checkpoint, or a part of the run is
-            not given or does not fit; the weights of ``model`` then stay as they were.
+        ConfigurationError: If the folder has no run with a checkpoint, or a part of the run is
+            missing or does not fit. The weights of ``model`` then stay as they were.
+
+    Examples:
+        >>> import torch
+        >>> import evigrad
+        >>> x, y = torch.randn(40, 2), torch.arange(40) % 2
+        >>> schedule = evigrad.Schedule(epochs=1)
+        >>> model = torch.nn.Linear(2, 2)
+        >>> options = {"schedule": schedule, "run_dir": "runs/example", "progress": False}
+        >>> result = evigrad.fit(model, (x, y), **options)
+        >>> run = evigrad.load(result.run_dir, model=torch.nn.Linear(2, 2))
+        >>> run.epoch, torch.equal(run.model.weight, model.weight)
+        (1, True)
+
+    See also: docs/estimators.md.
     """
     path = Path(run)
     if not path.is_dir():
-        raise ConfigurationError(f"There is no folder {path}; name the folder of a run.")
+        raise ConfigurationError(f"run must be the folder of a run, got {path}: no such folder.")
     state = RunDirectory(path, resume=True).read_checkpoint()
     if state is None:
-        raise ConfigurationError(f"{path} has no checkpoint: no run was begun there.")
+        raise ConfigurationError(
+            f"run must be a folder with a checkpoint, got {path}: it has none, as no run started"
+            " there. Use the folder of a run."
+        )
     with fitting(f"The checkpoint in {path}"):
         check_format(state, path)
         try:
@@ -87,12 +105,13 @@ def load(
             num_data, network = int(configuration["num_data"]), configuration["network"]
         except (OSError, ValueError, TypeError, LookupError) as error:
             raise ConfigurationError(
-                f"{path / 'config.json'} cannot be read, or not by this version: {error}."
+                f"Cannot read {path / 'config.json'}, or another version of evigrad wrote it:"
+                f" {error}."
             ) from error
         if model is None and network is None:
             raise ConfigurationError(
-                f"The run in {path} was started from Python, which alone knows its network: give"
-                " one of the same architecture, evigrad.load(run, model=...)."
+                f"The run in {path} was started from Python, so its architecture is not stored."
+                " Pass a model with the same architecture: evigrad.load(run, model=...)."
             )
         module = make_network(network) if model is None else model
         if device is not None:
@@ -112,16 +131,16 @@ def _settings(
     prior: GaussianPrior | None,
     where: Path,
 ) -> Settings:
-    """Settings from their record, with objects in place of their descriptions."""
+    """Return settings from their record, with objects that replace their descriptions."""
     names = list(Settings().as_record())
-    # Runs of earlier versions may lack the youngest settings.
+    # Runs of earlier versions may lack the newest settings.
     record = {"prior_mean": "zero", "noise_on_loss": False, **current_record(record)}
-    if record.get("estimator") == "augerino":  # a run of experiments, whose model loads like others
+    if record.get("estimator") == "augerino":  # a run of experiments, whose model loads as usual
         record["estimator"] = None
     if missing := [name for name in names if name not in record]:
         raise ConfigurationError(
-            f"The run in {where} was written by another version of evigrad: its settings lack"
-            f" {', '.join(missing)}."
+            f"Another version of evigrad wrote the run in {where}: its settings lack"
+            f" {', '.join(missing)}. Use that version."
         )
     keywords: dict[str, Any] = {name: record[name] for name in names}
     overrides = (("likelihood", likelihood, LIKELIHOODS), ("prior", prior, STRUCTURES))
@@ -131,13 +150,13 @@ def _settings(
         elif keywords[name] not in choices:
             words = " ".join(str(keywords[name]).split())
             raise ConfigurationError(
-                f"The run in {where} had a {name} of its own, {words}: give one of the same kind,"
-                f" evigrad.load(run, {name}=...)."
+                f"The run in {where} used a custom {name}, {words}. Pass an object of the same"
+                f" class: evigrad.load(run, {name}=...)."
             )
     if prior is not None:
         keywords |= {"precision": None, "prior_mean": "zero"}
     if keywords["optimizer"] not in OPTIMIZERS:
-        keywords["optimizer"] = OPTIMIZERS[0]  # which is not used
+        keywords["optimizer"] = OPTIMIZERS[0]  # not used
     if keywords["anchoring"] is not None:
         keywords["anchoring"] = Anchoring(**keywords["anchoring"])
     return Settings(**grouped(keywords))

@@ -1,4 +1,4 @@
-"""The two optimisers of a run, of weights and of hyperparameters, and how their rates fall."""
+"""The optimizers of weights and hyperparameters, and how their learning rates fall."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -13,13 +13,13 @@ from evigrad.training.plan import planned
 from evigrad.training.settings import Optimization
 
 MOMENTUM = 0.9  # of sgd
-# Learning rate of Fixup's scalar biases and multipliers over that of the other weights
+# Learning rate of Fixup's scalar biases and multipliers, relative to the other weights
 # (Zhang et al., 2019).
 SCALAR_RATE = 0.1
 
 
 def cosine(progress: float, start: float, end: float) -> float:
-    """A cosine from ``start`` at ``progress`` 0 to ``end`` at 1."""
+    """Return a cosine from ``start`` at ``progress`` 0 to ``end`` at 1."""
     return end + 0.5 * (start - end) * (1.0 + math.cos(math.pi * progress))
 
 
@@ -28,7 +28,7 @@ def make_weight_optimizer(
     settings: Optimization,
     scalars: Collection[nn.Parameter] = (),
 ) -> Optimizer:
-    """Return the checked optimiser of the weights; ``scalars`` learn at ``SCALAR_RATE`` times."""
+    """Return the checked optimizer of the weights; ``scalars`` learn at ``SCALAR_RATE`` times."""
     if isinstance(settings.optimizer, str):
         slow, rate = {id(p) for p in scalars}, planned(settings.lr)
         groups: list[dict[str, Any]] = [
@@ -44,28 +44,29 @@ def make_weight_optimizer(
     held = [id(p) for group in optimizer.param_groups for p in group["params"]]
     if sorted(held) != sorted(id(p) for p in weights.values()):
         raise ConfigurationError(
-            "The optimiser must hold every weight that it is given once, and nothing else."
+            "The optimizer must hold each weight that it gets exactly once, and nothing else. Pass"
+            " all the named weights to it."
         )
     if any(group.get("weight_decay") for group in optimizer.param_groups):
         raise ConfigurationError(
-            "The optimiser has weight decay. The prior in the loss is the weight decay here: set"
-            " weight_decay=0 and say precision=... instead."
+            "The optimizer must not have weight decay, because the prior in the loss is the weight"
+            " decay. Set weight_decay=0, and precision=... instead."
         )
-    # Adam makes NaN of weights in half precision by its first step, at any rate.
+    # Adam turns weights in half precision into NaN with its first step, at any learning rate.
     eps = min((group["eps"] for group in optimizer.param_groups if "eps" in group), default=1.0)
     names = [name for name, weight in weights.items() if weight.dtype == torch.float16]
     if names and torch.tensor(eps, dtype=torch.float16, device="cpu") == 0:
         raise ConfigurationError(
             f"{type(optimizer).__name__} cannot train weights of torch.float16: {listed(names)}."
-            f" Its ε of {eps:g} is zero in this type, and so are squares of small gradients. Call"
-            " model.float(), or model.bfloat16(). For faster estimates in float32 use"
+            f" Its ε of {eps:g} and squares of small gradients are zero in this type. Call"
+            " model.float() or model.bfloat16(). For faster estimates in float32 use"
             ' Memory(autocast="bfloat16").'
         )
     return optimizer
 
 
 def make_hyper_optimizer(hyperparameters: Mapping[str, nn.Parameter], s: Optimization) -> Optimizer:
-    """Return Adam on the hyperparameters, but those of a prior with its fixed-point update."""
+    """Return Adam for the hyperparameters, except for a prior with the fixed-point update."""
     kinds = ("likelihood.",) if s.prior_update == "fixed_point" else ("prior.", "likelihood.")
     rates = ((kinds, s.prior_lr, s.prior_lr_min), (("model.",), s.hyper_lr, s.hyper_lr_min))
     groups: list[dict[str, Any]] = []

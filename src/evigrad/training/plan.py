@@ -1,4 +1,4 @@
-"""The plan of a training: what follows from its data where the settings say nothing."""
+"""The plan of a run: settings that follow from its data if you leave them open."""
 
 from dataclasses import replace
 from typing import TypeVar
@@ -11,21 +11,21 @@ T = TypeVar("T")
 
 # Default of a learned prior precision at the start, for steps of Adam.
 LEARNED_PRECISION = 1.0
-# Weight decay of the burn-in, from which the fixed point starts: 20 times the usual. From a weak
-# one, noisy labels and targets are fitted before their noise is known, and precisions are slow to
-# come back; from a much stronger one, networks on few data end at zero (benchmarks/start.py).
+# Weight decay of the burn-in, from which the fixed point starts: 20 times 5e-4. With a weaker one,
+# the network fits noisy labels and targets before their noise is learned, and precisions recover
+# slowly. With a much stronger one, networks on few data end at zero (benchmarks/start.py).
 BURN_IN_DECAY = 1e-2
-# The burn-in's precision at most: what many data say must not be held back by a decay for few.
+# Maximum of the burn-in's precision, so that the decay for few data does not restrain many.
 BURN_IN_PRECISION = 15.0
-# The same for weights that the prior draws to other values than zero, as pretrained ones: from a
-# weak decay few data are fitted wherever that leads, before it is known how close to stay.
+# Weight decay of the burn-in for weights with a nonzero prior mean, such as pretrained ones. With a
+# weak one, few data are fitted before it is learned how close the weights should stay.
 PRETRAINED_DECAY = 1.0
-# Default of a kept precision divided by N: the usual weight decay.
+# Default of a fixed precision divided by N.
 WEIGHT_DECAY = 5e-4
 
 # Default schedules (benchmarks/tables.py). Training takes a number of steps, and few data make few
-# steps in an epoch; many data need more than a few epochs. On regression tables a third of the
-# rate finds networks that fit the noise.
+# steps per epoch. Many data need more than a few epochs. On tabular regression a third of the
+# learning rate leads to networks that fit the noise.
 CLASSIFICATION_LR, REGRESSION_LR = 3e-3, 1e-2
 STEPS = 2000
 FEWEST_EPOCHS = 100
@@ -35,7 +35,7 @@ ROUNDS = 20
 
 
 def plan(settings: Settings, num_data: int) -> Settings:
-    """Return the settings for N data: defaults that depend on the data become numbers."""
+    """Return the settings for N examples: defaults that depend on the data become numbers."""
     precision = settings.precision
     if precision is None and not isinstance(settings.prior, GaussianPrior):
         is_kept = settings.estimator is None
@@ -65,7 +65,7 @@ def plan_schedule(schedule: Schedule, num_data: int) -> Schedule:
 def plan_optimization(
     optimization: Optimization, classifies: bool, prior: str | GaussianPrior
 ) -> Optimization:
-    """Return the optimisation with a rate for ``lr``, and with a ``prior_update``."""
+    """Return the optimization with numbers for ``lr`` and a name for ``prior_update``."""
     lr, update = optimization.lr, optimization.prior_update
     if lr is None:
         lr = max(CLASSIFICATION_LR if classifies else REGRESSION_LR, optimization.lr_min)

@@ -1,27 +1,27 @@
-"""Progress of a run: a live line in a terminal, a few plain lines elsewhere."""
+"""Progress of a run: a live line in a terminal, a few plain lines otherwise."""
 
 import importlib.util
 import sys
 
 from evigrad.training.history import Row, known
 
-# Plain output gets about this many lines, whatever the number of epochs.
+# Plain output has about this many lines, whatever the number of epochs.
 _PLAIN_LINES = 10
-# The width of a terminal, in columns, from which on the bar fits beside the values.
+# A terminal with at least this many columns has room for the bar and the values.
 _WIDE = 120
 
 
 class PlainProgress:
-    """About ten lines of text over a run, on standard error."""
+    """Print about ten lines of text over a run to standard error."""
 
     def __init__(self, title: str, epochs: int) -> None:
         self.title, self.epochs = title, epochs
         self.interval = max(1, -(-epochs // _PLAIN_LINES))
-        # The last value of each metric: not all are computed in every epoch.
+        # The last value of each metric. Not all metrics are computed in every epoch.
         self.known: Row = {}
 
     def update(self, row: Row) -> None:
-        """Print an epoch's metrics where a line is due."""
+        """Print an epoch's metrics if a line is due."""
         self.known |= known(row)
         epoch = int(row["epoch"] or 0)
         if epoch == 1 or epoch == self.epochs or epoch % self.interval == 0:
@@ -30,11 +30,11 @@ class PlainProgress:
             print(line, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Does nothing: there is nothing to close."""
+        """Do nothing: there is nothing to close."""
 
 
 class RichProgress:
-    """A bar with the latest values, redrawn in place."""
+    """Show a bar with the latest values, redrawn in place."""
 
     def __init__(self, title: str, epochs: int) -> None:
         # Imported here, because the core must work without rich.
@@ -44,7 +44,7 @@ class RichProgress:
         from rich.table import Column
 
         console = Console(stderr=True)
-        # Where there is no room for both, the values are worth more than the bar.
+        # Without room for both, the values are worth more than the bar.
         wide = console.width >= _WIDE
         remaining = Remaining(compact=True, elapsed_when_finished=True)
         count = Column(min_width=2 * len(str(epochs)) + 1)
@@ -72,14 +72,14 @@ class RichProgress:
 
 
 def make_progress(title: str, epochs: int) -> PlainProgress | RichProgress:
-    """A bar where rich is installed and standard error is a terminal, plain lines elsewhere."""
+    """Return a bar if rich is installed and standard error is a terminal, else plain lines."""
     if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
         return RichProgress(title, epochs)
     return PlainProgress(title, epochs)
 
 
 def summary(row: Row) -> str:
-    """Loss and log evidence in nats per datum, and the range of the precisions, in short."""
+    """Return loss and log evidence in nats per example, and the range of the precisions."""
     parts = [_part(row, "loss", "loss", ".4f"), _part(row, "log_evidence", "log evidence", ".3f")]
     lower, upper = row.get("bracket_lower"), row.get("bracket_upper")
     if lower is not None and upper is not None:

@@ -1,4 +1,4 @@
-"""The passes of a round: several steps on prior and noise alone can share them."""
+"""The passes of a round. Several steps on prior and noise can share them."""
 
 from collections.abc import Iterable, Iterator
 from itertools import repeat
@@ -22,12 +22,12 @@ def blocks_of_a_round(
     steps: int,
     prior_blocks: int | None,
 ) -> tuple[Iterable[Block | list[KeptPass]], bool]:
-    """Return a block or kept passes for each step of a round, and whether all have the same one.
+    """Return a block or kept passes for each step of a round, and whether all steps share them.
 
-    Several steps on prior and noise alone share passes: the only pass there is, where one block
-    holds all data, and the pass over the anchors, where these are chosen for a round.
-    ``prior_blocks`` is the number of blocks whose passes all steps share; None is a block for each
-    step.
+    Several steps that learn nothing but prior and noise share passes. If one block holds all data,
+    it is the only pass. If anchors are chosen for a round, it is the pass over the anchors.
+    ``prior_blocks`` is the number of blocks whose passes all steps share. None means a block for
+    each step.
     """
     anchored = isinstance(blocks, AnchoredStream)
     keepable = (anchored or blocks.is_constant) and is_keepable(evidence, x, names)
@@ -41,7 +41,7 @@ def blocks_of_a_round(
     else:
         passes = (evidence.collect(b, wrt=names) for b in blocks.round(prior_blocks or 1))
     kept = list(passes)
-    if len(kept) > 1:  # their draws may be of different number
+    if len(kept) > 1:  # their numbers of draws may differ
         kept = [draw for kept_pass in kept for draw in kept_pass.draws()]
     return repeat(kept, steps), True
 
@@ -49,20 +49,20 @@ def blocks_of_a_round(
 def passes_over(
     evidence: Evidence, drawn: DrawnParts, x: Inputs, names: list[str]
 ) -> Iterator[KeptPass]:
-    """Yield kept passes over draws, in their order, each over as many draws as fit into memory.
+    """Yield kept passes over draws, in order, each over as many draws as fit into memory.
 
-    Each is computed when it is asked for. The memory changes neither these draws nor later ones.
+    Each is computed when it is requested. Memory changes neither these draws nor later ones.
     """
 
     def collect(block: Block) -> KeptPass:
-        # Each pass draws a seed for the model, which draws nothing here. The state is restored, so
-        # that the number of passes changes no later draw.
+        # Each pass draws a seed for the model, although the model draws nothing here. The state is
+        # restored, so that the number of passes does not change later draws.
         state = evidence.generator.get_state()
         kept = evidence.collect(block, wrt=names)
         evidence.generator.set_state(state)
         return kept
 
-    # Where all rows are anchors, these alone; of few parts a rank may have none.
+    # If all rows are anchors, only these; if there are few parts, a rank may have none.
     number, start = len(drawn.draws) if drawn.partition.num_parts else 1, 0
     at_once = draws_at_once(evidence, x, number)
     while start < number:
@@ -77,15 +77,15 @@ def passes_over(
 
 
 def draws_at_once(evidence: Evidence, x: Inputs, count: int) -> int:
-    """How many of ``count`` draws of an anchored estimator share a pass; 1 if none do."""
+    """Return how many of ``count`` draws of an anchored estimator share a pass; 1 if none do."""
     while count > 1 and not evidence.shares_anchors(x[:PROBE_SIZE], count):
         count = -(-count // 2)
     return count
 
 
 def is_keepable(evidence: Evidence, x: Inputs, names: list[str]) -> bool:
-    """Whether steps can share passes: a model without draws; only prior and noise are learned."""
-    # A random model, as an average over transforms, draws again in each pass.
+    """Return whether steps can share passes: no random model, and only prior and noise learned."""
+    # A random model, such as an average over transforms, draws again in each pass.
     if stochastic_modules(evidence.model):
         return False
     return evidence.can_collect(x[:PROBE_SIZE], wrt=names)

@@ -15,55 +15,54 @@ from evigrad.files import PARTIAL, is_intact, replacing, seal, sole_writer
 from evigrad.training.checkpoint import CHECKPOINT_FORMAT
 from evigrad.training.history import MetricsFile, Row
 
-# Share of the time that checkpoints take by default.
+# Share of the time that checkpoints may take by default.
 _SHARE = 0.05
 
-# A folder with either of these is a run's: the first files that the command line and ``fit`` write.
+# A folder with one of these belongs to a run: the command line and ``fit`` write them first.
 CONFIGURATIONS = ("config.json", "config.yaml")
 
 
 class RunDirectory:
     """A folder that belongs to one run.
 
-    A folder that holds something already is only written into to go on with its run: a new run
-    gets the first free folder of ``name-2``, ``name-3``, ... beside it.
+    A folder that is not empty is only written into to resume its run. A new run uses the first free
+    folder of ``name-2``, ``name-3``, ... instead.
 
-    Every file is replaced as a whole, except for the rows that ``metrics.csv`` gains one by one.
+    Every file is replaced as a whole, except that ``metrics.csv`` gains rows one by one.
     """
 
     def __init__(self, path: str | Path, *, resume: bool = False) -> None:
-        """Make the folder; ``resume`` takes it as it is, with a run or empty."""
+        """Make the folder; ``resume`` uses it as it is, with a run or empty."""
         self.path, number = Path(path), 1
         while not resume and not _is_free(self.path):
             number += 1
             self.path = Path(path).with_name(f"{Path(path).name}-{number}")
         self.checkpoint = self.path / "checkpoint.pt"
-        self.checkpoint_before = self.path / "checkpoint_before.pt"  # for when that is damaged
+        self.checkpoint_before = self.path / "checkpoint_before.pt"  # in case that one is damaged
         self.metrics = self.path / "metrics.csv"
         self._lock: ExitStack | None = None
         if not _is_free(self.path) and not _contents(self.path).intersection(CONFIGURATIONS):
             raise ConfigurationError(
-                f"{self.path} holds no run to go on with: there is no"
-                f" {' and no '.join(CONFIGURATIONS)} in it. Name the folder of a run, or an empty"
-                " one."
+                f"{self.path} holds no run to resume: it has no {' and no '.join(CONFIGURATIONS)}."
+                " Use the folder of a run, or an empty one."
             )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigurationError(
-                f"The run directory {self.path} cannot be made ({error.strerror}); name another."
+                f"Cannot make the run directory {self.path} ({error.strerror}). Use another one."
             ) from error
 
     @property
     def figures(self) -> Path:
-        """The folder of the figures; made at the first use."""
+        """Return the folder of the figures; make it at the first use."""
         folder = self.path / "figures"
         folder.mkdir(exist_ok=True)
         return folder
 
     @contextmanager
     def locked(self, wait: bool = False) -> Iterator[None]:
-        """Lock the folder, also repeatedly; ``wait`` for another run that has locked it."""
+        """Lock the folder, also repeatedly; ``wait`` until another run has unlocked it."""
         if self._lock is not None:
             yield
             return
@@ -84,62 +83,62 @@ class RunDirectory:
             file.write(text.encode("utf-8"))
 
     def write_checkpoint(self, state: Mapping[str, Any]) -> None:
-        """Write tensors and plain values; the checkpoint before is kept, and a whole one always."""
+        """Write tensors and plain values; keep the checkpoint before, so that one is whole."""
         with replacing(self.checkpoint, self.checkpoint_before) as file:
             try:
                 torch.save(dict(state), file)
-            except RuntimeError as error:  # of the unfinished archive, behind the system's own
+            except RuntimeError as error:  # from the unfinished archive, hides the system's own
                 cause = error.__context__
                 raise (cause if isinstance(cause, OSError) else error) from None
             seal(file)
 
     def read_checkpoint(self) -> dict[str, Any] | None:
-        """Return the last checkpoint, where that is damaged the one before; None without any."""
-        refused: list[str] = []
+        """Return the last checkpoint, or the one before if it is damaged; None without any."""
+        reasons: list[str] = []
         for path in (self.checkpoint, self.checkpoint_before):
             try:
                 state = _read_checkpoint(path)
             except FileNotFoundError:
                 continue
             except (ConfigurationError, OSError) as error:
-                refused.append(f"{path} cannot be read: {error}.")
+                reasons.append(f"{path} cannot be read: {error}.")
                 continue
-            if refused:
+            if reasons:
                 warnings.warn(
-                    f"{' '.join(refused)} The checkpoint before it is taken, after epoch"
-                    f" {state.get('epoch')}: the epochs since then are repeated.",
+                    f"{' '.join(reasons)} The run resumes from the checkpoint before it, after"
+                    f" epoch {state.get('epoch')}, and repeats the epochs since then.",
                     EvigradWarning,
                     stacklevel=2,
                 )
             return state
-        if refused:
-            raise ConfigurationError(f"{' '.join(refused)} Start the run anew in another folder.")
+        if reasons:
+            raise ConfigurationError(f"{' '.join(reasons)} Start a new run in another folder.")
         return None
 
 
 def _read_checkpoint(path: Path) -> dict[str, Any]:
     intact = is_intact(path)
     if intact is False:
-        raise ConfigurationError("it is damaged, as its content does not fit its digest")
+        raise ConfigurationError("it is damaged, because its content does not match its digest")
     try:
-        # Not code: a checkpoint of somebody else's can do no harm.
+        # Loads no code: a checkpoint from somebody else can do no harm.
         state = torch.load(path, "cpu", weights_only=True)
-    except Exception as error:  # without a digest it may be damaged in any way
+    except Exception as error:  # without a digest, it may be damaged in any way
         if isinstance(error, OSError):
             raise
         kind = type(error).__name__
-        raise ConfigurationError(f"it is no checkpoint, or cut off ({kind})") from error
+        raise ConfigurationError(f"it is not a checkpoint, or cut off ({kind})") from error
     if not isinstance(state, dict):
-        raise ConfigurationError("it holds no state of a run")
-    # Those of older versions may have none.
+        raise ConfigurationError("it does not hold the state of a run")
+    # Checkpoints of older versions may have no digest.
     if intact is None and state.get("format") not in range(CHECKPOINT_FORMAT):
-        raise ConfigurationError("it is damaged, as it has lost its digest")
+        raise ConfigurationError("it is damaged, because its digest is missing")
     return state
 
 
 @contextmanager
 def naming_files(directory: RunDirectory, history: Sequence[Row]) -> Iterator[None]:
-    """Say in an error where the metrics are, and after an interruption how the run goes on."""
+    """Add to an error where the metrics are, and to an interruption how to resume the run."""
     try:
         yield
     except EvigradError as error:
@@ -149,7 +148,7 @@ def naming_files(directory: RunDirectory, history: Sequence[Row]) -> Iterator[No
         raise type(error)(f"{error} {kept}") from error
     except KeyboardInterrupt as error:
         again = f"run_dir={str(directory.path)!r}, resume=True"
-        error.add_note(f"The same call with {again} goes on from the last checkpoint.")
+        error.add_note(f"To resume from the last checkpoint, make the same call with {again}.")
         raise
 
 
@@ -157,11 +156,11 @@ class RunRecord:
     """The files that grow while a run trains."""
 
     def __init__(self, directory: RunDirectory, history: Sequence[Row]) -> None:
-        """Write the finished epochs: rows of epochs that will run again are dropped."""
+        """Write the finished epochs; drop the rows of epochs that will run again."""
         self._directory = directory
         self._metrics: MetricsFile | None = None
-        self._written = time.monotonic()  # when the last checkpoint was
-        self._cost = 0.0  # seconds that it took
+        self._written = time.monotonic()  # time of the last checkpoint
+        self._cost = 0.0  # seconds that the last checkpoint took
         if history:
             self._metrics = MetricsFile(directory.metrics, list(history[0]), history)
         else:
@@ -173,9 +172,9 @@ class RunRecord:
         self._metrics.write(row)
 
     def is_due(self, epoch: int, every: int | None) -> bool:
-        """Return whether writing a checkpoint now takes a small part of the time since the last.
+        """Return whether a checkpoint now would take a small share of the time since the last.
 
-        An integer ``every`` asks for one at its multiples instead.
+        If ``every`` is an integer, return whether the epoch is a multiple of it.
         """
         if every is not None:
             return epoch % every == 0
@@ -189,17 +188,18 @@ class RunRecord:
         self._cost = self._written - start
 
     def finish(self) -> None:
-        """Remove the checkpoint before the last one, when training is over."""
+        """Remove the checkpoint before the last one after training."""
         self._directory.checkpoint_before.unlink(missing_ok=True)
 
     def check_readable(self) -> None:
-        """Warn at once if a checkpoint holds objects of unknown classes, as nothing can read it."""
+        """Warn at once if a checkpoint holds objects of unknown classes, which cannot be loaded."""
         try:
             self._directory.read_checkpoint()
         except ConfigurationError as error:
             warnings.warn(
-                f"This run could not be resumed: its checkpoints hold what a file cannot give back,"
-                f" as extra state of the model that is neither tensors nor numbers. ({error})",
+                "This run cannot be resumed: its checkpoints hold objects that a file cannot"
+                " restore, such as extra state of the model that is neither tensors nor numbers."
+                f" ({error})",
                 EvigradWarning,
                 stacklevel=2,
             )
@@ -211,11 +211,11 @@ class RunRecord:
 
 
 def _is_free(path: Path) -> bool:
-    """Whether there is nothing, or an empty folder."""
+    """Return whether a path does not exist, or is an empty folder."""
     return not (_contents(path) if path.is_dir() else path.exists())
 
 
 def _contents(path: Path) -> set[str]:
-    """The names in a folder, without what a crash may leave before a run's first file is whole."""
+    """Return the names in a folder, without leftovers of a crash at the start of a run."""
     begun = {name + PARTIAL for name in CONFIGURATIONS}
     return {entry.name for entry in path.iterdir()} - begun if path.is_dir() else set()

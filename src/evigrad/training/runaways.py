@@ -1,7 +1,7 @@
-"""Warnings of hyperparameters that run away while the network learns nothing by it.
+"""Warnings of hyperparameters that grow without limit, although the network does not improve.
 
-Large inputs make a network certain of its outputs. These have no curvature then, and the evidence
-of the approximation is high although the network learns nothing by it.
+Large inputs make the outputs of a network certain. Certain outputs have no curvature, so the
+estimated log evidence is high, although the network has learned nothing.
 """
 
 import math
@@ -16,18 +16,18 @@ from evigrad.evidence import Evidence
 from evigrad.invariances.transform import bounded_values, ranged_modules
 from evigrad.passes.evaluation import Estimate
 
-# A hyperparameter of the model has run away if it grows by this factor. What starts nearer to zero
-# than the least start counts as if it started there.
+# A hyperparameter of the model has run away if it grows by this factor. A start nearer to zero
+# than the least start counts as the least start.
 RUNAWAY_FACTOR, LEAST_START = 30.0, 0.1
-# So has some hyperparameter if rounds lose so many nats of log likelihood per example.
+# A hyperparameter has also run away if rounds lose this many nats of log likelihood per example.
 LOST_NATS = 0.5
 
 
 class Runaways:
-    """Watches the learned hyperparameters of a model from round to round, and warns once of each.
+    """Watch the learned hyperparameters of a model from round to round; warn once of each.
 
-    ``starts`` are the values at the start by name, ``best`` is the highest mean log likelihood per
-    example of a round. A checkpoint has both.
+    ``starts`` are the values at the start by name. ``best`` is the highest mean log likelihood per
+    example of a round. A checkpoint stores both.
     """
 
     def __init__(self, evidence: Evidence) -> None:
@@ -41,9 +41,9 @@ class Runaways:
         """Warn of values far from their start, and of a log likelihood that fell in two rounds.
 
         Args:
-            epoch: The epoch before the round.
-            names: The hyperparameters of the model that are learned.
-            estimates: Those of the round.
+            epoch: Number of the epoch before the round.
+            names: Names of the hyperparameters of the model that are learned.
+            estimates: Estimates of the round.
         """
         for name, value in free_hyperparameters(self._evidence).items():
             if name not in self._warned_of and (words := _growth(name, self.starts[name], value)):
@@ -65,7 +65,7 @@ class Runaways:
 
 
 def free_hyperparameters(evidence: Evidence) -> dict[str, Tensor]:
-    """The learned hyperparameters of the model by name, without ranges and those with bounds."""
+    """Return the model's learned hyperparameters by name, without ranges and bounded ones."""
     held = set(bounded_values(evidence.model))
     for module in ranged_modules(evidence.model).values():
         held |= {id(parameter) for parameter in module.parameters()}
@@ -77,10 +77,11 @@ def free_hyperparameters(evidence: Evidence) -> dict[str, Tensor]:
 
 
 def _growth(name: str, start: Tensor, value: Tensor) -> str:
-    """In words, by how much an entry has run away; an empty string if none has."""
-    # Shrinking is no fault: a range that does not help goes to zero, as the scale of a feature.
+    """Return in words how much an entry has grown; an empty string if none has run away."""
+    # Shrinking is fine: the range of a useless transform goes to zero, and so does the scale of a
+    # useless feature.
     start, value = start.double().flatten(), value.detach().double().flatten()
-    if name.rpartition(".")[2].startswith("log_"):  # where a factor is a difference
+    if name.rpartition(".")[2].startswith("log_"):  # a factor is a difference of logarithms
         growth = (value - start).exp()
     else:
         growth = value.abs() / start.abs().clamp(min=LEAST_START)
@@ -89,16 +90,17 @@ def _growth(name: str, start: Tensor, value: Tensor) -> str:
         return ""
     where = "" if len(value) == 1 else f" in entry {entry}"
     return (
-        f"{float(value[entry]):.3g}{where} and began at {float(start[entry]):.3g}, which is growth"
-        f" by a factor of more than {RUNAWAY_FACTOR:.0f}"
+        f"{float(value[entry]):.3g}{where} and started at {float(start[entry]):.3g}: it grew by a"
+        f" factor of more than {RUNAWAY_FACTOR:.0f}"
     )
 
 
 def _warn(what: str) -> None:
     warnings.warn(
-        f"{what} Estimates can reward a transform that runs away: huge inputs make certain"
-        " outputs, which have no curvature. Give the transform bounds (Transform.bounds), lower"
-        " hyper_lr, or take a kfac estimator such as kfac-100-1. Compare test data.",
+        f"{what} Estimates can reward a transform that grows without limit, because huge inputs"
+        " make certain outputs, which have no curvature. Give the transform bounds"
+        " (Transform.bounds), lower hyper_lr, or use a kfac estimator such as kfac-100-1. Compare"
+        " test data.",
         EvigradWarning,
         stacklevel=5,
     )

@@ -21,15 +21,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 OPTIMIZERS = ("adam", "sgd")
-# Names that earlier versions took for an estimator, and what to do instead.
+# Names that earlier versions accepted as an estimator, and what to use instead.
 _FORMER_NAMES = {
-    "map": "plain MAP training is estimator=None, on the command line --estimator none.",
-    "map-noise": "MAP training that learns the noise of a Gaussian is estimator=None with"
+    "map": "For plain MAP training use estimator=None, on the command line --estimator none.",
+    "map-noise": "For MAP training that learns the noise of a Gaussian, use estimator=None with"
     " Optimization(noise_on_loss=True), on the command line --estimator none --noise-on-loss.",
-    "augerino": "this baseline of another paper is experiments.augerino in evigrad's source.",
+    "augerino": "This baseline of another paper is experiments.augerino in evigrad's source.",
 }
 PRIOR_UPDATES = ("adam", "fixed_point")
-# More epochs or steps than any run has; loops over 10^22 do not even begin.
+# More epochs or steps than any run has: loops over 10^22 do not even start.
 _MOST = 10**9
 
 OptimizerFactory = Callable[[Mapping[str, nn.Parameter]], Optimizer]
@@ -37,15 +37,20 @@ OptimizerFactory = Callable[[Mapping[str, nn.Parameter]], Optimizer]
 
 @dataclass(frozen=True)
 class Laplace:
-    """How the Laplace approximation is made, as the keywords of ``Evidence`` of the same names.
+    """Set how the Laplace approximation is computed.
 
     Attributes:
-        temperature: T of the likelihood p^(1/T).
-        root: How the curvature of a datum is split over outputs: subblock, fisher or eigen.
-            Default: the estimator's own.
-        sharing: Weight sharing in KFAC: expand or reduce.
-        parameter_partition: Blocks of blockdiag: tensor or module (in Python also groups of name
-            prefixes).
+        temperature: Temperature T of the likelihood p^(1/T).
+        root: How the curvature of an example is split over outputs: subblock, fisher or eigen.
+            Default: the estimator's own choice.
+        sharing: Treatment of shared weights in KFAC: expand or reduce.
+        parameter_partition: Parameter blocks of blockdiag: tensor or module. (In Python also
+            groups of name prefixes.)
+
+    Examples:
+        >>> from evigrad import Laplace
+        >>> Laplace(temperature=0.5).sharing
+        'expand'
     """
 
     temperature: float = 1.0
@@ -56,34 +61,44 @@ class Laplace:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long a run trains, in which batches, and when it learns, evaluates and saves.
+    """Set the length of a run, its batches, and when it learns, evaluates and saves.
 
     Attributes:
-        epochs: Passes over the training data. Default: as many as are 2000 steps of the weights,
-            but 100 at least.
-        epoch_size: Data in an epoch, where these are so many that hyperparameters are to be learned
-            and checkpoints written within a pass; the next epoch goes on with others. Default: all.
-        batch_size: Data in a step of the weights, at most; all batches are about as large.
-        burn_in: Epochs before the first steps on the hyperparameters. Default: a tenth of all.
-        every: Epochs from one round of hyperparameter steps to the next. Default: as many as make
-            20 rounds.
-        steps: Hyperparameter steps in a round, each on a block of its own.
-        hyper_every: Epochs from one round of steps on the model's own hyperparameters, as the
-            ranges of an invariance, to the next. Default: as every.
-        hyper_steps: Steps in such a round, after those on prior and noise. Default: as steps. With
-            neither hyper_every nor hyper_steps a step is one on all hyperparameters together.
-        prior_blocks: Blocks that a round passes over once, all its steps being on their mean: as
-            many steps as you like for the price of these passes. Only for rounds of prior and
-            noise alone (see hyper_steps). Default: a block for each step, or one for all of them
-            where every block is the same.
-        eval_every: Epochs between evaluations on training and test data; 0 is only at the end.
-            Default: a tenth of all epochs.
-        bracket_every: Epochs between bounds, lower and upper, on the exact log evidence; 0 is none.
-        checkpoint_every: Epochs between checkpoints; the last epoch has one in any case. Default:
-            as few as cost a twentieth of the time, which is one for most networks.
+        epochs: Number of passes over the training data. Default: enough for 2,000 optimizer steps,
+            and at least 100.
+        epoch_size: Number of examples per epoch. Set it for very large data sets, so that rounds
+            and checkpoints also happen within a pass. Each epoch continues where the previous one
+            stopped. Default: all examples.
+        batch_size: Maximum number of examples per optimizer step. All batches have about the same
+            size.
+        burn_in: Number of epochs before the first round of hyperparameter steps. Default: a tenth
+            of all epochs.
+        every: Number of epochs between rounds. Default: enough for 20 rounds.
+        steps: Number of hyperparameter steps per round. Each step uses a new block.
+        hyper_every: Number of epochs between rounds for the model's own hyperparameters, such as
+            the ranges of an invariance. Default: every.
+        hyper_steps: Number of steps on the model's own hyperparameters per round, after the steps
+            on prior and noise. Default: steps. If neither hyper_every nor hyper_steps is set, each
+            step updates all hyperparameters jointly.
+        prior_blocks: Number of blocks per round over which all steps average the log evidence. The
+            network runs once per block, and further steps are cheap. Only for rounds that learn
+            nothing but prior and noise (see hyper_steps). Default: a block for each step, or one
+            block for all steps if the blocks do not change.
+        eval_every: Number of epochs between evaluations on training and test data, or 0 for one
+            evaluation at the end. Default: a tenth of all epochs.
+        bracket_every: Number of epochs between lower and upper bounds on the exact log evidence. 0
+            computes none.
+        checkpoint_every: Number of epochs between checkpoints. The last epoch always has one.
+            Default: chosen so that checkpoints take at most a twentieth of the training time, which
+            is every epoch for most networks.
 
     Raises:
-        ConfigurationError: If a number is out of its range.
+        ConfigurationError: If a number is out of range.
+
+    Examples:
+        >>> from evigrad import Schedule
+        >>> Schedule(epochs=40, burn_in=5, steps=4).batch_size
+        100
     """
 
     epochs: int | None = None
@@ -107,32 +122,39 @@ class Schedule:
                 check_integer(setting.name, value, 0 if setting.name in from_zero else 1)
 
     def data_in_epoch(self, num_data: int) -> int:
-        """How many of all data are in an epoch."""
+        """Return how many of ``num_data`` examples an epoch has."""
         return min(self.epoch_size or num_data, num_data)
 
 
 @dataclass(frozen=True)
 class Optimization:
-    """The optimisers of the weights and of the hyperparameters, and their learning rates.
+    """Set the optimizers of the weights and of the hyperparameters, and their learning rates.
 
     Attributes:
-        optimizer: Optimiser of the weights: adam or sgd, with a momentum of 0.9. (In Python also a
-            function that makes one from the named weights.)
-        lr: Learning rate of the weights at the start. Default: 0.003, of regression 0.01.
-        lr_min: Learning rate of the weights at the end; a cosine leads there, epoch by epoch.
-        prior_update: How precisions are learned: fixed_point, MacKay's update from the effective
-            number of parameters, which starts from a weight decay of 0.01 whatever the precision
-            given; or adam, as in the paper, from that precision. Noise and the model's own
-            hyperparameters have Adam. Default: fixed_point, but adam beside a hyperprior.
+        optimizer: Optimizer of the weights: adam, or sgd with a momentum of 0.9. (In Python also a
+            function that makes an optimizer from the named weights.)
+        lr: Learning rate of the weights at the start. Default: 0.003, or 0.01 for regression.
+        lr_min: Learning rate of the weights at the end. It follows a cosine, epoch by epoch.
+        prior_update: Update of the precisions: fixed_point or adam. fixed_point is MacKay's update
+            by the effective number of parameters. It starts from a weight decay of 0.01, regardless
+            of precision. adam starts from precision, as in the paper. Noise and the model's own
+            hyperparameters always use Adam. Default: fixed_point, or adam if the prior has a
+            hyperprior.
         prior_lr: Learning rate of log precisions and log noise (Adam) at the start.
-        prior_lr_min: The same at the last step; a cosine leads there, step by step.
+        prior_lr_min: Learning rate of log precisions and log noise at the end. It follows a cosine,
+            step by step.
         hyper_lr: Learning rate of the model's own hyperparameters (Adam) at the start.
-        hyper_lr_min: The same at the last step.
-        noise_on_loss: Whether training without an estimator learns the noise of a Gaussian too, on
-            the training loss and at the weights' rate.
+        hyper_lr_min: Learning rate of the model's own hyperparameters at the end.
+        noise_on_loss: Whether training without an estimator also learns the noise of a Gaussian, on
+            the training loss and with the learning rate of the weights.
 
     Raises:
-        ConfigurationError: If there is no such optimiser or update, or a rate is out of its range.
+        ConfigurationError: If the optimizer or update does not exist, or a rate is out of range.
+
+    Examples:
+        >>> from evigrad import Optimization
+        >>> Optimization(optimizer="sgd", lr=0.1).hyper_lr
+        0.2
     """
 
     optimizer: Literal["adam", "sgd"] | OptimizerFactory = "adam"
@@ -149,19 +171,19 @@ class Optimization:
         if isinstance(self.optimizer, type) and issubclass(self.optimizer, Optimizer):
             name = self.optimizer.__name__
             raise ConfigurationError(
-                f"optimizer={name} is a class: give a function from named weights to an optimiser,"
-                f" as lambda weights: torch.optim.{name}(weights.values(), lr=0.003)."
+                f"optimizer must be a function from named weights to an optimizer, got the class"
+                f" {name}. Use lambda weights: torch.optim.{name}(weights.values(), lr=0.003)."
             )
         if isinstance(self.optimizer, str) and self.optimizer not in OPTIMIZERS:
             raise ConfigurationError(
-                f"optimizer is one of {', '.join(OPTIMIZERS)}, or a function from named weights"
-                f" to an optimiser, not '{self.optimizer}'."
+                f"optimizer must be one of {', '.join(OPTIMIZERS)}, or a function from named"
+                f" weights to an optimizer, got '{self.optimizer}'."
                 f"{nearest(self.optimizer, OPTIMIZERS)}"
             )
         if self.prior_update not in (None, *PRIOR_UPDATES):
             raise ConfigurationError(
-                f"prior_update is one of {', '.join(PRIOR_UPDATES)}, not '{self.prior_update}'."
-                f"{nearest(str(self.prior_update), PRIOR_UPDATES)}"
+                f"prior_update must be one of {', '.join(PRIOR_UPDATES)}, got"
+                f" '{self.prior_update}'.{nearest(str(self.prior_update), PRIOR_UPDATES)}"
             )
         for first in ("lr", "prior_lr", "hyper_lr"):
             last = f"{first}_min"
@@ -169,17 +191,17 @@ class Optimization:
             if start is None:
                 continue
             if not (math.isfinite(start) and start > 0):
-                kept = " (To learn hyperparameters with the weights as they are: evigrad.tune.)"
+                kept = " (To learn hyperparameters with fixed weights, use evigrad.tune.)"
                 kept = kept if first == "lr" else ""
-                raise ConfigurationError(f"{first} must be a positive number, not {start}.{kept}")
+                raise ConfigurationError(f"{first} must be a positive number, got {start}.{kept}")
             if not 0 <= end <= start:
                 raise ConfigurationError(
-                    f"{last} must lie between 0 and {first} = {start}, not {end}: the learning rate"
+                    f"{last} must be between 0 and {first} = {start}, got {end}. The learning rate"
                     f" falls from {first} to {last}."
                 )
 
 
-# The parts of ``Settings`` whose fields are options of the command line, by their own names.
+# The parts of ``Settings`` whose fields are options of the command line under the same names.
 GROUPS: dict[str, type] = {
     "laplace": Laplace,
     "schedule": Schedule,
@@ -190,11 +212,11 @@ GROUPS: dict[str, type] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of a training run, as the keywords of ``evigrad.fit`` of the same names.
+    """Settings of a training run, with the names of the keywords of ``evigrad.fit``.
 
     Attributes:
-        prior_mean: What the prior draws the weights to: zero, or initial, the weights that training
-            begins with. (In Python a ``GaussianPrior`` says so, for some of the weights too.)
+        prior_mean: Mean of the prior: zero, or initial for the weights at the start of training.
+            (In Python a ``GaussianPrior`` can set other means, also for some weights only.)
     """
 
     likelihood: str | Likelihood = "categorical"
@@ -211,7 +233,7 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what does not fit; ``Evidence`` checks what concerns the evidence alone."""
+        """Check the settings; ``Evidence`` checks those that concern only the evidence."""
         refuse_former_name(self.estimator)
         check_integer("seed", self.seed, 0, most=None)
         if self.estimator is None:
@@ -219,12 +241,13 @@ class Settings:
         check_burn_in(self.schedule.burn_in, self.schedule.epochs)
         if self.optimization.noise_on_loss:
             raise ConfigurationError(
-                f"noise_on_loss is for training without an estimator, and {self.estimator} learns"
-                " the noise by the evidence. Remove it, or set estimator=None."
+                f"noise_on_loss is only for training without an estimator, got estimator"
+                f" '{self.estimator}', which learns the noise by the evidence. Remove"
+                " noise_on_loss, or set estimator=None."
             )
 
     def as_record(self) -> dict[str, Any]:
-        """The settings as plain numbers and strings, for a configuration file."""
+        """Return the settings as plain numbers and strings, for a configuration file."""
         record = dict(vars(self))
         for name in GROUPS:
             record |= vars(record.pop(name))
@@ -234,14 +257,14 @@ class Settings:
 
 
 def current_record(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record of settings, of this version or an earlier one, in the words of this one."""
+    """Return a record of settings, of this version or an earlier one, with today's names."""
     if record.get("estimator") == "map-noise":
         return {**record, "estimator": None, "noise_on_loss": True}
     return dict(record)
 
 
 def method_of(record: Mapping[str, Any]) -> str:
-    """Return how a run of these settings learns: the name of its estimator, or MAP without one."""
+    """Return how a run learns: the name of its estimator, or MAP without one."""
     record = current_record(record)
     without = "MAP, learned noise" if record.get("noise_on_loss") else "MAP"
     name = str(record.get("estimator") or without)
@@ -249,7 +272,7 @@ def method_of(record: Mapping[str, Any]) -> str:
 
 
 def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keywords of ``fit`` from options among which are fields of ``GROUPS``."""
+    """Return keywords of ``fit`` from options that may include fields of ``GROUPS``."""
     keywords = dict(options)
     for name, kind in GROUPS.items():
         names = [setting.name for setting in fields(kind) if setting.name in keywords]
@@ -259,7 +282,7 @@ def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def explains_groups(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a function with the keywords of ``GROUPS`` name the group of a field given alone."""
+    """Make a function's error name the group if a field of ``GROUPS`` is passed directly."""
 
     @wraps(function)
     def wrapped(*arguments: P.args, **keywords: P.kwargs) -> T:
@@ -268,8 +291,8 @@ def explains_groups(function: Callable[P, T]) -> Callable[P, T]:
             for group, kind in GROUPS.items():
                 if name not in accepted and name in {setting.name for setting in fields(kind)}:
                     raise ConfigurationError(
-                        f"{function.__name__} has no keyword {name}: it is a field of"
-                        f" {kind.__name__}. Use {group}={kind.__name__}({name}={value!r})."
+                        f"{function.__name__} has no keyword {name}. It is a field of"
+                        f" {kind.__name__}: use {group}={kind.__name__}({name}={value!r})."
                     )
         return function(*arguments, **keywords)
 
@@ -277,31 +300,31 @@ def explains_groups(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def refuse_former_name(estimator: str | None) -> None:
-    """Raise ConfigurationError for what was an estimator's name in an earlier version."""
+    """Raise ConfigurationError for a name that an earlier version accepted as an estimator."""
     if estimator in _FORMER_NAMES:
-        raise ConfigurationError(f"'{estimator}' is no estimator: {_FORMER_NAMES[estimator]}")
+        raise ConfigurationError(f"'{estimator}' is not an estimator. {_FORMER_NAMES[estimator]}")
 
 
 def check_integer(name: str, value: object, least: int, most: int | None = _MOST) -> None:
     """Raise ConfigurationError unless a setting is an integer between ``least`` and ``most``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigurationError(f"{name} must be an integer of at least {least}, not {value}.")
+        raise ConfigurationError(f"{name} must be an integer of at least {least}, got {value}.")
     if most is not None and value > most:
-        raise ConfigurationError(f"{name} must be at most {most}, not {value}.")
+        raise ConfigurationError(f"{name} must be at most {most}, got {value}.")
 
 
 def check_burn_in(burn_in: int | None, epochs: int | None) -> None:
-    """Raise ConfigurationError for a burn-in that training ends before."""
+    """Raise ConfigurationError if training ends before its burn-in."""
     if (burn_in or 0) > (epochs or math.inf):
         raise ConfigurationError(
-            f"burn_in is {burn_in}, but training ends after {epochs} epochs: no"
-            " hyperparameter would ever be learned. Lower burn_in or raise epochs."
-            " (Plain MAP training is estimator=None, on the command line --estimator none.)"
+            f"burn_in must be at most epochs = {epochs}, got {burn_in}: no hyperparameter would be"
+            " learned. Lower burn_in or raise epochs. (For plain MAP training use estimator=None,"
+            " on the command line --estimator none.)"
         )
 
 
 def plain(value: Any) -> Any:
-    """Return dictionaries and lists of numbers and texts; other objects become their ``str``."""
+    """Return dictionaries and lists of numbers and strings; other objects become ``str``."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""One training: epochs of the weights, rounds of the hyperparameters, and a row for each epoch."""
+"""A training run: epochs of the weights, rounds of hyperparameters, and a row for each epoch."""
 
 import math
 import sys
@@ -44,9 +44,9 @@ from evigrad.training.settings import Settings, method_of
 
 Callback = Callable[[Row], None]
 
-# Part of an epoch's batches, one at least, that may be skipped before training has diverged.
+# Share of an epoch's batches (at least one) that may be skipped before training has diverged.
 SKIPPED_SHARE = 0.1
-# Enough for curves, for a small part of the time of training.
+# Enough for curves, at a small share of the time of training.
 _EVALUATIONS = 10
 
 
@@ -56,13 +56,13 @@ class FitResult:
 
     Attributes:
         model: The given model, trained, in evaluation mode.
-        evidence: The model's evidence. Without an estimator it has a placeholder of one.
-        history: One row for each epoch, as in ``metrics.csv``; None where nothing was computed.
+        evidence: Evidence of the model. Without an estimator it has a placeholder.
+        history: One row per epoch (see ``metrics.csv``). Missing values are None.
         train_metrics: Means over the training data at the end: ``log_likelihood`` in nats per
-            datum, ``accuracy`` or ``squared_error``.
-        test_metrics: The same on the test data; empty without any.
-        seconds: Time of training, without evaluation and files.
-        run_dir: The folder of the run, or None; it is the first rank's.
+            example, and ``accuracy`` or ``squared_error``.
+        test_metrics: The same metrics on the test data; empty without test data.
+        seconds: Time of training in seconds, without evaluation and files.
+        run_dir: Folder of the run on the first rank, or None.
         estimator: Name of the estimator, or None for training without one.
     """
 
@@ -76,7 +76,7 @@ class FitResult:
     estimator: str | None
 
     def __repr__(self) -> str:
-        """The state at the end in one line, as the history has a row for each epoch."""
+        """Return the final state in one line."""
         took = f"{len(self.history)} epochs in {self.seconds:.3g} s"
         parts = [self.estimator or "no estimator", took]
         for name, metrics in (("train", self.train_metrics), ("test", self.test_metrics)):
@@ -86,30 +86,30 @@ class FitResult:
 
 
 class Trainer:
-    """Trains the weights by MAP and, between epochs, the hyperparameters by a ``Learner``.
+    """Train the weights by MAP and, between epochs, the hyperparameters by a ``Learner``.
 
-    The optimiser of the weights only ever changes ``evidence.weights()``, the learner only
-    ``evidence.hyperparameters()``. Neither has weight decay: that of the weights is the prior's,
-    inside the loss, and one of the hyperparameters would be a hyperprior by accident. Without an
-    estimator there is no learner, but the training loss may learn some of the hyperparameters
-    (``on_loss``), by a step in every batch of an optimiser of their own.
+    The optimizer of the weights changes only ``evidence.weights()``, and the learner changes only
+    ``evidence.hyperparameters()``. Neither has weight decay. The prior in the loss is the weight
+    decay of the weights, and decay of the hyperparameters would be an accidental hyperprior.
+    Without an estimator there is no learner. The training loss can then learn some hyperparameters
+    (``on_loss``), by a separate optimizer that steps in every batch.
 
-    ``prepare`` makes a trainer, which is checked and has not started; ``train`` runs it once.
+    ``prepare`` makes a checked trainer; its ``train`` runs it once.
 
     Args:
-        evidence: That of the model, with its initial prior and noise.
-        data: The training data.
-        settings: A ``plan`` for these data.
+        evidence: Evidence of the model, with its initial prior and noise.
+        data: Training data.
+        settings: Settings from ``plan`` for these data.
         test: Test data, which are only evaluated.
         network: How the model was built, for ``evigrad.load``.
 
     Attributes:
-        history: One row for each epoch so far.
-        metrics: Those of the last evaluation, on ``train`` and ``test``.
-        seconds: Time of training so far.
+        history: One row per epoch so far.
+        metrics: Metrics of the last evaluation, on ``train`` and ``test``.
+        seconds: Time of training so far, in seconds.
 
     Raises:
-        ConfigurationError: If a user's own optimiser has weight decay or does not hold exactly the
+        ConfigurationError: If a custom optimizer has weight decay or does not hold exactly the
             weights; if the prior has no fixed-point update; if a round cannot keep its passes
             (``prior_blocks``).
     """
@@ -141,24 +141,24 @@ class Trainer:
             self.on_loss = [name for name in hyperparameters if name.startswith("likelihood.")]
             rates = replace(rates, prior_lr=planned(rates.lr), prior_lr_min=rates.lr_min)
         self.loss_optimizer = make_hyper_optimizer(hyperparameters, rates)
-        self.probe, _ = data.first(PROBED)  # which shows that a loaded network is the same
+        self.probe, _ = data.first(PROBED)  # shows that a loaded network is the same
         self.history: list[Row] = []  # one row for each epoch so far
         self.metrics: dict[str, dict[str, float]] = {"train": {}, "test": {}}
         self.seconds = 0.0  # time of training so far
 
     @property
     def name(self) -> str:
-        """The estimator's name, or MAP without one."""
+        """Return the estimator's name, or MAP without one."""
         return method_of(self.record)
 
     @property
     def record(self) -> dict[str, Any]:
-        """The settings by name, which have to be the same when a run goes on."""
+        """Return the settings by name, which must not change when a run is resumed."""
         return self.settings.as_record()
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What has to be the same when a run goes on: settings, data, and what is learned."""
+        """Return what must not change when a run is resumed: settings, data and learned names."""
         test = None if self.test is None else self.test.fingerprint()
         weights, hyperparameters = self.evidence.weights(), self.evidence.hyperparameters()
         return {
@@ -169,7 +169,7 @@ class Trainer:
 
     @property
     def learned(self) -> list[str]:
-        """Names of the hyperparameters that change during training."""
+        """Return the names of the hyperparameters that change during training."""
         return self.on_loss if self.learner is None else self.learner.learned
 
     def train(
@@ -181,21 +181,23 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         stop: Callable[[], bool] | None = None,
     ) -> FitResult:
-        """Return the result of training for all epochs, or those that are left.
+        """Return the result of training for all remaining epochs.
 
-        ``run_dir``, ``resume``, ``progress`` and ``callbacks`` are those of ``fit``: they are for
-        the first rank alone. ``stop`` is asked after every epoch: where it returns True before the
-        last one, a checkpoint is written and a ``KeyboardInterrupt`` is raised.
+        ``run_dir``, ``resume``, ``progress`` and ``callbacks`` are as for ``fit``; only the first
+        rank uses them. ``stop`` is called after every epoch but the last. If it returns True, a
+        checkpoint is written and a ``KeyboardInterrupt`` raised.
 
         Raises:
-            ConfigurationError: If it ran already; if the folder holds the run of other settings,
-                data or another network, or another process writes into it.
-            EvigradError: If training diverges; the metrics of the epochs before are kept.
+            ConfigurationError: If the trainer has run already; if the folder holds the run of other
+                settings, data or another network, or another process writes into it.
+            EvigradError: If training diverges. The metrics of the epochs before are kept.
         """
         if self.history:
-            raise ConfigurationError("This run is over; prepare another one.")
+            raise ConfigurationError(
+                "A trainer runs once, and this run is over. Prepare another trainer."
+            )
         if resume and run_dir is None:
-            raise ConfigurationError("To go on with a run name its folder: run_dir=...")
+            raise ConfigurationError("resume=True requires the folder of a run. Set run_dir=...")
         ranks = self.evidence.ranks
         if not ranks.is_first:
             run_dir, progress, callbacks = None, False, ()
@@ -230,13 +232,13 @@ class Trainer:
         resume: bool,
         progress: bool,
     ) -> RunDirectory | None:
-        """Return the folder, locked in ``stack``; its checkpoint is restored, if it has one."""
+        """Return the folder, locked in ``stack``; restore its checkpoint if it has one."""
         ranks, directory, state = self.evidence.ranks, None, None
         with ranks.together():
             if isinstance(run_dir, str | Path):
                 directory = RunDirectory(run_dir, resume=resume)
                 if progress and directory.path != Path(run_dir):
-                    words = f"{run_dir} holds something already: this run goes to {directory.path}"
+                    words = f"{run_dir} is not empty: this run writes to {directory.path}"
                     print(words, file=sys.stderr, flush=True)
             else:
                 directory = run_dir
@@ -253,7 +255,7 @@ class Trainer:
                 restore(self, state, where)
             if progress:
                 epoch, epochs = len(self.history), self.epochs
-                words = f"goes on after epoch {epoch} of {epochs}"
+                words = f"resuming after epoch {epoch} of {epochs}"
                 if epoch == epochs:
                     words = f"all {epochs} epochs are done"
                 print(f"{self.name}: {words}", file=sys.stderr, flush=True)
@@ -265,7 +267,7 @@ class Trainer:
         watchers: Sequence[Callback],
         stop: Callable[[], bool] | None,
     ) -> None:
-        """Train for the epochs that are left; ``watchers`` are called with the row of each."""
+        """Train for the remaining epochs; call ``watchers`` with the row of each epoch."""
         ranks = self.evidence.ranks
         with ranks.together():
             if record is not None and not self.history:
@@ -276,9 +278,10 @@ class Trainer:
             row = self.epoch(epoch)
             if self.history and row.keys() != self.history[0].keys():
                 raise ConfigurationError(
-                    "The checkpoint has a history with other columns than this run"
-                    f" ({listed(sorted(row.keys() ^ self.history[0].keys()))}): it was written by"
-                    " another version of evigrad, or changed. Start the run anew in another folder."
+                    "The checkpoint's history has other columns than this run"
+                    f" ({listed(sorted(row.keys() ^ self.history[0].keys()))}). The file was"
+                    " written by another version of evigrad, or changed. Start a new run in"
+                    " another folder."
                 )
             self.history.append(row)
             is_last = epoch == self.epochs
@@ -287,7 +290,7 @@ class Trainer:
                     watcher(row)
                 stopped = stop is not None and not is_last and stop()
             stopped = ranks.any(stopped)
-            # After the callbacks, as they may draw or change what the next epoch depends on.
+            # After the callbacks, because they may draw or change what the next epoch depends on.
             with ranks.together():
                 every = self.schedule.checkpoint_every
                 if record is not None and (stopped or is_last or record.is_due(epoch, every)):
@@ -298,7 +301,7 @@ class Trainer:
             record.finish()
 
     def epoch(self, epoch: int) -> Row:
-        """Train the weights, learn if a round is due, evaluate if that is; return all numbers."""
+        """Train the weights, take a due round, evaluate if due, and return all numbers."""
         start = time.perf_counter()
         loss, skipped = self.train_weights(epoch)
         rate = self.weight_optimizer.param_groups[0]["lr"]
@@ -323,16 +326,15 @@ class Trainer:
         }
 
     def train_weights(self, epoch: int) -> tuple[float, int]:
-        """Take the steps of an epoch, counted from 1: one for each batch.
+        """Take the steps of an epoch, counted from 1: one per batch.
 
-        A batch whose loss or gradient is not finite is skipped: its step would spoil the weights.
-        The order of the data is drawn from the seed (see ``batches``). What the model draws itself
-        (dropout) comes from a second stream of (seed, epoch), and what the items of a data set draw
-        from others.
+        A batch whose loss or gradient is not finite is skipped, because its step would ruin the
+        weights. The seed gives the order of the data (see ``batches``). The model's own draws
+        (dropout) and the draws of a data set's items have separate streams for each epoch.
 
         Returns:
-            The mean loss, in nats per datum, of the batches that have a target, and the number of
-            batches that were skipped for a loss that is not finite.
+            The mean loss of the batches that have a target, in nats per example, and the number of
+            skipped batches.
 
         Raises:
             EvigradError: If more than a tenth of the batches would be skipped (``SKIPPED_SHARE``),
@@ -368,7 +370,7 @@ class Trainer:
                         raise self._diverged(what, epoch)
                 self.loss_optimizer.zero_grad()
         self.weight_optimizer.zero_grad(set_to_none=True)
-        # Statistics of normalisation layers, of which each rank has those of its own data.
+        # Statistics of normalization layers. Each rank has the statistics of its own data.
         self.evidence.ranks.share(list(self.evidence.model.buffers()))
         if spoiled := finite - self._finite_parts():
             raise self._diverged(min(spoiled), epoch)
@@ -382,9 +384,9 @@ class Trainer:
         return total / max(count, 1), skipped
 
     def _differentiate(self, batch: Tensor) -> float:
-        """Return the loss on a batch; where it is finite, its gradient is in ``.grad``.
+        """Return the loss on a batch; if it is finite, its gradient is in ``.grad``.
 
-        Of several ranks each takes a part of the batch, and gradients are summed.
+        Each rank takes a part of the batch, and gradients are summed.
         """
         ranks = self.evidence.ranks
         local_batch, value, scale = batch[ranks.part(len(batch))], 0.0, self._noise_variance()
@@ -392,7 +394,7 @@ class Trainer:
             total = self.data.num_targets(batch)
             share = self.data.num_targets(local_batch) / total
             if share and len(local_batch):
-                step = f"a training step on {len(local_batch)} data"
+                step = f"a training step on {len(local_batch)} examples"
                 with memory_for(step, "a smaller batch_size"):
                     loss = share * self.loss(*self.data.fetch(local_batch), local_batch, scale)
                     value = loss.item()
@@ -409,20 +411,20 @@ class Trainer:
         return total.item()
 
     def loss(self, x: Tensor, y: Tensor, indices: Tensor, scale: float) -> Tensor:
-        """Return the loss of a batch in nats per datum, of which a step takes ``scale`` times."""
-        # Precisions of weights that the data do not determine grow without bound.
+        """Return the loss of a batch in nats per example; a step uses ``scale`` times the loss."""
+        # Precisions of weights that the data do not determine grow without limit.
         sgd = self.weight_optimizer if isinstance(self.weight_optimizer, SGD) else None
         return self.evidence.map_loss(
             x, y, wrt=self.on_loss, indices=indices, optimizer=sgd, scale=scale
         )
 
     def _noise_variance(self) -> float:
-        """Return σ² of normal noise that rounds learn, the geometric mean over outputs; or 1.
+        """Return σ² of Gaussian noise that rounds learn (geometric mean over outputs), or 1.
 
         The gradient of the negative log likelihood grows as 1/σ², and a round can divide σ² by ten.
-        The running mean of squared gradients that Adam divides by follows that within a thousand
-        steps; until then its steps would be several times too long, and networks die of it
-        (docs/start.md). On the loss times σ² a round changes no more than the share of the prior.
+        Adam's running mean of squared gradients needs a thousand steps to catch up. Until then the
+        steps would be several times too large, and training can diverge (docs/start.md). With the
+        loss times σ², a round changes nothing but the share of the prior.
         """
         gaussians = [m for m in self.evidence.likelihood.modules() if isinstance(m, Gaussian)]
         if self.learner is None or not gaussians:
@@ -435,8 +437,8 @@ class Trainer:
         return [*self.evidence.weights().values(), *(learned[name] for name in self.on_loss)]
 
     def _finite_parts(self) -> set[str]:
-        """The weights and buffers without NaN and infinite values, in words."""
-        # A mask may be infinite on purpose; running statistics become NaN by a skipped batch.
+        """Return the names of weights and buffers without NaN and infinite values."""
+        # A mask may be infinite on purpose; running statistics become NaN in a skipped batch.
         parts = {f"the weight {name}": w for name, w in self.evidence.weights().items()}
         parts |= {f"the buffer {name}": b for name, b in self.evidence.model.named_buffers()}
         return {words for words, part in parts.items() if bool(part.detach().isfinite().all())}
@@ -457,7 +459,7 @@ class Trainer:
             f"Training diverged in epoch {epoch} of {self.epochs}: {what} is"
             f" NaN or infinite. Lower lr (it was {rate:.3g} in this epoch)"
             + (", or prior_lr and hyper_lr" if has_learned else "")
-            + "; check the scale of the inputs."
+            + ", and check the scale of the inputs."
         )
 
     def _evaluate(self, epoch: int) -> None:
@@ -471,7 +473,7 @@ class Trainer:
                 )
 
     def _configuration(self) -> dict[str, Any]:
-        """The settings for a file, with what is needed to understand them."""
+        """Return the settings for a file, with the facts needed to understand them."""
         evidence = self.evidence
         context: dict[str, Any] = {
             "likelihood": evidence.likelihood.name,
@@ -487,10 +489,10 @@ class Trainer:
 
 @contextmanager
 def training_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into training mode, and restore the mode of every module on the way out.
+    """Put a model into training mode, and restore the mode of every module at the end.
 
-    In a model that is in training mode already, modules in evaluation mode were put there on
-    purpose (a frozen batch normalisation), and stay.
+    If the model is in training mode already, modules in evaluation mode stay in it: they were put
+    there on purpose (frozen batch normalization).
     """
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -503,9 +505,9 @@ def training_mode(model: nn.Module) -> Iterator[None]:
 
 
 def is_evaluated(epoch: int, epochs: int, every: int | None) -> bool:
-    """Return whether an evaluation follows an epoch, counted from 1: always the last one.
+    """Return whether an evaluation follows an epoch, counted from 1. One follows the last epoch.
 
-    ``every`` is 0 for the last epoch alone, None for ten evaluations at most.
+    ``every`` is 0 for the last epoch only, and None for at most ten evaluations.
     """
     if every is None:
         every = -(-epochs // _EVALUATIONS)

@@ -1,4 +1,4 @@
-"""Learn the hyperparameters of a trained network, whose weights stay as they are."""
+"""Learn the hyperparameters of a trained network without changing its weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,9 +32,9 @@ class TuneResult:
     """The result of ``tune``.
 
     Attributes:
-        evidence: The model's evidence, with the learned hyperparameters.
-        history: One row for each round: the mean log evidence over its steps, and the
-            hyperparameters after it, as in ``FitResult.history``.
+        evidence: Evidence of the model, with the learned hyperparameters.
+        history: One row per round: the mean log evidence over its steps, and the hyperparameters
+            after it (see ``FitResult.history``).
     """
 
     evidence: Evidence
@@ -64,44 +64,58 @@ def tune(
     anchoring: Anchoring | None = None,
     seed: int = 0,
 ) -> TuneResult:
-    """Learn prior, noise and hyperparameters of a trained model by the evidence, weights fixed.
+    """Learn the prior, noise and hyperparameters of a trained model without changing its weights.
 
-    The hyperparameter steps are those of ``fit``, without the epochs between them. In a round,
-    steps on prior and noise share equal passes: with an estimator of all data and outputs, as
-    ``ntk-N-C``, one pass serves a round, and the precisions converge to the optimum.
+    It takes the rounds of ``fit``, without epochs between them. The steps of a round on prior and
+    noise share network passes. If the estimator uses all examples and outputs, such as ``ntk-N-C``,
+    a round needs one pass, and the precisions converge to the optimum.
 
     Args:
-        model: As for ``fit``, with trained weights, which are not changed.
-        data: The data that it was trained on.
-        likelihood: As for ``fit``.
-        estimator: As for ``fit``, but not None.
-        prior: As for ``fit``.
-        precision: Prior precision at the start, as for ``fit``.
-        hyperparameters: As for ``fit``.
-        rounds: Rounds of steps. Each chooses new anchors and passes over the data again.
-        steps: Steps of a round.
-        prior_blocks: As in ``Schedule``.
-        laplace: As for ``fit``.
-        optimization: Rates of the hyperparameters, and ``prior_update``; what it says of the
-            weights is not used.
-        memory: As for ``fit``.
-        anchoring: As for ``fit``.
+        model: Model with trained weights, which do not change.
+        data: Data that the model was trained on.
+        likelihood: Likelihood of the targets; see ``fit``.
+        estimator: Name of the evidence estimator. It cannot be None.
+        prior: Prior of the weights; see ``fit``.
+        precision: Prior precision at the start, for Adam.
+        hyperparameters: Names of model parameters to learn.
+        rounds: Number of rounds. Each round chooses new anchors and passes over the data again.
+        steps: Number of hyperparameter steps per round.
+        prior_blocks: Number of blocks over which all steps of a round average; see ``Schedule``.
+        laplace: Temperature, root and details of the curvature.
+        optimization: Learning rates of the hyperparameters, and ``prior_update``. Settings of the
+            weights are ignored.
+        memory: Batch sizes and data types of the estimates' passes.
+        anchoring: How an anchored estimator chooses its anchors.
         seed: Seed of the blocks.
 
     Returns:
         The evidence, and the history of the rounds.
 
     Raises:
-        ConfigurationError: If a setting does not exist or does not fit, before anything changes.
+        ConfigurationError: If a setting is invalid, before anything changes.
         InputError: If the data do not fit the model, the likelihood or the estimator.
         EvigradError: If an estimate fails.
+
+    Examples:
+        >>> import torch
+        >>> import evigrad
+        >>> x = torch.randn(50, 2)
+        >>> y = x @ torch.tensor([[1.0], [-1.0]]) + 0.1 * torch.randn(50, 1)
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with torch.no_grad():
+        ...     _ = model.weight.copy_(torch.tensor([[1.0, -1.0]]))
+        >>> result = evigrad.tune(model, (x, y), likelihood="gaussian", estimator="ntk-N-C")
+        >>> result.history[-1]["round"]
+        20
+
+    See also: docs/estimators.md.
     """
     check_integer("rounds", rounds, 1)
     if estimator is None:
         raise ConfigurationError(
-            "tune learns by the estimate of a named estimator, as ntk-N-C, not None."
+            "estimator must be the name of an estimator, got None. Use a name such as ntk-N-C."
         )
-    # As many epochs as rounds: a round follows each, and the weights take no steps here.
+    # One epoch per round: a round follows each epoch, and the weights take no steps here.
     schedule = Schedule(epochs=rounds, burn_in=0, every=1, steps=steps, prior_blocks=prior_blocks)
     settings = Settings(
         likelihood=likelihood,
@@ -128,13 +142,13 @@ def tune(
 
 
 def _check_deviations(evidence: Evidence) -> None:
-    """Refuse weights that all are the prior's mean, as those of ``"initial"`` are here."""
+    """Raise ConfigurationError if all weights equal the prior's mean."""
     prior = evidence.prior
     deviations = prior.deviations(evidence.weights())
     deviating_names = [name for name in prior.means() if bool(deviations[name].any())]
     if prior.means() and not deviating_names and prior.learnable:
         raise ConfigurationError(
-            "The weights are the prior's mean, so that their precision has no finite optimum: give"
-            " the weights that training began with, GaussianPrior(mean={name: tensor, ...}), or the"
-            " prior that they were trained with (result.evidence.prior)."
+            "The weights equal the prior's mean, so their precision has no finite optimum. Pass the"
+            " weights at the start of training, GaussianPrior(mean={name: tensor, ...}), or the"
+            " prior of the training run (result.evidence.prior)."
         )
