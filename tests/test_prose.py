@@ -28,8 +28,6 @@ NOT_YET = {
     "docs/releases.md",
     "docs/sklearn.md",
     "docs/theory.md",
-    "docs/trainers.md",
-    "docs/usage.md",
     "examples/censored.py",
     "examples/decay.py",
     "examples/fine_tuning.py",
