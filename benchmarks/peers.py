@@ -1,12 +1,12 @@
 """What do other packages take for one estimate and its gradient in layerwise precisions?
 
-Both on the same network, data and prior precisions, in turns in one process; ``ratio`` is the time
-of the other package over that of evigrad, so more than 1 is faster. Passes in which evigrad checks
-its derivatives (1, 2, 4, 8, ...) are left out.
+Both run on the same network, data and prior precisions, in turns in one process. ``ratio`` is the
+time of the other package divided by the time of evigrad, so evigrad is faster above 1. The passes
+1, 2, 4, 8 and 16, in which evigrad checks its derivatives, do not count.
 
 * ``laplace-torch``: its KFAC of all data, with the default backend (curvlinops).
 * ``paper``: the code that the authors of the paper published, with their forks of two libraries.
-  It is no dependency: give the folder of a checkout with ``--paper-code``.
+  It is not a dependency: give the folder of a checkout with ``--paper-code``.
 
     python benchmarks/peers.py --data-dir DIR --csv docs/results/peers.csv
     python benchmarks/peers.py --data-dir DIR --paper-code FOLDER --csv docs/results/peers_paper.csv

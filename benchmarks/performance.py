@@ -6,6 +6,7 @@ Run it after one of them, from any folder: ``python benchmarks/performance.py``.
 import csv
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 from measure import insert, measured_on
 
@@ -120,6 +121,35 @@ def precision(rows: Sequence[Row]) -> str:
     return markdown([n.replace("_", " ") for n in names], ([r[n] for n in names] for r in rows))
 
 
+def peers(rows: Sequence[Row]) -> str:
+    """Return the times of evigrad and of another package, one line for each case."""
+    lines = []
+    for r in rows:
+        times = [f"{1e3 * float(r[f'{name}_seconds']):.0f} ms" for name in ("peer", "evigrad")]
+        lines.append([r["network"], r["estimator"], *times, f"{r['ratio']} ×"])
+    return markdown(["network", "estimator", rows[0]["peer"], "evigrad", "faster by"], lines)
+
+
+def rounding(rows: Sequence[Row]) -> str:
+    """Return the estimated over the true rounding, one line for each kind of case."""
+    lines = []
+    for network, weights in dict.fromkeys((r["network"], r["weights"]) for r in rows):
+        for structure in ("kfac", "ntk", "full"):
+            cases = [
+                r
+                for r in rows
+                if (r["network"], r["weights"]) == (network, weights)
+                and r["estimator"].startswith(structure)
+            ]
+            relative = max(float(r["error"]) / float(r["log_det"]) for r in cases)
+            gradient = max(float(r["gradient_error"]) for r in cases)
+            middle = median(float(r["ratio"]) for r in cases)
+            errors = [f"{relative:.0e}", f"{gradient:.0e}", f"{middle:.2g}"]
+            lines.append([network, weights, structure, *errors])
+    header = ["network", "weights", "structure", "largest error of the log-determinant"]
+    return markdown([*header, "largest error of the gradient", "estimated / true, median"], lines)
+
+
 # Marker in the page → file, required values of its rows, and the table.
 TABLES: dict[str, tuple[str, Mapping[str, str], Callable[[Sequence[Row]], str]]] = {
     "wrn precisions": ("step_cost_wrn_precisions", {}, step_cost),
@@ -134,6 +164,9 @@ TABLES: dict[str, tuple[str, Mapping[str, str], Callable[[Sequence[Row]], str]]]
     "prior steps": ("prior_steps*", {}, prior_steps),
     "allocation": ("allocation", {}, allocation),
     "precision": ("precision", {}, precision),
+    "rounding": ("rounding", {}, rounding),
+    "laplace-torch": ("peers", {}, peers),
+    "paper": ("peers_paper", {}, peers),
 }
 
 

@@ -1,10 +1,11 @@
 """How far does float32 move a log-determinant, and does evigrad's own estimate of that agree?
 
 MiniNet on 1,000 MNIST digits and digitsnet on scikit-learn's digits, at their initial weights and
-after 100 epochs of Adam. For each estimator and prior precision: the log-determinant of one block
-in float32 and in float64, the estimate of the rounding that decides whether something is repeated
-in float64, and the relative error of the gradient in the precisions. ``ratio`` is the estimate over
-the true error. Errors are in nats of the block's log-determinant.
+after 100 epochs of Adam. Each row has one estimator and one prior precision. It compares the
+log-determinant of a block in float32 with the one in float64. ``estimated`` is the estimate of the
+rounding that decides whether something is repeated in float64, and ``ratio`` is this estimate
+divided by the true error. Errors are in nats, and the error of the gradient in the precisions is
+relative.
 
     python benchmarks/rounding.py --data-dir DIR --csv docs/results/rounding.csv
 """
