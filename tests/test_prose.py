@@ -13,7 +13,6 @@ NOT_YET = {
     "README.md",
     "docs/architecture.md",
     "docs/choosing.md",
-    "docs/experiments.md",
     "docs/gallery.md",
     "docs/index.md",
     "docs/limits.md",
