@@ -11,17 +11,12 @@ NOT_YET = {
     # Pages of users, and the changelog.
     "CHANGELOG.md",
     "README.md",
-    "docs/architecture.md",
     "docs/choosing.md",
-    "docs/experiments.md",
-    "docs/from_laplace_torch.md",
     "docs/gallery.md",
     "docs/index.md",
     "docs/limits.md",
-    "docs/long_runs.md",
     "docs/machines.md",
     "docs/posterior.md",
-    "docs/releases.md",
     "docs/sklearn.md",
     # Docstrings and messages.
     "src/evigrad/blocks",
