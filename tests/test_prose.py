@@ -21,7 +21,6 @@ NOT_YET = {
     # Docstrings and messages.
     "src/evigrad/blocks",
     "src/evigrad/core",
-    "src/evigrad/evidence.py",
     "src/evigrad/fast",
     "src/evigrad/network",
     "src/evigrad/passes",

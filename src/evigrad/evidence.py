@@ -60,12 +60,12 @@ _OF_A_RANK = ("micro_batch", "memory_budget", "rows_device")
 
 
 class Evidence:
-    """The linearised-Laplace log evidence of a model, its estimates and their gradients.
+    """The log evidence of a model by a linearized Laplace approximation, with its gradients.
 
-    The weights are the model's trainable parameters that are not hyperparameters; the prior is
-    bound to them. Every random choice comes from the evidence's own generator, which advances with
-    every call; the global random state is not touched. During estimates dropout is off and batch
-    normalisation uses its running statistics, whatever mode the model is in.
+    The weights are the trainable parameters of the model that are not hyperparameters. The prior is
+    bound to them. Every random choice comes from the evidence's own generator, and the global
+    random state does not change. Estimates turn dropout off and use the running statistics of
+    batch normalization, in whichever mode the model is.
     """
 
     def __init__(
@@ -90,37 +90,37 @@ class Evidence:
         """Bind a prior and a likelihood to a model.
 
         Args:
-            model: Any module that maps inputs (m, ...) to outputs (m, C), each datum by itself; or
-                to (m, …, C) with a target at each position, which then is a datum of its own.
+            model: Module that maps inputs (m, ...) to outputs (m, C), each example by itself. With
+                outputs (m, …, C) there is a target at each position, which counts as an example.
             likelihood: Log density of the targets given the outputs.
             prior: Gaussian prior, bound here to the weights.
             estimator: Name of the estimator, such as ``ntk-100-1`` or ``kfac-N-C``. Default:
                 ``ntk-400-rows-anchored``, the default of ``fit``.
-            num_data: N, the number of training data; of positions with a target.
-            hyperparameters: Names, or prefixes of names, of the model's parameters that are learned
-                on the evidence instead of the training loss.
-            root: How a datum's curvature is split into rows when a block holds some of the outputs:
-                ``subblock``, ``fisher`` or ``eigen``. Default: the estimator's.
+            num_data: N, the number of training examples, or of positions with a target.
+            hyperparameters: Names, or prefixes of names, of the model's parameters to learn from
+                the evidence instead of the training loss.
+            root: Split of the curvature of an example into rows, if a block holds some of the
+                outputs: ``subblock``, ``fisher`` or ``eigen``. Default: depends on the estimator.
             sharing: Weight sharing in KFAC, ``expand`` or ``reduce``.
             parameter_partition: Blocks of ``blockdiag``: ``tensor``, ``module`` or groups of name
                 prefixes.
             temperature: T of the likelihood p^(1/T).
-            memory: Sizes and types of passes, as ``Memory(micro_batch="auto")``. Default: all data
-                in one pass, in the weights' type.
-            anchoring: How an anchored estimator divides its rows. Default: nine tenths are anchors,
-                chosen greedily for every third stream of blocks.
-            curvature: A curvature of your own. The estimator's name begins with its ``name``, as
-                ``traces-100-C``. Default: the one that the estimator names.
+            memory: Sizes and types of passes, such as ``Memory(micro_batch="auto")``. Default: all
+                data in one pass, in the type of the weights.
+            anchoring: Division of the rows by an anchored estimator. Default: nine tenths are
+                anchors, chosen greedily for every third stream of blocks.
+            curvature: Custom curvature. The name of the estimator begins with its ``name``, for
+                example ``traces-100-C``. Default: the curvature that the estimator names.
             generator: CPU generator or seed. Default: PyTorch's initial seed.
             process_group: Processes that share the work, each with the same model, data and calls:
-                ``torch.distributed.group.WORLD``, or a device mesh of one dimension. Each evaluates
-                blocks of its own, or its part of all the data where the name has ``N``; estimates
-                and gradients are the means over all. The generator is that of rank 0. Default: this
-                process works alone.
+                ``torch.distributed.group.WORLD``, or a device mesh of one dimension. Each process
+                evaluates different blocks, or its part of the data if the name has ``N``. Estimates
+                and gradients are means over the processes, and the generator comes from rank 0.
+                Default: one process.
 
         Raises:
-            ConfigurationError: If a name or a value does not exist or does not fit, or the ranks
-                of a process group have other values.
+            ConfigurationError: If a name or a value does not exist or does not fit, or if the ranks
+                of a process group have different values.
         """
         check_type("model", model, nn.Module, "an nn.Module")
         check_whole(model)
@@ -288,23 +288,23 @@ class Evidence:
         optimizer: Optimizer | None = None,
         scale: float = 1.0,
     ) -> Tensor:
-        """Training loss of the weights: mean NLL + (T/2N) (w−w₀)ᵀP0(w−w₀), nats per datum.
+        """Return the training loss: mean NLL + (T/2N) (w−w₀)ᵀP0(w−w₀), in nats per example.
 
-        It is −(T/N) times the log joint, up to constants in the weights. The model runs in its
-        present mode. No gradient reaches a hyperparameter outside of ``wrt``.
+        It is −(T/N) times the log joint density, up to constants in the weights. The model runs in
+        its present mode. Hyperparameters outside of ``wrt`` get no gradient.
 
         Args:
             x: Inputs (m, ...): a tensor, or dictionaries, tuples or lists of tensors. A dictionary
-                goes in as keyword arguments where ``forward`` takes all of its keys, a tuple as
-                positional ones where ``forward`` asks for as many.
+                becomes keyword arguments if ``forward`` takes all of its keys. A tuple becomes
+                positional arguments if ``forward`` takes that many.
             y: Targets in the likelihood's form.
             wrt: Hyperparameters to learn on the training loss, by names or prefixes as for
                 ``backward``. The evidence needs none.
             indices: Places (m,) of the examples in the data set that ``blocks`` gets. An anchored
-                estimator keeps their outputs, and then needs no pass of its own to choose anchors.
-                Outputs at positions are kept if ``blocks`` has got the data set before.
+                estimator keeps their outputs and needs no extra pass to choose anchors. Outputs at
+                positions are kept if ``blocks`` was called with the data set before.
             optimizer: As for ``add_weight_decay``: no decay is larger than 1/lr.
-            scale: A factor of the loss that its gradients are taken of.
+            scale: Factor of the loss whose gradients are taken.
 
         Returns:
             The scalar loss. It is 0 if outputs (m, …, C) have no target that counts.
@@ -339,10 +339,10 @@ class Evidence:
         return -log_prob.mean() + 0.5 * factor * decay
 
     def weight_decay(self) -> dict[str, Tensor]:
-        """The present decay (T/N) δ of each weight tensor, of a loss that is a mean over the data.
+        """Return the present weight decay (T/N) δ of each weight tensor, for a mean loss.
 
-        It is the factor of (w − w₀) in the gradient of ``map_loss``, and what is called
-        ``weight_decay`` by optimisers that add it to the gradient (SGD, Adam), where w₀ is zero.
+        It is the factor of (w − w₀) in the gradient of ``map_loss``. If w₀ is zero, it is the
+        ``weight_decay`` of optimizers that add it to the gradient (SGD, Adam).
 
         Returns:
             0-dimensional tensors by name; of the weight's shape if the prior is diagonal.
@@ -360,12 +360,11 @@ class Evidence:
     ) -> None:
         """Add (T/N) δ (w − w₀), the prior's part of ``map_loss``, to the weights' ``.grad``.
 
-        For a loop with a loss of its own, the mean negative log likelihood: after ``backward`` and
-        before gradients are clipped, once for each step of the optimiser. It is right for every
-        optimiser whose own ``weight_decay`` is 0, also with gradients that were accumulated, if
-        each loss was divided by their number, or that a ``GradScaler`` has unscaled. AdamW's own
-        decay is not that of a prior: it passes by the division by the gradients' second moments,
-        so that weights settle elsewhere.
+        Use it in a custom loop whose loss is the mean negative log likelihood. Call it once per
+        optimizer step, after ``backward`` and before you clip gradients. If you accumulate
+        gradients, divide each loss by their number. With a ``GradScaler``, unscale first. The
+        optimizer needs ``weight_decay=0``. The decay of AdamW is not a Gaussian prior, because
+        AdamW does not divide it by the second moments of the gradients.
 
         Args:
             optimizer: The optimizer of the weights. Set its own ``weight_decay`` to 0, which is
@@ -418,16 +417,15 @@ class Evidence:
     ) -> Estimate:
         """Estimate, and add the gradient of −log evidence / N to the hyperparameters' ``.grad``.
 
-        The prior's log hyperprior, if any, is differentiated too. Only the hyperparameters'
-        ``.grad`` changes, and not even that when an exception is raised.
+        It includes the log hyperprior of the prior, if there is one. Only the ``.grad`` of the
+        hyperparameters changes, and nothing changes if an exception is raised.
 
         Args:
             x: As for ``estimate``.
             y: As for ``estimate``.
-            wrt: The hyperparameters to differentiate in, by names or prefixes of names of
-                ``hyperparameters()``, as ``["prior", "likelihood"]``. The ``.grad`` of the others
-                stays, and what only they need is not computed: precisions take one pass over the
-                data, hyperparameters of the model two. Default: all.
+            wrt: Hyperparameters to differentiate in: names, or prefixes of names, from
+                ``hyperparameters()``, such as ``["prior", "likelihood"]``. Precisions need one
+                pass over the data, and hyperparameters of the model two. Default: all.
 
         Returns:
             The estimate in nats, without a graph.
@@ -494,22 +492,23 @@ class Evidence:
     ) -> KeptPass:
         """Pass over a block once, for many estimates and steps on the prior and the noise.
 
-        ``estimate`` and ``backward`` take the result in place of the block, or a list of results
-        for their mean, without a pass through the network. It is valid as long as the weights and
-        the hyperparameters outside of ``wrt`` do not change. Where an anchored block holds several
-        draws, ``draws()`` of the result splits it into one for each.
+        ``estimate`` and ``backward`` take the result instead of the block, or a list of results for
+        their mean, and then skip the network. The result is valid until the weights or the
+        hyperparameters outside of ``wrt`` change. If an anchored block holds several draws, call
+        ``draws()`` of the result to get one for each draw.
 
         Args:
             x: As for ``estimate``.
             y: As for ``estimate``.
-            wrt: The hyperparameters that will change, as for ``backward``. Default: all.
+            wrt: Hyperparameters that will change, in the form that ``backward`` takes. Default:
+                all.
 
         Returns:
             The block's statistic.
 
         Raises:
             ConfigurationError: If the statistic depends on a hyperparameter that will change: one
-                of the model, or a noise that is more than a scale of the rows.
+                of the model, or a noise that does more than scale the rows.
             InputError: If the data do not fit the model, the likelihood or the estimator.
         """
         changing, others = divided(self.hyperparameters(), wrt)
@@ -524,7 +523,7 @@ class Evidence:
         return kept(self._problem, block_pass, self.hyperparameters(), changing)
 
     def check_collect(self, x: Any, *, wrt: str | Sequence[str] | None = None) -> None:
-        """Raise now what ``collect`` would refuse, without a pass over a block.
+        """Raise the errors of ``collect`` now, without a pass over a block.
 
         Args:
             x: Some inputs.
@@ -568,12 +567,12 @@ class Evidence:
 
         Args:
             x: Some inputs.
-            draws: How many, each of a part of its own.
+            draws: Number of draws, each from a different part.
 
         Returns:
-            Whether steps on the prior need only inner products of the rows, these are no more than
-            those of separate passes, and they fit into a gibibyte, or the memory that the rows
-            take, and into the memory budget.
+            True if steps on the prior need only inner products of the rows, if separate passes
+            would need at least that many, and if they fit into a gibibyte (or the memory of the
+            rows) and into the memory budget.
         """
         if self._anchors is None or draws < 2:
             return False
@@ -629,21 +628,21 @@ class Evidence:
         rows: int | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> Posterior:
-        """The posterior of the weights given all data, for predictions with uncertainty.
+        """Return the posterior of the weights given all data, for predictions with error bars.
 
-        It is N(w*, (H + P0)⁻¹) with w* the present weights and H the Gauss-Newton matrix of all
-        data at the evidence's temperature, whatever the estimator is. Matrices are float64 unless
-        ``Memory(gram_dtype=...)`` says otherwise.
+        It is N(w*, (H + P0)⁻¹). Here w* are the present weights, and H is the Gauss-Newton matrix
+        of all data at the evidence's temperature, for every estimator. Matrices are float64 unless
+        you set ``Memory(gram_dtype=...)``.
 
         Args:
-            data: All N data, as for ``blocks``.
-            structure: What is taken of H. ``kfac``: Kronecker factors, for networks of any size;
-                ``last-layer``: all of the last layer's weights, the others being certain;
-                ``diag``: its diagonal; ``full``: all of it, for a few thousand weights; ``ntk``:
-                the same by a kernel of all rows, for few data.
-            rows: For ``ntk`` and many data: how many rows to keep, chosen as for
+            data: All N training examples, in a form that ``blocks`` takes.
+            structure: Approximation of H. ``kfac``: Kronecker factors, for networks of any size.
+                ``last-layer``: the weights of the last layer, with all other weights fixed.
+                ``diag``: the diagonal. ``full``: the whole matrix, for a few thousand weights.
+                ``ntk``: the whole matrix by a kernel of all rows, for few examples.
+            rows: Number of rows to keep for ``ntk`` with many examples, chosen as in
                 ``ntk-ROWS-rows-anchored``. The variance is then an upper bound on the exact one.
-            state: What ``state_dict`` of a posterior returned, in the place of the data.
+            state: Result of ``state_dict`` of a posterior, instead of the data.
 
         Returns:
             The posterior: ``posterior(x)`` predicts.
@@ -719,7 +718,7 @@ class Evidence:
         return self._problem.plan_of(x).num_outputs
 
     def refresh_anchors(self, data: Any) -> float:
-        """Choose anchors anew, by the outputs of the present weights for all the data.
+        """Choose anchors again, by the outputs of the present weights for all the data.
 
         Args:
             data: As for ``blocks``.
@@ -756,7 +755,7 @@ class Evidence:
     # ------------------------------------------------------------ telling and keeping
 
     def describe(self, x: Any = None) -> list[ParameterReport]:
-        """What each weight tensor gets: path of its derivatives, curvature, precision.
+        """Describe each weight tensor: the path of its derivatives, its curvature and precision.
 
         Args:
             x: Some inputs; needed before the first estimate.
