@@ -112,9 +112,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for package in packages(config):
         page = f"reference/{package.removeprefix('evigrad.')}.md"
         files.append(File.generated(config, page, content=reference_page(package)))
-    files.append(
-        File.generated(config, "changelog.md", content=(ROOT / "CHANGELOG.md").read_text())
-    )
+    changelog = (ROOT / "CHANGELOG.md").read_text().replace("](docs/", "](")
+    files.append(File.generated(config, "changelog.md", content=changelog))
     for file in list(files.documentation_pages()):
         for _, name, _ in LINK.findall(file.content_string):
             path = ROOT / name
