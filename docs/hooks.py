@@ -1,8 +1,8 @@
-"""What the site has beyond its pages: formulas, the API reference, the changelog, linked files.
+"""Add to the site what is not a page: formulas, API reference, changelog, linked files.
 
 MkDocs calls these functions (``hooks`` in mkdocs.yml). Formulas are written as on GitHub, ``$x$``
-or a fenced block ``math``, and become MathML, which browsers show without a script. The reference
-has every public name: pages are made of the lists ``__all__``, so that none can be forgotten.
+or a fenced block ``math``. They become MathML, which browsers show without a script. The pages of
+the API reference are generated from the lists ``__all__``, so no public name is missing.
 """
 
 import ast
@@ -36,7 +36,7 @@ WHOLE = re.compile(
 
 
 def mathml(source: str, display: str) -> str:
-    """A formula as MathML."""
+    """Return a formula as MathML."""
     tight = TIGHT.sub(
         r'<mo lspace="0" rspace="0" stretchy="false">\1</mo>', convert(source, display=display)
     )
@@ -53,18 +53,18 @@ class Formulas(Extension):
     """Inline formulas, ``$x$``, as MathML."""
 
     def extendMarkdown(self, md: Markdown) -> None:
-        """Take formulas before backslashes and underscores mean anything, but after code."""
+        """Handle formulas after code, and before backslashes and underscores."""
         md.inlinePatterns.register(_InlineMath(INLINE, md), "formula", 185)
 
 
 def formula_block(source: str, *others: Any, **keywords: Any) -> str:
-    """A fenced block ``math`` as MathML."""
+    """Return a fenced block ``math`` as MathML."""
     del others, keywords
     return f'<div class="formula">{mathml(source, "block")}</div>'
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Add formulas to what Markdown knows."""
+    """Add formulas to the Markdown extensions."""
     config.markdown_extensions.append(Formulas())  # pyright: ignore[reportArgumentType]
     fences = config.mdx_configs.setdefault("pymdownx.superfences", {})
     fences["custom_fences"] = [{"name": "math", "class": "formula", "format": formula_block}]
@@ -88,16 +88,23 @@ def public_names(package: str) -> list[str]:
 
 
 def reference_page(package: str) -> str:
-    """The page of a package: what it is, and each public name with its docstring."""
+    """Return the page of a package: its docstring, then each public name with its docstring."""
     head = f"::: {package}\n    options:\n      members: false\n      heading_level: 1\n"
     head += "      show_root_full_path: true\n"
     return "\n".join([head, *(f"::: {package}.{name}\n" for name in public_names(package))])
 
 
 def packages(config: MkDocsConfig) -> list[str]:
-    """The packages that the navigation lists under the API reference."""
-    section = next(each["API reference"] for each in config.nav or [] if "API reference" in each)
-    return [name for entry in section for name in entry if name.startswith("evigrad")]
+    """Return the packages in the API reference of the navigation, at whatever depth it is."""
+
+    def entries(items: Any, title: str) -> list[str]:
+        if isinstance(items, list):
+            return [name for item in items for name in entries(item, title)]
+        if isinstance(items, dict):
+            return [name for key, value in items.items() for name in entries(value, key)]
+        return [title] if str(items).startswith("reference/") else []
+
+    return entries(config.nav, "")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -105,9 +112,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for package in packages(config):
         page = f"reference/{package.removeprefix('evigrad.')}.md"
         files.append(File.generated(config, page, content=reference_page(package)))
-    files.append(
-        File.generated(config, "changelog.md", content=(ROOT / "CHANGELOG.md").read_text())
-    )
+    changelog = (ROOT / "CHANGELOG.md").read_text().replace("](docs/", "](")
+    files.append(File.generated(config, "changelog.md", content=changelog))
     for file in list(files.documentation_pages()):
         for _, name, _ in LINK.findall(file.content_string):
             path = ROOT / name
@@ -119,7 +125,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links out of docs/ to their copies in the site; of a folder only the words remain."""
+    """Point links out of docs/ to copies in the site; replace links to folders by their text."""
     del config, files
     up = "../" * (len(PurePosixPath(page.file.src_uri).parts) - 1)
 
@@ -133,6 +139,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Mark what a line should not break at a hyphen, a space or anywhere."""
+    """Mark text inside which a line must not break."""
     del page, config, files
     return WHOLE.sub(lambda match: match[0].replace(">", ' class="whole">', 1), html)

@@ -1,6 +1,7 @@
 """The code that the documentation shows runs to its end, and what it promises holds."""
 
 import re
+import tomllib
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,9 +36,43 @@ def test_the_ten_lines_of_the_readme_run(capsys: pytest.CaptureFixture[str]) -> 
     assert "precision" in capsys.readouterr().out
 
 
+def test_the_changed_loop_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the marked lines, and without them: what the reader has is a training loop."""
+    import evigrad
+    from evigrad.data import load
+    from evigrad.likelihoods import Categorical
+    from evigrad.priors import GaussianPrior
+
+    (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    train = torch.utils.data.TensorDataset(*load("digits", subset=100).train)
+    names: dict[str, Any] = {
+        "torch": torch,
+        "cross_entropy": torch.nn.functional.cross_entropy,
+        "model": torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)),
+        "train": train,
+        "loader": torch.utils.data.DataLoader(train, batch_size=50),
+    }
+    new = {"evigrad": evigrad, "Categorical": Categorical, "GaussianPrior": GaussianPrior}
+    for marks, imported in ((" -", {}), (" +", new)):
+        lines = [line[1:] for line in diff.splitlines() if line[0] in marks]
+        variables = names | imported
+        exec(compile("\n".join(lines), "README.md", "exec"), variables)
+    assert variables["learner"].hyper_steps > 0
+    assert variables["optimizer"].param_groups[0]["weight_decay"] == 0
+    assert not capsys.readouterr().out
+
+
+def test_every_extra_is_on_the_page_of_the_installation() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    page = (ROOT / "docs" / "install.md").read_text()
+    listed = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    assert listed == set(extras["optional-dependencies"])
+
+
 def test_the_first_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     short = "schedule=evigrad.Schedule(epochs=2, burn_in=1, every=1, steps=1)"
     changes = {"subset=500": "subset=100", "loader, test=": f"loader, {short}, test="}
+    changes["loader, estimator=None"] = f"loader, {short}, estimator=None"
     names = run_blocks("docs/index.md", changes)
     assert names["predictive"].probabilities.shape == (5, 10) and names["estimate"].is_bound
     assert "3.bias" in capsys.readouterr().out
@@ -56,9 +91,40 @@ def test_the_inequalities_on_theory_hold(capsys: pytest.CaptureFixture[str]) -> 
 def test_the_blocks_on_choosing_run(capsys: pytest.CaptureFixture[str]) -> None:
     names = run_blocks("docs/choosing.md")
     predicted, bracket = names["predicted"], names["bracket"]
-    assert predicted["kfac-150-1"] < predicted["ntk-400-rows-anchored"] < predicted["ntk-N-C"]
+    assert predicted["kfac-400-1"] < predicted["ntk-400-rows-anchored"] < predicted["ntk-N-C"]
     assert bracket.lower < names["exact"] < bracket.upper
     assert "kronecker" in capsys.readouterr().out
+
+
+def test_the_example_on_the_marginal_likelihood_agrees_with_test_data(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    table = run_blocks("docs/marginal_likelihood.md")["table"]
+    best = max(table, key=lambda row: row[1])
+    assert best == min(table, key=lambda row: row[3])
+    assert [row[2] for row in table] == sorted(row[2] for row in table)
+    page = (ROOT / "docs" / "marginal_likelihood.md").read_text()
+    assert capsys.readouterr().out in page
+
+
+def test_the_anchored_bound_lies_between(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run_blocks("docs/anchored_bound.md", {"epochs=40": "epochs=10"})
+    means, exact, bracket = names["means"], names["exact"], names["bracket"]
+    assert means["ntk-100-rows"] < means["ntk-100-rows-anchored"] < exact
+    assert bracket.lower < exact < bracket.upper
+    assert capsys.readouterr().out
+
+
+def test_the_blocks_on_tuning_and_loading_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run_blocks("docs/tune_and_load.md", {"epochs=50": "epochs=5", "epochs=4": "epochs=2"})
+    run, network, model = names["run"], names["network"], names["model"]
+    assert run.epoch == 2
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, network.state_dict()[name])
+    assert capsys.readouterr().out
 
 
 def test_layers_that_share_their_scale_on_limits(capsys: pytest.CaptureFixture[str]) -> None:
