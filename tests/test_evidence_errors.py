@@ -167,7 +167,10 @@ def test_subset_larger_than_the_data() -> None:
     [
         (nn.Sequential(nn.Linear(2, 1), nn.Flatten(0)), "a dimension of its own"),
         (nn.Unflatten(1, (1, 2)), "trainable weights"),
-        (nn.Sequential(nn.Linear(2, 4), nn.Unflatten(1, (2, 2))), "at positions"),
+        (
+            nn.Sequential(nn.Linear(2, 4), nn.Unflatten(1, (2, 2))),
+            "at the positions of the outputs",
+        ),
     ],
 )
 def test_outputs_must_be_a_matrix(model: nn.Module, words: str) -> None:
@@ -348,7 +351,7 @@ class Wrong(Likelihood):
 @pytest.mark.parametrize("method", ["estimate", "map_loss"])
 def test_density_of_the_wrong_shape(mistake: str, method: str) -> None:
     evidence = build("ntk-N-C", model=nn.Linear(2, 1), likelihood=Wrong(mistake))
-    with pytest.raises(ConfigurationError, match="one number for each datum"):
+    with pytest.raises(ConfigurationError, match="one number per example"):
         getattr(evidence, method)(X, torch.zeros(N, 1))
 
 

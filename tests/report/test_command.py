@@ -46,7 +46,7 @@ def test_a_real_run(run_dir, capsys):
     assert page.cell("network", 2) == "digitsnet"
     assert page.tables[0][0] == ["metric", "MAP", "ntk-20-1"]
     # One estimator judged both, and it has its own row.
-    assert page.cell("log evidence by ntk-20-1 (nats per datum)", 1).startswith("−")
+    assert page.cell("log evidence by ntk-20-1 (nats per example)", 1).startswith("−")
 
 
 def test_the_network_is_the_one_of_the_checkpoint(run_dir):

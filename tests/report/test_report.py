@@ -72,7 +72,7 @@ def test_a_learned_run(tmp_path):
         page.cell("log evidence during training, last round (nats per example)")
         == "−1.0500 ± 0.1000"
     )
-    assert page.cell("training data") == "12,345"
+    assert page.cell("training examples") == "12,345"
     assert page.cell("prior precision, layer2", 1) == "1"
     assert page.cell("prior precision, layer2", 2) == "100"
     assert "from 1 (layer0) to 100 (layer2)" in page.text
