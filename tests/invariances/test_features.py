@@ -75,7 +75,7 @@ def test_the_dtype_of_the_input_is_kept(dtype: torch.dtype) -> None:
 def test_errors(value: float) -> None:
     with pytest.raises(ConfigurationError, match="scale must be positive"):
         InputScale(3, scale=value)
-    with pytest.raises(ConfigurationError, match="level="):
+    with pytest.raises(ConfigurationError, match="level must be finite"):
         AdditiveNoise(3, level=value)
 
 

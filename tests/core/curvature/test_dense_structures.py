@@ -376,7 +376,7 @@ def test_describe():
         ({"x": ["a"]}, "In no group: 'b.weight', 'scalar'"),
         ({"x": ["a", "b"], "y": ["scalar", "a.bias"]}, "'a.bias' is in several: x, y"),
         ({"x": ["a", "b.wieght", "scalar"]}, "Did you mean 'b.weight'"),
-        ([["a", "b", "scalar"], []], "without any: '1'"),
+        ([["a", "b", "scalar"], []], "got none for '1'"),
     ],
 )
 def test_a_partition_that_is_none_is_refused(partition, message):
