@@ -164,10 +164,8 @@ class Linearization:
             gradients = self._gradients(vectors)
             for name in closed:
                 cotangent = cotangents[name].detach()
-                for call, slot, pieces in self._joined_uses(name, gradients):
-                    parts = cotangent.split([piece.shape[1] for piece in pieces], 1)
-                    for piece, part in zip(pieces, parts, strict=True):
-                        total = total + call.inner(slot, piece, part)
+                for call, slot, (gradient,) in self._joined_uses(name, gradients):
+                    total = total + call.inner(slot, gradient, cotangent)
             for name, rows in self._generic_rows(vectors, generic).items():
                 total = total + (cotangents[name].detach() * rows).sum()
         return total
@@ -232,11 +230,11 @@ class Linearization:
             factors = dict[str, list[KroneckerUse]]()
             for name in names:
                 factors[name] = []
-                uses = self._joined_uses(name, gradients, vectors, is_summed=True)
+                uses = self._joined_uses(name, gradients, vectors, in_pieces=True)
                 for call, _, pieces in uses:
-                    use, *others = [call.factors(piece, average) for piece in pieces]
-                    all_pieces = [use.gradients, *(other.gradients for other in others)]
-                    factors[name].append(use.with_gradients(all_pieces))
+                    of_pieces = [call.factors(piece, average) for piece in pieces]
+                    use = of_pieces[0].with_gradients([part.gradients for part in of_pieces])
+                    factors[name].append(use)
         # Detached, because a view of the recorded input requires a gradient if that input does.
         if self._differentiable:
             return factors
@@ -258,8 +256,8 @@ class Linearization:
             gradients = self._gradients(vectors)
             products = {
                 name: [
-                    call.products(pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), 1))
-                    for call, _, pieces in self._joined_uses(name, gradients, vectors)
+                    call.products(gradient)
+                    for call, _, (gradient,) in self._joined_uses(name, gradients, vectors)
                 ]
                 for name in names
             }
@@ -329,7 +327,7 @@ class Linearization:
     def _unshared(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Rows in memory of their own: an addition gives both sides one gradient."""
         columns = [] if self._kept is None else self._kept[1].values()
-        gradients = [column for c in columns if c is not None for column in c.all]
+        gradients = [piece for c in columns if c is not None for piece in c.pieces]
         seen = {gradient.untyped_storage().data_ptr() for gradient in gradients}
         unshared_rows = {}
         for name, row in rows.items():
@@ -347,7 +345,9 @@ class Linearization:
         """Rows of all data, or of one, from the gradients in the outputs of calls."""
         rows: dict[str, Tensor] = {}
         for name in names:
-            for call, slot, pieces in self._joined_uses(name, gradients):
+            # Rows of biases are sums. Others would repeat their part of the input for each piece.
+            is_sum = all(slot == "bias" for _, slot in self._uses[name])
+            for call, slot, pieces in self._joined_uses(name, gradients, in_pieces=is_sum):
                 if index is not None:
                     call, pieces = call.datum(index), [p[index : index + 1] for p in pieces]
                 parts = [call.rows(slot, piece) for piece in pieces]
@@ -361,19 +361,18 @@ class Linearization:
         gradients: Mapping[int, "_Columns | None"],
         vectors: Float[Tensor, "m k C"] | None = None,
         *,
-        is_summed: bool = False,
+        in_pieces: bool = False,
     ) -> list[tuple[Call, str, Sequence[Tensor]]]:
-        """Return the ``joined`` uses of a parameter, with their gradients in pieces of some rows.
+        """Return the ``joined`` uses of a parameter, each with its gradients in one piece or more.
 
         Those that the outputs do not depend on are left out, or have zeros like the ``vectors``.
-        Gradients that are summed, or give smaller rows, stay in pieces: a copy in one would take
-        longer than the sums.
+        Gradients may stay ``in_pieces``, of one row of each example, if they are only summed: a
+        copy in one piece would take longer than the sums.
         """
         (call, slot), *more = self._uses[name]
         columns = gradients[id(call)]
-        if columns is not None and not more and call.samples == 1:
-            if is_summed or self.weights[name].numel() < columns.all[0][0].numel():
-                return [(call, slot, [column.unsqueeze(1) for column in columns.all])]
+        if in_pieces and columns is not None and not more and call.samples == 1:
+            return [(call, slot, columns.pieces)]
         uses = []
         for call, slot in self._uses[name]:
             columns = gradients[id(call)]
@@ -415,8 +414,8 @@ class Linearization:
             id(call): None
             if of_call[0] is None
             else _Columns(
-                [  # with the data in dim 0
-                    (g.transpose(0, 1) if call.turned else g).unflatten(0, (-1, call.parts))
+                [  # with the data in dim 0, and a dimension for the row
+                    (g.transpose(0, 1) if call.turned else g).unflatten(0, (-1, 1, call.parts))
                     for g in of_call
                 ]
             )
@@ -445,16 +444,16 @@ class Linearization:
 
 @dataclass
 class _Columns:
-    """The gradients of k rows in the output of a call, k times (m, F, *out)."""
+    """The gradients of k rows in the output of a call.
 
-    all: Sequence[Tensor]
-    _stacked: Tensor | None = None
+    Attributes:
+        pieces: All rows of each example, (m, k, F, *out), or k times one row of each.
+    """
+
+    pieces: Sequence[Tensor]
 
     def stacked(self) -> Float[Tensor, "m k F *out"]:
-        """Return all in one tensor, which takes the place of the columns in memory."""
-        if len(self.all) == 1:
-            return self.all[0].unsqueeze(1)
-        if self._stacked is None:
-            self._stacked = torch.stack(list(self.all), dim=1)
-            self.all = self._stacked.unbind(1)
-        return self._stacked
+        """Return all in one piece, which takes the place of the others in memory."""
+        if len(self.pieces) > 1:
+            self.pieces = [torch.cat(list(self.pieces), 1)]
+        return self.pieces[0]

@@ -200,10 +200,9 @@ class Kfac(Curvature[KfacStatistic]):
         factors = dict(statistic.factors)
         is_fixed = root.scale is None or not root.scale.requires_grad
         for name, examples in self._examples(linearization, root).items():
-            if alone and is_fixed and len(examples) == 1:
-                factors[name] = _with_small_grams(examples[0], self._shapes[name])
-                continue
-            sums = reduce(operator.add, map(_factors, examples))
+            small = alone and is_fixed and len(examples) == 1
+            shape = self._shapes[name] if small else None
+            sums = reduce(operator.add, (_factors(use, shape) for use in examples))
             factors[name] = factors[name] + sums if name in factors else sums
         return KfacStatistic(factors, self._add_others(statistic.blocks, linearization, root))
 
@@ -298,8 +297,7 @@ class Kfac(Curvature[KfacStatistic]):
             if not uses:
                 continue
             dtype = working_dtype(uses[0].pieces[0].dtype, self._gram_dtype)
-            is_scaled = root.scale is None and uses[0].pieces[0].dtype == dtype
-            scaled = uses if is_scaled else [use.scaled(root.scale, dtype) for use in uses]
+            scaled = [use.scaled(root.scale, dtype) for use in uses]
             if self._sharing == "reduce":
                 positions = sum(use.positions for use in uses)
                 mean = torch.stack([use.input_sum() for use in uses]).sum(0).to(dtype) / positions
@@ -362,20 +360,20 @@ def _spectrum(statistic: KfacStatistic, name: str, dtype: torch.dtype | None) ->
     return spectrum
 
 
-def _factors(use: KroneckerUse) -> Factors:
-    sums = (use.input_gram(use.pieces[0].dtype), use.gradient_gram())
-    return Factors(*sums, use.num_data * use.positions, use.num_rows, use.transposed)
+def _factors(use: KroneckerUse, shape: torch.Size | None = None) -> Factors:
+    """Return the sums over the examples of a use.
 
-
-def _with_small_grams(use: KroneckerUse, shape: torch.Size) -> Factors:
-    """Sums, or Grams of the examples where these are fewer than the rows of A or B."""
-    count = use.num_data * use.positions
-    if count < (shape[0] if use.transposed else prod(shape[1:])):
+    With the ``shape`` of the weight these are Grams of the examples, which have the same
+    eigenvalues, if the examples are fewer than the rows of A or B.
+    """
+    count, dtype = use.num_data * use.positions, use.pieces[0].dtype
+    num_inputs = 0 if shape is None else shape[0] if use.transposed else prod(shape[1:])
+    if count < num_inputs:
         inputs = use.inputs.transpose(0, 1).flatten(1, 2)
         left = inputs @ inputs.mT
     else:
-        left = use.input_gram(use.pieces[0].dtype)
-    if use.num_rows < use.pieces[0].shape[4]:
+        left = use.input_gram(dtype)
+    if shape is not None and use.num_rows < use.pieces[0].shape[4]:
         rows = use.gradient_rows()
         right = rows @ rows.mT
     else:

@@ -82,19 +82,16 @@ class KroneckerUse:
 
     def gradient_gram(self) -> Float[Tensor, "G o o"]:
         """Σ g gᵀ over data, rows and positions."""
-        if self._positions_last:
-            columns = (piece.flatten(0, 1).mT for piece in self.pieces)
-            return torch.stack([(c @ c.mT).sum(0) for c in columns]).sum(0)
-        rows = self.gradient_rows()
-        return rows.mT @ rows
+        return torch.stack([(c @ c.mT).sum(0) for c in self._gradient_columns()]).sum(0)
 
     def inner_gradient_gram(self, cotangent: Float[Tensor, "G o o"]) -> Float[Tensor, ""]:
         """⟨cotangent, ``gradient_gram``⟩; once differentiable in the gradients."""
-        if self._positions_last:
-            matrix, columns = symmetric(cotangent), [p.flatten(0, 1).mT for p in self.pieces]
-            forms = [QuadraticForm.apply(c, matrix, lambda g, m: m @ g) for c in columns]
-            return torch.stack(forms).sum()
-        return inner_gram(self.gradient_rows(), cotangent)
+        matrix = symmetric(cotangent)
+        forms = [
+            QuadraticForm.apply(columns, matrix, lambda g, m: m @ g)
+            for columns in self._gradient_columns()
+        ]
+        return torch.stack(forms).sum()
 
     def scaled(self, scale: Float[Tensor, "m k"] | None, dtype: torch.dtype) -> "KroneckerUse":
         """The same use, with gradients in this type and times the scale of each row (None: 1)."""
@@ -116,15 +113,17 @@ class KroneckerUse:
         use._inputs = None if self._inputs is None else self._inputs.detach()
         return use
 
-    @property
-    def _positions_last(self) -> bool:
-        """Whether a product for each row takes less time than a copy with channels last.
+    def _gradient_columns(self) -> "list[Float[Tensor, 'b G o R']]":
+        """Return batches of matrices whose columns are the gradients, each once.
 
-        The gradients of a convolution lie in memory with their positions last. The products are
-        then no larger than the gradients, and summing few numbers at a time rounds less.
+        The gradients of a convolution lie in memory with their positions last. A matrix for each
+        row then needs no copy with channels last, its Gram is no larger than the gradients, and
+        summing few numbers at a time rounds less. Other gradients make one matrix.
         """
         piece = self.pieces[0]
-        return piece.stride(3) == 1 and self.positions >= piece.shape[4] > 1
+        if piece.stride(3) == 1 and self.positions >= piece.shape[4] > 1:
+            return [piece.flatten(0, 1).mT for piece in self.pieces]
+        return [self.gradient_rows().mT[None]]
 
     def _flat(self, dtype: torch.dtype) -> Float[Tensor, "G mT i"]:
         assert self._inputs is not None
