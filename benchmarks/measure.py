@@ -18,11 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from evigrad import Evidence
+from evigrad.data import load
+from evigrad.models import make_model
+from evigrad.plots.style import with_minus
 
 MIB = 2**20
+# Small networks and the data that benchmarks of whole estimates use.
+NETWORKS = {"mininet": "mnist", "digitsnet": "digits"}
+_NUM_DIGITS = 1000
 
 
 def seconds(work: Callable[[], object], repeats: int, warmup: int = 1) -> float:
@@ -51,6 +57,27 @@ def paired(
         for name, work in works.items():
             times[name].append(seconds(work, 1, warmup=0))
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def network_and_data(network: str, data_dir: Path | None) -> tuple[nn.Module, Tensor, Tensor]:
+    """Return one of ``NETWORKS`` at its initial weights, and its training data."""
+    is_mnist = NETWORKS[network] == "mnist"
+    subset = {"subset": _NUM_DIGITS, "seed": 0} if is_mnist else {}
+    data = load(NETWORKS[network], data_dir=data_dir, **subset)
+    return make_model(network, data.input_shape, data.num_outputs, seed=0), *data.train
+
+
+def train(
+    model: nn.Module, x: Tensor, y: Tensor, epochs: int, batch: int, weight_decay: float = 0.0
+) -> None:
+    """Train a classifier with Adam."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=weight_decay)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(epochs):
+        for index in torch.randperm(len(x), generator=generator).split(batch):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x[index]), y[index]).backward()
+            optimizer.step()
 
 
 def pass_checks(evidence: Evidence, x: Tensor, y: Tensor, passes: int) -> None:
@@ -232,11 +259,6 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-
-
-def with_minus(text: str) -> str:
-    """Return a text with a minus sign instead of a hyphen before negative numbers."""
-    return re.sub(r"(?<![\w.)−-])-(?=\d)", "−", text)
 
 
 def measured_on(machines: Iterable[str]) -> str:

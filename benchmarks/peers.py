@@ -20,18 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import machine, paired, write_csv
+from measure import NETWORKS, machine, network_and_data, paired, write_csv
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from evigrad import Evidence
-from evigrad.data import load
 from evigrad.likelihoods import Categorical
-from evigrad.models import make_model
 from evigrad.priors import GaussianPrior
 
-NETWORKS = {"mininet": "mnist", "digitsnet": "digits"}
-NUM_DATA, PRECISION = 1000, 1.0
+PRECISION = 1.0
 # Data that the packages take through the network at once.
 BATCH = 250
 STRUCTURES = {
@@ -150,11 +147,7 @@ def main() -> None:
         estimators = arguments.estimators or estimators
     rows = []
     for network in arguments.networks:
-        name = NETWORKS[network]
-        settings = {"subset": NUM_DATA, "seed": 0} if name == "mnist" else {}
-        data = load(name, data_dir=arguments.data_dir, **settings)
-        x, y = data.train
-        model = make_model(network, data.input_shape, data.num_outputs, seed=0)
+        model, x, y = network_and_data(network, arguments.data_dir)
         for estimator in estimators:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import machine, seconds, write_csv
+from measure import machine, seconds, train, write_csv
 from torch import Tensor, nn
 
 from evigrad import Evidence, Memory
@@ -40,7 +40,7 @@ def network(name: str, num_data: int) -> tuple[nn.Module, Tensor, Tensor]:
         data = load("mnist5k", subset=1000)
         model = make_model(name, data.input_shape, data.num_outputs, seed=0)
         x, y = data.train
-        train(model, x, y)
+        train(model, x, y, EPOCHS, BATCH)
         return model, x[:num_data], y[:num_data]
     model = make_model(name, (3, 32, 32), 10, seed=0)
     generator = torch.Generator().manual_seed(0)
@@ -50,17 +50,6 @@ def network(name: str, num_data: int) -> tuple[nn.Module, Tensor, Tensor]:
                 p.copy_(0.05 * torch.randn(p.shape, generator=generator))
     x = torch.rand(num_data, 3, 32, 32, generator=generator)
     return model, x, torch.randint(10, (num_data,), generator=generator)
-
-
-def train(model: nn.Module, x: Tensor, y: Tensor) -> None:
-    """Train for a few epochs with Adam."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(EPOCHS):
-        for index in torch.randperm(len(x), generator=generator).split(BATCH):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x[index]), y[index]).backward()
-            optimizer.step()
 
 
 def measure(model_name: str, structure: str, num_data: int, repeats: int) -> list[dict[str, str]]:

@@ -80,7 +80,7 @@ from evigrad.data import DataSet, load
 from evigrad.data.dataset import Scaling, stratified_split
 from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.models import make_model
-from evigrad.plots.style import LIGHT, decorate, new_figure, plain_ticks
+from evigrad.plots.style import LIGHT, decorate, name_points, new_figure, plain_ticks
 from evigrad.priors import GaussianPrior
 from evigrad.training.plan import plan_optimization, plan_schedule, planned
 
@@ -149,7 +149,7 @@ LABELS = {
 }
 TITLES = {"mnist": "1,000 MNIST digits", "yacht": "yacht (277 examples, regression)"}
 LOWEST_SHOWN = -1.0  # nats per example below the reference in the figure
-COLOURS = [*LIGHT.lines[:7], "#888888", "#6A3D9A"]
+COLORS = [*LIGHT.lines[:7], "#888888", "#6A3D9A"]
 
 Pair = tuple[Tensor, Tensor]
 Settings = Mapping[str, Any]
@@ -736,7 +736,7 @@ def draw(
             method = row.removesuffix(BY_POSTERIOR)
             color = LIGHT.ink
             if method != "default":
-                color = COLOURS[others.index(method) % len(COLOURS)]
+                color = COLORS[others.index(method) % len(COLORS)]
             mean, error = mean_and_error(
                 [run["log_likelihood"] - levels[run["seed"]] for run in own]
             )
@@ -769,40 +769,29 @@ def draw(
 
 
 def _name_points(axes: Any, points: Sequence[tuple[str, float, float, str]]) -> None:
-    """Write the name of each point next to it, in the first free place."""
+    """Write the name of each point next to it, clear of the lines and within the panel."""
     from matplotlib.patheffects import withStroke
     from matplotlib.transforms import Bbox
 
-    halo = [withStroke(linewidth=2.5, foreground=LIGHT.paper)]
-    centers = axes.transData.transform([(x, y) for _, x, y, _ in points])
-    taken = [Bbox.from_extents(x - 5, y - 5, x + 5, y + 5) for x, y in centers]
+    of_lines = []
     for line in axes.lines:
         corners = torch.as_tensor(line.get_transform().transform(line.get_xydata()))
         for begin, end in zip(corners, corners[1:], strict=False):
             along = begin + torch.linspace(0, 1, 60, dtype=begin.dtype)[:, None] * (end - begin)
-            taken += [Bbox.from_extents(x - 1, y - 1, x + 1, y + 1) for x, y in along.tolist()]
+            of_lines += [Bbox.from_extents(x - 1, y - 1, x + 1, y + 1) for x, y in along.tolist()]
     inside = axes.get_window_extent()
     places = [("left", 8, up) for up in (-3, 7, -13, 17, -23)]
     places += [("right", -8, up) for up in (-3, 7, -13, 17, -23)]
     places += [("center", 0, up) for up in (12, -20, 22, -30)]
-    for name, x, y, color in points:
-        for last, (side, right, up) in enumerate(places, start=1):
-            text = axes.annotate(
-                name,
-                (x, y),
-                (right, up),
-                textcoords="offset points",
-                fontsize=8,
-                ha=side,
-                color=color,
-                path_effects=halo,
-            )
-            box = text.get_window_extent()
-            free = not any(box.overlaps(other) for other in taken)
-            if last == len(places) or (free and inside.x0 <= box.x0 and box.x1 <= inside.x1 + 60):
-                taken.append(box)
-                break
-            text.remove()
+    name_points(
+        axes,
+        points,
+        places,
+        half=5,
+        occupied=of_lines,
+        fits=lambda box: inside.x0 <= box.x0 and box.x1 <= inside.x1 + 60,
+        path_effects=[withStroke(linewidth=2.5, foreground=LIGHT.paper)],
+    )
 
 
 def show(given: argparse.Namespace) -> None:

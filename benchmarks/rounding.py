@@ -11,37 +11,25 @@ relative.
 """
 
 import argparse
+import math
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from measure import machine, write_csv
+from measure import NETWORKS, machine, network_and_data, train, write_csv
 from torch import Tensor, nn
 
 from evigrad import Evidence
 from evigrad.core.curvature import kfac, linalg
-from evigrad.data import load
 from evigrad.likelihoods import Categorical
-from evigrad.models import make_model
 from evigrad.priors import GaussianPrior
 
-NETWORKS = {"mininet": "mnist", "digitsnet": "digits"}
 ESTIMATORS = ("kfac-N-C", "kfac-100-1", "kfac-100-C", "ntk-100-1", "ntk-100-C", "full-20-C")
 PRECISIONS = (100.0, 10.0, 1.0, 0.1, 0.01, 0.001)
-NUM_DATA, EPOCHS, BATCH = 1000, 100, 100
-
-
-def train(model: nn.Module, x: Tensor, y: Tensor) -> None:
-    """Adam with a weight decay of 1e-3."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=1e-3)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(EPOCHS):
-        for index in torch.randperm(len(x), generator=generator).split(BATCH):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x[index]), y[index]).backward()
-            optimizer.step()
+EPOCHS, BATCH, WEIGHT_DECAY = 100, 100, 1e-3
 
 
 def evaluated(
@@ -65,12 +53,14 @@ def evaluated(
         estimated += nats
         return True
 
+    def tolerate_kfac(nats: float, value: float) -> bool:
+        return nats < math.inf and tolerate(nats, value)
+
     # The cheap bound that precedes the estimate for KFAC is made too large to be used.
     with (
         mock.patch.object(linalg, "is_tolerated", tolerate),
-        mock.patch.object(kfac, "is_tolerated", lambda nats, value: nats < float("inf")),
-        mock.patch.object(kfac, "kronecker_rounding_rate", lambda *_: float("inf")),
-        mock.patch.object(kfac, "kronecker_rounding", _adding(kfac.kronecker_rounding, tolerate)),
+        mock.patch.object(kfac, "is_tolerated", tolerate_kfac),
+        mock.patch.object(kfac, "kronecker_rounding_rate", lambda *_: math.inf),
     ):
         estimate = evidence.backward(block)
     gradients = [p.grad for p in evidence.hyperparameters().values() if p.grad is not None]
@@ -78,33 +68,18 @@ def evaluated(
     return estimate.log_det / block.scale, gradient, estimated
 
 
-def _adding(function: Any, add: Any) -> Any:
-    def wrapped(*arguments: Any) -> Tensor:
-        value = function(*arguments)
-        add(float(value), 0.0)
-        return value
-
-    return wrapped
-
-
 def rows_of(network: str, data_dir: Path | None) -> Iterator[dict[str, Any]]:
     """All cases of a network."""
-    name = NETWORKS[network]
-    settings = {"subset": NUM_DATA, "seed": 0} if name == "mnist" else {}
-    data = load(name, data_dir=data_dir, **settings)
-    x, y = data.train
-    model = make_model(network, data.input_shape, data.num_outputs, seed=0)
+    model, x, y = network_and_data(network, data_dir)
     for weights in ("initial", "trained"):
         if weights == "trained":
-            train(model, x, y)
-        state = model.state_dict()
+            train(model, x, y, EPOCHS, BATCH, WEIGHT_DECAY)
         for estimator in ESTIMATORS:
             for precision in PRECISIONS:
                 results = []
                 for dtype in (torch.float32, torch.float64):
-                    copy = make_model(network, data.input_shape, data.num_outputs, seed=0)
-                    copy.load_state_dict(state)
-                    results.append(evaluated(copy.to(dtype), x.to(dtype), y, estimator, precision))
+                    copy = deepcopy(model).to(dtype)
+                    results.append(evaluated(copy, x.to(dtype), y, estimator, precision))
                 (narrow, gradient, estimated), (wide, exact, _) = results
                 yield {
                     "network": network,

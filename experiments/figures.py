@@ -12,6 +12,7 @@ from evigrad.plots.style import (
     SMALL,
     decorate,
     draw_line,
+    name_points,
     new_figure,
     plain_ticks,
     shades_of,
@@ -248,7 +249,10 @@ def points(
         axes.plot([], [], label="hollow: other settings", **entry)
     if len(groups) > 1 or frontier:
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=SMALL)
-    _name_points(figure, axes, named, _UNDER if frontier else _BESIDE)
+    figure.draw_without_rendering()  # now all positions are known
+    labels = [(words(point.name), point.x, point.y, LIGHT.muted) for point in named]
+    places, half = _UNDER if frontier else _BESIDE, _MARKER / 2 * figure.dpi / 72
+    name_points(axes, labels, places, half)
     return figure
 
 
@@ -328,34 +332,6 @@ def _leave_out_depths(axes: "Axes", curves: Sequence[Curve]) -> None:
     margin = 0.05 * (max(tops) - bottom)
     if margin > 0:
         axes.set_ylim(bottom - margin, max(tops) + margin)
-
-
-def _name_points(
-    figure: "Figure", axes: "Axes", named: Sequence[Point], places: Sequence[tuple[str, int, int]]
-) -> None:
-    """Write the name of each point in the first place without another name or point."""
-    from matplotlib.transforms import Bbox
-
-    figure.draw_without_rendering()  # now all positions are known
-    half = _MARKER / 2 * figure.dpi / 72
-    at = axes.transData.transform([(point.x, point.y) for point in named])
-    taken = [Bbox.from_extents(x - half, y - half, x + half, y + half) for x, y in at]
-    for point in named:
-        for attempt, (side, right, up) in enumerate(places, start=1):
-            text = axes.annotate(
-                words(point.name),
-                (point.x, point.y),
-                (right, up),
-                textcoords="offset points",
-                fontsize=8,
-                ha=side,
-                color=LIGHT.muted,
-            )
-            box = text.get_window_extent()
-            if attempt == len(places) or not any(box.overlaps(other) for other in taken):
-                taken.append(box)
-                break
-            text.remove()
 
 
 def _known(value: float) -> float:

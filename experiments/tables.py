@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from evigrad.plots.style import with_minus
 from experiments.cases import Mean
 
 Cell = str | Mean | float | None
@@ -68,7 +69,7 @@ class Table:
             f"| {' | '.join(line)} |"
             for line in ([c.name for c in self.columns], *self._cells(" ± ", "**{}**"))
         )
-        return _with_minus("\n".join([head, "|" + "---|" * len(self.columns), *body]))
+        return with_minus("\n".join([head, "|" + "---|" * len(self.columns), *body]))
 
     def latex(self) -> str:
         """Return the table as LaTeX, for the package booktabs."""
@@ -139,10 +140,6 @@ class Table:
                 least = sign * top.mean - top.error
                 found += [n for n, c in known.items() if sign * c.mean + c.error >= least]
         return found
-
-
-def _with_minus(text: str) -> str:
-    return re.sub(r"(?<![\w.)−-])-(?=\d)", "−", text)
 
 
 def _is_number(cell: Cell) -> bool:

@@ -1,6 +1,7 @@
 """Shared elements of all figures: colors, axes, lines with their errors, legends, and words."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
+    from matplotlib.transforms import Bbox
 
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 # Sizes of letters in points: titles; axes' labels and legends.
@@ -195,6 +197,52 @@ def add_legend(
     )
 
 
+def name_points(
+    axes: "Axes",
+    points: Sequence[tuple[str, float, float, str]],
+    places: Sequence[tuple[str, int, int]],
+    half: float,
+    *,
+    occupied: Iterable["Bbox"] = (),
+    fits: Callable[["Bbox"], bool] = lambda box: True,
+    **look: Any,
+) -> None:
+    """Write the name of each point in the first free place, or else in the last one.
+
+    Args:
+        axes: Axes whose figure was drawn without rendering, so that all positions are known.
+        points: Name, x, y and color of the name.
+        places: Alignment, and steps to the right and up in points.
+        half: Half of the size of a point, in pixels. Names stay clear of the points.
+        occupied: Other boxes in pixels to stay clear of.
+        fits: Whether a name may stand in a box.
+        look: Other settings of the text.
+    """
+    from matplotlib.transforms import Bbox
+
+    centers = axes.transData.transform([(x, y) for _, x, y, _ in points])
+    taken = [Bbox.from_extents(x - half, y - half, x + half, y + half) for x, y in centers]
+    taken += occupied
+    for name, x, y, color in points:
+        for attempt, (side, right, up) in enumerate(places, start=1):
+            text = axes.annotate(
+                name,
+                (x, y),
+                (right, up),
+                textcoords="offset points",
+                fontsize=8,
+                ha=side,
+                color=color,
+                **look,
+            )
+            box = text.get_window_extent()
+            is_free = not any(box.overlaps(other) for other in taken)
+            if attempt == len(places) or (is_free and fits(box)):
+                taken.append(box)
+                break
+            text.remove()
+
+
 def fitted(text: str, inches: float, size: float) -> str:
     """Break a text, in letters of ``size`` points, into lines no wider than ``inches``."""
     all_lines: list[str] = []
@@ -218,6 +266,11 @@ def _inches(text: str, size: float) -> float:
 def words(text: str) -> str:
     """Return a user's text escaped for matplotlib, so that a dollar sign starts no formula."""
     return text.replace("$", r"\$")
+
+
+def with_minus(text: str) -> str:
+    """Return a text with a minus sign instead of a hyphen before negative numbers."""
+    return re.sub(r"(?<![\w.)−-])-(?=\d)", "−", text)
 
 
 def number(value: int | float) -> str:
