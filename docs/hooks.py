@@ -160,15 +160,21 @@ def public_names(package: str) -> list[str]:
     return [s.name for s in body if isinstance(s, ast.ClassDef) and s.name[0] != "_"]
 
 
-def first_sentences() -> dict[str, str]:
-    """Return the first line of the docstring of every function and class of the package."""
-    lines = {}
-    for file in (ROOT / "src" / "evigrad").rglob("*.py"):
+def purpose(name: str) -> str:
+    """Return the first paragraph of the docstring of a name of ``evigrad``."""
+    init = ast.parse((ROOT / "src" / "evigrad" / "__init__.py").read_text())
+    homes = next(
+        ast.literal_eval(statement.value)
+        for statement in init.body
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "_HOMES"
+    )
+    home = ROOT / "src" / Path(*homes[name].split("."))
+    for file in sorted(home.rglob("*.py")) if home.is_dir() else [home.with_suffix(".py")]:
         for statement in ast.parse(file.read_text()).body:
-            if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            if isinstance(statement, ast.FunctionDef | ast.ClassDef) and statement.name == name:
                 text = ast.get_docstring(statement) or ""
-                lines[statement.name] = text.partition("\n\n")[0].replace("\n", " ")
-    return lines
+                return text.partition("\n\n")[0].replace("\n", " ")
+    return ""
 
 
 def page_of(package: str, name: str = "") -> str:
@@ -185,8 +191,8 @@ def reference_page(package: str) -> str:
     names = public_names(package)
     if package != "evigrad":
         return "\n".join([head, *(f"::: {package}.{name}\n" for name in names)])
-    lines = first_sentences()
-    rows = [f"| [`{name}`](evigrad.{name}.md) | {lines[name]} |" for name in sorted(names)]
+    names = sorted(names, key=str.lower)
+    rows = [f"| [`{name}`](evigrad.{name}.md) | {purpose(name)} |" for name in names]
     return "\n".join([head, "| Name | Purpose |", "|---|---|", *rows])
 
 

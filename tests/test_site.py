@@ -1,6 +1,7 @@
 """The documentation as a site: it builds without a warning, is whole, and needs no network."""
 
 import html.parser
+import inspect
 import json
 import os
 import re
@@ -113,10 +114,15 @@ def test_every_public_name_is_in_the_reference(site: dict[Path, Page]) -> None:
 
 
 def test_names_of_evigrad_have_pages_of_their_own(site: dict[Path, Page]) -> None:
+    import evigrad
+
     pages = {path.name: page for path, page in site.items() if path.parent.name == "reference"}
     for name in ("fit", "Evidence", "Learner", "Posterior", "Schedule"):
         assert f"evigrad.{name}" in pages[f"evigrad.{name}.html"].anchors
         assert f"evigrad.{name}.html" in pages["evigrad.html"].links
+    purposes = " ".join(" ".join(pages["evigrad.html"].words).split())
+    for name in ("fit", "load", "tune"):  # not those of evigrad.data, which also has a load
+        assert (inspect.getdoc(getattr(evigrad, name)) or "").partition("\n")[0] in purposes
 
 
 def test_moved_sections_lead_to_their_new_place(site: dict[Path, Page]) -> None:
