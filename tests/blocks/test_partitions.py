@@ -470,5 +470,5 @@ def test_a_grouped_stream_reads_the_labels():
 
 
 def test_a_stream_of_other_data_than_the_partitions():
-    with pytest.raises(InputError, match="made for 7 data, but these are 6"):
+    with pytest.raises(InputError, match="created for 7 examples, but the data have 6"):
         BlockStream(make("ntk-3-1"), as_source(tensors(6)), generator())
