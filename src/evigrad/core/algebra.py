@@ -34,6 +34,13 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def is_finite(value: Tensor) -> bool:
+    """Whether no entry is NaN or infinite."""
+    # A sum reads the entries once. ``isfinite`` fills four tensors of their size, but is needed if
+    # the sum of finite entries overflows.
+    return bool(value.sum().isfinite()) or bool(value.isfinite().all())
+
+
 def dot(a: Tensor, b: Tensor) -> Float[Tensor, ""]:
     """Σ a b for tensors of one shape, in single precision at least."""
     if a.dtype.itemsize < torch.float32.itemsize:

@@ -23,6 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.linalg import LinAlgError  # pyright: ignore[reportAttributeAccessIssue]
 
+from evigrad.core.algebra import is_finite
 from evigrad.errors import ConfigurationError, NotFiniteError, NotPositiveDefiniteError, nearest
 
 ROOTS = ("subblock", "fisher", "eigen")
@@ -263,7 +264,7 @@ def _descending_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         NotFiniteError: If an entry is not finite, or LAPACK does not converge in float64 either.
     """
-    if not bool(matrix.isfinite().all()):
+    if not is_finite(matrix):
         raise NotFiniteError(
             "The curvature Λ of the outputs holds NaN or infinite values: outputs are not finite,"
             " or too large. Look for weights, inputs or hyperparameters that have diverged."
