@@ -31,6 +31,9 @@ PEAK_FACTOR = 2.0
 # by one example.
 CPU_PASS_BYTES = 2**29
 GIB = 2**30
+# What takes less is not compared with the free memory, whose reading would take longer than a
+# small block.
+SMALL_BYTES = 2**24
 MEMINFO = Path("/proc/meminfo")
 # A container's memory limit and use (control group, version 2).
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -67,6 +70,8 @@ def check_memory(
     predict = curvature.condensed_bytes if condensed else curvature.predicted_bytes
     kept = predict(num_rows)
     needed = kept + pass_bytes
+    if needed <= SMALL_BYTES:
+        return
     free = _free_bytes(device)
     if free is not None and needed > free:
         free = available_bytes(device)
