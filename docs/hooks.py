@@ -1,11 +1,13 @@
-"""Add to the site what is not a page: formulas, API reference, changelog, linked files.
+"""Add to the site what is not a page: formulas, API reference, changelog, files, redirects.
 
 MkDocs calls these functions (``hooks`` in mkdocs.yml). Formulas are written as on GitHub, ``$x$``
 or a fenced block ``math``. They become MathML, which browsers show without a script. The pages of
-the API reference are generated from the lists ``__all__``, so no public name is missing.
+the API reference are generated from the lists ``__all__``, so no public name is missing. Addresses
+of sections that have moved lead to their new place.
 """
 
 import ast
+import json
 import re
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -33,6 +35,70 @@ NAMES = re.compile(r"(<mi>(?:log|exp)</mi>)(?!<mo stretchy)")
 WHOLE = re.compile(
     r"<code>[^<>\n]{1,24}</code>|<td>(?:[^<>\s]{1,24}|[^<>\s]{1,8} ± [^<>\s]{1,8})</td>"
 )
+# Sections that have moved: "PAGE#SECTION" and the new address.
+MOVED = {
+    "architecture#the-house": "architecture#subpackages",
+    "criteria#what-other-criteria-say": "criteria#other-criteria",
+    "estimators#which-datum-a-row-belongs-to-and-data-that-mix": (
+        "estimators#how-rows-are-matched-to-examples"
+    ),
+    "experiments#experiments-of-your-own": "experiments#write-a-custom-experiment",
+    "experiments#what-there-is": "experiments#experiments-of-the-paper",
+    "extending#a-structure-of-the-curvature": "layers#add-a-structure-of-the-curvature",
+    "extending#the-closed-form-of-a-layer": "layers#add-the-closed-form-of-a-layer",
+    "extending#the-exact-hessian": "layers#the-exact-hessian",
+    "gallery#more": "gallery#more-scripts",
+    "index#keep-your-own-loop": "index#keep-your-own-training-loop",
+    "index#say-how-sure-the-network-is": "index#predict-with-uncertainty",
+    "index#what-it-does-to-training": "index#how-it-works",
+    "index#where-to-go": "index#where-to-go-next",
+    "limits#small-data-and-noise-that-is-nearly-zero": "limits#little-data-and-almost-no-noise",
+    "limits#the-evidence-is-of-the-training-data-and-of-a-model-of-the-network": (
+        "limits#evidence-and-test-data-can-disagree"
+    ),
+    "limits#what-it-does-not-learn": "limits#what-evigrad-does-not-learn",
+    "long_runs#tried": "long_runs#how-this-is-tested",
+    "machines#a-training": "machines#train-with-several-processes",
+    "machines#what-goes-wrong": "machines#failures",
+    "machines#what-is-not-there": "machines#what-is-not-supported",
+    "machines#who-does-what": "machines#how-the-work-is-divided-among-ranks",
+    "machines#your-own-loop": "machines#write-a-custom-loop",
+    "paper#a-rotation-that-is-learned-as-well": "paper#learned-rotation",
+    "paper#bounds-for-weights-that-were-trained-once": "paper#bounds-for-fixed-weights",
+    "paper#cifar-10-with-ranges-that-are-learned": "paper#cifar-10",
+    "paper#precisions-that-are-learned": "paper#learned-precisions",
+    "performance#many-steps-on-the-prior-for-one-pass": "performance#many-prior-steps-for-one-pass",
+    "performance#other-ways-to-speed": "performance#save-time-and-memory",
+    "posterior#keeping-it": "posterior#save-and-load-a-posterior",
+    "posterior#which-structure": "posterior#choose-a-structure",
+    "results#anchors-for-the-parametric-structures": (
+        "results#do-anchors-help-parametric-structures"
+    ),
+    "results#do-anchors-still-pay-where-data-are-many": (
+        "results#do-anchors-help-on-large-data-sets"
+    ),
+    "results#does-learning-an-invariance-pay": "results#does-learning-an-invariance-help",
+    "results#runs-that-are-killed": "results#interrupted-runs",
+    "results#tables-do-the-defaults-lose-to-early-stopping": (
+        "results#regression-on-tabular-data-against-early-stopping"
+    ),
+    "rivals#1000-images-of-cifar-10": "rivals#1000-cifar-10-images",
+    "rivals#ucis-tables": "rivals#uci-data-sets",
+    "sklearn#measured": "sklearn#comparison-with-other-estimators",
+    "start#a-direction-that-nothing-determines": "start#precisions-that-the-data-cannot-determine",
+    "start#from-weak-and-strong-starts": "start#weak-and-strong-starts",
+    "start#precisions-per-layer": "start#learned-precisions-per-layer",
+    "trainers#why-not-the-optimisers-weight_decay": "trainers#why-not-the-optimizers-weight_decay",
+    "usage#a-hyperparameter-of-the-forward-pass": "augmentation#make-the-range-a-hyperparameter",
+    "usage#a-likelihood-of-your-own": "likelihoods#write-a-custom-likelihood",
+    "usage#a-target-at-each-position": "inputs#a-target-at-each-position",
+    "usage#a-training-loop-of-your-own": "custom_loop#control-every-hyperparameter-step",
+    "usage#fine-tuning": "fine_tuning#fine-tune-a-pretrained-network",
+    "usage#inputs-of-several-tensors": "inputs#inputs-of-several-tensors",
+    "usage#likelihoods": "likelihoods#choose-a-likelihood",
+    "usage#very-many-data": "large_data#very-large-data-sets",
+    "usage#what-is-supported": "supported#what-is-supported",
+}
 
 
 def mathml(source: str, display: str) -> str:
@@ -64,7 +130,14 @@ def formula_block(source: str, *others: Any, **keywords: Any) -> str:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Add formulas to the Markdown extensions."""
+    """Add formulas to the Markdown extensions, and names of ``evigrad`` to the navigation."""
+    reference = next(entry["Reference"] for entry in config.nav or [] if "Reference" in entry)
+    api = next(entry["API reference"] for entry in reference if "API reference" in entry)
+    names = sorted(public_names("evigrad"), key=str.lower)
+    api[0]["evigrad"] = [
+        {"evigrad": page_of("evigrad")},
+        *({name: page_of("evigrad", name)} for name in names),
+    ]
     config.markdown_extensions.append(Formulas())  # pyright: ignore[reportArgumentType]
     fences = config.mdx_configs.setdefault("pymdownx.superfences", {})
     fences["custom_fences"] = [{"name": "math", "class": "formula", "format": formula_block}]
@@ -87,11 +160,45 @@ def public_names(package: str) -> list[str]:
     return [s.name for s in body if isinstance(s, ast.ClassDef) and s.name[0] != "_"]
 
 
+def purpose(name: str) -> str:
+    """Return the first paragraph of the docstring of a name of ``evigrad``."""
+    init = ast.parse((ROOT / "src" / "evigrad" / "__init__.py").read_text())
+    homes = next(
+        ast.literal_eval(statement.value)
+        for statement in init.body
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "_HOMES"
+    )
+    home = ROOT / "src" / Path(*homes[name].split("."))
+    for file in sorted(home.rglob("*.py")) if home.is_dir() else [home.with_suffix(".py")]:
+        for statement in ast.parse(file.read_text()).body:
+            if isinstance(statement, ast.FunctionDef | ast.ClassDef) and statement.name == name:
+                text = ast.get_docstring(statement) or ""
+                return text.partition("\n\n")[0].replace("\n", " ")
+    return ""
+
+
+def page_of(package: str, name: str = "") -> str:
+    """Return the page of a package, or of a name of ``evigrad``, each of which has a page."""
+    if package == "evigrad":
+        return f"reference/{f'evigrad.{name}' if name else 'evigrad'}.md"
+    return f"reference/{package.removeprefix('evigrad.')}.md"
+
+
 def reference_page(package: str) -> str:
-    """Return the page of a package: its docstring, then each public name with its docstring."""
+    """Return the page of a package: its docstring, and each public name with its docstring."""
     head = f"::: {package}\n    options:\n      members: false\n      heading_level: 1\n"
     head += "      show_root_full_path: true\n"
-    return "\n".join([head, *(f"::: {package}.{name}\n" for name in public_names(package))])
+    names = public_names(package)
+    if package != "evigrad":
+        return "\n".join([head, *(f"::: {package}.{name}\n" for name in names)])
+    names = sorted(names, key=str.lower)
+    rows = [f"| [`{name}`](evigrad.{name}.md) | {purpose(name)} |" for name in names]
+    return "\n".join([head, "| Name | Purpose |", "|---|---|", *rows])
+
+
+def name_page(name: str) -> str:
+    """Return the page of one name of ``evigrad``."""
+    return f"::: evigrad.{name}\n    options:\n      heading_level: 1\n"
 
 
 def packages(config: MkDocsConfig) -> list[str]:
@@ -102,7 +209,7 @@ def packages(config: MkDocsConfig) -> list[str]:
             return [name for item in items for name in entries(item, title)]
         if isinstance(items, dict):
             return [name for key, value in items.items() for name in entries(value, key)]
-        return [title] if str(items).startswith("reference/") else []
+        return [title] if title.startswith("evigrad") else []
 
     return entries(config.nav, "")
 
@@ -110,8 +217,10 @@ def packages(config: MkDocsConfig) -> list[str]:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the reference, the changelog, and files outside of docs/ that pages link to."""
     for package in packages(config):
-        page = f"reference/{package.removeprefix('evigrad.')}.md"
-        files.append(File.generated(config, page, content=reference_page(package)))
+        page = reference_page(package)
+        files.append(File.generated(config, page_of(package), content=page))
+    for name in public_names("evigrad"):
+        files.append(File.generated(config, page_of("evigrad", name), content=name_page(name)))
     changelog = (ROOT / "CHANGELOG.md").read_text().replace("](docs/", "](")
     files.append(File.generated(config, "changelog.md", content=changelog))
     for file in list(files.documentation_pages()):
@@ -138,7 +247,26 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return LINK.sub(moved, markdown)
 
 
+def redirects(page: str) -> dict[str, str]:
+    """Return the sections that a page no longer has, with their addresses seen from there."""
+    moved = {}
+    if page == "reference/evigrad":
+        moved = {f"evigrad.{name}": f"evigrad.{name}.html" for name in public_names("evigrad")}
+    for old, new in MOVED.items():
+        if old.partition("#")[0] == page:
+            target, _, section = new.partition("#")
+            moved[old.partition("#")[2]] = f"{target}.html#{section}"
+    return moved
+
+
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Mark text inside which a line must not break."""
-    del page, config, files
-    return WHOLE.sub(lambda match: match[0].replace(">", ' class="whole">', 1), html)
+    """Mark text inside which a line must not break, and lead to sections that have moved."""
+    del config, files
+    html = WHOLE.sub(lambda match: match[0].replace(">", ' class="whole">', 1), html)
+    if moved := redirects(page.file.src_uri.removesuffix(".md")):
+        html += (
+            f"<script>{{const moved = {json.dumps(moved)};"
+            "const to = moved[decodeURIComponent(location.hash.slice(1))];"
+            "if (to) location.replace(to);}</script>"
+        )
+    return html

@@ -1,6 +1,8 @@
 """The documentation as a site: it builds without a warning, is whole, and needs no network."""
 
 import html.parser
+import inspect
+import json
 import os
 import re
 import subprocess
@@ -99,16 +101,44 @@ def test_every_public_name_is_in_the_reference(site: dict[Path, Page]) -> None:
             module = getattr(evigrad, package.partition(".")[2]) if "." in package else evigrad
         except evigrad.EvigradError:  # an extra that is not installed
             continue
-        (page,) = [
-            p for path, p in site.items() if package in p.anchors and "reference" in str(path)
-        ]
+        pages = [p for path, p in site.items() if path.parent.name == "reference"]
+        anchors = set().union(*(page.anchors for page in pages))
+        assert package in anchors
         names = getattr(module, "__all__", None) or [
             name
             for name, value in vars(module).items()
             if isinstance(value, type) and value.__module__ == package and name[0] != "_"
         ]
-        missing = [name for name in names if f"{package}.{name}" not in page.anchors]
+        missing = [name for name in names if f"{package}.{name}" not in anchors]
         assert names and not missing, f"{package}: {missing}"
+
+
+def test_names_of_evigrad_have_pages_of_their_own(site: dict[Path, Page]) -> None:
+    import evigrad
+
+    pages = {path.name: page for path, page in site.items() if path.parent.name == "reference"}
+    for name in ("fit", "Evidence", "Learner", "Posterior", "Schedule"):
+        assert f"evigrad.{name}" in pages[f"evigrad.{name}.html"].anchors
+        assert f"evigrad.{name}.html" in pages["evigrad.html"].links
+    purposes = " ".join(" ".join(pages["evigrad.html"].words).split())
+    for name in ("fit", "load", "tune"):  # not those of evigrad.data, which also has a load
+        assert (inspect.getdoc(getattr(evigrad, name)) or "").partition("\n")[0] in purposes
+
+
+def test_moved_sections_lead_to_their_new_place(site: dict[Path, Page]) -> None:
+    """From a script below the page, as servers do not see what comes after #."""
+    (folder,) = {path.parent for path in site if path.name == "usage.html"}
+    count = 0
+    for path, page in site.items():
+        for moved in re.findall(r"const moved = (\{.*?\});", path.read_text()):
+            for old, new in json.loads(moved).items():
+                target, _, section = new.partition("#")
+                assert old not in page.anchors, f"{path.name}: {old} has not moved"
+                there = site[Path(os.path.normpath(path.parent / target))]
+                assert not section or section in there.anchors, f"{path.name}: {new}"
+                count += 1
+    assert count > 50
+    assert "inputs.html#a-target-at-each-position" in (folder / "usage.html").read_text()
 
 
 def test_every_page_has_a_place_in_the_navigation() -> None:
