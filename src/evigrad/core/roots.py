@@ -59,6 +59,21 @@ class RootRows:
     scale: Float[Tensor, "m k"] | None = None
     present: Bool[Tensor, "m k"] | None = None
 
+    def parts(self, size: int) -> list["RootRows"]:
+        """The root in parts of so many columns."""
+        count = self.vectors.shape[1]
+        if count <= size:
+            return [self]
+        slices = [slice(start, start + size) for start in range(0, count, size)]
+        return [
+            RootRows(
+                self.vectors[:, part],
+                None if self.scale is None else self.scale[:, part],
+                None if self.present is None else self.present[:, part],
+            )
+            for part in slices
+        ]
+
     @property
     def scaled(self) -> Float[Tensor, "m k C"]:
         """The vectors times their scale."""

@@ -52,6 +52,9 @@ from evigrad.errors import ConfigurationError
 # block up to this size: the widest layers of the paper's ResNets have 512 channels, and a block of
 # 512 costs 2 MiB and 45 MFLOP in float64, less than the factors of the layer beside it.
 DENSE_LIMIT = 512
+# Rows of each example whose gradients exist at once. They are as many numbers as the activations of
+# the network, for each row.
+_ROWS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,11 @@ class Factors:
             self.num_rows + other.num_rows,
             self.transposed,
         )
+
+    def with_rows(self, use: KroneckerUse) -> "Factors":
+        """The sums with further rows of examples whose inputs they hold."""
+        gradients = self.gradients + use.gradient_gram()
+        return replace(self, gradients=gradients, num_rows=self.num_rows + use.num_rows)
 
 
 @dataclass(frozen=True)
@@ -197,14 +205,21 @@ class Kfac(Curvature[KfacStatistic]):
     ) -> KfacStatistic:
         """See ``Curvature.collect``; of a batch ``alone`` the smaller Gram is enough."""
         statistic = statistic or KfacStatistic()
-        factors = dict(statistic.factors)
+        factors, blocks = dict(statistic.factors), statistic.blocks
         is_fixed = root.scale is None or not root.scale.requires_grad
-        for name, examples in self._examples(linearization, root).items():
-            small = alone and is_fixed and len(examples) == 1
+        first, *others = root.parts(_ROWS_AT_ONCE)
+        for name, examples in self._examples(linearization, first).items():
+            small = alone and is_fixed and len(examples) == 1 and not others
             shape = self._shapes[name] if small else None
             sums = reduce(operator.add, (_factors(use, shape) for use in examples))
             factors[name] = factors[name] + sums if name in factors else sums
-        return KfacStatistic(factors, self._add_others(statistic.blocks, linearization, root))
+        blocks = self._add_others(blocks, linearization, first)
+        for part in others:
+            for name, examples in self._examples(linearization, part).items():
+                for use in examples:
+                    factors[name] = factors[name].with_rows(use)
+            blocks = self._add_others(blocks, linearization, part)
+        return KfacStatistic(factors, blocks)
 
     def _add_others(
         self, blocks: Mapping[str, Tensor], linearization: Linearization, root: RootRows
