@@ -317,6 +317,7 @@ def test_rows_of_a_pass_count_as_memory(structure: str, monkeypatch: pytest.Monk
     model = nn.Sequential(nn.Linear(2, 40), nn.Tanh(), nn.Linear(40, 3))
     x, y = torch.randn(4000, 2), torch.zeros(4000, dtype=torch.long)
     free = 6 * 2**20
+    monkeypatch.setattr("evigrad.passes.memory.SMALL_BYTES", 0)
     monkeypatch.setattr("evigrad.passes.memory._free_bytes", lambda device: free)
     arguments = {"model": model, "num_data": 4000}
     with pytest.raises(MemoryBudgetError, match="micro_batch"):

@@ -16,12 +16,19 @@ from evigrad.network import KroneckerUse, Linearization, patch_grams, plan
 from evigrad.network.convolutions import Geometry
 from evigrad.network.kronecker import ConvolutionUse
 
-# Patches of all data at once and Grams whole, of one datum at a time and Grams in strips, and no
-# patches but products by distance, where these are defined.
+
+def never(*_: object) -> bool:
+    return False
+
+
+# Patches of all examples at once and Grams whole, or of one example at a time and Grams in strips.
+# Products by distance or of rows, of all examples or one at a time, where these are defined.
 WAYS = {
-    "whole": {"_SHORTEST_SIDE": 1000},
-    "pieces": {"_SHORTEST_SIDE": 1000, "_PATCH_NUMBERS": 1, "_STRIP": 1},
-    "distances": {"_SHORTEST_SIDE": 1},
+    "whole": {"_has_rows": never, "_SHORTEST_SIDE": 1000},
+    "pieces": {"_has_rows": never, "_SHORTEST_SIDE": 1000, "_PATCH_NUMBERS": 1, "_STRIP": 1},
+    "distances": {"_has_rows": never, "_SHORTEST_SIDE": 1},
+    "rows": {"_MANY_CHANNELS": 1000},
+    "rows of one": {"_MANY_CHANNELS": 1000, "_PATCH_NUMBERS": 1},
 }
 
 
@@ -139,11 +146,23 @@ def test_other_convolutions(way: str, geometry: Any, space: tuple[int, ...]) -> 
 
 def test_the_usual_convolution_forms_no_patches() -> None:
     geometry = Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1)
-    use = ConvolutionUse(random(2, 4, 8, 8), random(2, 1, 1, 64, 3), geometry)
+    use = ConvolutionUse(random(2, 16, 8, 8), random(2, 1, 1, 64, 3), geometry)
     with mock.patch.object(patch_grams, "_chunks", side_effect=AssertionError):
         gram = use.input_gram(torch.float64)
         inner = use.inner_input_gram(gram)
     torch.testing.assert_close(inner, gram.square().sum())
+
+
+@pytest.mark.parametrize("padding", [0, 1])
+def test_rows_of_few_channels_are_as_exact_as_patches(padding: int) -> None:
+    x = random(200, 3, 20, 20).float()
+    geometry = Geometry((5, 5), (1, 1), (padding,) * 2, (1, 1), 1)
+    use = ConvolutionUse(x, random(200, 1, 1, (16 + 2 * padding) ** 2, 3).float(), geometry)
+    patches = use.inputs.double().flatten(0, 2)
+    exact = patches.mT @ patches
+    with mock.patch.object(patch_grams, "convolution_patches", side_effect=AssertionError):
+        gram = use.input_gram(torch.float32)[0]
+    assert float((gram - exact).abs().max() / exact.abs().max()) < 3e-6
 
 
 def test_explicit_inputs() -> None:

@@ -139,11 +139,13 @@ def test_the_error_has_the_number_what_is_free_and_the_cheaper_choice(name, chea
     weights = {"w": torch.zeros(3000, 1000)}
     structure = make_structure(name, weights, frozenset({"w"}))
     needed = structure.predicted_bytes(4000)
+    monkeypatch.setattr(memory, "SMALL_BYTES", 0)
     monkeypatch.setattr(memory, "_free_bytes", lambda device: needed - 1)
     with pytest.raises(MemoryBudgetError, match=cheaper) as caught:
         check_memory(structure, 4000, torch.device("cpu"))
     assert f"{needed / GIB:.3g} GiB" in str(caught.value)
     assert repr(name) in str(caught.value)
+    monkeypatch.setattr(memory, "SMALL_BYTES", 0)
     monkeypatch.setattr(memory, "_free_bytes", lambda device: needed)
     check_memory(structure, 4000, torch.device("cpu"))
 
@@ -155,6 +157,7 @@ def test_many_outputs_without_positions_get_a_hint(num_outputs, shape, monkeypat
     num_data = y[..., 0].numel()
     evidence = Evidence(model, likelihood, GaussianPrior(), estimator="ntk-2-1", num_data=num_data)
     block = next(iter(evidence.blocks((x, y))))
+    monkeypatch.setattr(memory, "SMALL_BYTES", 0)
     monkeypatch.setattr(memory, "_free_bytes", lambda device: 1)
     with pytest.raises(MemoryBudgetError, match="'ntk' with 2 rows needs about") as caught:
         evidence.estimate(block)
@@ -173,6 +176,7 @@ def test_what_is_kept_is_given_back_before_anything_is_refused(monkeypatch):
     def give_back():
         free[0] += 1
 
+    monkeypatch.setattr(memory, "SMALL_BYTES", 0)
     monkeypatch.setattr(memory, "_free_bytes", lambda device: free[0])
     monkeypatch.setattr(memory, "give_back", give_back)
     cpu = torch.device("cpu")
@@ -187,6 +191,7 @@ def test_what_is_kept_is_given_back_before_anything_is_refused(monkeypatch):
 
 
 def test_nothing_is_refused_where_the_system_does_not_tell(monkeypatch):
+    monkeypatch.setattr(memory, "SMALL_BYTES", 0)
     monkeypatch.setattr(memory, "_free_bytes", lambda device: None)
     structure = make_structure("full", {"w": torch.zeros(10_000)})
     check_memory(structure, 1, torch.device("cpu"))

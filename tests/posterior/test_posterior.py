@@ -149,6 +149,7 @@ def test_inputs_may_be_a_tree(structure):
 
 def test_a_matrix_that_does_not_fit_names_smaller_ones(monkeypatch):
     own = case()
+    monkeypatch.setattr(memory, "SMALL_BYTES", 0)
     monkeypatch.setattr(memory, "_free_bytes", lambda device: 20_000)
     with pytest.raises(MemoryBudgetError, match=r"over 33 weights .* GiB .* 'last-layer'"):
         own.evidence.posterior(own.train, structure="full")
@@ -158,6 +159,7 @@ def test_a_matrix_that_does_not_fit_names_smaller_ones(monkeypatch):
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_what_does_not_fit_is_not_recommended(structure, monkeypatch):
     own = case()
+    monkeypatch.setattr(memory, "SMALL_BYTES", 0)
     monkeypatch.setattr(memory, "_free_bytes", lambda device: 100)
     with pytest.raises(MemoryBudgetError, match=f"posterior '{structure}'") as caught:
         own.evidence.posterior(own.train, structure=structure)

@@ -34,6 +34,13 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def is_finite(value: Tensor) -> bool:
+    """Return whether no entry is NaN or infinite."""
+    # A sum reads the entries once. ``isfinite`` fills four tensors of their size, but is needed if
+    # the sum of finite entries overflows.
+    return bool(value.sum().isfinite()) or bool(value.isfinite().all())
+
+
 def dot(a: Tensor, b: Tensor) -> Float[Tensor, ""]:
     """Return Σ a b for tensors of the same shape, in float32 or wider."""
     if a.dtype.itemsize < torch.float32.itemsize:

@@ -23,7 +23,8 @@ from torch import Tensor
 from evigrad.core.changes import is_one_number, likelihood_changes
 from evigrad.core.curvature.anchored import LogDet
 from evigrad.core.curvature.base import Curvature
-from evigrad.core.types import Estimate, LinearizedModel, MicroBatch, Pass, Sweep
+from evigrad.core.roots import RootRows
+from evigrad.core.types import Estimate, Linearization, LinearizedModel, MicroBatch, Pass, Sweep
 from evigrad.errors import ConfigurationError, NotFiniteError
 
 # The terms of an estimate that are averaged.
@@ -56,6 +57,7 @@ class _Sums:
     log_probabilities: tuple[Tensor, ...] = ()
     outputs: tuple[tuple[MicroBatch, Tensor], ...] = ()
     num_outputs: int = 0
+    linearized: tuple[Linearization, RootRows] | None = None
 
 
 def run_pass(
@@ -65,6 +67,7 @@ def run_pass(
     *,
     condense: bool = False,
     keep_outputs: bool = False,
+    keep_graph: bool = False,
 ) -> Pass:
     """Return the log likelihood and the statistic of one pass over a block.
 
@@ -75,11 +78,17 @@ def run_pass(
         condense: Whether to keep only what log-determinants need.
         keep_outputs: Whether to keep the outputs, and unscaled rows, for steps on the likelihood's
             parameters.
+        keep_graph: Whether to keep the linearization of a single micro-batch, with a graph.
     """
 
     def step(sums: _Sums, batch: MicroBatch) -> _Sums:
-        statistic, alone = sums.statistic, False
-        if batch.has_rows:
+        statistic, alone, linearized = sums.statistic, False, sums.linearized
+        if batch.has_rows and keep_graph and batch.is_alone and sweep.keeps_graph(batch):
+            linearized = _with_graph(model, sweep, batch)
+            linearization, root = linearized[0].without_graph(linearized[1])
+            f = linearization.outputs
+            statistic = curvature.collect(statistic, linearization, root)
+        elif batch.has_rows:
             linearization = sweep.linearize(batch, graph=False)
             f = linearization.outputs
             root = model.cotangents(f, batch)
@@ -110,6 +119,7 @@ def run_pass(
             (*sums.log_probabilities, log_probabilities.detach()),
             sums.outputs + kept,
             f.shape[1],
+            linearized,
         )
 
     device = next(iter(model.weights.values())).device
@@ -127,7 +137,17 @@ def run_pass(
         log_probabilities=torch.cat(sums.log_probabilities),
         num_outputs=sums.num_outputs,
         outputs=sums.outputs,
+        linearized=sums.linearized,
     )
+
+
+def _with_graph(
+    model: LinearizedModel, sweep: Sweep, batch: MicroBatch
+) -> tuple[Linearization, RootRows]:
+    """Return a micro-batch's linearization and its cotangents, with a graph."""
+    with torch.enable_grad():
+        linearization = sweep.linearize(batch, graph=True)
+        return linearization, model.cotangents(linearization.outputs, batch)
 
 
 def log_evidence(block_pass: Pass) -> tuple[Estimate, Tensor]:
@@ -202,12 +222,13 @@ def two_passes(
         dℓ/dh = ⟨∂ℓ/∂𝒯, d𝒯/dh⟩ = Σ_b d⟨∂ℓ/∂𝒯, 𝒯_b⟩/dh
 
     The first pass accumulates 𝒯 without a graph, and one factorization yields ∂ℓ/∂𝒯. The second
-    pass computes each term 𝒯_b again, with the graph of one micro-batch at a time.
+    pass computes each term 𝒯_b again, with the graph of one micro-batch at a time. A single, small
+    micro-batch keeps its graph between the passes.
     """
     of_prior = [p for name, p in learned.items() if name.startswith("prior.")]
     of_passes = [p for name, p in learned.items() if not name.startswith("prior.")]
     with torch.no_grad():
-        first = run_pass(model, curvature, sweep)
+        first = run_pass(model, curvature, sweep, keep_graph=True)
     scale = first.block.scale
     precisions = model.prior.precisions()
     differential = curvature.differentiate(
@@ -221,7 +242,7 @@ def two_passes(
     )
 
     def step(sums: list[Tensor], batch: MicroBatch) -> list[Tensor]:
-        f, inner = _pulled_back(model, curvature, sweep, differential.cotangent, batch)
+        f, inner = _pulled_back(first, sweep, differential.cotangent, batch)
         log_likelihood = model.log_likelihood(
             model.log_probabilities(f, batch.y), batch.likelihood_weights
         )
@@ -243,18 +264,17 @@ def two_passes(
 
 
 def _pulled_back(
-    model: LinearizedModel,
-    curvature: Curvature[Any],
-    sweep: Sweep,
-    cotangent: Any,
-    batch: MicroBatch,
+    first: Pass, sweep: Sweep, cotangent: Any, batch: MicroBatch
 ) -> tuple[Tensor, Tensor | float]:
     """Return a micro-batch's outputs and ⟨cotangent, its term of the statistic⟩."""
     if not batch.has_rows:
         return sweep.outputs(batch), 0.0
-    linearization = sweep.linearize(batch, graph=True)
-    root = model.cotangents(linearization.outputs, batch)
-    return linearization.outputs, curvature.inner(cotangent, batch.data, linearization, root)
+    if first.linearized is not None and batch.is_alone:
+        linearization, root = first.linearized
+    else:
+        linearization, root = _with_graph(first.model, sweep, batch)
+    inner = first.curvature.inner(cotangent, batch.data, linearization, root)
+    return linearization.outputs, inner
 
 
 def gradients_of(value: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:

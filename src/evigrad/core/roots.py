@@ -23,6 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.linalg import LinAlgError  # pyright: ignore[reportAttributeAccessIssue]
 
+from evigrad.core.algebra import is_finite
 from evigrad.errors import ConfigurationError, NotFiniteError, NotPositiveDefiniteError, nearest
 
 ROOTS = ("subblock", "fisher", "eigen")
@@ -57,6 +58,21 @@ class RootRows:
     vectors: Float[Tensor, "m k C"]
     scale: Float[Tensor, "m k"] | None = None
     present: Bool[Tensor, "m k"] | None = None
+
+    def parts(self, size: int) -> list["RootRows"]:
+        """Return the root in parts of at most ``size`` columns."""
+        count = self.vectors.shape[1]
+        if count <= size:
+            return [self]
+        slices = [slice(start, start + size) for start in range(0, count, size)]
+        return [
+            RootRows(
+                self.vectors[:, part],
+                None if self.scale is None else self.scale[:, part],
+                None if self.present is None else self.present[:, part],
+            )
+            for part in slices
+        ]
 
     @property
     def scaled(self) -> Float[Tensor, "m k C"]:
@@ -256,7 +272,7 @@ def _descending_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         NotFiniteError: If an entry is not finite, or LAPACK does not converge even in float64.
     """
-    if not bool(matrix.isfinite().all()):
+    if not is_finite(matrix):
         raise NotFiniteError(
             "The curvature Λ of the outputs contains NaN or infinite values, so outputs are not"
             " finite or too large. Look for weights, inputs or hyperparameters that have diverged."

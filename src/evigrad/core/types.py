@@ -42,6 +42,10 @@ class Linearization(Protocol):
         """f(x)."""
         ...
 
+    def without_graph(self, root: RootRows) -> tuple["Linearization", RootRows]:
+        """Return this pass and its cotangents without a graph. They may share computations."""
+        ...
+
     def rows(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str] | None = None
     ) -> dict[str, Tensor]:
@@ -134,6 +138,10 @@ class Sweep(Protocol):
 
     def linearize(self, batch: MicroBatch, *, graph: bool) -> Linearization:
         """Return the forward pass of a micro-batch, optionally with a graph beyond the weights."""
+        ...
+
+    def keeps_graph(self, batch: MicroBatch) -> bool:
+        """Return whether memory suffices to keep the graph of a micro-batch between two passes."""
         ...
 
     def outputs(self, batch: MicroBatch) -> Float[Tensor, "m C"]:
@@ -278,6 +286,8 @@ class Pass:
         num_outputs: C.
         outputs: Micro-batches without inputs, with their outputs, for steps on the likelihood's
             hyperparameters. Empty by default.
+        linearized: The linearization of a single micro-batch and its cotangents, with a graph, for
+            the second pass. None by default.
     """
 
     model: LinearizedModel
@@ -288,6 +298,7 @@ class Pass:
     log_probabilities: Tensor
     num_outputs: int
     outputs: Sequence[tuple[MicroBatch, Tensor]] = ()
+    linearized: tuple[Linearization, RootRows] | None = None
 
     @cached_property
     def conditioning(self) -> Conditioning | None:

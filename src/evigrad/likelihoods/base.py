@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from evigrad.core.algebra import is_finite
 from evigrad.core.roots import (
     RootRows,
     check_not_negative,
@@ -135,7 +136,7 @@ class Likelihood(nn.Module, ABC):
                 f"Outputs of shape {shape} need {shape[0]} targets, one per example, got targets of"
                 f" shape {tuple(y.shape)}. Use one target per example."
             )
-        if y.is_floating_point():
+        if y.is_floating_point() and not is_finite(y):
             refuse_where(~torch.isfinite(y), y, "is not finite. Remove or impute such examples")
 
     def counted(self, y: Tensor) -> Bool[Tensor, " m"] | None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from evigrad.core.algebra import is_finite
 from evigrad.errors import ConfigurationError, InputError, NotFiniteOutputError, raised_in
 from evigrad.likelihoods.base import Likelihood
 
@@ -30,7 +31,7 @@ def _given(f_shape: Sequence[int], y: object) -> str:
 
 def check_finite(what: str, value: Tensor) -> None:
     """Raise NotFiniteOutputError for NaN and infinite values; dimension 0 counts examples."""
-    if torch.isfinite(value).all():
+    if is_finite(value):
         return
     finite = torch.isfinite(value).flatten(1).all(1)
     if finite.any():
@@ -65,7 +66,7 @@ def log_probabilities(
             f"log_prob of {type(likelihood).__name__} must return one number per example, shape"
             f" ({len(f)},), got {tuple(log_prob.shape)}. Sum over the outputs, as in .sum(1)."
         )
-    if alone and not f.isfinite().all():
+    if alone and not is_finite(f):
         raise NotFiniteOutputError(
             "The model's outputs hold NaN or infinite values for these inputs. Check the weights"
             " (training may have diverged) and the inputs."

@@ -2,7 +2,8 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 
 import torch
@@ -117,6 +118,24 @@ class Linearization:
                 if name not in rows:
                     rows[name] = self.weights[name].new_zeros(*shape, *self.weights[name].shape)
         return self._unshared({name: rows[name] for name in names})
+
+    def without_graph(self, root: RootRows) -> tuple["Linearization", RootRows]:
+        """Return this pass and its cotangents without a graph.
+
+        The backward passes through the network have one, and serve both passes.
+        """
+        with self._computing():
+            gradients = self._gradients(root.vectors)
+        scale = None if root.scale is None else root.scale.detach()
+        root = replace(root, vectors=root.vectors.detach(), scale=scale)
+        plain = copy(self)
+        plain._differentiable, plain.outputs = False, self.outputs.detach()
+        columns = {
+            call: None if of_call is None else _Columns([p.detach() for p in of_call.pieces])
+            for call, of_call in gradients.items()
+        }
+        plain._kept = (root.vectors, columns)
+        return plain, root
 
     def deferred_rows(
         self, root: RootRows, names: Sequence[str], contracted: Collection[str] = ()

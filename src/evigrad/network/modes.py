@@ -5,7 +5,7 @@ import random
 import sys
 import threading
 import warnings
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from operator import is_
@@ -32,6 +32,7 @@ _WARNED_OF: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 _SPECIAL = (nn.RNNBase, nn.Embedding, nn.EmbeddingBag)
 
 _CONTAINERS = (dict, list, set, deque)
+_PLAIN_CONTAINERS = frozenset({dict, OrderedDict, list, set})
 # Types of most entries, which hold nothing: the walk over a model is part of every pass.
 _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), Tensor, nn.Parameter})
 # How deep nested containers are searched.
@@ -210,9 +211,12 @@ def _holders(model: nn.Module) -> list[Any]:
             continue
         elif not isinstance(value, tuple):
             continue
-        entries = value.values() if isinstance(value, dict) else value
-        if entries:
-            stack += [(entry, depth + 1) for entry in entries if type(entry) not in _ATOMS]
+        for entry in value.values() if isinstance(value, dict) else value:
+            kind = type(entry)
+            if kind in _PLAIN_CONTAINERS and not entry:  # as most hooks of most modules
+                containers.append(entry)
+            elif kind not in _ATOMS:
+                stack.append((entry, depth + 1))
     return containers
 
 
@@ -238,8 +242,6 @@ def held_tensors(model: nn.Module) -> list[Tensor]:
 
 def _contents(container: Any) -> list[Any]:
     """The entries, to be compared by identity."""
-    if not container:
-        return []
     return [*container, *container.values()] if isinstance(container, dict) else [*container]
 
 
@@ -257,13 +259,15 @@ def _put_back(container: Any, contents: list[Any]) -> None:
 @contextmanager
 def _unchanged_attributes(model: nn.Module) -> Iterator[None]:
     """Put back what modules hold: a tensor with a graph could not be deep-copied."""
-    before = [(holder, _contents(holder)) for holder in _holders(model)]
+    holders = _holders(model)
+    empty = [holder for holder in holders if not holder]
+    before = [(holder, _contents(holder)) for holder in holders if holder]
     try:
         yield
     finally:
+        for holder in filter(None, empty):
+            holder.clear()
         for holder, then in before:
-            if not holder and not then:  # as most hooks of most modules
-                continue
             now = _contents(holder)
             if len(now) != len(then) or not all(map(is_, now, then)):
                 _put_back(holder, then)

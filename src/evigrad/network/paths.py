@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, NamedTuple
 
 from evigrad.errors import ConfigurationError, nearest
@@ -55,6 +56,12 @@ class JacobianPlan:
     datum_shape: tuple[int, ...]
     demoted: frozenset[str] = frozenset()
     operations: frozenset[str] = frozenset()
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers an example has in the outputs of layers with a closed form."""
+        uses = {use for of_name in self.uses.values() for use in of_name if use.slot == "weight"}
+        return sum(use.parts * prod(use.output) for use in uses)
 
     def describe(self) -> dict[str, str]:
         """Name → "linear", "conv2d", ..., "generic: vmap", "generic: loop" or "unused"."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from evigrad.core.algebra import is_finite
 from evigrad.core.block import Block
 from evigrad.core.partition import Partition
 from evigrad.errors import ConfigurationError, InputError, NotFiniteError, nearest
@@ -24,7 +25,7 @@ def check_inputs(x: object, device: torch.device) -> Inputs:
             raise InputError("The set of inputs is empty: give at least one datum, (m, ...).")
         if part.device != device:
             raise InputError(f"Inputs are on {part.device}, weights on {device}: move one of them.")
-        if part.is_floating_point() and not torch.isfinite(part).all():
+        if part.is_floating_point() and not is_finite(part):
             raise InputError("Inputs hold NaN or infinite values: clean or impute them.")
     check_integers(inputs)
     if isinstance(inputs, Tree):
@@ -96,7 +97,7 @@ def as_device(what: str, device: torch.device | str | None) -> torch.device | No
 def check_gradients(names: Iterable[str], gradients: Iterable[Tensor]) -> None:
     """Refuse gradients that are not finite."""
     for name, gradient in zip(names, gradients, strict=True):
-        if not bool(gradient.isfinite().all()):
+        if not is_finite(gradient):
             raise NotFiniteError(
                 f"The gradient in {name} is not finite: weights or hyperparameters have diverged"
                 " (lower their learning rates), or a type of rows_dtype, gram_dtype or autocast is"

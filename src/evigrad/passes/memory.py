@@ -31,7 +31,13 @@ PEAK_FACTOR = 2.0
 # by one example.
 CPU_PASS_BYTES = 2**29
 GIB = 2**30
+# What takes less is not compared with the free memory, whose reading would take longer than a
+# small block.
+SMALL_BYTES = 2**24
 MEMINFO = Path("/proc/meminfo")
+# Growth of the most memory from which on it is counted again. Each count looks at all storages, of
+# which a pass over thousands of rows holds as many.
+_GROWTH = 1.01
 # A container's memory limit and use (control group, version 2).
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
@@ -67,6 +73,8 @@ def check_memory(
     predict = curvature.condensed_bytes if condensed else curvature.predicted_bytes
     kept = predict(num_rows)
     needed = kept + pass_bytes
+    if needed <= SMALL_BYTES:
+        return
     free = _free_bytes(device)
     if free is not None and needed > free:
         free = available_bytes(device)
@@ -144,7 +152,7 @@ class PeakBytes(TorchDispatchMode):
             if storage not in self._given:
                 self._sum += size - self._made.get(storage, 0)
                 self._made[storage] = size
-        if self._sum > self.most:  # maybe, as some of them may be gone
+        if self._sum > _GROWTH * self.most:  # maybe, as some of them may be gone
             self._made = {s: size for s, size in self._made.items() if not s.expired()}
             self._sum = sum(self._made.values())
             self.most = max(self.most, self._sum)

@@ -50,6 +50,9 @@ _MEASURED = 2
 _CHECKED = 8
 # Rows of the example on which the memory of each further row is measured.
 _MEASURED_ROWS = 8
+# Numbers in the graph of a micro-batch that is kept between two passes, at most (128 MiB in
+# float32): its activations, and the gradients in them of each row.
+_KEPT_NUMBERS = 2**25
 # From so many outputs on, they may be those of positions.
 _MANY_OUTPUTS = 1000
 _POSITIONS_HINT = (
@@ -164,6 +167,13 @@ class MicroBatchSweep:
         if (self.suspicious and not graph) or linearization.may_mix:
             self._check_separate(plan, batch.x, linearization.outputs)
         return linearization
+
+    def keeps_graph(self, batch: MicroBatch) -> bool:
+        """See ``Sweep.keeps_graph``."""
+        if self.suspicious or self.problem.sizes.asked == "auto":
+            return False
+        numbers = self._plan_of(batch).jacobian.numbers * len(batch.x) * (1 + self._width)
+        return 0 < numbers <= _KEPT_NUMBERS
 
     def outputs(self, batch: MicroBatch) -> Tensor:
         """See ``Sweep.outputs``."""

@@ -82,6 +82,7 @@ def test_no_more_rows_are_formed_at_once_than_for_a_single_draw(
     # What is free holds all rows and products, but not those of a micro-batch too.
     structure = kept[0].curvature
     needed = structure.predicted_bytes(block.num_rows)
+    monkeypatch.setattr("evigrad.passes.memory.SMALL_BYTES", 0)
     monkeypatch.setattr("evigrad.passes.memory._free_bytes", lambda _: needed)
     monkeypatch.setattr("evigrad.passes.memory.available_bytes", lambda _: needed)
     with pytest.raises(MemoryBudgetError):

@@ -394,3 +394,20 @@ def test_float32_factors_summed_in_float64():
     assert value.dtype == torch.float64
     exact = Root(root.vectors.double(), random(M, K, seed=21).exp())
     torch.testing.assert_close(value, formula(fake, exact, precisions, "expand"), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_rows_in_parts_are_those_at_once(sharing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, precisions = kronecker_fake(), precisions_of(kronecker_fake())
+    root = Root(random(M, 5, C, seed=7), random(M, 5, seed=8).exp())
+    at_once = build(fake, sharing).collect(None, fake, root)
+    monkeypatch.setattr("evigrad.core.curvature.kfac._ROWS_AT_ONCE", 2)
+    in_parts = build(fake, sharing).collect(None, fake, root)
+    for name, factors in at_once.factors.items():
+        assert in_parts.factors[name].count == factors.count
+        assert in_parts.factors[name].num_rows == factors.num_rows
+    torch.testing.assert_close(in_parts.tensors(), at_once.tensors())
+    curvature = build(fake, sharing)
+    torch.testing.assert_close(
+        curvature.log_det(in_parts, precisions), curvature.log_det(at_once, precisions)
+    )

@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from evigrad.blocks.sources import Source
+from evigrad.core.algebra import is_finite
 from evigrad.errors import ConfigurationError, NotFiniteError, nearest
 from evigrad.inputs import Inputs, noted_calls
 from evigrad.likelihoods import Likelihood
@@ -308,7 +309,7 @@ class LastLayerKernel:
             root = self._likelihood.root(vectors[position], columns[:, None], self._root)
             vectors = root.scaled.detach()[:, 0].float()
         kernel = together.kernel(vectors).cpu()
-        if not bool(kernel.isfinite().all()):
+        if not is_finite(kernel):
             raise NotFiniteError(
                 "Products of the last layer's inputs are NaN or infinite, so weights or"
                 " hyperparameters have diverged. Lower their learning rates."

@@ -53,6 +53,8 @@ from evigrad.errors import ConfigurationError
 # block up to this size. The widest layers of the paper's ResNets have 512 channels. Such a block
 # takes 2 MiB and 45 MFLOP in float64, less than the factors of the adjacent layer.
 DENSE_LIMIT = 512
+# Rows per example whose gradients exist at once. Each row has a gradient for each activation.
+_ROWS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,11 @@ class Factors:
             self.num_rows + other.num_rows,
             self.transposed,
         )
+
+    def with_rows(self, use: KroneckerUse) -> "Factors":
+        """Return the sums with further rows of examples whose inputs they contain."""
+        gradients = self.gradients + use.gradient_gram()
+        return replace(self, gradients=gradients, num_rows=self.num_rows + use.num_rows)
 
 
 @dataclass(frozen=True)
@@ -189,14 +196,21 @@ class Kfac(Curvature[KfacStatistic]):
         alone: bool = False,
     ) -> KfacStatistic:
         statistic = statistic or KfacStatistic()
-        factors = dict(statistic.factors)
+        factors, blocks = dict(statistic.factors), statistic.blocks
         is_fixed = root.scale is None or not root.scale.requires_grad
-        for name, examples in self._examples(linearization, root).items():
-            small = alone and is_fixed and len(examples) == 1
+        first, *others = root.parts(_ROWS_AT_ONCE)
+        for name, examples in self._examples(linearization, first).items():
+            small = alone and is_fixed and len(examples) == 1 and not others
             shape = self._shapes[name] if small else None
             sums = reduce(operator.add, (_factors(use, shape) for use in examples))
             factors[name] = factors[name] + sums if name in factors else sums
-        return KfacStatistic(factors, self._add_others(statistic.blocks, linearization, root))
+        blocks = self._add_others(blocks, linearization, first)
+        for part in others:
+            for name, examples in self._examples(linearization, part).items():
+                for use in examples:
+                    factors[name] = factors[name].with_rows(use)
+            blocks = self._add_others(blocks, linearization, part)
+        return KfacStatistic(factors, blocks)
 
     def _add_others(
         self, blocks: Mapping[str, Tensor], linearization: Linearization, root: RootRows

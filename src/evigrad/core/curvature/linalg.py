@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.linalg import LinAlgError  # pyright: ignore[reportAttributeAccessIssue]
 
-from evigrad.core.algebra import first_order_only
+from evigrad.core.algebra import first_order_only, is_finite
 from evigrad.errors import EvigradWarning, NotPositiveDefiniteError
 
 # The entries of a Gram matrix are accurate to a few roundings relative to the norms of their rows,
@@ -121,8 +121,9 @@ def log_det_diagonal(diagonal: Tensor, precision: Tensor) -> Float[Tensor, ""]:
     """
     precision = precision if precision.ndim == 0 else precision.reshape(-1)
     ratio = diagonal / precision.to(diagonal.dtype)
-    if not bool((ratio > -1).all()) or not bool(ratio.isfinite().all()):
-        raise NotPositiveDefiniteError(_why_not(bool(ratio.isfinite().all())))
+    finite = is_finite(ratio)
+    if not finite or not bool((ratio > -1).all()):
+        raise NotPositiveDefiniteError(_why_not(finite))
     return ratio.log1p().sum()
 
 
@@ -225,7 +226,7 @@ def factor_identity_plus(matrix: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
     if factor is not None:
         _check_pivots(sizes, factor.detach().diagonal().square(), matrix.dtype)
         return factor
-    if not bool(matrix.isfinite().all()):
+    if not is_finite(matrix):
         raise NotPositiveDefiniteError(_why_not(False))
     precise = _shifted(matrix.to(torch.float64), 1.0)
     if matrix.dtype != torch.float64 and (factor := _factor(precise)) is not None:
@@ -319,7 +320,7 @@ def psd_eigen(
 
 def check_finite_curvature(matrix: Tensor) -> None:
     """Raise a NotPositiveDefiniteError for a curvature that is NaN or infinite."""
-    if not bool(matrix.isfinite().all()):
+    if not is_finite(matrix):
         raise NotPositiveDefiniteError(_why_not(False))
 
 
