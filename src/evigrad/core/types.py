@@ -123,11 +123,7 @@ class Sweep(Protocol):
         ...
 
     def fold(
-        self,
-        step: Callable[[State, MicroBatch], State],
-        start: State,
-        *,
-        graph: bool = False,
+        self, step: Callable[[State, MicroBatch], State], start: State, *, graph: bool = False
     ) -> State:
         """Return the state after ``step`` was applied to each micro-batch.
 

@@ -125,8 +125,8 @@ def pivots(kernel: Float[Tensor, "m m"], count: int) -> Int[Tensor, " k"]:
     """Return the first ``count`` pivots of a Cholesky factorization of I + S, in order, for S ≥ 0.
 
     Given the earlier pivots Z, each pivot r has the largest variance S_rr|Z, and so the largest
-    entropy. The function ℓ is submodular, so the greedy ℓ(Z) is at least 1 − 1/e of the best for the
-    same number of rows (Nemhauser et al., 1978).
+    entropy. The function ℓ is submodular, so the greedy ℓ(Z) is at least 1 − 1/e of the best value
+    for the same number of rows (Nemhauser et al., 1978).
     """
     left = kernel.diagonal().clone()
     factor = kernel.new_zeros(count, len(kernel))
@@ -275,12 +275,7 @@ class LastLayerKernel:
     """
 
     def __init__(
-        self,
-        look: Look,
-        likelihood: Likelihood,
-        root: str,
-        source: Source,
-        num_columns: int,
+        self, look: Look, likelihood: Likelihood, root: str, source: Source, num_columns: int
     ) -> None:
         self._look_at, self._likelihood, self._root = look, likelihood, root
         self._source, self._num_columns = source, num_columns

@@ -8,14 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from evigrad.blocks.anchors.choice import (
-    AT_ONCE,
-    Anchoring,
-    Centres,
-    LastLayerKernel,
-    Look,
-    choose,
-)
+from evigrad.blocks.anchors.choice import AT_ONCE, Anchoring, Centres, LastLayerKernel, Look, choose
 from evigrad.blocks.anchors.partition import AnchoredPartition, Groups, Scores, form_groups
 from evigrad.blocks.anchors.stream import AnchoredStream, EntropyPredictor
 from evigrad.blocks.pool import Pool

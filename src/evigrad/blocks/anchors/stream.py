@@ -71,9 +71,7 @@ class EntropyPredictor:
 
 
 def probabilities(
-    expected: Float[Tensor, " M"],
-    counts: Float[Tensor, " M"] | None = None,
-    floor: float = FLOOR,
+    expected: Float[Tensor, " M"], counts: Float[Tensor, " M"] | None = None, floor: float = FLOOR
 ) -> Float[Tensor, " M"]:
     """Return π of the parts in float64: proportional to the predictions, plus a uniform floor.
 

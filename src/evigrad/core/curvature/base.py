@@ -166,11 +166,7 @@ class Curvature(ABC, Generic[StatisticT]):
         return Differential(replace(log_det, value=log_det.value.detach()), cotangent, of_arguments)
 
     def inner(
-        self,
-        cotangent: StatisticT,
-        data: slice,
-        linearization: Linearization,
-        root: RootRows,
+        self, cotangent: StatisticT, data: slice, linearization: Linearization, root: RootRows
     ) -> Float[Tensor, ""]:
         """Return ⟨cotangent, the micro-batch's part of the statistic⟩, with a graph.
 

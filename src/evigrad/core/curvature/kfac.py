@@ -274,11 +274,7 @@ class Kfac(Curvature[KfacStatistic]):
         return words
 
     def inner(
-        self,
-        cotangent: KfacStatistic,
-        data: slice,
-        linearization: Linearization,
-        root: RootRows,
+        self, cotangent: KfacStatistic, data: slice, linearization: Linearization, root: RootRows
     ) -> Float[Tensor, ""]:
         terms = []
         for name, examples in self._examples(linearization, root).items():

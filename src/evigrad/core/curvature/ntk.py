@@ -261,11 +261,7 @@ class Ntk(Curvature[NtkStatistic]):
         return Differential(_sum_of_blocks(values), cotangent, gradients)
 
     def inner(
-        self,
-        cotangent: NtkStatistic,
-        data: slice,
-        linearization: Linearization,
-        root: RootRows,
+        self, cotangent: NtkStatistic, data: slice, linearization: Linearization, root: RootRows
     ) -> Float[Tensor, ""]:
         part, present = cotangent.part(data), _present(root)
         dense, products = {}, {}
@@ -459,9 +455,7 @@ def _sum(terms: Sequence[Tensor]) -> Tensor:
 
 
 def _chained(
-    precisions: Mapping[str, Tensor],
-    cotangents: Mapping[str, Tensor],
-    arguments: Sequence[Tensor],
+    precisions: Mapping[str, Tensor], cotangents: Mapping[str, Tensor], arguments: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
     """Return derivatives in ``arguments``, from which the precisions are computed."""
     pairs = [(precisions[name], cotangent) for name, cotangent in cotangents.items()]
