@@ -81,6 +81,7 @@ class Curvature(ABC, Generic[StatisticT]):
         settings: Settings of ``Evidence`` that are of use to this curvature only.
         cheaper: What to take instead where memory does not suffice.
         takes_anchors: Whether ``evaluate`` and ``differentiate`` can condition on anchors.
+        rows_at_once: The most rows of an example whose gradients exist at once. None: all rows.
         formed: The weights whose rows exist at once while a micro-batch is collected.
     """
 
@@ -90,6 +91,7 @@ class Curvature(ABC, Generic[StatisticT]):
     counts_data: ClassVar[bool] = False
     settings: ClassVar[tuple[str, ...]] = ()
     cheaper: ClassVar[str] = "a smaller subset"
+    rows_at_once: ClassVar[int | None] = None
     takes_anchors: bool = False
     formed: Sequence[str] = ()
 

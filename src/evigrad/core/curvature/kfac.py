@@ -52,9 +52,6 @@ from evigrad.errors import ConfigurationError
 # block up to this size: the widest layers of the paper's ResNets have 512 channels, and a block of
 # 512 costs 2 MiB and 45 MFLOP in float64, less than the factors of the layer beside it.
 DENSE_LIMIT = 512
-# Rows of each example whose gradients exist at once. They are as many numbers as the activations of
-# the network, for each row.
-_ROWS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -176,6 +173,8 @@ class Kfac(Curvature[KfacStatistic]):
     counts_data = True
     settings = ("sharing",)
     cheaper = "'diag', or 'ntk' on a small subset"
+    # The gradients of each row are as many numbers as the activations.
+    rows_at_once = 64
 
     def __init__(
         self,
@@ -207,7 +206,7 @@ class Kfac(Curvature[KfacStatistic]):
         statistic = statistic or KfacStatistic()
         factors, blocks = dict(statistic.factors), statistic.blocks
         is_fixed = root.scale is None or not root.scale.requires_grad
-        first, *others = root.parts(_ROWS_AT_ONCE)
+        first, *others = root.parts(self.rows_at_once)
         for name, examples in self._examples(linearization, first).items():
             small = alone and is_fixed and len(examples) == 1 and not others
             shape = self._shapes[name] if small else None
