@@ -300,7 +300,7 @@ def test_a_loader_whose_batches_are_no_pairs() -> None:
     def inputs_only(items: list[Any]) -> dict[str, Tensor]:
         return padded(items)[0]
 
-    with pytest.raises(InputError, match="collate_fn of the DataLoader makes a dict"):
+    with pytest.raises(InputError, match="collate_fn of the DataLoader returned a dict"):
         evidence(reader()).blocks(DataLoader(Sentences(ragged=True), collate_fn=inputs_only))
 
 

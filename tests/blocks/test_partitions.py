@@ -301,9 +301,9 @@ def test_grouped_needs_labels():
     partition = make("ntk-3-1-grouped")
     with pytest.raises(ConfigurationError, match="class labels"):
         partition.blocks(generator())
-    with pytest.raises(InputError, match="integers, not torch.float32"):
+    with pytest.raises(InputError, match="integers, got torch.float32"):
         partition.blocks(generator(), LABELS.float())
-    with pytest.raises(InputError, match="integers, not torch.bool"):
+    with pytest.raises(InputError, match="integers, got torch.bool"):
         partition.blocks(generator(), LABELS > 2)
     with pytest.raises(InputError, match=r"shape \(7,\)"):
         partition.blocks(generator(), LABELS[:, None])
@@ -314,7 +314,7 @@ def test_grouped_needs_labels():
 @pytest.mark.parametrize(
     ("name", "error", "words"),
     [
-        ("ntk-8-1", InputError, "blocks of 8 data, but there are only 7"),
+        ("ntk-8-1", InputError, "blocks of 8 examples, but there are only 7"),
         ("ntk-3-4", ConfigurationError, "blocks of 4 outputs, but the model has only 3"),
     ],
 )
@@ -325,17 +325,17 @@ def test_names_that_do_not_fit_the_data(name, error, words):
 
 def test_empty_index_sets_are_refused():
     for num_data, num_outputs in ((0, 3), (3, 0)):
-        with pytest.raises(InputError, match="needs data and outputs"):
+        with pytest.raises(InputError, match="at least one example and one output"):
             make("ntk-N-C", num_data, num_outputs)
 
 
 @pytest.mark.parametrize(
     ("name", "m", "words"),
     [
-        ("ntk-3-1", 0, "1 to 7 of the data, not 0"),
-        ("ntk-3-1", 8, "1 to 7 of the data, not 8"),
-        ("ntk-N-1", 6, "needs all 7 data, not 6; for subsets of 6 use 'ntk-6-1'"),
-        ("ntk-10-rows", 3, "have only 9; give at least 4 data"),
+        ("ntk-3-1", 0, "1 to 7 examples, got 0"),
+        ("ntk-3-1", 8, "1 to 7 examples, got 8"),
+        ("ntk-N-1", 6, "needs all 7 examples, got 6. For subsets of 6, use 'ntk-6-1'"),
+        ("ntk-10-rows", 3, "have only 9. Pass at least 4 examples"),
     ],
 )
 def test_subsets_that_cannot_be(name, m, words):
@@ -470,5 +470,5 @@ def test_a_grouped_stream_reads_the_labels():
 
 
 def test_a_stream_of_other_data_than_the_partitions():
-    with pytest.raises(InputError, match="made for 7 data, but these are 6"):
+    with pytest.raises(InputError, match="created for 7 examples, but the data have 6"):
         BlockStream(make("ntk-3-1"), as_source(tensors(6)), generator())

@@ -254,8 +254,8 @@ def test_the_version(capsys):
         ("train --data digit", "Did you mean 'digits'?"),
         ("train --model digitnet", "Did you mean 'digitsnet'?"),
         ("train --estimator nkt-100-1", "Did you mean 'ntk-100-1'?"),
-        ("train --estimator auto", "Name one: 'ntk-400-rows-anchored', the default"),
-        ("doctor --estimator ntk-auto-1", "Name one: 'ntk-400-rows-anchored', the default"),
+        ("train --estimator auto", "Use the default 'ntk-400-rows-anchored'"),
+        ("doctor --estimator ntk-auto-1", "Use the default 'ntk-400-rows-anchored'"),
         (
             "train --step-budget 2",
             "option --step-budget does not exist any more. It belonged to the estimator",

@@ -408,7 +408,7 @@ def test_dtype_follows_the_outputs() -> None:
 @pytest.mark.parametrize("kind", ["eigne", "cholesky"])
 @pytest.mark.parametrize("maker", MAKERS.values(), ids=list(MAKERS))
 def test_unknown_kind(maker, kind: str) -> None:
-    with pytest.raises(ConfigurationError, match="root is one of subblock, fisher, eigen"):
+    with pytest.raises(ConfigurationError, match="root must be one of subblock, fisher, eigen"):
         maker(4).root(random_outputs(0, 2, 4), None, kind)
 
 
@@ -487,7 +487,7 @@ def test_outputs_that_are_not_finite_have_no_eigenvalues() -> None:
     """A saturated or overflown output gives NaN probabilities, on which LAPACK fails raw."""
     f = torch.tensor([[0.0, 1.0, 2.0], [0.0, math.inf, math.inf]])
     columns = torch.zeros(2, 1, dtype=torch.int64)
-    with pytest.raises(NotFiniteError, match="Λ of the outputs holds NaN or infinite"):
+    with pytest.raises(NotFiniteError, match="Λ of the outputs contains NaN or infinite"):
         Categorical().root(f, columns, "eigen")
 
 
@@ -506,7 +506,7 @@ def test_eigenvalues_are_taken_in_float64_where_float32_fails(monkeypatch) -> No
     found = Categorical().root(f, columns, "eigen").vectors
     torch.testing.assert_close(found.abs(), expected.abs(), rtol=1e-4, atol=1e-5)
     fails_always = True
-    with pytest.raises(NotFiniteError, match="outputs are too large"):
+    with pytest.raises(NotFiniteError, match="outputs, which are too large"):
         Categorical().root(f, columns, "eigen")
 
 

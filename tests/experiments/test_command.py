@@ -153,9 +153,9 @@ def test_a_failed_run_is_told(capsys, tmp_path):
     run(file, *where, code=1)
     captured = capsys.readouterr()
     # Larger than the data set, which is known before anything runs.
-    assert "warning: 1 of 3 jobs cannot run: 'ntk-50-C' asks for" in captured.err
+    assert "warning: 1 of 3 jobs cannot run: 'ntk-50-C' needs" in captured.err
     assert "Not run: prior ntk-50-C." in captured.err
-    assert "Failed, 1 job: 'ntk-50-C' asks for blocks of 50 data" in captured.err
+    assert "Failed, 1 job: 'ntk-50-C' needs blocks of 50 examples" in captured.err
     assert "| prior | ntk-10-C |" in captured.out
 
 

@@ -40,7 +40,7 @@ def run(*arguments, code=0):
         (("bounds", "--points", 1), "at least 2 points"),
         (("bounds", "--jobs", 0), "jobs must be at least 1"),
         (("bounds", "--threads", 1000000), "threads must be at most 1024, got 1000000"),
-        (("bounds", "--curves", "ntk-50-C", *QUICK), "'ntk-50-C' asks for"),
+        (("bounds", "--curves", "ntk-50-C", *QUICK), "'ntk-50-C' needs"),
     ],
 )
 def test_mistakes(arguments, words, capsys, tmp_path):
@@ -73,7 +73,7 @@ def test_bounds_of_two_seeds(capsys, tmp_path):
     run("bounds", *options, "--seeds", 0, 1, code=1)
     captured = capsys.readouterr()
     # Larger than the data set, which is known before anything runs.
-    assert "A curve is omitted: 'ntk-50-C' asks for blocks of 50 data" in captured.err
+    assert "A curve is omitted: 'ntk-50-C' needs blocks of 50 examples" in captured.err
     assert "[2/2] ntk-20-1, seed 1" in captured.err
     (table,) = (tmp_path / "shown").rglob("table.csv")
     head, *rows = csv.reader(table.read_text().splitlines())

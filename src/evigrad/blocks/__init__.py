@@ -1,8 +1,4 @@
-"""Private: how data become blocks, the subsets of the index set that one estimate uses.
-
-``sources`` read data sets, ``partitions`` divide the index set and draw blocks from it;
-``anchors`` choose the rows that every block is conditioned on.
-"""
+"""Private: divide the examples and outputs into blocks, the subsets that one estimate uses."""
 
 from evigrad.core.block import Block
 

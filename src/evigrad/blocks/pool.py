@@ -1,6 +1,6 @@
-"""The data that are looked at again and again: all of them, or a random part of very many.
+"""The examples that training evaluates repeatedly: all of them, or a random subset.
 
-Anchors are chosen among them, and a run reports its metrics on the training data by them.
+Anchors are chosen from them, and runs report training metrics on them.
 """
 
 from typing import Any
@@ -13,23 +13,22 @@ from evigrad.blocks.sources import Source
 from evigrad.core.permutation import Permutation
 from evigrad.errors import InputError
 
-# More data than MANY have a pool of POOL: to look at all of them would take as long as an epoch of
-# training, and their scores more memory than the network.
+# Data sets of more than MANY examples use a pool of POOL examples. To evaluate all of them would
+# take as long as an epoch, and their scores would need more memory than the network.
 MANY, POOL = 2**16, 2**14
 
 
 class Pool:
-    """A part of the data, each of which has a place 0, 1, … in it; and the others, in theirs.
+    """A fixed subset of N examples, numbered 0, 1, … by places.
 
-    It is the same in every run on as many data: the beginning of a random order of them all, which
-    is not written out.
+    It depends only on N: it is the start of a random permutation, which is computed on demand.
 
     Args:
         num_data: N.
 
     Attributes:
         num_data: N.
-        is_all: Whether all data belong to it; places are then positions in the data set.
+        is_all: Whether the pool contains all examples. Places are then positions in the data set.
     """
 
     def __init__(self, num_data: int) -> None:
@@ -44,17 +43,17 @@ class Pool:
         return self.num_data if self.is_all else POOL
 
     def data(self, places: Int[Tensor, " m"]) -> Int[Tensor, " m"]:
-        """The positions in the data set of places in the pool."""
+        """Return the positions in the data set of places in the pool."""
         return places if self.is_all else self._data[places]
 
     def others(self, places: Int[Tensor, " m"]) -> Int[Tensor, " m"]:
-        """The positions of data outside of the pool, by their places 0 … N − |pool| − 1."""
+        """Return the positions of examples outside the pool, by their places 0 … N − |pool| − 1."""
         return self._order.at(POOL + places)
 
     def find(self, data: Int[Tensor, " m"]) -> tuple[Bool[Tensor, " m"], Int[Tensor, " k"]]:
-        """Return a mask of the data that are in the pool, and their places there."""
+        """Return a mask of the examples that are in the pool, and their places there."""
         if len(data) and not 0 <= int(data.min()) <= int(data.max()) < self.num_data:
-            raise InputError(f"Positions of data lie in 0 … {self.num_data - 1}.")
+            raise InputError(f"Positions must lie between 0 and {self.num_data - 1}.")
         if self.is_all:
             return torch.ones(len(data), dtype=torch.bool, device="cpu"), data
         near = torch.searchsorted(self._sorted, data).clamp(max=POOL - 1)
@@ -62,12 +61,12 @@ class Pool:
         return is_member, self._places[near[is_member]]
 
     def restrict(self, data: Int[Tensor, " m"], values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the places of the data that are in the pool, and their part of values (m, …)."""
+        """Return the places of the examples in the pool, and their part of values (m, …)."""
         is_member, places = self.find(data)
         return places, values if self.is_all else values[is_member.to(values.device)]
 
     def of(self, source: Source) -> Source:
-        """The data of the pool, read by their places."""
+        """Return the examples of the pool as a source that is read by their places."""
         return source if self.is_all else _Pooled(source, self)
 
 

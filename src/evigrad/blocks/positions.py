@@ -1,4 +1,4 @@
-"""Data whose outputs have several positions, counted by their targets."""
+"""Outputs at several positions of an example, such as tokens or pixels."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,17 +15,17 @@ from evigrad.likelihoods.positions import NO_TARGET, counted, targets_at
 
 
 class PositionSource(Source):
-    """The positions of data that have a target, each as a datum of its own, datum by datum.
+    """The positions that have a target, each counted as one example, in the order of the data.
 
-    All targets are read once, to find them.
+    The constructor reads all targets once.
 
     Args:
-        source: The data.
-        likelihood: Says which targets count.
-        shape: Shape of a datum's outputs, (…, C), for some data.
+        source: The examples.
+        likelihood: Decides which targets count.
+        shape: Shape of the outputs for one example, (…, C).
 
     Raises:
-        InputError: If targets do not fit, no position has one, or later another one has.
+        InputError: If a target does not fit, no position has a target, or targets move later.
     """
 
     def __init__(self, source: Source, likelihood: Likelihood, shape: Sequence[int]) -> None:
@@ -48,21 +48,21 @@ class PositionSource(Source):
         return len(self._data)
 
     def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Any, Tensor]:
-        """See ``Source.fetch``; whole data are read once for all of their positions."""
+        """See ``Source.fetch``. Each example is read once for all of its positions."""
         chosen, data = self._data[indices].unique(return_inverse=True)
         positions = self._positions[indices]
         x, y = self._source.fetch(chosen)
         counts = counted(self._likelihood, self._positions_of(y), y).cpu()
         if int(positions.max()) >= counts.shape[1] or not bool(counts[data, positions].all()):
             raise InputError(
-                "A position that had a target has none when the datum is read again: pad on the"
-                " right, and draw nothing that moves targets."
+                "A position had a target, but has none when the example is read again. Pad on the"
+                " right, and do not use random transforms that move targets."
             )
         data, positions = data.to(y.device), positions.to(y.device)
         return AtPositions(x, data, positions), y.flatten(1, self._dims)[data, positions]
 
     def _positions_of(self, y: Tensor) -> tuple[int, ...]:
-        """The shape of positions: sequences may have another length in every batch."""
+        """Return the shape of the positions: the length of a sequence may vary by batch."""
         return tuple(y.shape[1:2]) if self._dims == 1 and y.ndim > 1 else self._shape
 
     def has_the_places_of(self, other: "PositionSource") -> bool:
@@ -72,7 +72,7 @@ class PositionSource(Source):
         )
 
     def of_data(self, indices: Int[Tensor, " m"]) -> Int[Tensor, " n"]:
-        """The numbers of the positions of whole data, datum by datum."""
+        """Return the numbers of all positions of these examples, in their order."""
         indices = indices.cpu()
         first = torch.searchsorted(self._data, indices)
         count = torch.searchsorted(self._data, indices, right=True) - first
@@ -81,7 +81,7 @@ class PositionSource(Source):
 
 
 def by_target(source: Source, likelihood: Likelihood, shape: Sequence[int]) -> Source:
-    """The data, or each position with a target, where outputs have the shape (…, C)."""
+    """Return the source itself for outputs (C,), or its positions with targets for (…, C)."""
     if len(shape) == 1:
         return source
     if source.by_target is None:

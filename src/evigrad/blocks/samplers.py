@@ -1,4 +1,4 @@
-"""Samplers of a ``DataLoader``: the evidence counts each example of the data set once."""
+"""Check the samplers of a ``DataLoader``: the evidence counts each example once."""
 
 import warnings
 from collections.abc import Sequence, Sized
@@ -18,17 +18,17 @@ from torch.utils.data import (
 
 from evigrad.errors import EvigradWarning, InputError
 
-# Their order is not used, and they mean all examples, unless they draw fewer.
+# These samplers stand for all examples, in an order that is not used, unless they draw fewer.
 _OF_ALL_EXAMPLES = (SequentialSampler, RandomSampler, DistributedSampler)
 
 
 def check_sampler(loader: DataLoader[Any], *, is_read: bool = False) -> None:
-    """Refuse a sampler that omits examples of the data set, or draws some more often.
+    """Raise an error if a sampler omits or repeats examples of the data set.
 
     Args:
         loader: A loader of a data set with a length.
-        is_read: Whether the batches of the loader are used, not the data set alone. Uniform draws
-            with replacement are refused then.
+        is_read: Whether the loader's batches are used, and not only its data set. Uniform draws
+            with replacement then also raise an error.
 
     Raises:
         InputError: If the sampler does not draw each example once.
@@ -45,25 +45,21 @@ def check_sampler(loader: DataLoader[Any], *, is_read: bool = False) -> None:
         if sorted(indices) != list(range(num_examples)):
             action = f"draws {len(indices)} indices"
     elif not isinstance(sampler, _OF_ALL_EXAMPLES) and isinstance(sampler, Sized):
-        # Samplers of batches count batches, and one of several processes counts its own part.
+        # Batch samplers count batches, and a sampler of one process counts only its part.
         counts_examples = sampler is not loader.batch_sampler and not _is_distributed()
         if counts_examples and len(sampler) != num_examples:
             action = f"draws {len(sampler)} examples"
     if action is not None:
         raise InputError(
-            f"The {type(sampler).__name__} of the DataLoader {action}, and the evidence counts"
+            f"The {type(sampler).__name__} of the DataLoader {action}, but the evidence counts"
             f" each of the N = {num_examples} examples of the data set once. To train on a part,"
-            " give torch.utils.data.Subset(dataset, indices) instead of a sampler. To weight"
+            " pass torch.utils.data.Subset(dataset, indices) instead of a sampler. To weight"
             " examples, use evigrad.likelihoods.Weighted."
         )
 
 
 def warn_of_ignored_sampler(loader: DataLoader[Any]) -> None:
-    """Warn if a loader may mean other data than all, by an order that is not used.
-
-    Args:
-        loader: A loader that ``check_sampler`` accepts.
-    """
+    """Warn if a loader's order or sampler, which is ignored, may select only some examples."""
     sampler, num_examples = _sampler_of(loader), _num_examples(loader)
     ignored = None
     if isinstance(sampler, SequentialSampler):
@@ -81,7 +77,7 @@ def warn_of_ignored_sampler(loader: DataLoader[Any]) -> None:
     if ignored:
         warnings.warn(
             f"{ignored} is ignored: each of the N = {num_examples} examples of the data set counts"
-            " once in the evidence. For a part of them, give"
+            " once in the evidence. To use only a part, pass"
             " torch.utils.data.Subset(dataset, indices).",
             EvigradWarning,
             stacklevel=8,  # the caller of fit
@@ -89,18 +85,18 @@ def warn_of_ignored_sampler(loader: DataLoader[Any]) -> None:
 
 
 def _sampler_of(loader: DataLoader[Any]) -> Any:
-    """Return the sampler of examples, or a custom sampler of batches that has none."""
+    """Return the sampler of examples, or a custom batch sampler that has none."""
     batches: Any = loader.batch_sampler
     if batches is None:
         return loader.sampler
-    # Libraries that share batches among processes wrap the sampler of batches.
+    # Libraries that distribute batches over processes wrap the batch sampler.
     while not hasattr(batches, "sampler") and hasattr(batches, "batch_sampler"):
         batches = batches.batch_sampler
     return getattr(batches, "sampler", batches)
 
 
 def _indices(sampler: Any) -> list[int] | None:
-    """Return the indices that a sampler holds in memory, or None if it makes them later."""
+    """Return the indices that a sampler stores, or None if it draws them later."""
     indices = sampler.indices if isinstance(sampler, SubsetRandomSampler) else sampler
     if isinstance(indices, Sequence | np.ndarray | Tensor):
         return [int(index) for index in indices]

@@ -1,4 +1,4 @@
-"""One way to read data by position, however the user stores them."""
+"""Read examples by position from tensors, data sets and loaders."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -16,27 +16,28 @@ from evigrad.errors import InputError
 from evigrad.inputs import Inputs, Tree, as_inputs, mapped, stacked, tensors_of
 
 _ACCEPTED = (
-    "a pair (x, y) of tensors, a TensorDataset of two tensors, a map-style dataset of (x, y), or a"
-    " DataLoader of one; x may also be a dictionary or a tuple of tensors"
+    "a pair (x, y) of tensors, a TensorDataset, a map-style data set of pairs, or a DataLoader of"
+    " one (x may also be a dictionary or tuple of tensors)"
 )
 _STREAM = (
-    "An IterableDataset cannot be read by position, as blocks and metrics need. Use a map-style"
-    " data set with a length, or call evidence.backward(x, y) on its batches in your own loop."
+    "Blocks and metrics read examples by position, which an IterableDataset does not support. Use"
+    " a map-style data set with a length, or call evidence.backward(x, y) on its batches in your"
+    " own loop."
 )
 
 
-# Data that are read at once where only their targets are kept.
+# Number of examples that are read at once if only their targets are stored.
 AT_ONCE = 1000
-# Fewer items for each worker of a DataLoader are read sooner without starting the workers.
+# With fewer items per worker, reading without starting the workers is faster.
 _FOR_EACH_WORKER = 16
 
 
 class Source(ABC):
-    """A finite set of data (x_n, y_n) that can be read at any positions.
+    """N examples (x_n, y_n) that can be read at any positions.
 
     Attributes:
-        is_held: Whether the data are tensors in memory, the same at every reading.
-        by_target: Their positions with targets as data, once these were looked for.
+        is_held: Whether the examples are tensors in memory, identical each time they are read.
+        by_target: The positions with targets as a source, once they have been determined.
     """
 
     is_held = False
@@ -44,24 +45,24 @@ class Source(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """The number of data, N."""
+        """Return the number of examples, N."""
 
     @abstractmethod
     def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Any, Tensor]:
-        """Inputs (m, ...) and targets (m, ...) at positions in 0..N-1, in their order."""
+        """Return the inputs (m, ...) and targets (m, ...) at positions in 0..N-1, in order."""
 
     def first(self, count: int) -> tuple[Any, Tensor]:
-        """The first data, ``count`` at most; see ``fetch``."""
+        """Return at most the first ``count`` examples, see ``fetch``."""
         return self.fetch(torch.arange(min(count, len(self)), device="cpu"))
 
     def targets(self) -> Tensor:
-        """All targets (N, ...)."""
+        """Return all targets (N, ...)."""
         return torch.cat(
             [self.fetch(n)[1] for n in torch.arange(len(self), device="cpu").split(AT_ONCE)]
         )
 
     def labels(self) -> Int[Tensor, " N"]:
-        """Labels (N,) as of ``class_labels``, for classification; may read all the data."""
+        """Return the class labels (N,). This may read all examples."""
         return class_labels(self.targets(), len(self))
 
 
@@ -70,7 +71,7 @@ class _TensorSource(Source):
 
     def __init__(self, inputs: Inputs, targets: Tensor) -> None:
         if targets.layout != torch.strided:
-            raise InputError("The targets are a sparse tensor: give y.to_dense().")
+            raise InputError("The targets are a sparse tensor. Convert them with y.to_dense().")
         self._inputs, self._all_targets = inputs, targets
 
     def __len__(self) -> int:
@@ -87,9 +88,8 @@ class _DatasetSource(Source):
     def __init__(self, dataset: Any, length: int) -> None:
         self._dataset, self._length = dataset, length
         self._labels: Tensor | None = None
-        self.fetch(
-            torch.zeros(1, dtype=torch.int64, device="cpu")
-        )  # raises early if items are no pairs
+        # Raises early if the items are not pairs.
+        self.fetch(torch.zeros(1, dtype=torch.int64, device="cpu"))
 
     def __len__(self) -> int:
         return self._length
@@ -99,21 +99,21 @@ class _DatasetSource(Source):
         return put_together(self._items(positions), positions)
 
     def _items(self, positions: list[int]) -> list[Any]:
-        together = getattr(self._dataset, "__getitems__", None)  # as DataLoader asks for a batch
+        together = getattr(self._dataset, "__getitems__", None)  # DataLoader uses it too
         return together(positions) if together else [self._dataset[n] for n in positions]
 
     def labels(self) -> Int[Tensor, " N"]:
-        if self._labels is None:  # a whole pass over the data set: once is enough
+        if self._labels is None:
             self._labels = super().labels()
         return self._labels
 
 
 class _LoaderSource(_DatasetSource):
-    """The data set of a DataLoader, in batches as its ``collate_fn`` makes them."""
+    """The data set of a DataLoader, collated by its ``collate_fn``."""
 
     def __init__(self, loader: DataLoader[Any], length: int) -> None:
         self._loader = loader
-        # Seeds of the workers, which would otherwise be drawn from the global generator.
+        # For the workers' seeds, which would otherwise come from the global generator.
         self._generator = torch.Generator().manual_seed(0)
         super().__init__(loader.dataset, length)
 
@@ -134,52 +134,51 @@ class _LoaderSource(_DatasetSource):
             multiprocessing_context=loader.multiprocessing_context,
             generator=self._generator,
         )
-        with torch.device("cpu"):  # where the generator is, of which the reader draws a seed
+        with torch.device("cpu"):  # the reader draws a seed from the generator, which is on the CPU
             return [item for part in reader for item in part]
 
 
 def put_together(items: list[Any], positions: Sequence[int]) -> tuple[Any, Tensor]:
-    """Inputs and targets of items (x, y); ``positions`` are for errors."""
+    """Return the inputs and targets of items (x, y). Errors name their ``positions``."""
     pairs = [_pair(item, n) for item, n in zip(items, positions, strict=True)]
     inputs, targets = zip(*pairs, strict=True)
     return as_inputs(stacked(list(inputs), "x")), stacked(list(targets), "y")
 
 
 def collated(loader: DataLoader[Any], items: list[Any]) -> tuple[Any, Tensor]:
-    """Inputs and targets as the ``collate_fn`` of a loader makes them of items."""
+    """Return the inputs and targets that a loader's ``collate_fn`` returns for the items."""
     batch = loader.collate_fn(items)
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise InputError(
-            f"The collate_fn of the DataLoader makes a {type(batch).__name__}, not a pair"
-            " (x, y); let it return the inputs and the targets."
+            f"The collate_fn of the DataLoader returned a {type(batch).__name__}, not a pair"
+            " (x, y). Return the inputs and the targets."
         )
     x, y = as_inputs(batch[0]), batch[1]
     if not isinstance(y, Tensor) or y.dim() == 0 or not len(x) == len(y) == len(items):
         raise InputError(
-            f"For {len(items)} items the collate_fn of the DataLoader must make as many"
-            " inputs, and a tensor of as many targets."
+            f"The collate_fn of the DataLoader got {len(items)} items. It must return the same"
+            " number of inputs and a tensor with the same number of targets."
         )
     return x, y
 
 
 def _refuse_several_targets(y: Any) -> None:
-    """Refuse targets in several tensors."""
     if isinstance(y, tuple | list | Mapping) and len(y) > 1:
         values = list(y.values() if isinstance(y, Mapping) else y)
         if all(isinstance(value, Tensor | np.ndarray) for value in values):
             raise InputError(
-                f"The targets are a {type(y).__name__} of {len(y)} tensors, and a likelihood takes"
-                " one. Join them with torch.cat([y1, y2], dim=1). The model then needs as many"
-                " outputs. If they are of different kinds, such as a number and a class, write a"
-                " likelihood whose log_prob splits the columns of outputs and targets."
+                f"The targets are a {type(y).__name__} of {len(y)} tensors, but a likelihood takes"
+                " a single tensor. Join them with torch.cat([y1, y2], dim=1). The model then needs"
+                " one output per column. If the targets are of different kinds, such as a number"
+                " and a class, write a likelihood whose log_prob splits outputs and targets."
             )
 
 
 def _pair(item: Any, index: int) -> tuple[Any, Tensor]:
     if not isinstance(item, tuple | list) or len(item) != 2:
         raise InputError(
-            f"Item {index} of the data set is not a pair (x, y) but a {type(item).__name__}; "
-            f"the data must be {_ACCEPTED}."
+            f"Item {index} of the data set is a {type(item).__name__}, not a pair (x, y). "
+            f"Data must be {_ACCEPTED}."
         )
     _refuse_several_targets(item[1])
     x = mapped(lambda part: _as_tensor(part, "x", index), item[0])
@@ -192,28 +191,26 @@ def _as_tensor(value: Any, name: str, index: int) -> Tensor:
     if isinstance(value, bool | int | float | np.ndarray | np.generic):
         return torch.as_tensor(value, device="cpu")
     raise InputError(
-        f"The {name} of item {index} is a {type(value).__name__}, not a tensor or a number; "
-        "give the data set a transform that makes tensors."
+        f"The {name} of item {index} is a {type(value).__name__}, not a tensor or a number. "
+        "Add a transform that returns tensors to the data set."
     )
 
 
 def as_source(data: Any, dtype: torch.dtype | None = None) -> Source:
-    """Return data that can be read by position.
+    """Return examples that can be read by position.
 
     Args:
-        data: A tuple or list (x, y) of two tensors or NumPy arrays whose first dimension counts the
-            data, a `TensorDataset` of two tensors, a map-style data set (anything with a length and
-            positions) of pairs (x, y), a `DataLoader` of one, or a `Source`,
-            which is returned as it is. In the place of one tensor x may be dictionaries, tuples or
-            lists of tensors, of any dtype (token ids too); the items' y may be numbers. Items are
-            read each time that they are needed, so that random transforms draw anew; a data set
-            with ``__getitems__`` is asked for a batch at once. Of a loader the data set, its
-            ``collate_fn`` and its workers are used, and not what it says of order and batches; a
-            sampler that omits examples, or draws some more often, is refused.
-        dtype: Type of the tensors that are made of an array's real numbers. Default: PyTorch's.
+        data: A pair (x, y) of tensors or NumPy arrays, a `TensorDataset`, a map-style data set of
+            pairs, a `DataLoader` of one, or a `Source`, which is returned unchanged. The first
+            dimension of x and y counts the examples. x may also be a dictionary, tuple or list of
+            tensors of any dtype. Items are read each time they are needed, so random transforms are
+            drawn again. A data set with ``__getitems__`` is read a batch at a time. A loader
+            provides its data set, ``collate_fn`` and workers. Its order and batches are ignored.
+        dtype: Type of the tensors that replace floating-point arrays. Default: PyTorch's.
 
     Raises:
-        InputError: If the data is something else, empty, or the lengths differ.
+        InputError: If the data have another type, are empty, or differ in length, or if a sampler
+            omits or repeats examples.
     """
     if isinstance(data, Source):
         return data
@@ -245,8 +242,8 @@ def _loader_source(loader: DataLoader[Any]) -> Source:
         raise InputError(_STREAM)
     if not hasattr(dataset, "__len__"):
         raise InputError(
-            "The blocks of an estimator need the data by position: give a DataLoader of a map-style"
-            " data set, with a length."
+            "Blocks read examples by position, so the DataLoader needs a map-style data set with a"
+            " length."
         )
     if len(dataset) == 0:
         raise InputError("The data set is empty.")
@@ -256,13 +253,13 @@ def _loader_source(loader: DataLoader[Any]) -> Source:
 
 
 def _without_arrays(pair: Any, dtype: torch.dtype | None) -> list[Any]:
-    """Return a pair with tensors instead of NumPy's arrays of numbers."""
+    """Return a pair with tensors instead of NumPy arrays of numbers."""
 
     def as_tensor(value: Any) -> Any:
         if not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf":
             return value
         real = value.dtype.kind == "f"
-        # Copies, as arrays may be read-only or change later.
+        # A copy, because arrays may be read-only or change later.
         kind = (dtype or torch.get_default_dtype()) if real else None
         return torch.tensor(value, dtype=kind, device="cpu")
 
@@ -276,13 +273,13 @@ def _tensor_source(pair: Any) -> Source:
     if not accepted or not isinstance(pair[0], Tensor | Tree | Mapping | tuple | list):
         kinds = ", ".join(type(entry).__name__ for entry in pair)
         raise InputError(
-            f"Data must be {_ACCEPTED}, not ({kinds}); torch.as_tensor makes a tensor of an array."
+            f"Data must be {_ACCEPTED}, not ({kinds}). Convert arrays with torch.as_tensor."
         )
     inputs, targets = as_inputs(pair[0]), pair[1]
     if any(part.dim() == 0 for part in (*tensors_of(inputs), targets)):
-        raise InputError("The first dimension of x and of y counts the data; a scalar has none.")
+        raise InputError("The first dimension of x and y counts the examples. A scalar has none.")
     if len(inputs) != len(targets):
-        raise InputError(f"x holds {len(inputs)} data and y {len(targets)}: they must be as many.")
+        raise InputError(f"x has {len(inputs)} examples and y has {len(targets)}. They must match.")
     if len(inputs) == 0:
         raise InputError("The data set is empty.")
     return _TensorSource(inputs, targets)

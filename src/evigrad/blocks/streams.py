@@ -1,4 +1,4 @@
-"""Streams of an estimator's blocks, with their data."""
+"""Streams of an estimator's blocks with their data."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,30 +14,30 @@ from evigrad.core.partition import Partition
 from evigrad.distributed import Ranks
 from evigrad.errors import ConfigurationError, InputError
 
-# Seeds of what ranks draw are below.
+# Upper limit of the seeds for the random draws of a rank.
 _SEEDS = 2**62
 
 
 def fetched(block: Block, source: Source) -> Block:
-    """Return the block with its data."""
+    """Return the block with its inputs and targets."""
     inputs, targets = source.fetch(block.indices)
     return replace(block, inputs=inputs, targets=targets)
 
 
 class Stream(Iterable[Block]):
-    """Blocks of an estimator with their data, without end.
+    """An endless stream of an estimator's blocks with their data.
 
-    It holds no position: each iteration (``for``, ``take``, ``round``, ``epoch``) starts anew. With
-    R ranks each takes one of every R blocks, all from one stream: they iterate it alike, and with
-    generators in the same state.
+    It stores no position: each iteration (``for``, ``take``, ``round``, ``epoch``) starts again.
+    With R ranks, each rank takes every R-th block of the same stream. All ranks must iterate in the
+    same way, with generators in the same state.
 
     Args:
         generator: A CPU generator.
-        ranks: The processes that share the blocks. Default: there is one.
+        ranks: The processes that share the blocks. Default: one process.
 
     Attributes:
-        is_constant: Whether every block is the same: all data and outputs, with nothing drawn.
-        period: How many consecutive iterations share a choice of anchors; 1 without anchors.
+        is_constant: Whether all blocks are identical: all examples and outputs, with nothing drawn.
+        period: How many consecutive iterations use the same anchors. 1 without anchors.
     """
 
     is_constant: bool = False
@@ -47,28 +47,28 @@ class Stream(Iterable[Block]):
         self._generator, self._ranks = generator, ranks or Ranks()
 
     def take(self, n: int) -> Iterator[Block]:
-        """Return the first n blocks of a new iteration, with data, maybe of several partitions.
+        """Return the first n blocks of a new iteration, from several partitions if necessary.
 
         Raises:
             ConfigurationError: If n is negative.
         """
         if n < 0:
-            raise ConfigurationError(f"The number of blocks must not be negative, as {n} is.")
+            raise ConfigurationError(f"The number of blocks must not be negative, got {n}.")
         return islice(iter(self), n)
 
     def round(self, n: int) -> Iterator[Block]:
-        """At most n blocks of one partition for each rank, whose mean several steps share."""
+        """Return at most n blocks of one partition per rank, over which several steps average."""
         return (block for block in islice(self.epoch(), n) if len(block.indices))
 
     @abstractmethod
     def epoch(self) -> Iterator[Block]:
-        """The blocks of exactly one partition, with their data.
+        """Return the blocks of exactly one partition, with their data.
 
-        With several ranks all get as many: a last one may be empty, and counts for nothing.
+        All ranks get the same number of blocks. The last one may be empty, and is not counted.
         """
 
     def _local(self, builders: Iterable[Callable[[], Block]]) -> Iterator[Block]:
-        """This rank's blocks, which alone are built: all, or one of R, with a seed of its own."""
+        """Build and return only this rank's blocks: all of them, or one of R with its own seed."""
         rank, count, remaining_builders = self._ranks.rank, self._ranks.count, iter(builders)
         if count == 1:
             yield from (build() for build in remaining_builders)
@@ -86,22 +86,22 @@ class Stream(Iterable[Block]):
 
 
 class BlockStream(Stream):
-    """An endless stream of an estimator's blocks, with their data.
+    """An endless stream of an estimator's blocks with their data.
 
-    It goes through the blocks of one random partition in random order, then through those of the
-    next. Each iteration (`for`, `take`, `epoch`) starts a new partition: only the generator, of the
-    CPU, which advances with every partition, has to be stored to resume.
+    It yields the blocks of one random partition in random order, then the blocks of the next one.
+    Each iteration (`for`, `take`, `epoch`) draws a new partition. To resume, store only the state
+    of the generator.
 
     Args:
         partition: The partition.
-        source: The data.
+        source: The examples.
         generator: As for ``Stream``.
-        ranks: The same.
-        splits: Whether each rank gets its part of every block, instead of blocks of its own.
+        ranks: As for ``Stream``.
+        splits: Whether each rank gets its part of every block instead of whole blocks.
 
     Raises:
-        InputError: If the number of data is not the partition's N, or the estimator is ``grouped``
-            and the targets are no class labels.
+        InputError: If the number of examples is not the partition's N, or the estimator is
+            ``grouped`` and the targets are not class labels.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class BlockStream(Stream):
         self._splits = splits
         if len(source) != partition.num_data:
             raise InputError(
-                f"The estimator was made for {partition.num_data} data, but these are "
+                f"The estimator was created for {partition.num_data} examples, but the data have "
                 f"{len(source)}."
             )
         self._partition, self._source = partition, source
@@ -131,11 +131,11 @@ class BlockStream(Stream):
         return self._local(self._builders())
 
     def _local(self, builders: Iterable[Callable[[], Block]]) -> Iterator[Block]:
-        """See ``Stream``; the parts of one block need no seeds of their own."""
+        """See ``Stream``. Parts of one block share a seed."""
         return (build() for build in builders) if self._splits else super()._local(builders)
 
     def _builders(self) -> Iterator[Callable[[], Block]]:
-        """What builds and reads each block of a new partition."""
+        """Yield a function that builds and reads each block of a new partition."""
         blocks = self._partition.blocks(self._generator, self._labels)
         yield from (partial(self._read, blocks, number) for number in range(len(blocks)))
 

@@ -1,1 +1,1 @@
-"""The paper and its bounds: names, blocks, roots, curvature and Algorithm 1, and no mechanics."""
+"""The method of the paper: estimator names, blocks, roots, curvatures and Algorithm 1."""

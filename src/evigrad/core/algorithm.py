@@ -1,15 +1,15 @@
-"""Algorithm 1: the estimate of a block, and its gradient in the hyperparameters.
+"""Algorithm 1: the estimate of a block and its gradient with respect to the hyperparameters.
 
     log q(D|h) = (1/T) log p(D|w) − ½ (w−w₀)ᵀ P0 (w−w₀) − ½ scale · ℓ(block)
 
-ℓ = log|I + P0^{-1/2} H P0^{-1/2}| for the sum H of the outer products of the block's rows, and
-``scale`` makes it an estimate for all rows (Theorems 2 and 3). Data flow one way:
+H is the sum of the outer products of the block's rows, and ℓ = log|I + P0^{-1/2} H P0^{-1/2}|. The
+factor ``scale`` scales ℓ up to all rows (Theorems 2 and 3). Data flow in one direction:
 
     micro-batch → outputs f → cotangents of a root of −∇² log p(y|f) → rows → statistic → ℓ
 
-The gradient is that of −(log q + log hyperprior) / N. Where only the prior and a mere scale of the
-rows are learned, one pass over the data without a graph gives a statistic, and autograd does the
-rest. Hyperparameters of the forward pass take two passes: ``two_passes`` says why.
+The gradient belongs to the loss −(log q + log hyperprior) / N. If only the prior and a scale of the
+rows are learned, one pass without a graph computes a statistic, and autograd does the rest.
+Hyperparameters of the forward pass need two passes (see ``two_passes``).
 """
 
 import math
@@ -27,16 +27,16 @@ from evigrad.core.roots import RootRows
 from evigrad.core.types import Estimate, Linearization, LinearizedModel, MicroBatch, Pass, Sweep
 from evigrad.errors import ConfigurationError, NotFiniteError
 
-# The numbers of an estimate that are averaged.
+# The terms of an estimate that are averaged.
 TERMS = ("log_evidence", "log_likelihood", "log_prior", "log_det", "log_hyperprior")
 
 
 def follows_by_scale(
     model: LinearizedModel, curvature: Curvature[Any], num_outputs: int, learned: Iterable[str]
 ) -> bool:
-    """Return whether a statistic of one pass follows all that is learned, given by name.
+    """Return whether the statistic of one pass is enough to learn the hyperparameters ``learned``.
 
-    It follows the prior, and parameters of the likelihood that only scale rows.
+    It is enough for the prior, and for likelihood parameters that only scale the rows.
     """
     names = [name for name in learned if not name.startswith("prior.")]
     if any(name.startswith("model.") for name in names):
@@ -49,7 +49,7 @@ def follows_by_scale(
 
 @dataclass(frozen=True, eq=False)
 class _Sums:
-    """The sums over the micro-batches so far."""
+    """Sums over the micro-batches so far."""
 
     log_likelihood: Tensor
     statistic: Any = None
@@ -69,16 +69,16 @@ def run_pass(
     keep_outputs: bool = False,
     keep_graph: bool = False,
 ) -> Pass:
-    """Return the log likelihood and the statistic of one pass over a block's data.
+    """Return the log likelihood and the statistic of one pass over a block.
 
     Args:
         model: The model.
-        curvature: How rows become a statistic.
+        curvature: Turns rows into a statistic.
         sweep: Takes the block through the network.
         condense: Whether to keep only what log-determinants need.
-        keep_outputs: Whether to keep the outputs for steps on the likelihood's parameters, and
-            leave the rows unscaled for these.
-        keep_graph: Whether to keep the linearization of a micro-batch alone, with a graph.
+        keep_outputs: Whether to keep the outputs, and unscaled rows, for steps on the likelihood's
+            parameters.
+        keep_graph: Whether to keep the linearization of a single micro-batch, with a graph.
     """
 
     def step(sums: _Sums, batch: MicroBatch) -> _Sums:
@@ -94,23 +94,23 @@ def run_pass(
             root = model.cotangents(f, batch)
             fixed = not root.vectors.requires_grad
             if not fixed:
-                # The cotangents depend on hyperparameters of the likelihood themselves (a score, or
-                # a density that does not separate a scale): the rows then need a graph.
+                # The vectors themselves depend on the likelihood's parameters (a score, or a
+                # density without a separate scale), so the rows need a graph.
                 linearization = sweep.linearize(batch, graph=True)
                 f = linearization.outputs
             if keep_outputs:
                 root = replace(root, scale=None)
             alone = condense and batch.is_alone and fixed
             statistic = curvature.collect(statistic, linearization, root, alone=alone)
-            if alone:  # before the next forward pass: deferred rows hold this one
+            if alone:  # before the next forward pass, because deferred rows keep this one
                 statistic = curvature.condense(statistic)
-        else:  # examples that count only in the likelihood; they follow all that have rows
+        else:  # examples that count only in the likelihood come after all examples with rows
             with torch.no_grad():
                 f = sweep.outputs(batch)
         log_probabilities = model.log_probabilities(f, batch.y)
         log_likelihood = model.log_likelihood(log_probabilities, batch.likelihood_weights)
         model.likelihood.check_derivatives(f, batch.y, model.estimator.curvature)
-        # A view of the inputs would keep them in memory.
+        # A view would keep the inputs in memory.
         kept = ((replace(batch, x=batch.x[:0].clone()), f.detach()),) if keep_outputs else ()
         return _Sums(
             sums.log_likelihood + log_likelihood,
@@ -151,11 +151,11 @@ def _with_graph(
 
 
 def log_evidence(block_pass: Pass) -> tuple[Estimate, Tensor]:
-    """Return the estimate under present hyperparameters, and −(log q + log hyperprior) / N."""
+    """Return the estimate for the current hyperparameters, and the loss of the gradient."""
     model = block_pass.model
     statistic, precisions = block_pass.statistic, model.prior.precisions()
     log_likelihood = block_pass.log_likelihood
-    if block_pass.outputs:  # under the likelihood's present parameters
+    if block_pass.outputs:  # use the current parameters of the likelihood
         statistic, precisions = _rescaled(block_pass, precisions)
         terms = [
             model.log_likelihood(model.log_probabilities(f, batch.y), batch.likelihood_weights)
@@ -172,7 +172,7 @@ def log_evidence(block_pass: Pass) -> tuple[Estimate, Tensor]:
 def _rescaled(
     block_pass: Pass, precisions: Mapping[str, Tensor]
 ) -> tuple[Any, Mapping[str, Tensor]]:
-    """Statistic and precisions, with the rows' scale that the likelihood now gives."""
+    """Return the statistic and precisions for the current scale of the rows."""
     model, statistic, scales = block_pass.model, block_pass.statistic, list[Tensor]()
     for batch, f in block_pass.outputs:
         root = model.cotangents(f, batch)
@@ -183,19 +183,18 @@ def _rescaled(
     if hasattr(statistic, "with_scale"):
         return statistic.with_scale(scale), precisions
     if not len(scale):
-        # A share without rows: any row has the scale, if it is one number.
+        # A share without rows: if the scale is one number, any row has it.
         (batch, f), *_ = block_pass.outputs
         column = torch.zeros(len(f), 1, dtype=torch.int64, device="cpu")
         root = model.cotangents(f, replace(batch, columns=column))
         assert root.scale is not None
         scale = root.scale.flatten()
-    # r² H under the precisions P0 has the log-determinant of H under P0 / r².
+    # Scaling H by r² has the same effect on the log-determinant as the precisions P0 / r².
     first = scale[0]
     if not is_one_number(scale, list(model.likelihood.parameters())):
         raise ConfigurationError(
-            f"{model.estimator.name} sums rows of different scales, so that a kept pass"
-            " cannot follow the likelihood's parameters. Take an 'ntk' estimator, or one noise for"
-            " all outputs."
+            f"{model.estimator.name} sums rows with different scales, so a kept pass cannot follow"
+            " the likelihood's parameters. Use an 'ntk' estimator, or one noise for all outputs."
         )
     return statistic, {n: p / first.square().to(p) for n, p in precisions.items()}
 
@@ -206,7 +205,7 @@ def _rescaled(
 def one_pass(
     model: LinearizedModel, curvature: Curvature[Any], sweep: Sweep, learned: Mapping[str, Tensor]
 ) -> tuple[Estimate, list[Tensor]]:
-    """The gradient in precisions and a scale of the rows: of a statistic without a graph."""
+    """Return the gradient in the precisions and a scale of the rows, from one pass."""
     beside = any(not name.startswith("prior.") for name in learned)
     block_pass = run_pass(model, curvature, sweep, condense=True, keep_outputs=beside)
     estimate, loss = log_evidence(block_pass)
@@ -216,15 +215,15 @@ def one_pass(
 def two_passes(
     model: LinearizedModel, curvature: Curvature[Any], sweep: Sweep, learned: Mapping[str, Tensor]
 ) -> tuple[Estimate, list[Tensor]]:
-    """Return the gradient in hyperparameters of the forward pass, a micro-batch's graph at a time.
+    """Return the gradient in hyperparameters of the forward pass, with a graph per micro-batch.
 
     The statistic 𝒯 is a sum over micro-batches, and so is its part of the gradient:
 
         dℓ/dh = ⟨∂ℓ/∂𝒯, d𝒯/dh⟩ = Σ_b d⟨∂ℓ/∂𝒯, 𝒯_b⟩/dh
 
-    The first pass accumulates 𝒯 without a graph; ∂ℓ/∂𝒯 comes from one factorization; the second
-    pass makes the terms 𝒯_b again, with a graph of one micro-batch at a time. A single micro-batch
-    keeps its graph between the passes if it is small.
+    The first pass accumulates 𝒯 without a graph, and one factorization yields ∂ℓ/∂𝒯. The second
+    pass computes each term 𝒯_b again, with the graph of one micro-batch at a time. A single, small
+    micro-batch keeps its graph between the passes.
     """
     of_prior = [p for name, p in learned.items() if name.startswith("prior.")]
     of_passes = [p for name, p in learned.items() if not name.startswith("prior.")]
@@ -247,7 +246,7 @@ def two_passes(
         log_likelihood = model.log_likelihood(
             model.log_probabilities(f, batch.y), batch.likelihood_weights
         )
-        # The mean over ranks is taken later; their statistics have been added up.
+        # Statistics were summed over ranks already, and the mean over ranks follows later.
         objective = log_likelihood - 0.5 * scale * first.block.shares * inner
         if not objective.requires_grad:
             return sums
@@ -267,7 +266,7 @@ def two_passes(
 def _pulled_back(
     first: Pass, sweep: Sweep, cotangent: Any, batch: MicroBatch
 ) -> tuple[Tensor, Tensor | float]:
-    """The outputs of a micro-batch, and ⟨cotangent, its term of the statistic⟩."""
+    """Return a micro-batch's outputs and ⟨cotangent, its term of the statistic⟩."""
     if not batch.has_rows:
         return sweep.outputs(batch), 0.0
     if first.linearized is not None and batch.is_alone:
@@ -279,7 +278,7 @@ def _pulled_back(
 
 
 def gradients_of(value: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The gradient of a number in each of the parameters, zeros where it does not depend on one."""
+    """Return the gradients of a scalar in parameters, or zeros if it does not depend on one."""
     if not parameters:
         return []
     return list(torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True))
@@ -307,8 +306,8 @@ def _estimate(
     if not math.isfinite(value):
         raise NotFiniteError(
             f"The log evidence is {value} (log likelihood {likelihood:.4g}, log prior"
-            f" {prior:.4g}, log-determinant {determinant:.4g}): weights or"
-            " hyperparameters have diverged; lower their learning rates."
+            f" {prior:.4g}, log-determinant {determinant:.4g}), so weights or hyperparameters have"
+            " diverged. Lower their learning rates."
         )
     return Estimate(
         log_evidence=value,
@@ -324,7 +323,7 @@ def _estimate(
 
 
 def mean_estimate(estimates: Sequence[Estimate]) -> Estimate:
-    """The mean of several estimates of the same evidence; a bound if all of them are."""
+    """Return the mean of estimates of the same evidence, which is a bound if all of them are."""
     count = len(estimates)
     if count == 1:
         return estimates[0]

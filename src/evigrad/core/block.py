@@ -1,4 +1,4 @@
-"""A block: the data and outputs that one stochastic estimate uses."""
+"""A block: the examples and outputs that one stochastic estimate uses."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -8,20 +8,20 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-# Mean rows of a datum that has any, up to which ``expanded`` repeats data: another forward pass
-# costs half as much as a row.
+# Largest mean number of rows, over examples with rows, for which ``expanded`` repeats examples.
+# Another forward pass takes half the time of a row.
 MOST_EXPANDED = 1.5
 
 
 @dataclass(frozen=True)
 class Draw:
-    """A drawn part B of the rows that are no anchors; it estimates ℓ by ℓ(Z) + w ℓ(B|Z).
+    """A drawn part B of the rows that are not anchors, which estimates ℓ by ℓ(Z) + w ℓ(B|Z).
 
     Attributes:
-        part: The number of the part in its partition, from 0.
-        weight: w, one over the probability of the draw.
-        guess: Predicted ℓ(B|Z), before calibration by observed values.
-        key: Calibration key, the same for parts whose predictions err alike.
+        part: Number of the part in its partition, from 0.
+        weight: w, the inverse probability of the draw.
+        guess: Prediction of ℓ(B|Z), before calibration by observed values.
+        key: Calibration key, shared by parts whose predictions have similar errors.
     """
 
     part: int
@@ -32,11 +32,11 @@ class Draw:
 
 @dataclass(frozen=True, eq=False)
 class Conditioning:
-    """Which rows of a block are anchors, and which belong to the parts given the anchors.
+    """Which rows of a block are anchors, and which belong to the drawn parts.
 
     Attributes:
-        parts: For each accumulated row 0 for an anchor, b for part B_b, -1 for a row to leave out.
-        weights: w_1, w_2, … of the parts: one over the probability of drawing each.
+        parts: For each row of the statistic 0 for an anchor, b for part B_b, -1 for neither.
+        weights: w_1, w_2, …, the inverse probabilities of the parts.
     """
 
     parts: Int[Tensor, " R"]
@@ -45,14 +45,15 @@ class Conditioning:
 
 @dataclass(frozen=True, eq=False)
 class Anchored:
-    """Which rows of a block are anchors, and which parts of the others were drawn.
+    """Which columns of a block are anchors, and which parts of the other rows were drawn.
 
     Attributes:
-        labels: For each of the block's columns 0 for an anchor, b = 1, 2, … for a row of the b-th
-            of ``parts``, and -1 for padding and rows that do not count.
-        draws: The draws whose mean estimates the log-determinant of all rows; several may be of one
-            part. Empty where all rows are anchors.
-        likelihood_weights: Weights (d, m) of each draw's own data, whose mean is the block's.
+        labels: For each column 0 for an anchor, b = 1, 2, … for a row of the b-th of ``parts``, and
+            -1 for padding and rows that do not count.
+        draws: The draws whose mean estimates the log-determinant of all rows. Several may have the
+            same part. Empty if all rows are anchors.
+        likelihood_weights: Weights (d, m) of the likelihood data of each draw, with the block's
+            weights as their mean.
     """
 
     labels: Int[Tensor, "m k"]
@@ -61,11 +62,11 @@ class Anchored:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """The numbers of the drawn parts in their partition, each once."""
+        """Numbers of the drawn parts in their partition, without repetitions."""
         return tuple(dict.fromkeys(draw.part for draw in self.draws))
 
     def label(self, draw: Draw) -> int:
-        """The label of a draw's rows."""
+        """Return the label of a draw's rows."""
         return 1 + self.parts.index(draw.part)
 
     @property
@@ -79,23 +80,23 @@ class Anchored:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A subset of the index set, with the factors that scale it up to the whole.
+    """A subset of the index set, with factors that scale it up to all rows.
 
-    All tensors but `inputs` and `targets` are on the CPU.
+    All tensors except `inputs` and `targets` are on the CPU.
 
     Attributes:
-        indices: Positions (m,) in the data set, distinct.
-        columns: Columns of the likelihood's root for each datum (m, k), distinct for one datum,
-            -1 for padding; ``None`` for all C.
-        scale: The log-determinant of all rows is estimated by `scale` times the block's.
-        likelihood_weights: Weights (m,), float64: sum_n w_n log p(y_n) is an unbiased estimate of
-            the whole data set's log likelihood.
-        inputs: The inputs (m, ...), once fetched.
-        targets: The targets (m, ...), once fetched.
-        anchored: In a block with anchors, which rows these are; ``scale`` is 1 then.
-        origin: In a block from ``expanded`` or ``share``, the earlier position of each datum.
-        seed: Of what passes over the block draw, where several ranks have blocks of their own.
-        shares: Number of ranks that pass over parts of the block; see ``share``.
+        indices: Distinct positions (m,) in the data set.
+        columns: Columns (m, k) of the likelihood's root for each example, distinct, with -1 for
+            padding. ``None`` for all C.
+        scale: Factor between the block's log-determinant and the estimate for all rows.
+        likelihood_weights: Weights w_n (m,) in float64, such that sum_n w_n log p(y_n) is an
+            unbiased estimate of the log likelihood of all examples.
+        inputs: Inputs (m, ...), once fetched.
+        targets: Targets (m, ...), once fetched.
+        anchored: The anchors and drawn parts of an anchored block, whose ``scale`` is 1.
+        origin: In a block from ``expanded`` or ``share``, the earlier position of each example.
+        seed: Seed of random draws in passes over the block, if ranks have different blocks.
+        shares: Number of ranks that pass over parts of the block, see ``share``.
     """
 
     indices: Int[Tensor, " m"]
@@ -111,7 +112,7 @@ class Block:
 
     @classmethod
     def empty(cls) -> "Block":
-        """A block without data: that of a rank for which a partition has none left."""
+        """Return a block without examples, for a rank without a block at the end of a partition."""
         return cls(
             torch.zeros(0, dtype=torch.int64, device="cpu"),
             None,
@@ -120,10 +121,10 @@ class Block:
         )
 
     def share(self, data: slice, shares: int) -> "Block":
-        """Return some of the data, as the part that one of several ranks passes over.
+        """Return some of the examples, as the part of one of several ranks.
 
-        Its log likelihood is scaled up to the whole block's, its rows are not. So the mean of the
-        parts' log likelihoods, and the sum of their statistics, are those of the block.
+        Likelihood weights are scaled up by the number of ranks, so the block has the mean of the
+        parts' log likelihoods. It has the sum of their statistics.
         """
         return replace(
             self,
@@ -137,13 +138,12 @@ class Block:
         )
 
     def expanded(self) -> "Block":
-        """Return a block that takes a datum of k rows as k data of one row each, in the same order.
+        """Return a block in which an example with k rows is repeated k times, with one row each.
 
-        Data with equally many rows go through the network together, and seeing a few data twice
-        costs less than another pass. Use it only where the rows of a datum do not depend on which
-        of them a block has, and where data are not counted. The result has an ``origin``; it is
-        this block where that has no padding, or where too many data have several rows for this to
-        pay.
+        Examples with equal numbers of rows go through the network together, and a few repetitions
+        cost less than another pass. Use it only if the rows of an example do not depend on the
+        block's other rows, and if the curvature does not count examples. The result has an
+        ``origin``. It is this block if that has no padding, or too many examples have several rows.
         """
         if self.columns is None or self.origin is not None or self._counts is None:
             return self
@@ -152,7 +152,7 @@ class Block:
         with_rows = int((counts > 0).sum())
         if not 0 < int(counts.sum()) <= MOST_EXPANDED * with_rows:
             return self
-        # Data without rows stay once.
+        # Examples without rows occur once.
         origin = torch.arange(len(counts), device="cpu").repeat_interleave(counts.clamp(min=1))
         first = torch.cat([torch.ones(1, dtype=torch.bool, device="cpu"), origin.diff() > 0])
         has_row = counts[origin] > 0
@@ -180,18 +180,18 @@ class Block:
 
     @property
     def num_rows(self) -> int | None:
-        """Number of rows of the block; None where they are all outputs of its data."""
+        """Number of rows of the block, or None if it has all outputs of its examples."""
         return None if self.columns is None else int((self.columns >= 0).sum())
 
     @property
     def num_draws(self) -> int:
-        """How many draws given the same anchors the block holds; 1 without anchors."""
+        """Number of draws for the same anchors, or 1 without anchors."""
         return 1 if self.anchored is None else len(self.anchored.draws)
 
     def of_draw(self, number: int) -> "Block":
-        """Return the same data and anchors with a single draw, by its position among the draws.
+        """Return the same examples and anchors with a single draw, by its position in ``draws``.
 
-        Rows of other parts, and likelihood data of other draws, do not count in it.
+        Rows of other parts and likelihood data of other draws do not count.
         """
         anchored = self.anchored
         if anchored is None or len(anchored.draws) < 2:
@@ -203,24 +203,24 @@ class Block:
         return replace(self, likelihood_weights=weights, anchored=one_draw)
 
     def rows_of(self, position: int) -> int:
-        """Most rows of a datum from a position on; 0 where none follow, or data have all C."""
+        """Return the largest number of rows of an example from a position on, or 0 for all C."""
         if self.columns is None:
             return 0
         return self.columns.shape[1] if self._counts is None else self._counts[position]
 
     @cached_property
     def _counts(self) -> list[int] | None:
-        """Columns of each datum, where no datum has more than the one before it; else None."""
+        """Numbers of columns per example if they never rise, or None."""
         if self.columns is None or not bool((self.columns < 0).any()):
             return None
         present = self.columns >= 0
         counts = present.sum(1)
-        # Padding is at the end of each datum's columns.
+        # Padding comes last in the columns of an example.
         ordered = bool((counts.diff() <= 0).all()) and bool((present.long().diff(dim=1) <= 0).all())
         return counts.tolist() if ordered else None
 
     def has_all_rows(self, data: slice) -> bool:
-        """Whether only these data have rows, and the others count for their likelihood alone."""
+        """Return whether all rows of the block belong to these examples, which must come first."""
         if data.start != 0:
             return False
         num_others = len(self.indices) - data.stop
@@ -229,17 +229,17 @@ class Block:
         return not bool((self.columns[data.stop :] >= 0).any())
 
     def cuts(self) -> list[int]:
-        """Return ascending positions where a datum's number of columns falls, if it never rises.
+        """Return ascending positions where the number of columns per example falls.
 
-        Between two of them data go through the network together, without any padding.
+        Examples between two positions go through the network together, without padding.
         """
         counts = self._counts or []
         return [i for i in range(1, len(counts)) if counts[i] != counts[i - 1]]
 
     def columns_of(self, data: slice, padded: bool = False) -> Int[Tensor, "m k"] | None:
-        """Return the columns of the data between two cuts, or None for all C.
+        """Return the columns of the examples between two cuts, or None for all C.
 
-        There is no needless padding unless ``padded``; a datum's list may be empty.
+        Unnecessary padding is removed unless ``padded``. An example may have no columns.
         """
         if self.columns is None or self._counts is None or padded:
             return None if self.columns is None else self.columns[data]
@@ -249,7 +249,7 @@ class Block:
 def padded_columns(
     data: Int[Tensor, " r"], outputs: Int[Tensor, " r"], m: int
 ) -> Int[Tensor, "m k"]:
-    """Arrange pairs (datum, output) as a list of outputs for each datum, padded with -1."""
+    """Return pairs (example, output) as a list of outputs for each example, padded with -1."""
     by_datum = data.argsort(stable=True)
     data, outputs = data[by_datum], outputs[by_datum]
     counts = data.bincount(minlength=m)

@@ -1,4 +1,4 @@
-"""What a change of a hyperparameter changes: rows, sums of them, or only their scale."""
+"""Determine what a hyperparameter changes: the rows, sums of rows, or only their scale."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -14,22 +14,21 @@ from evigrad.errors import NotPositiveDefiniteError, raised_in
 def likelihood_changes(
     model: LinearizedModel, curvature: Curvature[Any], num_outputs: int
 ) -> Literal["rows", "sums", "scales"]:
-    """Return what the likelihood's learnable parameters change, of which there must be some.
+    """Return what the likelihood's learnable parameters change. There must be at least one.
 
-    ``rows``: the vectors depend on them, and the data must be passed again. ``sums``: scales of
-    rows change by different factors, and the curvature has added these rows up. ``scales``: a
-    kept statistic can be rescaled.
+    ``rows``: the vectors depend on them, so the data must be passed again. ``sums``: they change
+    the scales of summed rows by different factors. ``scales``: a kept statistic can be rescaled.
     """
     estimator, likelihood = model.estimator, model.likelihood
     if estimator.curvature != "ggn":
         return "rows"
-    # Two examples of different outputs: scales that depend on f differ between them.
+    # Two examples with different outputs reveal scales that depend on f.
     weight = next(iter(model.weights.values()))
     f = torch.arange(2 * num_outputs, device="cpu").sin().view(2, num_outputs)
     with torch.enable_grad(), raised_in(f"root of {type(likelihood).__name__}"):
         try:
             root = likelihood.root(f.to(weight.device, weight.dtype), None, model.root)
-        except NotPositiveDefiniteError:  # other outputs may do better, and two passes always do
+        except NotPositiveDefiniteError:  # other outputs may work, and two passes always do
             return "rows"
         if root.vectors.requires_grad:
             return "rows"
@@ -42,13 +41,13 @@ def likelihood_changes(
 
 
 def is_one_number(scale: Tensor, parameters: Sequence[Tensor]) -> bool:
-    """Whether all entries are equal, and stay so whatever the parameters become."""
+    """Return whether all entries are equal, for any values of the parameters."""
     if not bool((scale == scale[0]).all()):
         return False
     learned = [parameter for parameter in parameters if parameter.requires_grad]
     if not scale.requires_grad or not learned:
         return True
-    # Different parameters that happen to be equal have different derivatives.
+    # Different parameters with equal values have different derivatives.
     weights = torch.arange(1, len(scale) + 1, device=scale.device, dtype=scale.dtype)
     whole, alone = (
         torch.autograd.grad(value, learned, retain_graph=True, allow_unused=True)

@@ -1,14 +1,13 @@
-"""Partitions of data and outputs into blocks, and random draws of a block.
+"""Partitions of examples and outputs into blocks, and random draws of a block.
 
-The index set I holds every pair (datum, output), the rows of the Gram matrix, and l(X) is the
-log-determinant of the rows in X. Two ways of drawing a block B are unbiased for an upper bound of
-l(I) (lower bounds of the evidence):
+The index set I contains every pair (example, output), or row of the Gram matrix. l(X) is the
+log-determinant of the rows in X. Both ways to draw a block B give unbiased estimates of an upper
+bound on l(I), and so lower bounds on the log evidence:
 
-- *partition mode*: one of the M blocks of a true partition of I, drawn uniformly. The estimate is
-  M l(B), with M the number of blocks also where the last ones are smaller; its expectation is
-  sum_m l(B_m) >= l(I) (Theorem 2).
-- *subset mode*: a uniformly random subset of a fixed size. The estimate is |I|/|B| l(B); every
-  pair is in B with probability |B|/|I|, so its expectation is a bound as well (Shearer).
+- *Partition mode* draws one of the M blocks of a partition of I uniformly. The estimate is M l(B),
+  even if the last blocks are smaller, with the expectation sum_m l(B_m) >= l(I) (Theorem 2).
+- *Subset mode* draws a uniformly random subset of fixed size. The estimate is |I|/|B| l(B). Each
+  pair is in B with probability |B|/|I|, so this is also a bound (Shearer).
 """
 
 from collections.abc import Callable, Sequence
@@ -26,26 +25,25 @@ from evigrad.errors import ConfigurationError, InputError
 
 
 class Partition:
-    """The blocks that an estimator's name asks for, from N data with C outputs.
+    """The blocks of an estimator for N examples with C outputs.
 
-    All randomness comes from the generators that the methods are given; the global random state
-    is not touched.
+    All randomness comes from the generators that methods receive, not from the global state.
 
     Args:
-        spec: The estimator. A SUBSET of more rows than there are takes them all.
+        spec: The estimator. A SUBSET of more rows than there are uses all of them.
         num_data: N.
         num_outputs: C.
-        num_rows: Rows of a datum whose outputs are all in one block; None: C.
+        num_rows: Rows of an example whose outputs are all in one block. Default: C.
 
     Attributes:
-        rows_per_datum: Rows of a datum in a block, unless the estimator counts rows.
+        rows_per_datum: Rows of an example in a block, unless the estimator counts rows.
         num_blocks: M, the number of blocks in a partition.
-        splits_outputs: Whether the rows of one datum are spread over several blocks. False for an
-            integer OUTPUTS that is C; such blocks have `columns` ``None``.
+        splits_outputs: Whether the rows of an example belong to several blocks. If not, blocks have
+            `columns` ``None``, unless the curvature has its own rows.
 
     Raises:
-        InputError: If there are no data or outputs, or SUBSET counts data and is larger than N.
-        ConfigurationError: If OUTPUTS is larger than C.
+        InputError: If there are no examples or outputs, or SUBSET counts examples and exceeds N.
+        ConfigurationError: If OUTPUTS exceeds C.
     """
 
     def __init__(
@@ -53,25 +51,26 @@ class Partition:
     ) -> None:
         if num_data < 1 or num_outputs < 1:
             raise InputError(
-                f"An estimate needs data and outputs, not {num_data} data, {num_outputs} outputs."
+                "An estimate needs at least one example and one output, got"
+                f" {num_data} examples and {num_outputs} outputs."
             )
         total = num_data * num_outputs if spec.rows else num_data
         if spec.subset is not None and spec.subset > total and not spec.rows:
             raise InputError(
-                f"'{spec}' asks for blocks of {spec.subset} data, but there are only {total}; "
-                "lower SUBSET, or use N for all the data."
+                f"'{spec}' needs blocks of {spec.subset} examples, but there are only {total}. "
+                "Lower SUBSET, or use N for all examples."
             )
         if spec.curvature == "ggn" and (spec.outputs or 1) > num_outputs:
             raise ConfigurationError(
-                f"'{spec}' asks for blocks of {spec.outputs} outputs, but the model has only "
-                f"{num_outputs}; lower OUTPUTS, or use C for all outputs."
+                f"'{spec}' needs blocks of {spec.outputs} outputs, but the model has only "
+                f"{num_outputs}. Lower OUTPUTS, or use C for all outputs."
             )
         self.spec = spec
         self.num_data = num_data
         self.num_outputs = num_outputs
-        self._size = min(spec.subset or total, total)  # more rows than there are is all of them
+        self._size = min(spec.subset or total, total)
         self._data_groups = -(-total // self._size)  # for `rows`: groups of rows
-        # ef and mc have their own rows for each datum, not the outputs': nothing is split.
+        # ef and mc have their own rows for each example, so no outputs are split.
         draws_outputs = spec.curvature == "ggn" and (spec.outputs or num_outputs) < num_outputs
         self._width = spec.outputs if draws_outputs else None
         whole = num_outputs if num_rows is None else num_rows
@@ -83,15 +82,15 @@ class Partition:
 
     @property
     def block_rows(self) -> int:
-        """Number of rows in a full block."""
+        """The number of rows in a full block."""
         return self._size if self.spec.rows else self._size * self.rows_per_datum
 
     def blocks(self, generator: torch.Generator, labels: Tensor | None = None) -> Sequence[Block]:
-        """Return one random partition of the index set, in random order: each (datum, output) once.
+        """Return a random partition of the index set in random order, built as it is read.
 
-        With N data in groups of m and C outputs in groups of k there are M = ceil(N/m) ceil(C/k)
-        blocks, each with scale M. The generator (of the CPU) advances here, not when the blocks are
-        read, which are built only then. ``grouped`` needs the class ``labels`` (N,).
+        With N examples in groups of m and C outputs in groups of k, there are M = ceil(N/m)
+        ceil(C/k) blocks of scale M. The CPU generator advances in this call, not when blocks are
+        read. ``grouped`` estimators need the class ``labels`` (N,).
         """
         if self.spec.rows:
             build = self._row_blocks(generator)
@@ -106,7 +105,7 @@ class Partition:
             return permutation(self.num_data, generator)
         if labels is None:
             raise ConfigurationError(
-                f"'{self.spec}' fills its blocks class by class and needs the class labels."
+                f"'{self.spec}' fills its blocks class by class, so it needs class labels."
             )
         order = torch.randperm(self.num_data, generator=generator, device="cpu")
         classes, codes = class_labels(labels, self.num_data).unique(return_inverse=True)
@@ -116,8 +115,8 @@ class Partition:
     def _grid_blocks(
         self, order: "Permutation | Int[Tensor, ' N']", generator: torch.Generator
     ) -> Callable[[int], Block]:
-        # A seed for each group of data stands for its permutations of the outputs: N*C numbers
-        # need not exist at once, and a group's blocks agree in whatever order they are built.
+        # A seed per group of data replaces its permutations of the outputs, which would take N*C
+        # numbers. The blocks of a group agree in whatever order they are built.
         limit = torch.iinfo(torch.int64).max
         few = min(self._data_groups, WRITTEN)
         seeds = torch.randint(limit, (few,), generator=generator, device="cpu")
@@ -127,7 +126,7 @@ class Partition:
             indices = order[of_data * self._size : (of_data + 1) * self._size].clone()
             columns = self._fixed_columns(len(indices))
             if self._width is not None:
-                # More groups than seeds: those of one seed are WRITTEN groups apart.
+                # There may be more groups than seeds. Groups with one seed are WRITTEN apart.
                 group_generator = torch.Generator().manual_seed(
                     int(seeds[of_data % few]) ^ of_data // few
                 )
@@ -147,7 +146,7 @@ class Partition:
         def build(number: int) -> Block:
             pairs = order[number * self._size : (number + 1) * self._size]
             indices, local = (pairs // self.num_outputs).unique(return_inverse=True)
-            # By falling number of rows: data with equally many go through the network together.
+            # Examples with equal numbers of rows go through the network together.
             by_rows = local.bincount().argsort(descending=True, stable=True)
             indices, local = indices[by_rows], by_rows.argsort()[local]
             columns = padded_columns(local, pairs % self.num_outputs, len(indices))
@@ -157,7 +156,7 @@ class Partition:
         return build
 
     def _output_orders(self, m: int, generator: torch.Generator) -> Int[Tensor, "m C"]:
-        """Random orders of the outputs: one for each datum if ``iid``, else one for all."""
+        """Return random orders of the outputs, one per example if ``iid``, else one for all."""
         rows = m if self.spec.iid else 1
         keys = torch.rand(
             rows, self.num_outputs, dtype=torch.float64, generator=generator, device="cpu"
@@ -165,17 +164,18 @@ class Partition:
         return keys.argsort(dim=1).expand(m, -1)
 
     def _fixed_columns(self, m: int) -> Int[Tensor, "m k"] | None:
-        """The columns of curvatures with their own rows for each datum."""
+        """Return the columns of curvatures with their own rows for each example."""
         if self.spec.curvature not in ("ef", "mc"):
             return None
         return torch.arange(self.spec.outputs or 1, device="cpu").repeat(m, 1)
 
     def subset(self, m: int, generator: torch.Generator) -> Block:
-        """Return a uniformly random subset of m data, with outputs drawn for it.
+        """Return a block of m uniformly random examples, with outputs drawn for it.
 
-        The size m need not be the SUBSET of the name. For `rows`, SUBSET rows are drawn among the
-        m*C of the subset; data without a row keep columns that are all -1. The block has scale
-        |I|/|B| and likelihood weights N/m; its indices are in random order, but 0..N-1 for m = N.
+        m may differ from the SUBSET of the name. For `rows`, SUBSET rows are drawn from the m*C
+        rows of the subset, and examples without a row have only -1 in their columns. The block has
+        scale |I|/|B| and likelihood weights N/m. Its indices are in random order, or 0..N-1 if
+        m = N.
         """
         self._check_subset(m)
         indices = (
@@ -211,26 +211,26 @@ class Partition:
     def _check_subset(self, m: int) -> None:
         if self.spec.grouped:
             raise ConfigurationError(
-                f"The blocks of '{self.spec}' are not random subsets of the data: take them from "
-                "blocks(), or drop 'grouped'."
+                f"The blocks of '{self.spec}' are not random subsets of the data. Take them from "
+                "blocks(), or omit 'grouped'."
             )
         if not 1 <= m <= self.num_data:
-            raise InputError(f"A subset holds 1 to {self.num_data} of the data, not {m}.")
+            raise InputError(f"A subset must contain 1 to {self.num_data} examples, got {m}.")
         if self.spec.subset is None and m < self.num_data:
             raise InputError(
-                f"'{self.spec}' needs all {self.num_data} data, not {m}; for subsets of {m} use "
-                f"'{replace(self.spec, subset=m)}'."
+                f"'{self.spec}' needs all {self.num_data} examples, got {m}. For subsets of {m}, "
+                f"use '{replace(self.spec, subset=m)}'."
             )
         if self.spec.rows and self._size > m * self.num_outputs:
             raise InputError(
-                f"'{self.spec}' draws {self._size} rows, but {m} data with {self.num_outputs} "
-                f"outputs have only {m * self.num_outputs}; give at least "
-                f"{-(-self._size // self.num_outputs)} data or lower SUBSET."
+                f"'{self.spec}' draws {self._size} rows, but {m} examples with {self.num_outputs} "
+                f"outputs have only {m * self.num_outputs}. Pass at least "
+                f"{-(-self._size // self.num_outputs)} examples, or lower SUBSET."
             )
 
 
 class _LazyBlocks(Sequence[Block]):
-    """Blocks that are built when they are read."""
+    """Blocks that are built as they are read."""
 
     def __init__(
         self, order: "Permutation | Int[Tensor, ' M']", build: Callable[[int], Block]
@@ -247,25 +247,25 @@ class _LazyBlocks(Sequence[Block]):
 
 
 def class_labels(targets: Tensor, num_data: int) -> Int[Tensor, " N"]:
-    """Targets as labels (N,), int64, on the CPU; raises unless they are N integers."""
+    """Return targets as int64 labels (N,) on the CPU, or raise an error if they are not labels."""
     if targets.shape != (num_data,):
         raise InputError(
-            f"Class labels need the shape ({num_data},), one for each datum, "
-            f"not {tuple(targets.shape)}."
+            f"Class labels must have the shape ({num_data},), one per example, "
+            f"got {tuple(targets.shape)}."
         )
     if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
         raise InputError(
-            f"Class labels must be integers, not {targets.dtype}; if these numbers are classes, "
+            f"Class labels must be integers, got {targets.dtype}. If these numbers are classes, "
             "convert them with .long()."
         )
     return targets.detach().to("cpu", torch.int64)
 
 
 def choose_distinct(n: int, size: int, generator: torch.Generator) -> Int[Tensor, " size"]:
-    """Draw distinct numbers below n, every ordered choice with the same probability."""
+    """Draw distinct numbers below n, with equal probability for every ordered choice."""
     if 4 * size > n:
         return torch.randperm(n, generator=generator, device="cpu")[:size].clone()
-    # Draw, skipping repetitions: a permutation of all n would cost a pass over the data set.
+    # Skip repetitions, because a permutation of all n would take a pass over the data set.
     chosen: dict[int, None] = {}
     while len(chosen) < size:
         chosen.update(

@@ -1,4 +1,4 @@
-"""Random permutations of so many numbers that they are not written out."""
+"""Random permutations that are computed on demand instead of stored."""
 
 from typing import overload
 
@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-# Permutations of fewer numbers are tensors.
+# Permutations of at most this length are tensors.
 WRITTEN = 2**24
 _ROUNDS = 6
 # Odd multipliers with irregular bits (SplitMix64's, as signed integers).
@@ -14,14 +14,14 @@ _MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 
 
 class Permutation:
-    """A random permutation of 0 … n − 1, of which any part can be computed alone.
+    """A random permutation of 0 … n − 1, any part of which can be computed separately.
 
-    A Feistel network permutes the numbers below 4^b ≥ n; those that lie outside go through it again
-    until they do not (Black and Rogaway, 2002). It is read as a tensor is, by numbers and slices.
+    A Feistel network permutes the numbers below 4^b ≥ n. Results of n or more are permuted again
+    (Black and Rogaway, 2002). Index it like a tensor, with integers and slices.
 
     Args:
-        n: How many numbers, below 2^62.
-        generator: Its source of randomness; advances at once.
+        n: Length, below 2^62.
+        generator: Source of randomness, used only by the constructor.
     """
 
     def __init__(self, n: int, generator: torch.Generator) -> None:
@@ -45,7 +45,7 @@ class Permutation:
         return self.at(torch.arange(*index.indices(self._n), device="cpu"))
 
     def at(self, places: Int[Tensor, " m"]) -> Int[Tensor, " m"]:
-        """The numbers at places 0 … n − 1."""
+        """Return the numbers at places 0 … n − 1."""
         numbers = self._network(places)
         while bool((outside := numbers >= self._n).any()):
             numbers[outside] = self._network(numbers[outside])
@@ -60,7 +60,7 @@ class Permutation:
 
 
 def _mixed(numbers: Int[Tensor, " m"], key: int) -> Int[Tensor, " m"]:
-    """Numbers whose low bits depend on all bits of the given ones; products wrap around."""
+    """Return numbers whose low bits depend on all bits of the input, with wraparound."""
     for factor in _MIX:
         numbers = (numbers ^ key) * factor
         numbers = numbers ^ (numbers >> 31)
@@ -68,7 +68,7 @@ def _mixed(numbers: Int[Tensor, " m"], key: int) -> Int[Tensor, " m"]:
 
 
 def permutation(n: int, generator: torch.Generator) -> "Permutation | Int[Tensor, ' n']":
-    """A random permutation of 0 … n − 1: a tensor where that is small."""
+    """Return a random permutation of 0 … n − 1, as a tensor if n is small."""
     return (
         torch.randperm(n, generator=generator, device="cpu")
         if n <= WRITTEN

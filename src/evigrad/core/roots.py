@@ -1,18 +1,18 @@
-"""Roots of Λ = −∇²_f log p(y|f): matrices R with R Rᵀ = Λ, whose columns give the rows of the Gram.
+"""Roots of Λ = −∇²_f log p(y|f): matrices R with R Rᵀ = Λ, whose columns give rows of the Gram.
 
-Where a block holds all outputs every root gives the same log-determinant, and for a softmax one of
-C − 1 columns is taken. Where it lists some columns there are three kinds, named in ``ROOTS``:
+If a block contains all outputs, every root gives the same log-determinant, and a softmax needs only
+C − 1 columns. For a block with some columns, there are three kinds of roots, named in ``ROOTS``:
 
-- ``"subblock"``: a root of Λ restricted to the datum's listed outputs (the paper's output-wise
-  estimators). Where Λ couples the outputs, the sum over its blocks is no bound.
-- ``"fisher"``: columns of one root of the whole Λ, column d belonging to output d. For the softmax
-  it is diag(√p) − p√pᵀ, whose column d is √p_d times the score of label d.
-- ``"eigen"``: the same root turned so that its columns are orthogonal, largest first (for a softmax
-  over many classes those of the ``TOP_CLASSES`` likeliest ones). The rotation is a free variational
-  parameter of the bound and is held constant in derivatives.
+- ``"subblock"``: a root of Λ restricted to the listed outputs of an example, as in the paper. If Λ
+  couples the outputs, the sum over blocks is not a bound.
+- ``"fisher"``: columns of one root of the whole Λ, column d for output d. For the softmax it is
+  diag(√p) − p√pᵀ, whose column d is √p_d times the score of label d.
+- ``"eigen"``: the same root rotated so that its columns are orthogonal, largest first. For many
+  classes, only the columns of the ``TOP_CLASSES`` most likely classes are rotated. Derivatives hold
+  the rotation fixed, which is valid because the bound holds for any rotation.
 
-Everything here is differentiable in f (and in the likelihood's parameters, where Λ depends on them)
-and stays finite, value and gradient, where probabilities underflow.
+Everything is differentiable in f, and in the likelihood's parameters if Λ depends on them. Values
+and gradients stay finite if probabilities underflow.
 """
 
 from contextlib import suppress
@@ -28,31 +28,31 @@ from evigrad.errors import ConfigurationError, NotFiniteError, NotPositiveDefini
 
 ROOTS = ("subblock", "fisher", "eigen")
 
-# With more classes, "eigen" turns the columns of the likeliest ones alone: the others hold little
-# of a datum's curvature, and no matrix of all classes is needed.
+# With more classes, "eigen" rotates only the columns of the most likely ones. The others hold
+# little of an example's curvature, and no matrix of all classes is needed.
 TOP_CLASSES = 16
 
-# Eigenvalues below this multiple of C·eps·(largest) count as zero: they are rounding, and their
+# Eigenvalues below this multiple of C·eps·(largest) count as zero. They are rounding, and their
 # inverses in the derivative of the root would be noise.
 RANK_TOLERANCE = 1.0
-# Second derivatives by autodiff are off by a few eps in units of the outputs; a negative eigenvalue
-# of no more than this many eps (and √eps of the largest) is rounding.
+# Second derivatives by autograd are off by a few eps in units of the outputs. A negative eigenvalue
+# of at most this many eps (and √eps of the largest) counts as rounding.
 NEGATIVE_TOLERANCE = 16.0
 
 
 @dataclass(frozen=True)
 class RootRows:
-    """Cotangents of the outputs: one per row of the Gram matrix.
+    """Cotangents of the outputs, one for each row of the Gram matrix.
 
-    The row of index (n, j) is ``scale[n, j] * vectors[n, j]ᵀ J_n P0^{-1/2}``.
+    Row (n, j) is ``scale[n, j] * vectors[n, j]ᵀ J_n P0^{-1/2}``.
 
     Attributes:
-        vectors: Column j of the root of datum n, zero where the datum has no such column.
-        scale: Factor of each row, or None for 1. A likelihood's parameters may be here and not in
-            ``vectors`` where they multiply rows by a number, as 1/σ of a Gaussian: rows then need
-            no graph for them.
-        present: Which (datum, column) there are, or None for all. The others are padding: their
-            vectors are zero, and a structure may leave them out.
+        vectors: Column j of the root of example n, or zero if the example has no such column.
+        scale: Factor of each row, or None for 1. Likelihood parameters that multiply rows by a
+            number, such as 1/σ of a Gaussian, may occur here and not in ``vectors``. The rows then
+            need no graph for them.
+        present: Which (example, column) exist, or None for all. The others are padding with zero
+            vectors, which a structure may omit.
     """
 
     vectors: Float[Tensor, "m k C"]
@@ -60,7 +60,7 @@ class RootRows:
     present: Bool[Tensor, "m k"] | None = None
 
     def parts(self, size: int) -> list["RootRows"]:
-        """The root in parts of so many columns."""
+        """Return the root in parts of at most ``size`` columns."""
         count = self.vectors.shape[1]
         if count <= size:
             return [self]
@@ -81,19 +81,15 @@ class RootRows:
 
 
 def check_root(kind: str) -> None:
-    """Refuse a kind of root that is not in ``ROOTS``.
-
-    Raises:
-        ConfigurationError: If it is unknown.
-    """
+    """Raise a ConfigurationError for a kind of root that is not in ``ROOTS``."""
     if kind not in ROOTS:
         raise ConfigurationError(
-            f"root is one of {', '.join(ROOTS)}, not {kind!r}.{nearest(str(kind), ROOTS)}"
+            f"root must be one of {', '.join(ROOTS)}, got {kind!r}.{nearest(str(kind), ROOTS)}"
         )
 
 
 def one_hot(f: Float[Tensor, "m C"], columns: Int[Tensor, "m k"] | None) -> Float[Tensor, "m k C"]:
-    """Unit vectors of the listed outputs: of all outputs for None, zero vectors for −1."""
+    """Return unit vectors of the listed outputs: all outputs for None, zero vectors for −1."""
     num_data, num_outputs = f.shape
     if columns is None:
         eye = torch.eye(num_outputs, dtype=f.dtype, device=f.device)
@@ -104,21 +100,22 @@ def one_hot(f: Float[Tensor, "m C"], columns: Int[Tensor, "m k"] | None) -> Floa
 def diagonal_rows(
     f: Float[Tensor, "m C"], root: Float[Tensor, "m C"], columns: Int[Tensor, "m k"] | None
 ) -> Float[Tensor, "m k C"]:
-    """The rows e_d √λ_d of a diagonal Λ, the same for all kinds; ``root`` holds the √λ."""
+    """Return the rows e_d √λ_d of a diagonal Λ, for any kind. ``root`` contains the √λ."""
     return one_hot(f, columns) * root.unsqueeze(1)
 
 
 def softmax_rows(
     f: Float[Tensor, "m C"], columns: Int[Tensor, "m k"] | None, kind: str
 ) -> Float[Tensor, "m k C"]:
-    """Return rows of the softmax's Λ = diag(p) − ppᵀ in closed form; ``f`` are logits.
+    """Return rows of the softmax's Λ = diag(p) − ppᵀ in closed form, for logits ``f``.
 
-    For a sub-block O with q the probability of the outputs outside O and u = √p_O,
-    R = D^{1/2} (I − u uᵀ/(1+√q)) has R Rᵀ = D − p_O p_Oᵀ, D = diag(p_O); its column j is
-    u_j (e_j − p_O/(1+√q)). For O all outputs, q = 0, it is the Fisher root.
+    For a sub-block O, let q be the probability of the outputs outside O and u = √p_O. Then
+    R = D^{1/2} (I − u uᵀ/(1+√q)) has R Rᵀ = D − p_O p_Oᵀ with D = diag(p_O). Its column j is
+    u_j (e_j − p_O/(1+√q)). If O contains all outputs, q = 0 and R is the Fisher root.
 
-    Without ``columns`` C − 1 rows do, as Λ has no larger rank: those of the sub-block of all
-    outputs but the last, whose own entries −u_j √q make each row sum to zero, as Λ 1 = 0.
+    Without ``columns``, C − 1 rows are enough for the rank of Λ. They belong to the sub-block of
+    all outputs but the last. The entries −u_j √q of the last output make each row sum to zero, as
+    Λ 1 = 0 requires.
     """
     log_p = f.log_softmax(dim=1)
     if columns is None:
@@ -130,7 +127,7 @@ def softmax_rows(
     if kind == "eigen" and f.shape[1] > TOP_CLASSES:
         return _top_rows(log_p, columns)
     if kind == "eigen":
-        # Row d of `fisher` is column d of R, hence fisher @ fisherᵀ = RᵀR, and (R Q)ᵀ = Qᵀ fisher.
+        # Row d of `fisher` is column d of R, so fisher @ fisherᵀ = RᵀR, and (R Q)ᵀ = Qᵀ fisher.
         fisher = _label_rows(log_p, one_hot(f, None), None)
         frozen = fisher.detach()
         _, rotation = _descending_eigh(frozen @ frozen.mT)
@@ -139,10 +136,10 @@ def softmax_rows(
 
 
 def _top_rows(log_p: Float[Tensor, "m C"], columns: Int[Tensor, "m k"]) -> Float[Tensor, "m k C"]:
-    """Return rows of R · diag(Q, I): the Fisher rows of the likeliest classes made orthogonal.
+    """Return rows of R · diag(Q, I), with orthogonal Fisher rows for the most likely classes.
 
-    ``columns`` count classes in descending order of probability; those behind the first
-    ``TOP_CLASSES`` are the Fisher root's own.
+    ``columns`` count classes by falling probability. Those after the first ``TOP_CLASSES`` belong
+    to the Fisher root.
     """
     order = log_p.detach().argsort(dim=1, descending=True, stable=True)
     first = _label_rows(log_p, one_hot(log_p, order[:, :TOP_CLASSES]), None)
@@ -157,7 +154,7 @@ def _top_rows(log_p: Float[Tensor, "m C"], columns: Int[Tensor, "m k"]) -> Float
 
 
 def condensed_logits(f: Float[Tensor, "m C"]) -> Float[Tensor, "m D"]:
-    """The ``TOP_CLASSES`` largest logits, descending, and the logsumexp of the others (if any)."""
+    """Return the ``TOP_CLASSES`` largest logits, descending, and the logsumexp of any others."""
     if f.shape[1] <= TOP_CLASSES:
         return f
     sorted_f = f.sort(dim=1, descending=True).values
@@ -166,10 +163,10 @@ def condensed_logits(f: Float[Tensor, "m C"]) -> Float[Tensor, "m D"]:
 
 
 def top_norms(p: Float[Tensor, "m C"]) -> Float[Tensor, "m K"]:
-    """Return |R[:, d]|² of the turned columns of ``_top_rows``, largest first.
+    """Return |R[:, d]|² of the rotated columns of ``_top_rows``, largest first.
 
-    These are the eigenvalues of the products of the first K = ``TOP_CLASSES`` Fisher rows; the
-    probabilities are in descending order.
+    They are the eigenvalues of the Gram matrix of the first K = ``TOP_CLASSES`` Fisher rows. ``p``
+    must be sorted in descending order.
     """
     first = p[:, :TOP_CLASSES]
     between = 0.5 * p.square().sum(dim=1)[:, None] - first
@@ -182,22 +179,22 @@ def top_norms(p: Float[Tensor, "m C"]) -> Float[Tensor, "m K"]:
 def _label_rows(
     log_p: Float[Tensor, "m C"], pick: Float[Tensor, "m k C"], outside: Tensor | None
 ) -> Float[Tensor, "m k C"]:
-    """u_j (e_j − p_O/(1+√q)) for the picked outputs j; `outside` is not O, None for q = 0."""
+    """Return u_j (e_j − p_O/(1+√q)) for picked outputs j; `outside` marks non-O, None: q = 0."""
     p = log_p.exp()
-    # exp(½ log p) and not √p: the derivative of the latter is infinite where p underflows.
+    # exp(½ log p) instead of √p, whose derivative is infinite if p underflows.
     u = (pick @ (0.5 * log_p).exp().unsqueeze(-1)).squeeze(-1)
     if outside is None:
         root_q = log_p.new_zeros(())
         shrink = 1.0 + root_q
     else:
         p = p.masked_fill(outside, 0.0)
-        # A logsumexp over nothing has no gradient: take all outputs there, and set q to 0 after.
+        # An empty logsumexp has no gradient: use all outputs there, and set q to 0 afterwards.
         none_outside = ~outside.any(dim=1, keepdim=True)
         log_q = log_p.masked_fill(~(outside | none_outside), -torch.inf).logsumexp(1, keepdim=True)
         root_q = (0.5 * log_q).exp().masked_fill(none_outside, 0.0)
         shrink = (1.0 + root_q).unsqueeze(-1)
     others = p.unsqueeze(1) * (1.0 - pick) / shrink
-    # 1 − p_j/(1+√q) as a sum of positive terms: no digits are lost where p_j is close to 1.
+    # 1 − p_j/(1+√q) as a sum of positive terms, which loses no digits if p_j is close to 1.
     label_entries = root_q + others.sum(dim=-1)
     return u.unsqueeze(-1) * (pick * label_entries.unsqueeze(-1) - others)
 
@@ -207,11 +204,11 @@ def hessian_rows(
 ) -> Float[Tensor, "m k C"]:
     """Return rows of any positive semidefinite Λ, without derivatives of eigenvectors.
 
-    ``"fisher"`` and ``"subblock"`` are symmetric square roots (of Λ, of its sub-block), so that
-    column d belongs to output d; ``"eigen"`` has orthogonal columns, largest first.
+    ``"fisher"`` and ``"subblock"`` are symmetric square roots of Λ and of its sub-block, so column
+    d belongs to output d. ``"eigen"`` has orthogonal columns, largest first.
 
     Args:
-        curvature: Λ, with a graph wherever derivatives are wanted.
+        curvature: Λ, with a graph if you need derivatives.
         columns: As in ``Likelihood.root``.
         kind: One of ``ROOTS``.
 
@@ -232,11 +229,11 @@ def differentiable_root(
 ) -> Float[Tensor, "m n n"]:
     """Return a root R of positive semidefinite matrices Λ with R Rᵀ = Λ to first order.
 
-    R = R₀ + (I − ½Π)(Λ − Λ₀)R₀⁺ᵀ, where Λ₀ is Λ without its graph, R₀ a root of it and
-    Π = R₀R₀⁺ the projector on its range: the value is R₀, and the first derivative of R Rᵀ is that
-    of Λ wherever its rank does not change. No eigenvector is differentiated, so that equal
-    eigenvalues do no harm; second derivatives are not those of a root. R₀ is V√λVᵀ if
-    ``symmetric``, else V√λ with the largest eigenvalue first.
+    R = R₀ + (I − ½Π)(Λ − Λ₀)R₀⁺ᵀ, where Λ₀ is Λ without its graph, R₀ is a root of Λ₀, and
+    Π = R₀R₀⁺ projects on its range. The value is R₀. The first derivatives of R Rᵀ and Λ agree
+    wherever the rank of Λ is constant, but second derivatives do not. No eigenvector is
+    differentiated, so equal eigenvalues do no harm. R₀ is V√λVᵀ if ``symmetric``, otherwise V√λ
+    with the largest eigenvalue first.
 
     Raises:
         NotPositiveDefiniteError: If Λ has a negative eigenvalue.
@@ -258,31 +255,27 @@ def differentiable_root(
 
 
 def check_not_negative(eigenvalues: Tensor) -> None:
-    """Refuse eigenvalues of Λ (at least one is given) that are negative, rounding aside.
-
-    Raises:
-        NotPositiveDefiniteError: If one is negative.
-    """
+    """Raise a NotPositiveDefiniteError if an eigenvalue of Λ is negative beyond rounding."""
     eps = torch.finfo(eigenvalues.dtype).eps
     floor = -(eps**0.5) * eigenvalues.abs().max() - NEGATIVE_TOLERANCE * eps
     if bool((eigenvalues < floor).any()):
         raise NotPositiveDefiniteError(
             f"The negative log likelihood is not convex in the outputs: its Hessian Λ has the"
-            f" eigenvalue {eigenvalues.min().item():.3g}, and no root. Override hessian(f) of the"
-            " likelihood with a positive semidefinite matrix, such as its Fisher information."
+            f" eigenvalue {eigenvalues.min().item():.3g}, so it has no root. Override hessian(f) of"
+            " the likelihood with a positive semidefinite matrix, such as its Fisher information."
         )
 
 
 def _descending_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues, largest first, and eigenvectors; in float32 at least, which eigh needs.
+    """Return eigenvalues, largest first, and eigenvectors, in float32 or wider.
 
     Raises:
-        NotFiniteError: If an entry is not finite, or LAPACK does not converge in float64 either.
+        NotFiniteError: If an entry is not finite, or LAPACK does not converge even in float64.
     """
     if not is_finite(matrix):
         raise NotFiniteError(
-            "The curvature Λ of the outputs holds NaN or infinite values: outputs are not finite,"
-            " or too large. Look for weights, inputs or hyperparameters that have diverged."
+            "The curvature Λ of the outputs contains NaN or infinite values, so outputs are not"
+            " finite or too large. Look for weights, inputs or hyperparameters that have diverged."
         )
     if matrix.dtype.itemsize < torch.float32.itemsize:
         matrix = matrix.float()
@@ -292,6 +285,6 @@ def _descending_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
             if bool(values.isfinite().all()):
                 return values.flip(-1).to(matrix.dtype), vectors.flip(-1).to(matrix.dtype)
     raise NotFiniteError(
-        "The curvature Λ of the outputs has no eigenvalues that LAPACK finds: the outputs are too"
-        " large. Look for weights, inputs or hyperparameters that have diverged."
+        "LAPACK finds no eigenvalues of the curvature Λ of the outputs, which are too large. Look"
+        " for weights, inputs or hyperparameters that have diverged."
     )

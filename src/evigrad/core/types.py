@@ -1,7 +1,7 @@
-"""What the core works on, and the protocols by which it asks the rings around it.
+"""Data types of the core, and the protocols through which it calls other subpackages.
 
 A ``Sweep`` takes a block through the network one ``MicroBatch`` at a time, each with a
-``Linearization``; a ``LinearizedModel`` says which density and which prior the network has.
+``Linearization``. A ``LinearizedModel`` combines a density and a prior with a network.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -31,10 +31,10 @@ State = TypeVar("State")
 
 @runtime_checkable
 class Linearization(Protocol):
-    """One forward pass of a model over m examples, and the rows vᵀ J of its Jacobian J.
+    """One forward pass of a model over m examples, and rows vᵀ J of its Jacobian J.
 
-    Rows have a graph into the vectors and into all that the pass depends on besides the weights if
-    the pass was made with one.
+    If the pass was made with a graph, rows are differentiable in the vectors, and in everything
+    else that the pass depends on except the weights.
     """
 
     @property
@@ -43,7 +43,7 @@ class Linearization(Protocol):
         ...
 
     def without_graph(self, root: RootRows) -> tuple["Linearization", RootRows]:
-        """Return this pass and its cotangents without a graph; they may share computations."""
+        """Return this pass and its cotangents without a graph. They may share computations."""
         ...
 
     def rows(
@@ -57,21 +57,21 @@ class Linearization(Protocol):
     ) -> dict[str, "Rows"]:
         """Return the rows of each parameter without padding, formed only when they are read.
 
-        Those in ``contracted`` stay products of the inputs of a layer and the gradients in its
-        outputs where the pass has these.
+        Rows in ``contracted`` stay products of a layer's inputs and output gradients, if the pass
+        has these.
         """
         ...
 
     def factors(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
     ) -> "dict[str, list[KroneckerUse]]":
-        """Return the Kronecker factors of the rows, one item for each use of a parameter."""
+        """Return the Kronecker factors of the rows, one item per use of a parameter."""
         ...
 
     def inner(
         self, vectors: Float[Tensor, "m k C"], cotangents: Mapping[str, Tensor]
     ) -> Float[Tensor, ""]:
-        """Return Σ cotangents · rows; the cotangents (m, k, *parameter shape) get no gradient."""
+        """Return Σ cotangents · rows, for cotangents (m, k, *parameter shape) without gradients."""
         ...
 
     def products(
@@ -83,10 +83,10 @@ class Linearization(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Some examples of a block, and what the block says of them.
+    """Some examples of a block.
 
     Attributes:
-        x: Inputs, as the network takes them.
+        x: Inputs, as passed to the network.
         y: Targets.
         data: Positions in the block.
         columns: Columns of the root, or None for all.
@@ -105,12 +105,12 @@ class MicroBatch:
 
     @property
     def has_rows(self) -> bool:
-        """Whether its examples have rows, and not only a log likelihood."""
+        """Whether the examples have rows, and not only a log likelihood."""
         return self.columns is None or self.columns.shape[1] > 0
 
 
 class Sweep(Protocol):
-    """How a block goes through the network: in micro-batches, each time the same ones."""
+    """Takes a block through the network, always in the same micro-batches."""
 
     @property
     def block(self) -> Block:
@@ -123,29 +123,25 @@ class Sweep(Protocol):
         ...
 
     def fold(
-        self,
-        step: Callable[[State, MicroBatch], State],
-        start: State,
-        *,
-        graph: bool = False,
+        self, step: Callable[[State, MicroBatch], State], start: State, *, graph: bool = False
     ) -> State:
         """Return the state after ``step`` was applied to each micro-batch.
 
-        ``step`` makes the next state of a state and a micro-batch and changes neither, so that it
-        can be repeated on fewer examples; ``graph`` says that it asks for graphs.
+        ``step`` computes the next state without changing the old one, so it can be repeated on
+        fewer examples. ``graph`` is whether ``step`` needs graphs.
         """
         ...
 
     def linearize(self, batch: MicroBatch, *, graph: bool) -> Linearization:
-        """Return the forward pass of a micro-batch, with a graph beyond the weights or without."""
+        """Return the forward pass of a micro-batch, optionally with a graph beyond the weights."""
         ...
 
     def keeps_graph(self, batch: MicroBatch) -> bool:
-        """Whether memory suffices to keep the graph of a micro-batch between two passes."""
+        """Return whether memory suffices to keep the graph of a micro-batch between two passes."""
         ...
 
     def outputs(self, batch: MicroBatch) -> Float[Tensor, "m C"]:
-        """Return the outputs of a micro-batch without rows, with a graph where gradients are on."""
+        """Return a micro-batch's outputs without rows, with a graph if gradients are enabled."""
         ...
 
 
@@ -153,12 +149,12 @@ class Sweep(Protocol):
 
 
 class Density(Protocol):
-    """log p(y|f), and roots of its negative Hessian in f."""
+    """log p(y|f), and roots of its negative Hessian with respect to f."""
 
     couples_outputs: bool
 
     def parameters(self) -> Iterable[Tensor]:
-        """The hyperparameters."""
+        """Return the hyperparameters."""
         ...
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
@@ -168,7 +164,7 @@ class Density(Protocol):
     def root(
         self, f: Float[Tensor, "m C"], columns: Int[Tensor, "m k"] | None, kind: str
     ) -> RootRows:
-        """Return columns of a root of −∇² log p, as one of ``ROOTS``."""
+        """Return columns of a root of −∇² log p, of a kind in ``ROOTS``."""
         ...
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
@@ -176,11 +172,11 @@ class Density(Protocol):
         ...
 
     def weights(self, y: Tensor) -> Float[Tensor, " m"] | None:
-        """Return the weight of each example, None for 1."""
+        """Return the weight of each example, or None for 1."""
         ...
 
     def check_derivatives(self, f: Float[Tensor, "m C"], y: Tensor, curvature: str) -> None:
-        """Refuse a density whose Hessian the roots do not give."""
+        """Raise an error if the roots do not match the density's Hessian."""
         ...
 
 
@@ -188,7 +184,7 @@ class Prior(Protocol):
     """N(w₀, P0⁻¹) with a diagonal P0."""
 
     def precisions(self) -> Mapping[str, Tensor]:
-        """Return the diagonal of P0 for each weight: one number, or one for each entry."""
+        """Return the diagonal of P0 for each weight, as one number or one per entry."""
         ...
 
     def quadratic(self, weights: Mapping[str, Tensor]) -> Float[Tensor, ""]:
@@ -202,16 +198,16 @@ class Prior(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class LinearizedModel:
-    """The model whose evidence is wanted: a density and a prior around a linearized network.
+    """A linearized network with a density and a prior, which together define the evidence.
 
     Attributes:
-        weights: The weights by name, as they are.
-        likelihood: The density of the targets.
-        prior: The prior on the weights.
-        estimator: Which rows make a block, and how their curvature is taken.
+        weights: Current weights by name.
+        likelihood: Density of the targets.
+        prior: Prior of the weights.
+        estimator: Which rows make a block, and the curvature of the outputs.
         num_data: N.
         temperature: T of the likelihood p^(1/T).
-        root: How an example's curvature is split into rows, one of ``ROOTS``.
+        root: How the curvature of an example is split into rows, one of ``ROOTS``.
     """
 
     weights: Mapping[str, Tensor]
@@ -223,22 +219,22 @@ class LinearizedModel:
     root: str
 
     def log_probabilities(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
-        """Log p(y_n|f_n) of each example, in nats."""
+        """Return log p(y_n|f_n) of each example, in nats."""
         return self.likelihood.log_prob(f, y)
 
     def log_likelihood(self, log_probabilities: Tensor, weights: Tensor) -> Float[Tensor, ""]:
-        """(1/T) Σ w_n log p(y_n|f_n), in float64, from two vectors (m,)."""
+        """Return (1/T) Σ w_n log p(y_n|f_n) in float64, from two vectors (m,)."""
         weighted = weights.to(log_probabilities) * log_probabilities
         return weighted.sum().double() / self.temperature
 
     def cotangents(self, f: Float[Tensor, "m C"], batch: MicroBatch) -> RootRows:
-        """Return the cotangents of a micro-batch's rows at outputs f, temperature included.
+        """Return the cotangents of a micro-batch's rows at outputs f, including the temperature.
 
-        They have a graph into f and the likelihood's parameters where these have one.
+        They keep the graphs of f and of the likelihood's parameters.
         """
         likelihood = self.likelihood
         name = type(likelihood).__name__
-        with raised_in(f"log_prob of {name}, or what is derived at its reference_targets,"):
+        with raised_in(f"log_prob of {name}, or its derivatives at its reference_targets,"):
             if self.estimator.curvature == "ef":
                 root = RootRows(likelihood.score(f, batch.y)[:, None, :], None)
             elif self.estimator.curvature == "mc":
@@ -249,7 +245,7 @@ class LinearizedModel:
                 if columns is not None and (columns < 0).any():
                     root = replace(root, present=columns >= 0)
             weights = likelihood.weights(batch.y)
-        # Parameters of a likelihood may be of a wider type than the outputs.
+        # The likelihood's parameters may have a wider type than the outputs.
         root = replace(root, vectors=root.vectors.to(f))
         if weights is not None:
             root = replace(root, vectors=root.vectors * weights.to(f).sqrt()[:, None, None])
@@ -260,11 +256,11 @@ class LinearizedModel:
 
 
 def sampled_rows(likelihood: Density, f: Tensor, labels: Sequence[Tensor]) -> RootRows:
-    """Scores of sampled labels, whose outer products average to Λ."""
+    """Return scores of sampled labels, whose outer products average to Λ."""
     scores = torch.stack([likelihood.score(f, label) for label in labels], dim=1)
     log_prob = torch.stack([likelihood.log_prob(f, label) for label in labels], dim=1)
-    # The ratio is 1; its derivative is that of the labels' distribution in f and the noise, so
-    # that the gradient of H is unbiased although the sampled labels are held fixed.
+    # The ratio is 1. Its derivative accounts for the label distribution, so the gradient of H is
+    # unbiased although the sampled labels are fixed.
     ratio = (0.5 * (log_prob - log_prob.detach())).exp()
     return RootRows(scores * len(labels) ** -0.5, ratio)
 
@@ -274,20 +270,20 @@ def sampled_rows(likelihood: Density, f: Tensor, labels: Sequence[Tensor]) -> Ro
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """One pass over a block: all that the log evidence needs of the data, for any prior.
+    """One pass over a block: everything that the log evidence needs from the data, for any prior.
 
     Attributes:
         model: The model.
-        curvature: What made the statistic.
+        curvature: The curvature of the statistic.
         block: The block, without its data.
-        statistic: The curvature's statistic of all rows.
+        statistic: The statistic of all rows.
         log_likelihood: (1/T) log p(D|w,h), scaled to the whole data set, in nats.
         log_probabilities: log p(y|w,h) of each example of the block, (m,).
         num_outputs: C.
-        outputs: Micro-batches without inputs, with their outputs, for steps on the likelihood's own
-            hyperparameters; empty unless asked for.
-        linearized: The linearization of a micro-batch alone and its cotangents, with a graph, for
-            the second pass; None unless asked for.
+        outputs: Micro-batches without inputs, with their outputs, for steps on the likelihood's
+            hyperparameters. Empty by default.
+        linearized: The linearization of a single micro-batch and its cotangents, with a graph, for
+            the second pass. None by default.
     """
 
     model: LinearizedModel
@@ -302,7 +298,7 @@ class Pass:
 
     @cached_property
     def conditioning(self) -> Conditioning | None:
-        """The rows that are anchors and those of drawn parts; None without anchors."""
+        """Which rows are anchors or belong to drawn parts. None without anchors."""
         columns, anchored = self.block.columns, self.block.anchored
         if anchored is None or columns is None:
             return None
@@ -325,21 +321,21 @@ class Pass:
 class Estimate:
     """One estimate of the log evidence of the whole data set, in nats.
 
-    ``log_evidence = log_likelihood + log_prior - log_det / 2``: the linearised Laplace
-    approximation with all constants in (the paper's Algorithm 1).
+    ``log_evidence = log_likelihood + log_prior - log_det / 2`` is the linearized Laplace
+    approximation, including all constants (Algorithm 1 of the paper).
 
     Attributes:
         log_evidence: Estimate of log q(D|h).
         log_likelihood: Estimate of (1/T) log p(D|w,h).
-        log_prior: −½ (w−w₀)ᵀP0(w−w₀), exact. (The rest of log p(w|h) cancels in the determinant.)
+        log_prior: −½ (w−w₀)ᵀP0(w−w₀), exact. The rest of log p(w|h) cancels in the determinant.
         log_det: Estimate of ℓ(I) = log|I + S|, scaled to the whole data set.
         log_hyperprior: Log density of the hyperparameters, not part of ``log_evidence``.
         is_bound: Whether the expectation of ``log_evidence`` is a lower bound on the log evidence
-            of the same curvature; a single estimate can be above it.
+            with the same curvature. A single estimate can exceed it.
         num_data: N.
         estimator: Canonical name of the estimator.
-        entropies: ℓ(Z) of the anchors and ℓ(B_b|Z) of each drawn part of an anchored block, in
-            nats; empty for other blocks.
+        entropies: For an anchored block, ℓ(Z) of the anchors and ℓ(B_b|Z) of each drawn part, in
+            nats. Empty for other blocks.
     """
 
     log_evidence: float
@@ -354,12 +350,12 @@ class Estimate:
 
     @property
     def per_datum(self) -> float:
-        """The log evidence divided by N, in nats per datum."""
+        """The log evidence per example, in nats."""
         return self.log_evidence / self.num_data
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """The standard error of the mean of independent values; 0 for a single one."""
+    """Return the standard error of the mean of independent values, or 0 for one value."""
     if len(values) < 2:
         return 0.0
     return float(torch.tensor(values, dtype=torch.float64, device="cpu").std()) / len(values) ** 0.5

@@ -1,1 +1,1 @@
-"""The same numbers in less time or memory: rows as products, rows in another type or place."""
+"""The same results in less time or memory: rows as products, or in another type or place."""

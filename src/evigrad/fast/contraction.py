@@ -1,10 +1,10 @@
-"""Rows of a matrix as products of the layer's inputs and the gradients in its outputs.
+"""Rows of a matrix as products of the layer's inputs and output gradients.
 
 The row of example n and output j is Σ_t g_(n,j,t) ⊗ a_(n,t) over the positions t at which the
-matrix is applied. Inner products of rows need only inner products of the a and of the g (*Jacobian
-contraction* and *structured derivatives* in Novak, Sohl-Dickstein, Schoenholz (2022), *Fast Finite
-Width Neural Tangent Kernel*): far cheaper than the rows for few positions and a large matrix, in
-operations and in memory.
+matrix is applied. Inner products of rows need only inner products of the a and of the g. For few
+positions and a large matrix, this takes far less time and memory than the rows. The method is
+*Jacobian contraction* with *structured derivatives* (Novak, Sohl-Dickstein, Schoenholz, 2022, *Fast
+Finite Width Neural Tangent Kernel*). The choice by operation count (``contracted``) is theirs too.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from evigrad.core.curvature.rows import DenseRows, Rows, between
 
-# A multiplication of looked-up numbers takes the time of so many in a product of matrices.
+# A multiplication of looked-up numbers takes as long as this number of them in a matrix product.
 _SCATTERED = 8
 # Numbers of a temporary matrix (8 MiB in float32). The system clears matrices of 32 MiB and more at
 # each use, which takes longer than their products.
@@ -31,8 +31,8 @@ class MatrixUse:
     """Sizes of a use of a weight as a matrix.
 
     Attributes:
-        positions: T, how often a datum is multiplied with the matrix, over all its samples; or how
-            many of its rows a datum looks up.
+        positions: T, how often the matrix is applied to an example, over all its augmentation
+            samples, or how many rows are looked up.
         inputs: Columns of the matrix.
         outputs: Rows of the matrix.
         looked_up: Whether rows are looked up, as in an embedding.
@@ -45,21 +45,21 @@ class MatrixUse:
 
     @property
     def numbers(self) -> int:
-        """How many numbers of a datum with one row stand for the rows."""
+        """How many numbers represent the single row of an example."""
         return self.positions * (self.inputs + (1 if self.looked_up else self.outputs))
 
 
 @dataclass(frozen=True, eq=False)
 class ProductRows(Rows):
-    """Rows that are never formed; the parameter's precision is one number.
+    """Rows that are never formed, for a parameter with a single precision.
 
     Attributes:
-        chunks: For each micro-batch and each use of the parameter, in pairs, the inputs (m, T, i)
-            and the gradients (m, k, T, o); where rows are looked up, their numbers (m, T) and the
+        chunks: For each micro-batch and each use of the parameter, a pair of inputs (m, T, i) and
+            gradients (m, k, T, o). If rows are looked up, a pair of row numbers (m, T) and
             gradients (m, k, T, i).
-        present: For each micro-batch which of the rows (m, k) are no padding.
+        present: For each micro-batch, which of the rows (m, k) are not padding.
         shape: Shape of the parameter.
-        transposed: Whether it is (in, out) and not (out, in).
+        transposed: Whether the parameter is (in, out) instead of (out, in).
     """
 
     chunks: tuple[tuple[Tensor, ...], ...]
@@ -69,7 +69,6 @@ class ProductRows(Rows):
 
     @property
     def num_rows(self) -> int:
-        """R."""
         return sum(int(part.sum()) for part in self.present)
 
     def __add__(self, other: Rows) -> Rows:
@@ -93,7 +92,7 @@ class ProductRows(Rows):
         return replace(self, chunks=(tuple(tensors),), present=(between(self.present, data),))
 
     def kept(self, keep: Callable[[Tensor], Tensor]) -> "ProductRows":
-        # A copy, which may be overwritten; the tensor itself where it carries a graph.
+        # A copy, which may be overwritten, or the tensor itself if it has a graph.
         chunks = tuple(
             tuple(keep(t if t.requires_grad else t.detach().clone()) for t in chunk)
             for chunk in self.chunks
@@ -127,12 +126,12 @@ class ProductRows(Rows):
 
     def write_cotangent(self, cotangent: Float[Tensor, "R R"], precision: Tensor) -> Tensor:
         inverse = precision.detach().reshape(-1).to(cotangent).reciprocal()
-        with torch.enable_grad():  # only its indices and copies are differentiated
+        with torch.enable_grad():  # only indexing and copies are differentiated
             leaves = self.with_tensors(iter([t.detach().requires_grad_() for t in self.tensors()]))
             whole = leaves._whole(cotangent)
         detached = [(a.detach(), g.detach()) for a, g in whole]
         of_pairs = uses_cotangents(detached, cotangent * inverse)
-        # The Gram is quadratic in the gradients: ⟨cotangent, it⟩ is half of these products.
+        # The Gram is quadratic in the gradients, so ⟨cotangent, Gram⟩ is half of these products.
         products = [(of_g * g).sum() for (_, of_g), (_, g) in zip(of_pairs, detached, strict=True)]
         ends = [t for pair in whole for t in pair if t.requires_grad]
         of_ends = [t for pair in of_pairs for t in pair if t is not None]
@@ -142,11 +141,11 @@ class ProductRows(Rows):
         return (-0.5 * torch.stack(products).sum() * inverse).reshape(precision.shape)
 
     def _whole(self, like: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The pairs of each use, of all data; with padding, every row is a datum of its own."""
+        """Return the pairs of each use for all examples. With padding, each row is an example."""
         widths = {part.shape[1] for part in self.present}
         is_padded = len(widths) > 1 or not all(bool(part.all()) for part in self.present)
         whole: list[tuple[Tensor, Tensor]] = []
-        # For each tensor of a micro-batch, those of all micro-batches.
+        # For each tensor of a micro-batch, the tensors of all micro-batches.
         of_uses = list(zip(*self.chunks, strict=True))
         for inputs, gradients in zip(of_uses[::2], of_uses[1::2], strict=True):
             pairs = [
@@ -158,7 +157,7 @@ class ProductRows(Rows):
                     (a[present.nonzero()[:, 0]], g[present][:, None])
                     for (a, g), present in zip(pairs, self.present, strict=True)
                 ]
-            # Data of fewer positions have zeros in the others, which add nothing.
+            # Examples with fewer positions are padded with zeros, which add nothing.
             most = max(a.shape[1] for a, _ in pairs)
             pairs = [
                 (
@@ -174,7 +173,7 @@ class ProductRows(Rows):
 def contracted(
     uses: Mapping[str, Sequence[MatrixUse]], num_data: int, rows_per_datum: int
 ) -> dict[str, Sequence[MatrixUse]]:
-    """The weights whose Gram takes fewer multiplications without forming the rows."""
+    """Return the weights whose Gram takes fewer multiplications if rows are not formed."""
     rows, cheap = num_data * rows_per_datum, {}
     for name, weight_uses in uses.items():
         size = weight_uses[0].inputs * weight_uses[0].outputs
@@ -188,24 +187,24 @@ def contracted(
 
 
 def _operations(one: MatrixUse, other: MatrixUse, num_data: int, rows: int) -> float:
-    """Multiplications of the Gram of two uses of a weight, by positions."""
+    """Return the multiplications for products of two uses of a weight, by positions."""
     at_one, at_other = rows * one.positions, rows * other.positions
     if not (one.looked_up or other.looked_up):
         inputs = num_data**2 * one.positions * other.positions * one.inputs
         return inputs + at_one * at_other * (one.outputs + 1)
     if one.looked_up and other.looked_up:
-        # As many pairs as meet where rows are looked up evenly.
+        # The expected number of matches if rows are looked up uniformly.
         return _SCATTERED * at_one * one.inputs * (1 + at_other / one.outputs)
     return at_one * at_other * (one.inputs + _SCATTERED)
 
 
 def uses_gram(uses: Sequence[tuple[Tensor, Tensor]]) -> Float[Tensor, "R R"]:
-    """The Gram of a weight's rows, the sum of its uses (``Rule.products``), not forming them."""
+    """Return the Gram of a weight's rows, which sum its uses (``Rule.products``), unformed."""
     products = [use for use in uses if use[0].is_floating_point()]
     lookups = [use for use in uses if not use[0].is_floating_point()]
     crossed = [contraction_gram(a, b) for i, a in enumerate(products) for b in products[:i]]
     grams = [contraction_gram(use, use) for use in products]
-    if lookups:  # several are one with more positions
+    if lookups:  # several lookups are one with more positions
         numbers, gradients = zip(*lookups, strict=True)
         lookup = torch.cat(numbers, 1), torch.cat(gradients, 2)
         grams.append(lookup_gram(*lookup))
@@ -217,13 +216,10 @@ def contraction_gram(
     one: tuple[Float[Tensor, "m T i"], Float[Tensor, "m k T o"]],
     other: tuple[Float[Tensor, "m U i"], Float[Tensor, "m k U o"]],
 ) -> Float[Tensor, "R R"]:
-    """Return products of a matrix's rows Σ_t g_(n,j,t) ⊗ a_(n,t) in two uses, not forming them.
+    """Return products of the rows Σ_t g_(n,j,t) ⊗ a_(n,t) of two uses, without forming them.
 
-    Σ_(t,t') (a_(n,t)·a_(n',t')) (g_(n,j,t)·g_(n',j',t')) over positions t is, for few positions and
-    a large matrix, far cheaper than the rows, in operations and in memory. *Jacobian contraction*
-    and *NTK-vector products by structured derivatives* in Novak, Sohl-Dickstein, Schoenholz (2022),
-    *Fast Finite Width Neural Tangent Kernel*; the choice by operation count (``contracted``) is
-    theirs too. R = m k, the rows of a datum side by side.
+    The result is Σ_(t,t') (a_(n,t)·a_(n',t')) (g_(n,j,t)·g_(n',j',t')). R = m k, and the rows of an
+    example are adjacent.
     """
     (a, g), (b, h) = one, other
     (m, k), num_columns = g.shape[:2], h.shape[:2].numel()
@@ -256,10 +252,10 @@ def _products_with_lookup(
 
 @dataclass(frozen=True)
 class _Entries:
-    """What data looked up, each row of the matrix once for each datum.
+    """What examples looked up, with each row of the matrix once per example.
 
     Attributes:
-        data: The datum of each entry, (E,).
+        data: The example of each entry, (E,).
         numbers: The number of the row, (E,).
         values: The sum of its gradients, (k, E, i).
     """
@@ -271,7 +267,7 @@ class _Entries:
     @classmethod
     def of(cls, looked_up: Int[Tensor, "m T"], gradients: Float[Tensor, "m k T i"]) -> "_Entries":
         m = len(looked_up)
-        # By the numbers first, so that equal ones are neighbours.
+        # Sorted by numbers first, so that equal numbers are adjacent.
         keys = looked_up * m + torch.arange(m, device=looked_up.device)[:, None]
         keys, entry = keys.unique(return_inverse=True)
         flat = gradients.transpose(0, 1).flatten(1, 2)
@@ -282,10 +278,10 @@ class _Entries:
 def lookup_gram(
     looked_up: Int[Tensor, "m T"], gradients: Float[Tensor, "m k T i"]
 ) -> Float[Tensor, "R R"]:
-    """Return the Gram of an embedding's rows Σ_t e_(v_nt) ⊗ g_(n,j,t), not forming them.
+    """Return the Gram of an embedding's rows Σ_t e_(v_nt) ⊗ g_(n,j,t), without forming them.
 
-    Only data that look up the same row of the matrix have a product: the numbers that c data share
-    are taken together for each c, in matrices of c × c.
+    Only examples that look up the same row of the matrix have a nonzero product. Rows that c
+    examples share are processed together for each c, in matrices of c × c.
     """
     (m, k), entries = gradients.shape[:2], _Entries.of(looked_up, gradients)
     gram = gradients.new_zeros(m * k * m * k)
@@ -305,7 +301,7 @@ def lookup_gram(
 def uses_cotangents(
     uses: Sequence[tuple[Tensor, Tensor]], cotangent: Float[Tensor, "R R"]
 ) -> list[tuple[Tensor | None, Tensor]]:
-    """Cotangents of ``uses_gram``'s pairs, without those of numbers; the Gram's is symmetric."""
+    """Return cotangents of the pairs of ``uses_gram``, None for numbers, for a symmetric one."""
     if len(uses) == 1 and uses[0][0].is_floating_point():
         return [contraction_cotangents(*uses[0], cotangent)]
     with torch.enable_grad():
@@ -324,7 +320,7 @@ def contraction_cotangents(
     gradients: Float[Tensor, "m k T o"],
     cotangent: Float[Tensor, "R R"],
 ) -> tuple[Float[Tensor, "m T i"], Float[Tensor, "m k T o"]]:
-    """Cotangents of a use whose ``contraction_gram`` with itself has this symmetric one."""
+    """Return cotangents of a use, for a symmetric cotangent of its ``contraction_gram``."""
     (m, k), positions = gradients.shape[:2], inputs.shape[1]
     of_inputs, of_gradients = torch.zeros_like(inputs), torch.zeros_like(gradients)
     for strip in _strips(m, k * m * k):
@@ -352,7 +348,7 @@ def _flat(gradients: Float[Tensor, "m k T o"], position: int) -> Float[Tensor, "
 
 
 def _spread(products: Float[Tensor, "n m"], k: int) -> Float[Tensor, "nk mk"]:
-    """Repeat the number of each pair of examples for each pair of their rows."""
+    """Repeat the entry of each pair of examples for each pair of their rows."""
     if k == 1:
         return products
     return products.repeat_interleave(k, 0).repeat_interleave(k, 1)

@@ -96,7 +96,7 @@ def test_at_least_one_row_is_no_anchor():
 def test_the_memory_keeps_the_latest():
     memory = OutputMemory(4)
     assert memory.missing().tolist() == [0, 1, 2, 3]
-    with pytest.raises(InputError, match="not known"):
+    with pytest.raises(InputError, match="not been computed"):
         memory.outputs  # noqa: B018
     memory.update(torch.tensor([2, 0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True))
     assert memory.missing().tolist() == [1, 3]

@@ -78,7 +78,7 @@ def test_rounding_gets_jitter_and_a_warning_that_says_how_much():
     assert torch.linalg.eigvalsh(shifted)[0] < 0
     with pytest.warns(EvigradWarning, match=r"\d.* was added to its diagonal") as caught:
         value, grad = symmetric_grad(matrix, log_det_identity_plus)
-    added = float(str(caught[0].message).split("rounding: ")[1].split()[0])
+    added = float(str(caught[0].message).split("rounding, so ")[1].split()[0])
     assert 0 < added <= 10 * torch.finfo(torch.float32).eps * matrix.trace()
     said = float(str(caught[0].message).split("up to about ")[1].split()[0])
     exact = torch.linalg.slogdet(torch.eye(20) + rows.double().T @ rows.double())[1]

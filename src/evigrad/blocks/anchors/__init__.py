@@ -1,9 +1,8 @@
-"""The anchored bound: rows that every block is conditioned on, and parts of the rest.
+"""The anchored bound: anchors, on which every block is conditioned, and parts of the other rows.
 
-``selection`` keeps the network's latest outputs, which tell by the likelihood's root how much each
-row matters, and chooses anchors by them and by how alike rows are in the network's last layer
-(``choice``). ``partition`` divides the other rows into parts, and ``stream`` draws
-them. ``curvature.conditional`` computes the estimate.
+``selection`` stores the network's latest outputs and chooses anchors by them (``choice``).
+``partition`` divides the other rows into parts, and ``stream`` draws the parts.
+``evigrad.core.curvature.anchored`` computes the estimate.
 """
 
 from evigrad.blocks.anchors.choice import CHOICES, Anchoring

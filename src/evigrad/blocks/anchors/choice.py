@@ -1,14 +1,12 @@
-"""Which rows become anchors: greedily by a kernel, by their scores, or spread over the inputs.
+"""Choose anchors greedily by a kernel, by their scores, or spread over the inputs.
 
-The kernel is that of the network's last layer: a forward pass tells how alike rows are.
-The row (n, d) has in the last layer W φ_n + b the derivative R_n[:, d] ⊗ (φ_n, 1), so that the
-inner product of two rows is
+The kernel comes from the network's last layer W φ_n + b, so a forward pass compares rows.
+In this layer the row (n, d) is the derivative R_n[:, d] ⊗ (φ_n, 1), and two rows have the product
 
     (R_n[:, d]ᵀ R_n'[:, d']) (φ_nᵀ φ_n' / δ_W + 1 / δ_b).
 
-The kernel of all layers is larger but similar: anchors and blocks that are chosen by the last
-layer's are as good as those by the whole one (``benchmarks/anchor_search.py``). It only steers a
-free choice; any kernel leaves the estimate a bound.
+The kernel of all layers is larger but similar. Anchors and blocks that it chooses are not better
+(``benchmarks/anchor_search.py``). The estimate is a bound for any choice of anchors.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -29,18 +27,18 @@ from evigrad.likelihoods.calls import check_finite
 
 CHOICES = ("auto", "greedy", "score", "k-centre", "random")
 
-# The greedy choice is among so many rows for each anchor, but at most MOST_CANDIDATES, or twice the
-# anchors if that is more. Half of them have the largest scores, where a trained network has its
-# anchors; the others are random, for a network that is not sure of anything yet.
+# The greedy choice considers this number of candidates per anchor, but at most MOST_CANDIDATES, or
+# twice the anchors if that is more. Half of them have the largest scores, where a trained network
+# has its anchors. The other half is random, for a network that is still uncertain about all data.
 CANDIDATES = 4
 MOST_CANDIDATES = 2048
-# Inputs with more numbers are projected at random to so many: this keeps distances to within about
-# a tenth, and each centre has to read little.
+# Larger inputs are projected at random to this dimension. This keeps distances to within about a
+# tenth, and makes each center cheap.
 PROJECTED = 64
-# Data that are read, or go through the network, at once.
+# Number of examples that are read or evaluated at once.
 AT_ONCE = 512
 
-# From rows n D + d to their inner products, or to None where unknown.
+# Maps rows n D + d to their inner products, or to None if these are unknown.
 Kernel = Callable[[Int[Tensor, " m"]], Float[Tensor, "m m"] | None]
 
 
@@ -49,16 +47,16 @@ class Anchoring:
     """How an anchored estimator chooses anchors and blocks.
 
     Attributes:
-        share: The share of a block's rows that are anchors, in [0, 1).
-        choice: ``greedy`` takes one row after the other, always the one of largest conditional
-            variance by the kernel of the network's last layer, if linear (else by score);
-            ``score`` the rows of the largest norms |R_n[:, d]|² of the likelihood's root, the data
-            that the network is unsure of; ``k-centre`` those of data spread over all inputs;
-            ``random`` any; ``auto`` greedily, but k-centre where all data have the same scores, as
-            in regression.
-        refresh: Streams of blocks (in training, rounds) from one choice of anchors to the next.
-        grouped: Whether rows that have much in common given the anchors, by the kernel of the last
-            layer, lie in one block; else blocks are stratified by scores alone.
+        share: Share of anchors among the rows of a block, in [0, 1).
+        choice: Which rows become anchors. ``greedy`` adds one row at a time, with the largest
+            conditional variance under the kernel of the last layer, or by score if that layer is
+            not linear. ``score`` selects the largest norms |R_n[:, d]|² of the likelihood's root,
+            where the network is uncertain. ``k-centre`` spreads anchors over the inputs, and
+            ``random`` ignores both. ``auto`` is ``k-centre`` if all examples have the same scores,
+            as in regression, and ``greedy`` otherwise.
+        refresh: Number of streams of blocks (in training: rounds) that use the same anchors.
+        grouped: Whether a block contains rows that are similar given the anchors, under the kernel
+            of the last layer. Otherwise blocks are stratified by scores only.
 
     Raises:
         ConfigurationError: If a value is out of its range.
@@ -71,17 +69,17 @@ class Anchoring:
 
     def __post_init__(self) -> None:
         if not 0 <= self.share < 1:
-            raise ConfigurationError(f"anchors: share must lie in [0, 1), not {self.share}.")
+            raise ConfigurationError(f"anchors: share must lie in [0, 1), got {self.share}.")
         if self.choice not in CHOICES:
             raise ConfigurationError(
-                f"anchors: choice is one of {', '.join(CHOICES)}, not '{self.choice}'."
+                f"anchors: choice must be one of {', '.join(CHOICES)}, got '{self.choice}'."
                 f"{nearest(str(self.choice), CHOICES)}"
             )
         if self.refresh < 1:
-            raise ConfigurationError(f"anchors: refresh must be at least 1, not {self.refresh}.")
+            raise ConfigurationError(f"anchors: refresh must be at least 1, got {self.refresh}.")
 
     def num_anchors(self, num_rows: int) -> int:
-        """How many of a block's rows are anchors; at least one is left for its part."""
+        """Return the number of anchors in a block, which leaves at least one other row."""
         return min(int(self.share * num_rows), num_rows - 1)
 
 
@@ -95,9 +93,9 @@ def choose(
 ) -> Int[Tensor, " Z"]:
     """Return the anchors among all rows, as n D + d in ascending order.
 
-    ``scores`` are |R_n[:, d]|² of every row (n, d). ``centres`` gives data spread over all inputs,
-    or None where inputs have no distances; rows are then random. Without a ``kernel`` greedy is by
-    score.
+    ``scores`` are |R_n[:, d]|² of every row (n, d). ``centres`` returns examples spread over all
+    inputs, or None if the inputs have no distances. The anchors are then random. Without a
+    ``kernel``, the greedy choice is by score.
     """
     num_data, num_columns = scores.shape
     choice = anchoring.choice
@@ -124,11 +122,11 @@ def choose(
 
 
 def pivots(kernel: Float[Tensor, "m m"], count: int) -> Int[Tensor, " k"]:
-    """Return the first ``count`` pivots, in order, of a Cholesky factorisation of I + S, for S ≥ 0.
+    """Return the first ``count`` pivots of a Cholesky factorization of I + S, in order, for S ≥ 0.
 
-    Given those before, each has the largest variance S_rr|Z, and so the largest entropy
-    ½ log(1 + S_rr|Z); with the greedy choice ℓ(Z) is at least 1 − 1/e of the largest of so many
-    rows, since it is submodular (Nemhauser et al., 1978).
+    Given the earlier pivots Z, each pivot r has the largest variance S_rr|Z, and so the largest
+    entropy. The function ℓ is submodular, so the greedy ℓ(Z) is at least 1 − 1/e of the best value
+    for the same number of rows (Nemhauser et al., 1978).
     """
     left = kernel.diagonal().clone()
     factor = kernel.new_zeros(count, len(kernel))
@@ -146,22 +144,22 @@ def pivots(kernel: Float[Tensor, "m m"], count: int) -> Int[Tensor, " k"]:
 
 
 class Centres:
-    """Data spread over all inputs: the farthest-first traversal, continued where more are wanted.
+    """Examples spread over all inputs, in the order of a farthest-first traversal.
 
-    Where every row has the same score, as in regression, scores do not tell the network's
-    uncertainty, and anchors should represent as many of the others as they can. Always taking the
-    datum farthest from those chosen so far leaves no datum further from its centre than twice the
-    smallest possible radius (Gonzalez, 1985).
+    If all rows have the same score, as in regression, scores do not show where the network is
+    uncertain. Anchors should then represent the other rows well. Repeatedly choosing the example
+    farthest from the chosen ones covers all of them within twice the smallest possible radius
+    (Gonzalez, 1985).
     """
 
     def __init__(self) -> None:
         self._points: Float[Tensor, "N d"] | None = None
         self._order: list[int] = []
-        # Squared distance of each datum to the nearest centre.
+        # Squared distance of each example to the nearest center, −1 for the centers.
         self._left: Float[Tensor, " N"] | None = None
 
     def first(self, source: Source, count: int) -> Int[Tensor, " k"] | None:
-        """Positions of the first centres; None where inputs have no distances, as tokens."""
+        """Return the positions of the first centers, or None for inputs without distances."""
         if self._points is None:
             self._points = _points(source)
         points = self._points
@@ -169,19 +167,19 @@ class Centres:
             return None
         while len(self._order) < min(count, len(points)):
             left = self._left
-            if left is None:  # the first centre is farthest from the mean of all
+            if left is None:  # the first center is farthest from the mean
                 left = (points - points.mean(0)).square().sum(1)
             chosen = int(left.argmax())
             distances = (points - points[chosen]).square().sum(1)
             self._left = distances if self._left is None else torch.minimum(self._left, distances)
-            # Among equal data, those already chosen come last.
+            # Among equal examples, the chosen ones come last.
             self._left[chosen] = -1.0
             self._order.append(chosen)
         return torch.tensor(self._order[:count], dtype=torch.int64, device="cpu")
 
 
 def _points(source: Source) -> Float[Tensor, "N d"] | None:
-    """The inputs as vectors of few numbers, on the CPU."""
+    """Return the inputs as vectors of at most PROJECTED numbers, on the CPU."""
     vectors: list[Tensor] = []
     projection: Tensor | None = None
     for indices in torch.arange(len(source), device="cpu").split(AT_ONCE):
@@ -208,9 +206,9 @@ class LastLayer:
     """The linear layer that computes the outputs.
 
     Attributes:
-        features: φ of each datum, the layer's inputs; their mean where a datum has several.
-        of_weight: 1/δ_W over the temperature; the mean where weights have their own precisions.
-        of_bias: 1/δ_b over the temperature; 0 where there is no bias.
+        features: φ of each example, the layer's input, or the mean of its inputs if it has several.
+        of_weight: 1/δ_W over the temperature, averaged if weights have separate precisions.
+        of_bias: 1/δ_b over the temperature, or 0 without a bias.
     """
 
     features: Float[Tensor, "m F"]
@@ -218,18 +216,18 @@ class LastLayer:
     of_bias: float
 
     def kernel(self, vectors: Float[Tensor, "m C"]) -> Float[Tensor, "m m"]:
-        """The layer's term of S for rows with these columns of the root."""
+        """Return the layer's term of S for rows with these columns of the root."""
         inputs = (self.features * self.of_weight) @ self.features.mT
         return inputs.add_(self.of_bias).mul_(vectors @ vectors.mT)
 
 
-# The outputs (m, C) for some inputs without a graph, and their last layer, where that is linear.
+# Maps inputs to their outputs (m, C) without a graph, and to the last layer if that is linear.
 Look = Callable[[Inputs], tuple[Tensor, LastLayer | None]]
 
 
 @contextmanager
 def watched(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[list[Any]]:
-    """Watch which linear layer with one of the weights is called last: module, input, output."""
+    """Record the last call of a linear layer with one of the weights: module, input, output."""
     weight_ids = {id(weight) for weight in weights.values()}
     last: list[Any] = []
 
@@ -249,7 +247,7 @@ def last_layer(
     precisions: Mapping[str, Tensor],
     temperature: float,
 ) -> LastLayer | None:
-    """The layer of a watched call; None unless its output is C wide, once or more for a datum."""
+    """Return the layer of a watched call, or None if its outputs are not the model's C outputs."""
     if not call:
         return None
     layer, inputs, output = call
@@ -269,33 +267,27 @@ def last_layer(
 
 
 class LastLayerKernel:
-    """Inner products of rows by the last layer alone, with the weights at the first call.
+    """Inner products of rows in the last layer, with the weights at the first call.
 
-    Each datum that is needed goes through the network once. Rows are of the root's first K
-    columns. If outputs are not coupled, a row needs its own column only: all K columns of every
-    datum would be N K C numbers.
+    Each example goes through the network at most once. Rows belong to the first K columns of the
+    root. If the likelihood does not couple outputs, outputs are stored instead of their roots,
+    which would take N K C numbers.
     """
 
     def __init__(
-        self,
-        look: Look,
-        likelihood: Likelihood,
-        root: str,
-        source: Source,
-        num_columns: int,
+        self, look: Look, likelihood: Likelihood, root: str, source: Source, num_columns: int
     ) -> None:
         self._look_at, self._likelihood, self._root = look, likelihood, root
         self._source, self._num_columns = source, num_columns
-        self._place = torch.full(
-            (len(source),), -1, device="cpu"
-        )  # each datum's place in the lists below
+        # The place of each example in the lists below, or -1.
+        self._place = torch.full((len(source),), -1, device="cpu")
         self._seen = 0
         self._layers: list[LastLayer] = []
-        self._vectors: list[Tensor] = []  # all K columns; the outputs if these are not coupled
+        self._vectors: list[Tensor] = []  # all K columns, or outputs that are not coupled
         self._is_there = True
 
     def __call__(self, rows: Int[Tensor, " m"]) -> Float[Tensor, "m m"] | None:
-        """The kernel of rows n K + d, on the CPU; None without a linear last layer."""
+        """Return the kernel of rows n K + d, on the CPU, or None without a linear last layer."""
         data, columns = rows // self._num_columns, rows % self._num_columns
         if not len(rows) or not self._is_there:
             return None
@@ -314,13 +306,13 @@ class LastLayerKernel:
         kernel = together.kernel(vectors).cpu()
         if not is_finite(kernel):
             raise NotFiniteError(
-                "Products of the last layer's inputs are NaN or infinite: weights or"
+                "Products of the last layer's inputs are NaN or infinite, so weights or"
                 " hyperparameters have diverged. Lower their learning rates."
             )
         return kernel
 
     def _look(self, data: Int[Tensor, " n"]) -> None:
-        """Store what is needed of new data, or that there is no such layer."""
+        """Store the features and vectors of new examples, or that the last layer is not linear."""
         listed = torch.arange(self._num_columns, device="cpu")
         new = data[self._place[data] < 0]
         for batch in new.split(AT_ONCE) if len(new) else ():
@@ -330,7 +322,7 @@ class LastLayerKernel:
                 return
             check_finite("The model's outputs", f)
             if self._likelihood.couples_outputs:
-                # A root costs as much for one column of a datum as for several.
+                # A root costs the same for one column of an example as for several.
                 columns = listed.to(f.device).expand(len(f), -1)
                 rows = self._likelihood.root(f, columns, self._root)
                 self._vectors.append(rows.scaled.detach().float())

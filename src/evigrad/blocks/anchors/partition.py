@@ -1,18 +1,16 @@
-"""Partitions of the rows that are no anchors.
+"""Partition the rows that are not anchors.
 
-Given anchors Z, the other rows are partitioned into M parts B_m. With part m drawn with probability
-π_m, ℓ(Z) + ℓ(B_m|Z)/π_m has the expectation ℓ(Z) + Σ_m ℓ(B_m|Z) ≥ ℓ(I).
+Given anchors Z, the other rows are partitioned into M parts B_m. If part m is drawn with
+probability π_m, ℓ(Z) + ℓ(B_m|Z)/π_m has the expectation ℓ(Z) + Σ_m ℓ(B_m|Z) ≥ ℓ(I).
 
-- *Groups*: rows that have much in common belong in one part, since the joint entropy of similar
-  rows is hardly more than that of one, and in separate parts it would be counted again and again.
-  The last layer's kernel tells which of the rows with the largest scores are similar, as it does
-  for the choice of anchors, and predicts the entropy of each group.
-- *Columns*: of the others, a part has rows of one column of the root: data that the network is
-  unsure of in the same way. Rows are ranked by their scores, and of every M consecutive ones each
-  part gets one at random. The parts of a column are then much alike, and the entropy of one
-  predicts that of the others.
-- *Tail*: where there are many columns, the unlikely ones, of whose rows there may be millions, are
-  partitioned without any ranks. So are the rows of data outside of the `Pool`, where data are many.
+- *Groups*: similar rows belong in one part. Their joint entropy is hardly larger than the entropy
+  of one row, but separate parts would count it repeatedly. The last layer's kernel finds similar
+  rows among the rows with the largest scores, and predicts the entropy of each group.
+- *Columns*: each further part has rows of one column of the root, or of adjacent columns. Rows are
+  ranked by score, and each part gets one random row of every M consecutive ones. So the parts of a
+  column are similar, and the entropy of one predicts the entropy of the others.
+- *Tail*: if there are many columns, the unlikely ones may have millions of rows, which are
+  partitioned without ranks. So are the rows of examples outside the `Pool`.
 """
 
 from collections.abc import Sequence
@@ -27,25 +25,24 @@ from evigrad.blocks.anchors.choice import Kernel
 from evigrad.blocks.pool import Pool
 from evigrad.core.block import Anchored, Block, Draw, padded_columns
 
-# Rows considered for each row of a block, those of the largest scores, but no more than MOST_ROWS:
-# their kernel has the square of it.
+# Number of rows with the largest scores that grouping considers, per row of a block, up to
+# MOST_ROWS. Their kernel takes the square of it.
 ROWS_PER_ROW = 16
 MOST_ROWS = 2048
-# Where those hold a smaller share of all curvature than this, grouping them does not pay.
+# If these rows hold less than this share of all curvature, they are not grouped.
 LEAST_SHARE = 0.1
-# The calibration keys of groups and of data outside of the pool; other parts have that of their
-# column.
+# Calibration keys of groups and of examples outside the pool. The key of other parts is a column.
 GROUPED, OUTSIDE = -1, -2
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """How much curvature rows can hold.
+    """How much curvature the rows can hold.
 
     Attributes:
         head: |R_n[:, d]|² of each row of the first K columns.
-        tail: The sum of those of all later columns.
-        behind: How many later columns there are; 0 also where they are certainly zero.
+        tail: The sum of |R_n[:, d]|² over all later columns.
+        behind: The number of later columns, or 0 if they are certainly zero.
     """
 
     head: Float[Tensor, "N K"]
@@ -54,26 +51,26 @@ class Scores:
 
     @property
     def num_rows(self) -> int:
-        """Number of all rows."""
+        """The number of all rows."""
         return self.head.numel() + len(self.tail) * self.behind
 
 
 def ranked(
     rows: Int[Tensor, " r"], flat: Float[Tensor, " R"], generator: torch.Generator
 ) -> Int[Tensor, " r"]:
-    """Rows n K + d by falling score; rows of equal scores are in random order."""
+    """Return rows n K + d by falling score, with equal scores in random order."""
     rows = rows[torch.randperm(len(rows), generator=generator, device="cpu")]
     return rows[flat[rows].argsort(descending=True, stable=True)]
 
 
 def guessed(flat: Float[Tensor, " R"], unit: float) -> Float[Tensor, " R"]:
-    """Predicted entropy of rows given the anchors, log(1 + λ/λ_Z), float64; see ``unit_score``."""
+    """Return the predicted entropy of rows given the anchors, log(1 + λ/λ_Z), in float64."""
     return (flat.double() / unit).log1p()
 
 
 def unit_score(flat: Float[Tensor, " R"], anchors: Int[Tensor, " Z"]) -> float:
-    """λ_Z > 0: the lower quartile of the anchors' scores; without anchors the median of all."""
-    # Not the least score: some anchors may have been chosen without regard to scores.
+    """Return λ_Z > 0, the lower quartile of the anchors' scores, or the median of all scores."""
+    # Not the smallest score, because some anchors may have been chosen without regard to scores.
     chosen = flat[anchors] if len(anchors) else flat
     positive = chosen[chosen > 0].sort().values
     if not len(positive):
@@ -83,12 +80,12 @@ def unit_score(flat: Float[Tensor, " R"], anchors: Int[Tensor, " Z"]) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Parts that all partitions have.
+    """Parts that all partitions share.
 
     Attributes:
-        parts: The rows of each, as n K + d.
-        shares: The share of each in ℓ(B|Z) of all of them, by the last layer's kernel; by their
-            numbers of rows where all scores are the same.
+        parts: The rows of each part, as n K + d.
+        shares: The share of each part in their total entropy given the anchors, by the last layer's
+            kernel. If all scores are equal, by number of rows.
     """
 
     parts: list[Int[Tensor, " _"]] = field(default_factory=list)
@@ -104,10 +101,10 @@ def form_groups(
     kernel: Kernel,
     generator: torch.Generator,
 ) -> Groups:
-    """Return parts of the rows (n, d) with the largest scores |R_n[:, d]|² but for the anchors.
+    """Return parts of the rows (n, d) with the largest scores |R_n[:, d]|² that are not anchors.
 
-    ``num_rows`` counts the rows of a block, its anchors included. There are no parts where the
-    kernel is unknown, or where so many rows are left that these would make no difference.
+    ``num_rows`` counts the rows of a block, including its anchors. There are no parts if the
+    kernel is unknown, or if the considered rows hold too little of the curvature.
     """
     size = num_rows - len(anchors)
     flat = scores.flatten()
@@ -126,14 +123,14 @@ def form_groups(
         return Groups()
     parts, entropies = grouped(left, size)
     if bool((flat == flat[0]).all()):
-        # As in regression: the last layer tells which rows are alike, but not their entropy.
+        # As in regression: the last layer shows which rows are similar, but not their entropy.
         entropies = torch.tensor([len(part) for part in parts], dtype=torch.float64, device="cpu")
     total = float(entropies.sum())
     return Groups([chosen[part] for part in parts], entropies / total) if total > 0 else Groups()
 
 
 def conditional(kernel: Float[Tensor, "m m"], num_anchors: int) -> Float[Tensor, "r r"] | None:
-    """S_rr − S_rz (I + S_zz)⁻¹ S_zr for the first rows z; None where rounding spoils I + S_zz."""
+    """Return S_rr − S_rz (I + S_zz)⁻¹ S_zr for the first rows z, or None if rounding spoils it."""
     anchor_gram = kernel[:num_anchors, :num_anchors].double()
     factor, failed = torch.linalg.cholesky_ex(
         anchor_gram + torch.eye(num_anchors, dtype=anchor_gram.dtype, device="cpu")
@@ -148,11 +145,11 @@ def conditional(kernel: Float[Tensor, "m m"], num_anchors: int) -> Float[Tensor,
 def grouped(
     kernel: Float[Tensor, "r r"], size: int
 ) -> tuple[list[Int[Tensor, " _"]], Float[Tensor, " G"]]:
-    """Return groups of row numbers, and the entropy log det(1 + S_gg) of each, float64.
+    """Return groups of row numbers and the entropy log det(1 + S_gg) of each, in float64.
 
-    A group is the row of largest variance among those left, with those most correlated with it, in
-    all ``size`` rows, or fewer in the last one. The kernel is symmetric positive semidefinite,
-    observed with noise of variance one.
+    A group contains the remaining row of largest variance, and the rows that correlate most with
+    it given unit noise. It has ``size`` rows, except for the last one. The kernel must be symmetric
+    positive semidefinite.
     """
     variance = kernel.diagonal().clamp(min=0.0)
     shrunk = (1.0 + variance).rsqrt()
@@ -181,16 +178,16 @@ def _entropies(kernel: Float[Tensor, "r r"], parts: Int[Tensor, "G b"]) -> Float
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """Rows in parts, without a list of the rows: of unlikely columns, or of data without scores.
+    """A partition that needs no list of its rows: unlikely columns, or examples without scores.
 
-    An affine map t ↦ (a t + c) mod T with a random a coprime to T is a permutation; part b holds
-    the images of b size, b size + 1, …
+    The affine map t ↦ (a t + c) mod T with a random a coprime to T is a permutation. Part b
+    contains the images of b size, b size + 1, …
 
     Attributes:
-        first: The first of the columns.
-        behind: Number of the columns.
-        num_rows: T; of ``behind`` rows each, the data are numbered from 0.
-        size: Rows in a part.
+        first: The first column.
+        behind: The number of columns.
+        num_rows: T, the number of rows: ``behind`` for each example.
+        size: The number of rows in a part.
         factor: a.
         shift: c.
     """
@@ -206,7 +203,7 @@ class Tail:
     def draw(
         cls, num_data: int, first: int, behind: int, size: int, generator: torch.Generator
     ) -> "Tail":
-        """Draw a partition of these columns of so many data into parts of ``size`` rows."""
+        """Draw a partition of these columns of all examples into parts of ``size`` rows."""
         num_rows = num_data * behind
 
         def number() -> int:
@@ -223,9 +220,9 @@ class Tail:
         return -(-self.num_rows // self.size)
 
     def rows(self, number: int) -> tuple[Int[Tensor, " b"], Int[Tensor, " b"]]:
-        """Numbers of data and columns of the rows of a part."""
+        """Return the examples and columns of the rows of a part."""
         stop = min((number + 1) * self.size, self.num_rows)
-        # In Python's integers: a t may exceed 64 bits.
+        # Python integers, because a t may exceed 64 bits.
         places = range(number * self.size, stop)
         chosen = torch.tensor(
             [(self.factor * t + self.shift) % self.num_rows for t in places], device="cpu"
@@ -235,18 +232,17 @@ class Tail:
 
 @dataclass(frozen=True, eq=False)
 class AnchoredPartition:
-    """A partition of all rows but the anchors; n is the place of a datum in the pool.
+    """A partition of all rows except the anchors. n is the place of an example in the pool.
 
     Attributes:
         anchors: Rows as n K + d.
         parts: The parts of the first K columns, as rows n K + d.
         num_data: N.
         num_columns: K.
-        tails: The parts of all other columns, and of the data outside of the pool, where there are
-            such.
-        keys: The calibration key of each part, its first column or GROUPED, and of each tail.
-        guesses: The predicted entropy of each part, and of all of a tail; see ``stream``.
-        pool: The data that parts and anchors count; None for all.
+        tails: The parts of later columns, and of examples outside the pool, if there are any.
+        keys: The calibration key of each part (GROUPED or its first column), and of each tail.
+        guesses: The predicted entropy of each part, and the total of each tail, see ``stream``.
+        pool: The examples to which n refers. None stands for all.
     """
 
     anchors: Int[Tensor, " Z"]
@@ -270,7 +266,7 @@ class AnchoredPartition:
         groups: Groups | None = None,
         pool: Pool | None = None,
     ) -> "AnchoredPartition":
-        """Draw a partition: the groups, and other rows by columns, stratified by scores."""
+        """Draw a partition: the groups, and the other rows by column, stratified by score."""
         num_data, num_columns = scores.head.shape
         flat = scores.head.flatten()
         free = torch.ones(num_data * num_columns, dtype=torch.bool, device="cpu")
@@ -288,8 +284,8 @@ class AnchoredPartition:
             keys += [int(columns[0])] * len(dealt)
         unit = unit_score(flat, anchors)
         held = guessed(flat, unit)
-        # Groups are predicted in the unit of the others: parts that seem negligible would hardly
-        # ever be drawn, and then with a huge weight.
+        # Groups share the scale of the other parts: parts that seem negligible would be drawn
+        # rarely, and then with a huge weight.
         of_groups = groups.shares * _sums(held, groups.parts).sum()
         guesses = torch.cat([of_groups, _sums(held, parts)])
         parts, keys = groups.parts + parts, [GROUPED] * len(groups.parts) + keys
@@ -303,21 +299,22 @@ class AnchoredPartition:
             others = pool.num_data - num_data
             tails.append(Tail.draw(others, 0, num_columns + scores.behind, size, generator))
             keys.append(OUTSIDE)
-            # On average they are like those of the pool.
+            # On average, these examples are like the examples of the pool.
             guesses = torch.cat([guesses, total.reshape(1) * others / num_data])
             num_data = pool.num_data
         return cls(anchors, parts, num_data, num_columns, tails, keys, guesses, pool)
 
     @property
     def num_parts(self) -> int:
-        """Number of parts, M."""
+        """The number of parts, M."""
         return len(self.parts) + sum(tail.count for tail in self.tails)
 
     def block(self, draws: Sequence[Draw], of_likelihood: Int[Tensor, "d u"]) -> Block:
-        """Return a block of the anchors and drawn parts, without inputs, by falling number of rows.
+        """Return a block of the anchors and drawn parts, without inputs.
 
-        ``draws`` are none for the anchors alone; ``of_likelihood`` are uniformly drawn data for
-        each draw's log likelihood, or for the anchors'.
+        Examples are sorted by falling number of rows. ``draws`` may be empty, if only the anchors
+        count. ``of_likelihood`` are uniformly drawn examples for the log likelihood of each draw,
+        or of the anchors.
         """
         numbers = list(dict.fromkeys(draw.part for draw in draws))
         rows = [self._listed(self.anchors)]
@@ -327,7 +324,7 @@ class AnchoredPartition:
         labels = torch.arange(len(rows), device="cpu").repeat_interleave(sizes)
         indices = torch.cat([of_rows, of_likelihood.flatten()]).unique()
         position = torch.searchsorted(indices, of_rows)
-        # By falling number of rows, those without any last.
+        # By falling number of rows. Examples without rows come last.
         counts = position.bincount(minlength=len(indices))
         order = counts.argsort(descending=True, stable=True)
         rank = torch.empty_like(order)
@@ -337,19 +334,19 @@ class AnchoredPartition:
         weights = torch.stack(
             [weight * torch.isin(indices, subset).double() for subset in of_likelihood]
         )
-        # Rows and their labels are laid out in the same way.
+        # Columns and labels have the same layout.
         columns, labels = (padded_columns(position, t, len(indices)) for t in (columns, labels))
         anchored = Anchored(labels, tuple(draws), weights)
         return Block(indices, columns, 1.0, weights.mean(0), anchored=anchored)
 
     @property
     def counts(self) -> Float[Tensor, " _"]:
-        """Return the number of parts that each of ``keys`` and ``guesses`` stands for."""
+        """The number of parts for each entry of ``keys`` and ``guesses``."""
         counts = [1] * len(self.parts) + [tail.count for tail in self.tails]
         return torch.tensor(counts, dtype=torch.float64, device="cpu")
 
     def pick(self, entry: int, generator: torch.Generator) -> tuple[int, int]:
-        """A part of those that an entry of ``keys`` stands for, and how many these are."""
+        """Return a random part of an entry of ``keys``, and the entry's number of parts."""
         index = entry - len(self.parts)
         if index < 0:
             return entry, 1
@@ -358,11 +355,11 @@ class AnchoredPartition:
         return before + int(torch.randint(count, (), generator=generator, device="cpu")), count
 
     def entry(self, number: int) -> int:
-        """The position of a part in ``keys`` and ``guesses``; a tail has one in all."""
+        """Return the position of a part in ``keys`` and ``guesses``. A tail is one entry."""
         return self._place(number)[0]
 
     def rows(self, number: int) -> tuple[Tensor, Tensor]:
-        """Data and columns of the rows of a part."""
+        """Return the examples and columns of the rows of a part."""
         entry, number_in_tail = self._place(number)
         if entry < len(self.parts):
             return self._listed(self.parts[entry])
@@ -372,7 +369,7 @@ class AnchoredPartition:
         return self.pool.others(data), columns
 
     def _place(self, number: int) -> tuple[int, int]:
-        """The entry of a part, and its number among those of a tail."""
+        """Return the entry of a part, and the part's number within a tail."""
         entry, number_in_tail = min(number, len(self.parts)), max(0, number - len(self.parts))
         for tail in self.tails[:-1]:
             if entry < len(self.parts) or number_in_tail < tail.count:
@@ -388,7 +385,7 @@ class AnchoredPartition:
 
 
 def _together(counts: list[int], size: int) -> list[Int[Tensor, " _"]]:
-    """Consecutive columns in groups of at least ``size`` rows, where there are as many."""
+    """Group consecutive columns until each group has at least ``size`` rows, if possible."""
     groups: list[list[int]] = []
     rows = 0
     for column, count in enumerate(counts):
@@ -406,7 +403,7 @@ def _together(counts: list[int], size: int) -> list[Int[Tensor, " _"]]:
 def _dealt(
     rows: Int[Tensor, " R"], size: int, generator: torch.Generator
 ) -> list[Int[Tensor, " _"]]:
-    """Parts of at most ``size`` rows with one row of each stratum, from rows in order of rank."""
+    """Return parts of at most ``size`` ranked rows, each with one row of each stratum."""
     if not len(rows):
         return []
     count = -(-len(rows) // size)

@@ -1,4 +1,4 @@
-"""The anchors of an evidence over a training: latest outputs, their scores, the present choice."""
+"""The anchors during training: the latest outputs, their scores, and the current choice."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -8,14 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from evigrad.blocks.anchors.choice import (
-    AT_ONCE,
-    Anchoring,
-    Centres,
-    LastLayerKernel,
-    Look,
-    choose,
-)
+from evigrad.blocks.anchors.choice import AT_ONCE, Anchoring, Centres, LastLayerKernel, Look, choose
 from evigrad.blocks.anchors.partition import AnchoredPartition, Groups, Scores, form_groups
 from evigrad.blocks.anchors.stream import AnchoredStream, EntropyPredictor
 from evigrad.blocks.pool import Pool
@@ -28,10 +21,10 @@ from evigrad.likelihoods.calls import check_finite, log_probabilities
 
 
 class OutputMemory:
-    """The latest outputs of each datum of a pool, as training and estimates computed them.
+    """The latest outputs of each example of a pool, as computed by training and estimates.
 
-    They may be some steps old, or those of another random transform: any choice of anchors gives a
-    bound.
+    They may be a few steps old, or belong to another random transform. The estimate is a bound for
+    any choice of anchors.
     """
 
     def __init__(self, num_data: int) -> None:
@@ -40,7 +33,7 @@ class OutputMemory:
         self._seen: Bool[Tensor, " N"] = torch.zeros(num_data, dtype=torch.bool, device="cpu")
 
     def update(self, indices: Tensor, f: Float[Tensor, "m C"]) -> None:
-        """Store outputs (m, C), without a graph, of the data at places (m,)."""
+        """Store the outputs (m, C), without a graph, of the examples at places (m,)."""
         where, values = indices.cpu(), f.detach().float().cpu()
         if self._outputs is None or self._outputs.shape[1:] != values.shape[1:]:
             self._outputs = values.new_zeros(self.num_data, values.shape[1])
@@ -49,32 +42,33 @@ class OutputMemory:
         self._seen[where] = True
 
     def missing(self) -> Int[Tensor, " n"]:
-        """Places of the data without outputs."""
+        """Return the places of the examples without outputs."""
         return (~self._seen).nonzero().squeeze(1)
 
     @property
     def outputs(self) -> Float[Tensor, "N C"]:
-        """The latest outputs of all data, on the CPU; raises if some are missing."""
+        """The latest outputs of all examples, on the CPU. Raises an error if some are missing."""
         if self._outputs is None or not bool(self._seen.all()):
-            raise InputError("The outputs of some data are not known.")
+            raise InputError("The outputs of some examples have not been computed yet.")
         return self._outputs
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, for a checkpoint."""
+        """Return the tensors for a checkpoint."""
         return {"outputs": self._outputs, "seen": self._seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state of ``state_dict`` for as many data."""
+        """Restore a ``state_dict`` for the same number of examples."""
         outputs = state["outputs"]
         self._outputs = None if outputs is None else outputs.clone()
         self._seen = state["seen"].clone()
 
 
 class AnchorSelection:
-    """Chooses anchors, and chooses them anew on a schedule.
+    """Choose anchors, and choose them again on a schedule.
 
-    ``num_rows`` counts a block's; ``root`` is the kind of the likelihood's root, which gives the
-    norms of rows; ``look`` gives outputs and the last layer; the generator is the evidence's.
+    ``num_rows`` counts the rows of a block. ``root`` is the kind of the likelihood's root, which
+    determines the norms of the rows. ``look`` returns outputs and the last layer. The generator
+    belongs to the evidence.
     """
 
     def __init__(
@@ -96,13 +90,13 @@ class AnchorSelection:
         self._likelihood, self._look_at, self._generator = likelihood, look, generator
         self._anchors: Int[Tensor, " Z"] | None = None
         self._groups = Groups()
-        self._streams = 0  # begun since the last choice
+        self._streams = 0  # since the last choice
         self._num_outputs = 0
         self._predictor = EntropyPredictor()
         self._centres = Centres()
 
     def stream(self, source: Source) -> AnchoredStream:
-        """The blocks of a data set; anchors are taken as the stream is iterated."""
+        """Return the blocks of a data set. Anchors are chosen when an iteration begins."""
         return AnchoredStream(
             source,
             self.anchoring.refresh,
@@ -114,7 +108,7 @@ class AnchorSelection:
         )
 
     def observe(self, evaluated: Iterable[tuple[Block, Sequence[float]]]) -> None:
-        """Calibrate predictions by evaluated blocks of all ranks, each with ℓ(Z), ℓ(B_1|Z), …."""
+        """Calibrate predictions with the evaluated blocks of all ranks and their entropies."""
         observations = [
             (draw.key, draw.guess, entropies[block.anchored.label(draw)])
             for block, entropies in evaluated
@@ -128,16 +122,16 @@ class AnchorSelection:
             self._predictor.observe(int(key), guess, seen)
 
     def refresh(self, source: Source) -> float:
-        """Choose anchors by present outputs; return log p(D|w,h) of all data in nats."""
+        """Choose anchors by current outputs. Return log p(D|w,h) of all examples in nats."""
         log_likelihood = self._look(source, torch.arange(self.pool.num_data, device="cpu"))
         self._anchors = None
         return log_likelihood
 
     def note(self, indices: Tensor, f: Float[Tensor, "m C"]) -> None:
-        """Store outputs of the data at positions (m,) that were computed elsewhere."""
+        """Store outputs that were computed elsewhere, for the examples at positions (m,)."""
         if indices.shape != (len(f),):
             raise InputError(
-                f"{len(f)} outputs need as many positions in the data set, not"
+                f"{len(f)} outputs need {len(f)} positions in the data set, got the shape"
                 f" {tuple(indices.shape)}."
             )
         self._num_outputs = f.shape[1]
@@ -145,7 +139,7 @@ class AnchorSelection:
         self.memory.update(places, self._likelihood.condensed(outputs, self._root))
 
     def scores(self) -> Scores:
-        """|R_n[:, d]|² of every row that is not certainly zero, by the stored outputs."""
+        """Return |R_n[:, d]|² of every row that is not certainly zero, for the stored outputs."""
         check_finite("The model's outputs", self.memory.outputs)
         heads: list[Tensor] = []
         tails: list[Tensor] = []
@@ -160,7 +154,7 @@ class AnchorSelection:
         return Scores(head, torch.cat(tails), self._num_outputs - head.shape[1])
 
     def state_dict(self) -> dict[str, Any]:
-        """Outputs, anchors and groups, for a checkpoint."""
+        """Return the outputs, anchors and groups for a checkpoint."""
         return {
             "memory": self.memory.state_dict(),
             "anchors": self._anchors,
@@ -171,7 +165,7 @@ class AnchorSelection:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state of ``state_dict`` of the same estimator."""
+        """Restore a ``state_dict`` of the same estimator."""
         self.memory.load_state_dict(state["memory"])
         self._anchors, self._streams = state["anchors"], state["streams"]
         self._groups = Groups(*state.get("groups", ()))
@@ -179,10 +173,10 @@ class AnchorSelection:
         self._num_outputs = state["num_outputs"]
 
     def _prepare(self, source: Source) -> Callable[[], AnchoredPartition]:
-        """What draws partitions of all rows but the present anchors."""
+        """Return a function that draws partitions of all rows except the current anchors."""
         is_new = self._anchors is None or self._streams >= self.anchoring.refresh
-        # Training may not come to the data of a pool for long, and the outputs of a rank's own
-        # batches are not known to the others.
+        # Training may not reach the examples of a pool for a long time, and a rank does not have
+        # the outputs of other ranks' batches.
         of_all = (is_new and not self.pool.is_all) or self._ranks.count > 1
         places = torch.arange(len(self.pool), device="cpu") if of_all else self.memory.missing()
         if len(places):
@@ -206,7 +200,7 @@ class AnchorSelection:
         heads = scores.head.numel()
         count = min(self.anchoring.num_anchors(self._num_rows), heads)
         if self._num_rows >= scores.num_rows:
-            count = heads  # all rows fit: nothing is drawn, or the tail as a whole
+            count = heads  # all rows fit: nothing is drawn, or only the whole tail
         kernel = LastLayerKernel(
             self._look_at, self._likelihood, self._root, source, scores.head.shape[1]
         )
@@ -220,7 +214,7 @@ class AnchorSelection:
     def _look(self, source: Source, indices: Int[Tensor, " n"]) -> float:
         total, seen, num_outputs = 0.0, [], 0
         with self._ranks.together():
-            # A rank without a part of its own looks at one datum, for the number of outputs.
+            # A rank without examples evaluates one, to get the number of outputs.
             local_indices = indices[self._ranks.part(len(indices))]
             for batch in (local_indices if len(local_indices) else indices[:1]).split(AT_ONCE):
                 x, y = source.fetch(batch)
@@ -229,7 +223,7 @@ class AnchorSelection:
                 _, of_pool = self.pool.restrict(batch, f)
                 seen.append(self._likelihood.condensed(of_pool, self._root).float().cpu())
                 num_outputs = f.shape[1]
-        # Only now, so that an error in the data changes nothing.
+        # Store outputs last, so that an error in the data changes nothing.
         outputs = torch.cat(seen)[: len(local_indices)]
         _, places = self.pool.find(indices)
         self.memory.update(places, torch.cat(self._ranks.gather(outputs)))

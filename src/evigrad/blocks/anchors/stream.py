@@ -1,10 +1,9 @@
 """The endless stream of anchored blocks, whose parts are drawn by their predicted entropy.
 
-A part of rows B with scores λ is predicted to have Σ_r log(1 + λ_r/λ_Z), λ_Z a typical score of an
-anchor: the anchors hold most of what the largest rows have. The ratio to the true value is learned
-for each column of the root, and for all groups, from the values ℓ(B|Z) of estimates. Predictions
-only steer which parts are drawn how often: the expectation of the estimate is the same bound
-whatever they are.
+The prediction for a part with scores λ_r is Σ_r log(1 + λ_r/λ_Z), with a typical score λ_Z of an
+anchor. Estimates of ℓ(B|Z) calibrate its ratio to the true value, for each column of the root and
+for all groups. Predictions only determine how often each part is drawn. The expectation of the
+estimate is the same bound for any prediction.
 """
 
 import math
@@ -24,13 +23,13 @@ from evigrad.core.block import Block, Draw
 from evigrad.core.partition import choose_distinct
 from evigrad.distributed import Ranks
 
-# Parts are drawn uniformly in this share of all cases: no weight exceeds M / FLOOR.
+# Share of uniform draws, so that no weight exceeds M / FLOOR.
 FLOOR = 0.03
-# Step size of a ratio's logarithm towards the last observation.
+# Step size of the logarithm of a ratio toward the last observation.
 RATE = 0.5
-# An observation changes a ratio by no more than this factor.
+# An observation changes a ratio by at most this factor.
 LOG_LIMIT = math.log(1e3)
-# Data of a block's log likelihood per row: such a datum costs one forward pass, a row three.
+# Examples per row for the log likelihood. An example costs one forward pass, and a row three.
 LIKELIHOOD_DATA = 0.25
 
 
@@ -41,12 +40,12 @@ class EntropyPredictor:
         self._ratios: dict[int, float] = {}  # logarithms
 
     def _ratio(self, key: int) -> float:
-        """The logarithm of a key's ratio; the mean of the known ones for a key never seen."""
+        """Return the log ratio of a key, or the mean of the observed ones for a new key."""
         ratios = self._ratios
         return ratios[key] if key in ratios else sum(ratios.values()) / max(1, len(ratios))
 
     def expected(self, keys: Sequence[int], guesses: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
-        """Calibrated predictions of ℓ(B|Z), in nats once some were observed, float64."""
+        """Return calibrated predictions of ℓ(B|Z) in float64, in nats after an observation."""
         logs = {key: self._ratio(key) for key in set(keys)}
         return (
             guesses
@@ -54,7 +53,7 @@ class EntropyPredictor:
         )
 
     def observe(self, key: int, guess: float, seen: float) -> None:
-        """Learn from a part's ℓ(B|Z); parts may come in any order, and again."""
+        """Learn from a part's ℓ(B|Z). Parts may come in any order and repeatedly."""
         if not (guess > 0 and seen > 0 and math.isfinite(seen / guess)):
             return
         rate = RATE if key in self._ratios else 1.0
@@ -63,22 +62,20 @@ class EntropyPredictor:
         self._ratios[key] = before + rate * min(max(step, -LOG_LIMIT), LOG_LIMIT)
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers, for a checkpoint."""
+        """Return the ratios for a checkpoint."""
         return {"ratios": dict(self._ratios)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state of ``state_dict``."""
+        """Restore a ``state_dict``."""
         self._ratios = dict(state["ratios"])
 
 
 def probabilities(
-    expected: Float[Tensor, " M"],
-    counts: Float[Tensor, " M"] | None = None,
-    floor: float = FLOOR,
+    expected: Float[Tensor, " M"], counts: Float[Tensor, " M"] | None = None, floor: float = FLOOR
 ) -> Float[Tensor, " M"]:
-    """Return π of parts, float64: in proportion to their predictions, with a uniform floor.
+    """Return π of the parts in float64: proportional to the predictions, plus a uniform floor.
 
-    ``counts`` says how many parts each number stands for; None for one each.
+    ``counts`` are the numbers of parts that each prediction stands for. None stands for one each.
     """
     uniform = torch.ones_like(expected) if counts is None else counts
     uniform = uniform / uniform.sum()
@@ -90,13 +87,14 @@ def probabilities(
 
 @dataclass(frozen=True, eq=False)
 class DrawnParts:
-    """Drawn parts of one partition, which can be laid out in blocks again and again.
+    """Drawn parts of one partition, which can be laid out in blocks repeatedly.
 
     Attributes:
-        source: The data.
-        partition: The partition that was drawn from.
+        source: The examples.
+        partition: The partition of the parts.
         draws: The draws.
-        of_likelihood: The data of each draw's log likelihood; of the anchors' where none is drawn.
+        of_likelihood: The examples for the log likelihood of each draw, or of the anchors if
+            nothing is drawn.
     """
 
     source: Source
@@ -105,13 +103,13 @@ class DrawnParts:
     of_likelihood: Int[Tensor, "d u"]
 
     def blocks(self, at_once: int) -> Iterator[Block]:
-        """The draws in blocks of ``at_once``; the anchors alone where all rows are anchors."""
+        """Yield blocks of ``at_once`` draws, or only the anchors if all rows are anchors."""
         count = len(self.draws) if self.partition.num_parts else 1
         for start in range(0, count, at_once):
             yield self.block(start, at_once)
 
     def block(self, start: int, count: int) -> Block:
-        """``count`` draws at most, from ``start`` on, in a block with its data; see ``blocks``."""
+        """Return a block with data and at most ``count`` draws from ``start``, see ``blocks``."""
         span = slice(start, start + count)
         block = self.partition.block(self.draws[span], self.of_likelihood[span])
         return fetched(block, self.source)
@@ -120,18 +118,18 @@ class DrawnParts:
 class AnchoredStream(Stream):
     """An endless stream of anchored blocks with their data.
 
-    Each iteration (``for``, ``take``, ``epoch``) takes anchors and a partition of the rest anew.
-    ``take`` draws parts in proportion to their predicted entropies, and a new partition after as
-    many draws as it has parts; ``epoch`` goes through all of them once.
+    Each iteration (``for``, ``take``, ``epoch``) starts with anchors and a new partition of the
+    other rows. ``take`` draws parts in proportion to their predicted entropies. It draws a new
+    partition after a number of draws equal to the number of parts. ``epoch`` yields each part once.
 
     Args:
-        source: The data.
-        period: Iterations from one choice of anchors to the next.
-        num_rows: Rows of a block.
-        prepare: Called at the beginning of an iteration; returns a function that draws partitions.
+        source: The examples.
+        period: Number of iterations between choices of anchors.
+        num_rows: Number of rows in a block.
+        prepare: Called at the start of an iteration. Returns a function that draws partitions.
         predictor: Predicts the entropies of parts.
         generator: A CPU generator.
-        ranks: As for ``Stream``; their draws are of one partition, given the same anchors.
+        ranks: As for ``Stream``. All ranks draw from one partition, given the same anchors.
     """
 
     is_constant = False
@@ -159,17 +157,17 @@ class AnchoredStream(Stream):
         while True:
             partition = draw_partition()
             for _ in range(max(1, partition.num_parts)):
-                # Drawn late, as the last block's value calibrates the predictions.
+                # Drawn late, because the value of the last block calibrates the predictions.
                 yield self._builder(
                     partition, [self._draw(partition)] if partition.num_parts else []
                 )
 
     def round(self, n: int) -> Iterator[Block]:
-        """See ``Stream.round``: drawn as by ``take``, or all of a partition of at most n."""
+        """See ``Stream.round``: draws as in ``take``, or a whole partition of at most n parts."""
         return self.drawn(n, whole=True).blocks(1)
 
     def epoch(self) -> Iterator[Block]:
-        """See ``Stream.epoch``; the mean is ℓ(Z) + Σ_m ℓ(B_m|Z)."""
+        """See ``Stream.epoch``. The mean is ℓ(Z) + Σ_m ℓ(B_m|Z)."""
         return self._local(self._all())
 
     def _all(self) -> Iterator[Callable[[], Block]]:
@@ -180,10 +178,10 @@ class AnchoredStream(Stream):
             yield self._builder(partition, [])
 
     def drawn(self, n: int, whole: bool = False) -> DrawnParts:
-        """Return n fixed draws of one partition; none where all rows are anchors.
+        """Return n fixed draws of one partition, or none if all rows are anchors.
 
-        ``whole`` takes each part once instead, where the partition has no more than n. With several
-        ranks n counts the draws of each.
+        If ``whole`` and the partition has at most n parts, each part is drawn once instead. With
+        several ranks, n counts the draws of each rank.
         """
         partition, total = self._prepare()(), n * self._ranks.count
         if whole and partition.num_parts <= total:
@@ -211,7 +209,7 @@ class AnchoredStream(Stream):
     @staticmethod
     def _of_part(partition: AnchoredPartition, number: int, weight: float) -> Draw:
         entry = partition.entry(number)
-        # All of the tail has one prediction, which its parts share.
+        # A tail has one prediction, which its parts share.
         guess = float(partition.guesses[entry]) / float(partition.counts[entry])
         return Draw(number, weight, guess, partition.keys[entry])
 
@@ -221,11 +219,11 @@ class AnchoredStream(Stream):
         return partial(parts.block, 0, 1)
 
     def _likelihood_data(self, partition: AnchoredPartition, count: int) -> Int[Tensor, "d u"]:
-        """The data of each draw's log likelihood; together they cover the data evenly."""
+        """Return the examples for each draw's log likelihood, which cover the data evenly."""
         num_data = len(self._source)
         data_per_draw = min(max(1, int(LIKELIHOOD_DATA * self._num_rows)), num_data)
         if partition.num_parts <= 1:
-            # A block that holds every row passes over all the data in any case.
+            # A block that contains every row evaluates all examples in any case.
             data_per_draw = num_data
         total = min(count * data_per_draw, num_data)
         chosen = choose_distinct(num_data, total, self._generator)

@@ -1,6 +1,6 @@
-"""The curvature of a block: collect a statistic of its rows, take its log-determinant.
+"""The curvature of a block: collect a statistic of its rows, and take its log-determinant.
 
-One file per structure; each computes or approximates ℓ = log|I + P0^{-1/2} H P0^{-1/2}|.
+Each structure has a module, and computes or approximates ℓ = log|I + P0^{-1/2} H P0^{-1/2}|.
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -54,27 +54,27 @@ def make_curvature(
     itemsize: int | None = None,
     num_rows: int | None = None,
 ) -> Curvature[Any]:
-    """Return the curvature of a structure's name.
+    """Return the curvature of a structure.
 
     Args:
         structure: One of ``names.STRUCTURES``.
         weights: The model's weights by name.
         kronecker: The weights that have Kronecker factors (kfac).
         precision_groups: For each parameter whose precision is one number, the label of its prior
-            group; a missing parameter has a precision that varies inside it. None: every parameter
-            has one number of its own.
-        blocks: The parameters of each block (blockdiag). None: every parameter is a block.
+            group. The precisions of other parameters vary inside them. None: each parameter has
+            its own number.
+        blocks: The parameters of each block (blockdiag). None: each parameter is a block.
         sharing: ``"expand"`` or ``"reduce"`` (kfac).
-        gram_dtype: Dtype of matrices and factorisations; None takes that of the rows.
-        dense_limit: Largest parameter without Kronecker factors to get a dense block (kfac).
+        gram_dtype: Dtype of matrices and factorizations. None: the dtype of the rows.
+        dense_limit: Largest parameter without Kronecker factors that gets a dense block (kfac).
         contracted: See ``Ntk`` (ntk, and ``BlockKernel``).
-        keep: The same.
-        itemsize: The same.
-        num_rows: Rows of a whole block: full and blockdiag choose by it between H and the Grams of
-            the rows (``BlockKernel``), which give the same ℓ to rounding. None: H.
+        keep: See ``Ntk``.
+        itemsize: See ``Ntk``.
+        num_rows: Rows of a whole block, by which full and blockdiag choose between H and the Grams
+            of the rows (``BlockKernel``). Both give the same ℓ up to rounding. None: H.
 
     Raises:
-        ConfigurationError: The structure is unknown, or a setting does not fit it.
+        ConfigurationError: If the structure is unknown, or a setting does not fit it.
     """
     labels = {name: name for name in weights} if precision_groups is None else precision_groups
     if structure == "ntk":
@@ -85,8 +85,8 @@ def make_curvature(
             if structure == "full"
             else BlockDiagonal(weights, blocks, gram_dtype)
         )
-        # Compared as if every row were formed, so that the same settings always give the same form,
-        # even if a closed form is lost in a later pass.
+        # Compare as if every row were formed, so that the same settings always give the same form,
+        # even if a later pass has no closed form.
         kernel = BlockKernel(dense, weights, labels, gram_dtype)
         if num_rows is None or not ntk.is_cheaper(kernel, dense, num_rows):
             return dense
@@ -98,6 +98,6 @@ def make_curvature(
         return Diagonal(weights, gram_dtype)
     names = ("ntk", "full", "blockdiag", "kfac", "diag")
     raise ConfigurationError(
-        f"structure {structure!r} is unknown: take one of {', '.join(names)}."
+        f"structure {structure!r} is unknown. Use one of {', '.join(names)}."
         f"{nearest(structure, names)}"
     )

@@ -1,7 +1,7 @@
 """Log-determinants given anchors: ℓ(Z) + Σ_b w_b ℓ(B_b|Z), the anchored bound.
 
-ℓ is an entropy: ℓ(B|Z) = ℓ(Z ∪ B) − ℓ(Z). With Z first, one Cholesky factor of I + S_{Z ∪ B} holds
-both: the logarithms of its diagonal add up to ℓ(Z) over its head and to ℓ(B|Z) over its tail.
+ℓ is an entropy, so ℓ(B|Z) = ℓ(Z ∪ B) − ℓ(Z). With Z first, one Cholesky factor of I + S_{Z ∪ B}
+contains both terms. The logarithms of its diagonal sum to ½ ℓ(Z) for Z, and to ½ ℓ(B|Z) for B.
 """
 
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ class LogDet:
     """ℓ of a block, in nats.
 
     Attributes:
-        value: ℓ, or its estimate given anchors; with a graph where one was asked for.
-        entropies: ℓ(Z), ℓ(B_1|Z), … given anchors; else empty.
+        value: ℓ, or its estimate given anchors, with a graph if gradients are enabled.
+        entropies: ℓ(Z), ℓ(B_1|Z), … given anchors. Empty without anchors.
     """
 
     value: Float[Tensor, ""]
@@ -31,12 +31,12 @@ class LogDet:
 
 
 def log_det_conditional(matrix: Float[Tensor, "R R"], conditioning: Conditioning) -> LogDet:
-    """Return ℓ(Z) + Σ_b w_b ℓ(B_b|Z), in nats, from the Gram matrix S of the rows.
+    """Return ℓ(Z) + Σ_b w_b ℓ(B_b|Z) in nats, from the Gram matrix S of the rows.
 
-    Products of rows of different parts are not used. Differentiable once.
+    It ignores products of rows from different parts, and is differentiable once.
 
     Raises:
-        NotPositiveDefiniteError: I + S is not positive definite, beyond rounding, or not finite.
+        NotPositiveDefiniteError: If I + S is not finite, or not positive definite beyond rounding.
     """
     value, entropies = _LogDetConditional.apply(matrix, conditioning)
     return LogDet(value, tuple(entropies.tolist()))
@@ -51,7 +51,7 @@ class _LogDetConditional(Function):
         entropies: list[Tensor] = []
         factors: list[Tensor] = []
         rows: list[Tensor] = []
-        # Without parts, or with empty ones, the anchors alone are left.
+        # Without parts, or with empty parts, only the anchors are left.
         chosen = [(parts == b + 1).nonzero().squeeze(1) for b in range(len(conditioning.weights))]
         for index, part_rows in enumerate(chosen or [anchors[:0]]):
             both = torch.cat([anchors, part_rows])
@@ -79,8 +79,8 @@ class _LogDetConditional(Function):
         like, head = ctx.like, ctx.head
         gradient = like.new_zeros(ctx.size, ctx.size)
         for number, (factor, both) in enumerate(zip(factors, rows, strict=True)):
-            # A part's own rows add a matrix of their own rank to the anchors' inverse:
-            # (I + S)⁻¹ = (I + S_ZZ)⁻¹ + Y Yᵀ, Y the last columns of the factor's inverse.
+            # The rows of a part add a low-rank term to the inverse for the anchors:
+            # (I + S)⁻¹ = (I + S_ZZ)⁻¹ + Y Yᵀ, with the last columns Y of the factor's inverse.
             last = factor.new_zeros(len(factor), len(factor) - head)
             last[head:].fill_diagonal_(1.0)
             y = torch.linalg.solve_triangular(factor.mT, last, upper=True)
@@ -88,9 +88,9 @@ class _LogDetConditional(Function):
             if ctx.weights:
                 part.mul_(ctx.weights[number])
             if head and number == 0:
-                # The head of the factor is the anchors' own.
+                # The head of the factor belongs to the anchors.
                 part[:head, :head] += torch.cholesky_inverse(factor[:head, :head]).to(like.dtype)
-            # Back into the order of the rows. Products with rows of other parts have no derivative.
+            # Restore the order of the rows. Products with rows of other parts have no derivative.
             spread = like.new_zeros(ctx.size, len(both)).index_copy_(0, both, part)
             gradient.index_add_(1, both, spread)
         return gradient.mul_(cotangent), None

@@ -1,6 +1,6 @@
-"""Dense blocks of H over a partition of the parameters (Theorem 1 of the paper), or H whole.
+"""H, or its dense blocks for a partition of the parameters (Theorem 1 of the paper).
 
-The blocks' log-determinants add up to ℓ or more; the finer the partition, the larger the sum.
+The log-determinants of the blocks sum to at least ℓ, and finer partitions have larger sums.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,22 +25,15 @@ from evigrad.core.types import Linearization
 
 @dataclass(frozen=True)
 class BlockStatistic(Statistic):
-    """The blocks (or diagonals) of H, by the name of the block.
-
-    Attributes:
-        blocks: The part of H that belongs to each block.
-        spectra: A cache of their eigenvalues.
-    """
+    """Blocks (or diagonals) of H by name, and a cache of their eigenvalues."""
 
     blocks: dict[str, Tensor]
     spectra: Spectra = field(default_factory=Spectra, repr=False, compare=False)
 
     def tensors(self) -> list[Tensor]:
-        """The blocks."""
         return list(self.blocks.values())
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> "BlockStatistic":
-        """The same statistic with other blocks."""
         return BlockStatistic(dict(zip(self.blocks, tensors, strict=True)))
 
 
@@ -49,8 +42,8 @@ class BlockDiagonal(Curvature[BlockStatistic]):
 
     Args:
         weights: The parameters.
-        blocks: The parameters of each block, each in one. Default: every parameter is a block.
-        gram_dtype: Dtype of the blocks and their factors; None takes that of the rows.
+        blocks: The parameters of each block. Default: each parameter is a block.
+        gram_dtype: Dtype of the blocks and their factors. None: the dtype of the rows.
     """
 
     name = "blockdiag"
@@ -78,7 +71,7 @@ class BlockDiagonal(Curvature[BlockStatistic]):
 
     @property
     def sizes(self) -> list[int]:
-        """The weights in each block."""
+        """The number of weights in each block."""
         return [sum(self._numel[name] for name in names) for names in self._blocks.values()]
 
     def collect(
@@ -116,7 +109,6 @@ class BlockDiagonal(Curvature[BlockStatistic]):
         return torch.stack(terms).sum()
 
     def predicted_bytes(self, num_rows: int) -> int:
-        """The blocks, their scaled copies, and their factors."""
         squares = [size**2 for size in self.sizes]
         # The statistic, the scaled copy and the factor of each block stay until the backward pass.
         at_work = (DENSE_WORKING_COPIES - 2) * max(squares, default=0)
@@ -143,7 +135,7 @@ class Full(BlockDiagonal):
     name = "full"
     log_det_is = "exact"
     settings = ()
-    cheaper = "'blockdiag', 'kfac', or 'ntk', whose matrix is as large as the subset and not as P"
+    cheaper = "'blockdiag', 'kfac', or 'ntk', whose matrix grows with the subset instead of P"
 
     def __init__(
         self, weights: Mapping[str, Tensor], gram_dtype: torch.dtype | None = None

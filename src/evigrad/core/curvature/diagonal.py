@@ -12,13 +12,13 @@ from evigrad.core.curvature.linalg import log_det_diagonal
 from evigrad.core.roots import RootRows
 from evigrad.core.types import Linearization
 
-# Vectors as long as the weights while ℓ is differentiated: the statistic, its ratio to the
+# Vectors of the size of the weights while ℓ is differentiated: the statistic, its ratio to the
 # precision, the logarithm, and the cotangents of both.
 DIAGONAL_COPIES = 5
 
 
 class Diagonal(Curvature[BlockStatistic]):
-    """Each weight its own block: ℓ ≤ Σ log(1 + h_i / δ_i)."""
+    """Each weight is a block: ℓ ≤ Σ log(1 + h_i / δ_i)."""
 
     name = "diag"
     log_det_is = "bound"

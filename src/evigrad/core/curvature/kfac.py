@@ -1,17 +1,18 @@
-"""Kronecker-factored blocks: H of a weight matrix ≈ B ⊗ A / (number of examples).
+"""Kronecker-factored blocks: H of a weight matrix ≈ B ⊗ A / (number of Kronecker examples).
 
-A sums the outer products of the matrix's inputs, B those of the rows' gradients in its outputs.
-Where a matrix is applied at several positions of a datum (convolutions, sequences, augmentation
-samples, a layer called twice), ``sharing`` says what an example is (Eschenhagen et al., 2023,
-*Kronecker-Factored Approximate Curvature for Modern Neural Network Architectures*):
+A is the sum of outer products of the matrix's inputs, and B the sum for the rows' gradients with
+respect to its outputs. A matrix may be applied at several positions of an example (convolutions,
+sequences, augmentation samples, a layer called twice). Then ``sharing`` defines a Kronecker example
+(Eschenhagen et al., 2023, *Kronecker-Factored Approximate Curvature for Modern Neural Network
+Architectures*):
 
-- ``"expand"``: every position is one; exact for a deep linear network with a loss per position.
-- ``"reduce"``: every datum is one, of the mean input and the summed gradient over positions; exact
-  for a deep linear network whose outputs are averaged over positions.
+- ``"expand"``: each position, which is exact for a deep linear network with a loss per position.
+- ``"reduce"``: each example, with its mean input and the sum of its gradients over positions. This
+  is exact for a deep linear network whose outputs are averaged over positions.
 
-Both keep sums and counts; ``log_det`` divides by the counts, so that micro-batches add up to the
-batch. Not a bound (Theorem 1 covers the exact blocks only). Every datum counts as an example, even
-where its rows are zero.
+The statistic contains sums and counts, so that micro-batches can be added. ``log_det`` divides by
+the counts. The result is not a bound, because Theorem 1 covers only exact blocks. Every example
+counts, even if its rows are zero.
 """
 
 import operator
@@ -48,22 +49,22 @@ from evigrad.core.roots import RootRows
 from evigrad.core.types import Linearization
 from evigrad.errors import ConfigurationError
 
-# Parameters without Kronecker factors (biases, scales of normalisation layers) get an exact dense
-# block up to this size: the widest layers of the paper's ResNets have 512 channels, and a block of
-# 512 costs 2 MiB and 45 MFLOP in float64, less than the factors of the layer beside it.
+# Parameters without Kronecker factors (biases, scales of normalization layers) get an exact dense
+# block up to this size. The widest layers of the paper's ResNets have 512 channels. Such a block
+# takes 2 MiB and 45 MFLOP in float64, less than the factors of the adjacent layer.
 DENSE_LIMIT = 512
 
 
 @dataclass(frozen=True)
 class Factors:
-    """Sums over the examples of a Kronecker weight.
+    """Sums over the Kronecker examples of a weight.
 
     Attributes:
         inputs: A, (G, i, i) for G channel groups.
         gradients: B, (G, o, o).
         count: The number of examples.
         num_rows: The number of outer products in B.
-        transposed: Whether the weight is (in, out) and not (out, in).
+        transposed: Whether the weight is (in, out) instead of (out, in).
     """
 
     inputs: Tensor
@@ -73,7 +74,6 @@ class Factors:
     transposed: bool = False
 
     def __add__(self, other: "Factors") -> "Factors":
-        """The sums over the examples of both."""
         return Factors(
             self.inputs + other.inputs,
             self.gradients + other.gradients,
@@ -83,20 +83,16 @@ class Factors:
         )
 
     def with_rows(self, use: KroneckerUse) -> "Factors":
-        """The sums with further rows of examples whose inputs they hold."""
+        """Return the sums with further rows of examples whose inputs they contain."""
         gradients = self.gradients + use.gradient_gram()
         return replace(self, gradients=gradients, num_rows=self.num_rows + use.num_rows)
 
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Eigenvalues that a log-determinant needs, of A ⊗ B / count.
+    """Eigenvalues of A (left) and B (right) for the log-determinant of A ⊗ B / count.
 
-    Attributes:
-        left: Those of A.
-        right: Those of B.
-        count: The number of examples.
-        rounding: Their ``kronecker_rounding_rate``.
+    ``rounding`` is their ``kronecker_rounding_rate``.
     """
 
     left: Tensor
@@ -107,11 +103,11 @@ class Spectrum:
 
 @dataclass(frozen=True)
 class KfacStatistic(Statistic):
-    """Sums of outer products, by the names of the parameters.
+    """Sums of outer products, by parameter name.
 
     Attributes:
-        factors: Of each Kronecker weight. A batch ``alone`` may have Grams of its examples instead
-            of A or B, which have the same eigenvalues.
+        factors: For each Kronecker weight. A batch ``alone`` may have Gram matrices of its examples
+            instead of A or B, which have the same eigenvalues.
         blocks: The dense block (n, n) or diagonal (n,) of H of each other parameter.
         spectra: A cache of the factors' eigenvalues.
         of_blocks: A cache of the eigenvalues of dense blocks.
@@ -123,7 +119,6 @@ class KfacStatistic(Statistic):
     of_blocks: Spectra = field(default_factory=Spectra, repr=False, compare=False)
 
     def tensors(self) -> list[Tensor]:
-        """A and B of every weight, then the other blocks."""
         pairs = [
             (weight_factors.inputs, weight_factors.gradients)
             for weight_factors in self.factors.values()
@@ -131,7 +126,6 @@ class KfacStatistic(Statistic):
         return [tensor for pair in pairs for tensor in pair] + list(self.blocks.values())
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> "KfacStatistic":
-        """The same counts with other sums and an empty cache."""
         remaining_tensors = iter(tensors)
         factors = {
             name: replace(
@@ -143,7 +137,6 @@ class KfacStatistic(Statistic):
         return KfacStatistic(factors, blocks)
 
     def reduced(self, total: Callable[[Sequence[Tensor]], list[Tensor]]) -> "KfacStatistic":
-        """See ``Statistic.reduced``; the counts are summed too."""
         counts = torch.tensor([(f.count, f.num_rows) for f in self.factors.values()], device="cpu")
         totals = zip(self.factors.items(), total([counts])[0].tolist(), strict=True)
         sums = super().reduced(total)
@@ -153,27 +146,27 @@ class KfacStatistic(Statistic):
 
 
 class Kfac(Curvature[KfacStatistic]):
-    """Kronecker factors where the model has them, exact blocks elsewhere.
+    """Kronecker factors for weights that have them, and exact blocks for other parameters.
 
-    Weight and bias are separate blocks, so that their precisions may differ.
+    Weight and bias are separate blocks, so their precisions may differ.
 
     Args:
         weights: The parameters.
-        kronecker: The names of those that have Kronecker factors.
-        precision_constant: Whether each parameter's prior precision is one number.
+        kronecker: The names of parameters with Kronecker factors.
+        precision_constant: Whether the prior precision of each parameter is one number.
         sharing: ``"expand"`` or ``"reduce"``, see the module.
-        gram_dtype: Dtype of the sums and their factorisations; None takes that of the rows.
-        dense_limit: Other parameters get a dense block up to this size, and a diagonal beyond.
+        gram_dtype: Dtype of the sums and their factorizations. None: the dtype of the rows.
+        dense_limit: Largest size of a dense block of another parameter. Larger ones are diagonal.
 
     Raises:
-        ConfigurationError: A precision varies inside a Kronecker block.
+        ConfigurationError: If a precision varies inside a Kronecker block.
     """
 
     name = "kfac"
     counts_data = True
     settings = ("sharing",)
     cheaper = "'diag', or 'ntk' on a small subset"
-    # The gradients of each row are as many numbers as the activations.
+    # Each row has a gradient for each activation.
     rows_at_once = 64
 
     def __init__(
@@ -202,7 +195,6 @@ class Kfac(Curvature[KfacStatistic]):
         *,
         alone: bool = False,
     ) -> KfacStatistic:
-        """See ``Curvature.collect``; of a batch ``alone`` the smaller Gram is enough."""
         statistic = statistic or KfacStatistic()
         factors, blocks = dict(statistic.factors), statistic.blocks
         is_fixed = root.scale is None or not root.scale.requires_grad
@@ -223,7 +215,7 @@ class Kfac(Curvature[KfacStatistic]):
     def _add_others(
         self, blocks: Mapping[str, Tensor], linearization: Linearization, root: RootRows
     ) -> dict[str, Tensor]:
-        """The blocks, with the exact blocks and diagonals of parameters without factors added."""
+        """Return the blocks plus the exact blocks and diagonals of a micro-batch."""
         rows = linearization.rows(root.vectors, self.formed) if self.formed else {}
         added = dict(blocks)
         for name in self.formed:
@@ -241,7 +233,6 @@ class Kfac(Curvature[KfacStatistic]):
     def log_det(
         self, statistic: KfacStatistic, precisions: Mapping[str, Tensor]
     ) -> Float[Tensor, ""]:
-        """See ``Curvature.log_det``; refuses precisions that vary inside a Kronecker block."""
         terms: list[Tensor] = []
         if statistic.factors:
             self._check_constant(name for name in statistic.factors if precisions[name].ndim > 0)
@@ -259,13 +250,13 @@ class Kfac(Curvature[KfacStatistic]):
         return torch.stack(terms).sum()
 
     def predicted_bytes(self, num_rows: int) -> int:
-        """See ``Curvature.predicted_bytes``; channel groups, which need less, are not counted."""
+        """See ``Curvature.predicted_bytes``. Channel groups, which need less, are not counted."""
         total = 0
         for name, shape in self._shapes.items():
             numel = shape.numel()
             if name in self._kronecker:
-                # The sums, their eigenvectors and cotangents; products of eigenvalues and their
-                # logarithms are as many as the weights.
+                # The sums, their eigenvectors and cotangents. There are as many products of
+                # eigenvalues as weights, and the same number of logarithms.
                 total += 3 * (shape[0] ** 2 + (numel // shape[0]) ** 2) + 3 * numel
             else:
                 total += (1 + DENSE_WORKING_COPIES) * (numel**2 if name in self._dense else numel)
@@ -283,13 +274,8 @@ class Kfac(Curvature[KfacStatistic]):
         return words
 
     def inner(
-        self,
-        cotangent: KfacStatistic,
-        data: slice,
-        linearization: Linearization,
-        root: RootRows,
+        self, cotangent: KfacStatistic, data: slice, linearization: Linearization, root: RootRows
     ) -> Float[Tensor, ""]:
-        """See ``Curvature.inner``; one product for each factor."""
         terms = []
         for name, examples in self._examples(linearization, root).items():
             of_sums = cotangent.factors[name]
@@ -303,7 +289,7 @@ class Kfac(Curvature[KfacStatistic]):
     def _examples(
         self, linearization: Linearization, root: RootRows
     ) -> dict[str, list[KroneckerUse]]:
-        """The uses of each Kronecker weight, one item each; with ``"reduce"`` one for all."""
+        """Return the uses of each Kronecker weight, or a single one with ``"reduce"``."""
         if not self._kronecker:
             return {}
         examples = {}
@@ -326,9 +312,9 @@ class Kfac(Curvature[KfacStatistic]):
         names = list(varying)
         if names:
             raise ConfigurationError(
-                f"the prior precision varies inside the Kronecker blocks of {names}, which have no"
-                " log-determinant then. Take a prior with one precision per tensor ('layerwise'),"
-                " or the structure 'diag', 'blockdiag' or 'ntk'."
+                f"the prior precision varies inside the Kronecker blocks of {names}, so these have"
+                " no log-determinant. Use a prior with one precision per tensor ('layerwise'), or"
+                " the structure 'diag', 'blockdiag' or 'ntk'."
             )
 
 
@@ -337,8 +323,8 @@ def _kronecker_log_det(
 ) -> Float[Tensor, ""]:
     """Return Σ log|I + B ⊗ A / (count · precision)| over the Kronecker weights.
 
-    Eigenvalues have the type of the sums (None). If that rounds too much, they are computed again
-    in float64, from the same sums.
+    Eigenvalues have the type of the sums by default. If that rounds too much, they are computed
+    again in float64, from the same sums.
     """
     terms, used = list[Tensor](), list[tuple[Spectrum, Tensor]]()
     for name in statistic.factors:
@@ -348,7 +334,7 @@ def _kronecker_log_det(
         used.append((spectrum, factor.detach()))
     value = torch.stack(terms).sum()
     size, *factors = torch.stack([value.detach(), *(factor for _, factor in used)]).tolist()
-    # A cheap bound spares most steps the estimate.
+    # In most steps a cheap bound makes the estimate of the error unnecessary.
     bound = sum(s.rounding * factor for (s, _), factor in zip(used, factors, strict=True))
     if is_tolerated(bound, size):
         return value
@@ -361,7 +347,7 @@ def _kronecker_log_det(
 
 
 def _spectrum(statistic: KfacStatistic, name: str, dtype: torch.dtype | None) -> Spectrum:
-    """The eigenvalues of a weight's sums, computed once if they have no graph."""
+    """Return the eigenvalues of a weight's sums, from the cache if they have no graph."""
     cached = statistic.spectra.get(name)
     if cached is not None and dtype in (None, cached.left.dtype):
         return cached
@@ -377,8 +363,8 @@ def _spectrum(statistic: KfacStatistic, name: str, dtype: torch.dtype | None) ->
 def _factors(use: KroneckerUse, shape: torch.Size | None = None) -> Factors:
     """Return the sums over the examples of a use.
 
-    With the ``shape`` of the weight these are Grams of the examples, which have the same
-    eigenvalues, if the examples are fewer than the rows of A or B.
+    Given the ``shape`` of the weight, A or B is replaced by a Gram matrix of the examples if that
+    is smaller. It has the same eigenvalues.
     """
     count, dtype = use.num_data * use.positions, use.pieces[0].dtype
     num_inputs = 0 if shape is None else shape[0] if use.transposed else prod(shape[1:])

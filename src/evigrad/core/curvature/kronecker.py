@@ -18,14 +18,14 @@ from evigrad.core.algebra import (
 
 
 class KroneckerUse:
-    """One use of a weight as a matrix, the same matrix at T positions.
+    """One use of a weight as a matrix that multiplies inputs at T positions.
 
-    The rows of the weight, reshaped to (G, out, in), are Σ_T gradients ⊗ inputs; G is the number
-    of channel groups, whose blocks are stacked along the weight's dim 0.
+    The rows of the weight, reshaped to (G, out, in), are Σ_T gradients ⊗ inputs. G is the number
+    of channel groups, whose blocks are stacked along dimension 0 of the weight.
 
     Args:
-        inputs: The factors that the matrix multiplies; may have a lower precision.
-        gradients: Gradients of the rows in the product, in pieces of some rows of each example.
+        inputs: Inputs of the matrix, possibly in a narrower type.
+        gradients: Derivatives of the rows with respect to the product, in pieces of some rows each.
         transposed: Whether the weight is (in, out).
     """
 
@@ -40,12 +40,12 @@ class KroneckerUse:
 
     @property
     def gradients(self) -> Float[Tensor, "m k G T o"]:
-        """The gradients of all rows, copied if they are in several pieces."""
+        """The gradients of all rows, concatenated if they come in several pieces."""
         return self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces, 1)
 
     @property
     def inputs(self) -> Float[Tensor, "m G T i"]:
-        """The factors that the matrix multiplies, in the gradients' type."""
+        """The inputs of the matrix, in the type of the gradients."""
         assert self._inputs is not None
         return self._inputs.to(self.pieces[0].dtype)
 
@@ -65,27 +65,27 @@ class KroneckerUse:
         return self.num_data * self.positions * sum(piece.shape[1] for piece in self.pieces)
 
     def input_gram(self, dtype: torch.dtype) -> Float[Tensor, "G i i"]:
-        """Σ a aᵀ over data and positions, summed in this type; once differentiable."""
+        """Return Σ a aᵀ over examples and positions, summed in this type, once differentiable."""
         return Gram.apply(self._flat(dtype), outer_gram, outer_gram_pull)
 
     def inner_input_gram(self, cotangent: Float[Tensor, "G i i"]) -> Float[Tensor, ""]:
-        """⟨cotangent, ``input_gram``⟩ in the cotangent's type; once differentiable in inputs."""
+        """Return ⟨cotangent, ``input_gram``⟩ in the cotangent's type, once differentiable."""
         return inner_gram(self._flat(cotangent.dtype), cotangent)
 
     def input_sum(self) -> Float[Tensor, "m G i"]:
-        """The inputs summed over positions."""
+        """Return the inputs summed over positions."""
         return self.inputs.sum(2)
 
     def gradient_rows(self) -> Float[Tensor, "G R o"]:
-        """The gradients of all data, rows and positions as one matrix."""
+        """Return the gradients of all examples, rows and positions as one matrix."""
         return self.gradients.permute(2, 0, 1, 3, 4).flatten(1, 3)
 
     def gradient_gram(self) -> Float[Tensor, "G o o"]:
-        """Σ g gᵀ over data, rows and positions."""
+        """Return Σ g gᵀ over examples, rows and positions."""
         return torch.stack([(c @ c.mT).sum(0) for c in self._gradient_columns()]).sum(0)
 
     def inner_gradient_gram(self, cotangent: Float[Tensor, "G o o"]) -> Float[Tensor, ""]:
-        """⟨cotangent, ``gradient_gram``⟩; once differentiable in the gradients."""
+        """Return ⟨cotangent, ``gradient_gram``⟩, once differentiable in the gradients."""
         matrix = symmetric(cotangent)
         forms = [
             QuadraticForm.apply(columns, matrix, lambda g, m: m @ g)
@@ -94,7 +94,7 @@ class KroneckerUse:
         return torch.stack(forms).sum()
 
     def scaled(self, scale: Float[Tensor, "m k"] | None, dtype: torch.dtype) -> "KroneckerUse":
-        """The same use, with gradients in this type and times the scale of each row (None: 1)."""
+        """Return the use with gradients in this type, times the scale of each row (None: 1)."""
         pieces = [piece.to(dtype) for piece in self.pieces]
         if scale is not None:
             scales = scale.to(dtype)[:, :, None, None, None].split([p.shape[1] for p in pieces], 1)
@@ -102,23 +102,23 @@ class KroneckerUse:
         return self.with_gradients(pieces)
 
     def with_gradients(self, pieces: Sequence[Float[Tensor, "m k G T o"]]) -> "KroneckerUse":
-        """The same use with the gradients of other rows."""
+        """Return the use with the gradients of other rows."""
         use = copy.copy(self)
         use.pieces = tuple(pieces)
         return use
 
     def detach(self) -> "KroneckerUse":
-        """The same factors without a graph."""
+        """Return the factors without a graph."""
         use = self.with_gradients([piece.detach() for piece in self.pieces])
         use._inputs = None if self._inputs is None else self._inputs.detach()
         return use
 
     def _gradient_columns(self) -> "list[Float[Tensor, 'b G o R']]":
-        """Return batches of matrices whose columns are the gradients, each once.
+        """Return batches of matrices whose columns are all gradients.
 
-        The gradients of a convolution lie in memory with their positions last. A matrix for each
-        row then needs no copy with channels last, its Gram is no larger than the gradients, and
-        summing few numbers at a time rounds less. Other gradients make one matrix.
+        The gradients of a convolution have their positions last in memory, so a matrix per row
+        needs no copy. Its Gram is at most as large as the gradients, and short sums round less.
+        Other gradients form one matrix.
         """
         piece = self.pieces[0]
         if piece.stride(3) == 1 and self.positions >= piece.shape[4] > 1:

@@ -1,7 +1,7 @@
-"""Log-determinants of I + S by one Cholesky, and of I + S/δ or I + τ A ⊗ B from eigenvalues.
+"""Log-determinants of I + S from a Cholesky factor, and of I + S/δ or I + τ A ⊗ B from eigenvalues.
 
-The cotangents are closed forms, so that one factorisation serves value and gradient. They have no
-derivatives themselves: ``create_graph=True`` is an error rather than a wrong second derivative.
+The cotangents are closed forms, so one factorization yields value and gradient. They have no
+derivatives. ``create_graph=True`` raises an error instead of returning wrong second derivatives.
 """
 
 import warnings
@@ -20,39 +20,38 @@ from torch.linalg import LinAlgError  # pyright: ignore[reportAttributeAccessIss
 from evigrad.core.algebra import first_order_only, is_finite
 from evigrad.errors import EvigradWarning, NotPositiveDefiniteError
 
-# The elements of a Gram matrix are known to a few roundings relative to the norms of their rows,
-# and its smallest eigenvalue to a few eps * trace. A jitter below that repairs rounding; a larger
-# one would hide a matrix that is truly indefinite.
+# The entries of a Gram matrix are accurate to a few roundings relative to the norms of their rows,
+# and its smallest eigenvalue to a few eps * trace. A smaller jitter repairs rounding. A larger one
+# would hide a matrix that is truly indefinite.
 JITTER_LIMIT_IN_ROUNDINGS = 10.0
 # Tenfold steps: the jitter is at most ten times larger than needed.
 JITTER_GROWTH = 10.0
-# Errors of a Cholesky pivot, in roundings of its diagonal element, and of an eigenvalue, in
-# roundings of the largest; every sum loses some roundings besides. Calibrated on trained and
-# untrained networks (benchmarks/rounding.py): mostly within a factor of ten of the true error.
+# Errors of a Cholesky pivot in roundings of its diagonal element, of an eigenvalue in roundings of
+# the largest one, and of sums. Calibrated on trained and untrained networks, mostly within a factor
+# of ten of the true error (benchmarks/rounding.py).
 PIVOT_ROUNDINGS, EIGENVALUE_ROUNDINGS, SUM_ROUNDINGS = 4.0, 1.0, 8.0
-# Of many eigenvalues that rounding hides, LAPACK's were wrong by 0.2 eps of the largest on average
-# at most, both ways (Grams of 16 to 512 columns, spectra of four to eight decades), and by less in
-# trained networks: this part of the error above is their common bias, and the rest has random
-# signs.
+# The mean error of many eigenvalues hidden by rounding was at most 0.2 eps of the largest one, with
+# either sign (Grams of 16 to 512 columns, spectra of four to eight decades), and less in trained
+# networks. This part of the error above is their common bias. The rest has random signs.
 HIDDEN_BIAS = 0.0625
-# Rounding beyond this many nats plus this part of ℓ gets a warning, or a computation in float64.
-# Estimates on different blocks differ by far more.
+# Rounding errors beyond this many nats plus this share of ℓ cause a warning, or a computation in
+# float64. Estimates on different blocks differ by far more.
 TOLERATED_NATS, TOLERATED_SHARE = 0.05, 1e-3
-# Random vectors beyond the rank: with ten, missing a direction has a probability below 1e-10.
+# Random vectors beyond the rank: with ten, the probability to miss a direction is below 1e-10.
 OVERSAMPLING = 10
-# Up to this ratio of rank to size it is cheaper to diagonalise a matrix within its range.
+# Up to this ratio of rank to size, it is cheaper to diagonalize a matrix within its range.
 LOW_RANK_SHARE = 0.4
 
 _refused: ContextVar[bool] = ContextVar("refused", default=False)
 
 
 class RoundingError(Exception):
-    """Rounding loses too much of a log-determinant; a caller can repeat it in a wider dtype."""
+    """Rounding spoils a log-determinant. The caller can repeat it in a wider dtype."""
 
 
 @contextmanager
 def rounding_refused() -> Iterator[None]:
-    """Within this context, a warning about rounding is a ``RoundingError`` instead."""
+    """Raise a ``RoundingError`` instead of warning about rounding, within this context."""
     token = _refused.set(True)
     try:
         yield
@@ -61,27 +60,27 @@ def rounding_refused() -> Iterator[None]:
 
 
 def rounding_is_refused() -> bool:
-    """Whether this is within ``rounding_refused``."""
+    """Return whether this call is within ``rounding_refused``."""
     return _refused.get()
 
 
 def check_rounding(error: Tensor, value: Tensor, dtype: torch.dtype) -> None:
-    """Warn, or raise within ``rounding_refused``, where rounding of a matrix of ``dtype`` matters.
+    """Warn or raise (``rounding_refused``) if rounding of a matrix of ``dtype`` matters.
 
-    ``error`` is an estimate of what it may have changed in the log-determinant ``value``, in nats.
+    ``error`` is an estimate of the error in the log-determinant ``value``, in nats.
     """
     nats, size = torch.stack([error.double(), value.double()]).tolist()
     if not is_tolerated(nats, size):
         _doubt(
-            f"The log-determinant of a block, {size:.6g}, may be off by about {nats:.3g} nats"
-            f" by rounding in {str(dtype).removeprefix('torch.')}: the prior precision is very"
-            " small beside the curvature. gram_dtype=torch.float64, or weights in float64, avoids"
-            " this."
+            f"The log-determinant of a block, {size:.6g}, may be off by about {nats:.3g} nats,"
+            f" because of rounding in {str(dtype).removeprefix('torch.')}. The prior precision is"
+            " very small compared with the curvature. Use gram_dtype=torch.float64, or weights in"
+            " float64."
         )
 
 
 def is_tolerated(nats: float, value: float) -> bool:
-    """Whether a log-determinant may be off by so many nats; True for NaN, refused elsewhere."""
+    """Return whether an error in nats is acceptable. True for NaN, which raises elsewhere."""
     return not nats > TOLERATED_NATS + TOLERATED_SHARE * value
 
 
@@ -92,21 +91,21 @@ def _doubt(message: str) -> None:
 
 
 def log_det_identity_plus(matrix: Float[Tensor, "n n"]) -> Float[Tensor, ""]:
-    """Return log|I + matrix| in nats, by one Cholesky factorisation of a sum of outer products.
+    """Return log|I + matrix| in nats for a sum of outer products, by Cholesky factorization.
 
-    Its cotangent is (I + matrix)^{-1}. A factorisation that fails in float32 is repeated in
-    float64; if that fails too, the matrix gets the smallest jitter on its diagonal that helps. A
-    warning says by how much jitter or rounding may change the value (see ``check_rounding``).
+    The cotangent is (I + matrix)^{-1}. If the factorization fails in float32, it is repeated in
+    float64. If that fails too, the smallest sufficient jitter is added to the diagonal. A warning
+    estimates the error due to jitter or rounding (see ``check_rounding``).
 
     Raises:
-        NotPositiveDefiniteError: I + matrix is not positive definite, beyond rounding, or not
-            finite.
+        NotPositiveDefiniteError: If I + matrix is not finite, or not positive definite beyond
+            rounding.
     """
     return _LogDetIdentityPlus.apply(matrix)
 
 
 def log_det_dense(matrix: Float[Tensor, "n n"], precision: Tensor) -> Float[Tensor, ""]:
-    """log|I + P0^{-1/2} matrix P0^{-1/2}| in nats; P0's diagonal is one number or n."""
+    """Return log|I + P0^{-1/2} matrix P0^{-1/2}| in nats, for one or n precisions."""
     precision = precision.to(matrix.dtype)
     if precision.ndim == 0:
         return log_det_identity_plus(matrix / precision)
@@ -115,10 +114,10 @@ def log_det_dense(matrix: Float[Tensor, "n n"], precision: Tensor) -> Float[Tens
 
 
 def log_det_diagonal(diagonal: Tensor, precision: Tensor) -> Float[Tensor, ""]:
-    """Return log|I + P0^{-1/2} D P0^{-1/2}| in nats for diagonal D and P0, one number or as many.
+    """Return log|I + P0^{-1/2} D P0^{-1/2}| in nats, for diagonal D and one or n precisions.
 
     Raises:
-        NotPositiveDefiniteError: An element of I + P0^{-1} D is not positive or not finite.
+        NotPositiveDefiniteError: If an element of I + P0^{-1} D is not positive or not finite.
     """
     precision = precision if precision.ndim == 0 else precision.reshape(-1)
     ratio = diagonal / precision.to(diagonal.dtype)
@@ -131,19 +130,18 @@ def log_det_diagonal(diagonal: Tensor, precision: Tensor) -> Float[Tensor, ""]:
 def psd_eigenvalues(
     matrix: Float[Tensor, "*batch n n"], rank: int | None = None
 ) -> Float[Tensor, "*batch r"]:
-    """Return ascending eigenvalues of positive semidefinite matrices, negative ones set to zero.
+    """Return ascending eigenvalues of positive semidefinite matrices, with negative ones set to 0.
 
-    Differentiable once, for functions that treat equal eigenvalues equally (spectral functions):
-    the cotangent V diag(v̄) Vᵀ needs no gaps between eigenvalues. It passes through the clamp, so
-    that null directions keep their one-sided derivative.
+    Differentiable once, for spectral functions, which treat equal eigenvalues equally. The
+    cotangent V diag(v̄) Vᵀ then needs no gaps between eigenvalues. It ignores the clamp, so null
+    directions keep their one-sided derivative.
 
-    A sum of few outer products (``rank``, an upper bound) has its eigenvectors in their span, which
-    its product with a random matrix finds (Halko, Martinsson & Tropp, 2011, section 4). The zero
-    eigenvalues outside are left out, with their derivative: it vanishes for every change of the
-    outer products.
+    A sum of at most ``rank`` outer products has its eigenvectors in their span, which is found by
+    multiplying with a random matrix (Halko, Martinsson & Tropp, 2011, section 4). Zero eigenvalues
+    outside are omitted. Their derivative vanishes for every change of the outer products.
 
     Raises:
-        NotPositiveDefiniteError: The matrix is not finite.
+        NotPositiveDefiniteError: If the matrix is not finite.
     """
     return _PsdEigenvalues.apply(matrix, rank)
 
@@ -151,7 +149,7 @@ def psd_eigenvalues(
 def log_det_kronecker(
     left: Float[Tensor, "*batch i"], right: Float[Tensor, "*batch j"], factor: Tensor
 ) -> Float[Tensor, ""]:
-    """Σ log|I + factor · A ⊗ B| over a batch, in nats, from the eigenvalues of A and B."""
+    """Return Σ log|I + factor · A ⊗ B| over a batch in nats, from eigenvalues of A and B."""
     products = (factor.to(left.dtype) * left).unsqueeze(-1) * right.unsqueeze(-2)
     return products.log1p().sum()
 
@@ -161,8 +159,8 @@ def kronecker_rounding(
 ) -> Float[Tensor, ""]:
     """Return an estimate, in nats, of how rounding of A and B changes ``log_det_kronecker``.
 
-    Errors have random signs, so that their squares add up, and for eigenvalues that rounding hides
-    a common bias, as none is below zero.
+    Errors have random signs, so their squares add up. Eigenvalues hidden by rounding also have a
+    common bias, because none is below zero.
     """
     unit = EIGENVALUE_ROUNDINGS * torch.finfo(left.dtype).eps
     parts = []
@@ -183,7 +181,7 @@ def kronecker_rounding(
 def kronecker_rounding_rate(
     left: Float[Tensor, "*batch i"], right: Float[Tensor, "*batch j"]
 ) -> float:
-    """An upper bound on ``kronecker_rounding``, per unit of the factor."""
+    """Return an upper bound on ``kronecker_rounding``, per unit of the factor."""
     unit = EIGENVALUE_ROUNDINGS * torch.finfo(left.dtype).eps
     with torch.no_grad():
         of_left = left.shape[-1] * left.amax(-1) * right.sum(-1)
@@ -192,16 +190,15 @@ def kronecker_rounding_rate(
 
 
 def _why_not(finite: bool) -> str:
-    """Say why a matrix has no log-determinant, and what to do."""
     if not finite:
         return (
             "the curvature is NaN or infinite. Look for non-finite weights, inputs or outputs of"
-            " the network, or a prior precision or noise that has run to zero; in float32 an"
-            " overflow can be avoided with gram_dtype=torch.float64."
+            " the network, and for a prior precision or noise that converged to zero. If float32"
+            " overflows, use gram_dtype=torch.float64."
         )
     return (
-        "I + S is not positive definite, and not by rounding alone: the curvature is no sum of"
-        " outer products of rows. Check that the precisions are positive; in float32, try"
+        "I + S is not positive definite, and not only because of rounding: the curvature is not a"
+        " sum of outer products of rows. Check that the precisions are positive. In float32, try"
         " gram_dtype=torch.float64."
     )
 
@@ -213,18 +210,16 @@ def _shifted(matrix: Tensor, shift: float) -> Tensor:
 
 
 def _factor(matrix: Tensor) -> Tensor | None:
-    """The Cholesky factor, or None where there is none (also for NaN)."""
+    """Return the Cholesky factor, or None if there is none (also for NaN)."""
     factor, info = torch.linalg.cholesky_ex(matrix)
     return factor if int(info) == 0 else None
 
 
 def factor_identity_plus(matrix: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
-    """Return the lower Cholesky factor of I + matrix, see ``log_det_identity_plus``.
-
-    It is in float64 where float32 failed.
+    """Return the lower Cholesky factor of I + matrix, in float64 if float32 failed.
 
     Raises:
-        NotPositiveDefiniteError: As ``log_det_identity_plus``.
+        NotPositiveDefiniteError: See ``log_det_identity_plus``.
     """
     sizes = 1 + matrix.detach().diagonal()
     factor = _factor(_shifted(matrix, 1.0))
@@ -237,19 +232,19 @@ def factor_identity_plus(matrix: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
     if matrix.dtype != torch.float64 and (factor := _factor(precise)) is not None:
         _check_pivots(sizes, factor.diagonal().square(), matrix.dtype)
         return factor
-    # The matrix has the rounding of the dtype in which it was made.
+    # The matrix has the rounding errors of its original dtype.
     rounding = torch.finfo(matrix.dtype).eps * float(precise.diagonal().mean())
     jitter, limit = rounding, JITTER_LIMIT_IN_ROUNDINGS * rounding * len(matrix)
     while 0 < jitter <= limit:
         if (factor := _factor(_shifted(precise, jitter))) is not None:
-            # Exact pivots are at least 1, and at most the jitter and the limit below these.
+            # Exact pivots are at least 1, and smaller than these by at most jitter + limit.
             pivots = factor.diagonal().square()
             excess = float((pivots / (pivots - jitter - limit).clamp(min=1.0)).log().sum())
             _doubt(
-                f"I + S was not positive definite by rounding: {jitter:.3g} was added to its"
-                f" diagonal, whose mean is {float(precise.diagonal().mean()):.3g}. The"
-                f" log-determinant may be too large by up to about {excess:.3g} nats;"
-                " gram_dtype=torch.float64, or weights in float64, avoids this."
+                f"I + S was not positive definite because of rounding, so {jitter:.3g} was added to"
+                f" its diagonal, whose mean is {float(precise.diagonal().mean()):.3g}. The"
+                f" log-determinant may be too large by up to about {excess:.3g} nats. Use"
+                " gram_dtype=torch.float64, or weights in float64."
             )
             return factor
         jitter *= JITTER_GROWTH
@@ -257,9 +252,9 @@ def factor_identity_plus(matrix: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
 
 
 def _check_pivots(sizes: Tensor, pivots: Tensor, dtype: torch.dtype) -> None:
-    """``check_rounding`` of Σ log pivots, each off by some roundings of its size.
+    """Call ``check_rounding`` for Σ log pivots, each off by some roundings of its size.
 
-    Exact pivots are 1 or more. The roundings have random signs, so that their squares add up.
+    Exact pivots are at least 1. Roundings have random signs, so their squares add up.
     """
     unit, value = torch.finfo(dtype).eps, pivots.log().sum()
     errors = (PIVOT_ROUNDINGS * unit * sizes / pivots).log1p()
@@ -308,11 +303,11 @@ def psd_eigen(
 ) -> tuple[Float[Tensor, "*batch r"], Float[Tensor, "*batch n r"]]:
     """Return eigenvalues and eigenvectors of positive semidefinite matrices, without a graph.
 
-    Of a sum of few outer products (``rank``, see ``psd_eigenvalues``) these are the ones of its
-    range: r is less than n then, and all eigenvalues outside are zero.
+    For a sum of at most ``rank`` outer products (see ``psd_eigenvalues``), r may be less than n.
+    All other eigenvalues are zero.
 
     Raises:
-        NotPositiveDefiniteError: The matrix is not finite.
+        NotPositiveDefiniteError: If the matrix is not finite.
     """
     check_finite_curvature(matrix)
     if rank is None or not _is_of_low_rank(matrix, rank):
@@ -324,7 +319,7 @@ def psd_eigen(
 
 
 def check_finite_curvature(matrix: Tensor) -> None:
-    """Raise NotPositiveDefiniteError for a curvature that is NaN or infinite."""
+    """Raise a NotPositiveDefiniteError for a curvature that is NaN or infinite."""
     if not is_finite(matrix):
         raise NotPositiveDefiniteError(_why_not(False))
 
@@ -334,7 +329,7 @@ def _is_of_low_rank(matrix: Tensor, rank: int | None) -> bool:
 
 
 def _span(matrix: Tensor, size: int) -> Tensor:
-    """An orthonormal basis (n, size) of a space that holds the range of a matrix of lower rank."""
+    """Return an orthonormal basis (n, size) of a space that contains the range of a matrix."""
     generator = torch.Generator().manual_seed(0)
     shape = (*matrix.shape[:-1], size)
     probes = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(matrix)
@@ -342,8 +337,8 @@ def _span(matrix: Tensor, size: int) -> Tensor:
 
 
 def _eigen(decompose: Callable[[Tensor], Any], matrix: Tensor) -> Sequence[Tensor]:
-    """Return a decomposition, eigenvalues first, computed in float64 where float32 fails."""
-    # In float32 LAPACK may not converge (seen with repeated eigenvalues), or return NaN silently.
+    """Return a decomposition, eigenvalues first, computed in float64 if float32 fails."""
+    # In float32, LAPACK may not converge for repeated eigenvalues, or silently return NaN.
     with suppress(LinAlgError):
         decomposition = decompose(matrix)
         if bool(decomposition[0].isfinite().all()):
@@ -352,8 +347,8 @@ def _eigen(decompose: Callable[[Tensor], Any], matrix: Tensor) -> Sequence[Tenso
         return [part.to(matrix.dtype) for part in decompose(matrix.to(torch.float64))]
     except LinAlgError as error:
         raise NotPositiveDefiniteError(
-            f"LAPACK finds no eigenvalues of the curvature, of {matrix.shape[-1]} columns and a"
-            f" largest entry of {float(matrix.abs().max()):.3g}, in float64 either: {error}."
+            f"LAPACK finds no eigenvalues of the curvature, with {matrix.shape[-1]} columns and a"
+            f" largest entry of {float(matrix.abs().max()):.3g}, even in float64: {error}."
             " Look for weights or hyperparameters that have diverged."
         ) from error
 
@@ -366,7 +361,7 @@ class MatrixSpectrum:
     """The eigenvalues of a symmetric positive semidefinite matrix.
 
     Attributes:
-        values: In float64, where they are as exact as the matrix allows. Zeros may be missing.
+        values: In float64, as accurate as the matrix allows. Zeros may be missing.
         dtype: The type of the matrix.
         largest: Its largest diagonal element.
     """
@@ -376,12 +371,12 @@ class MatrixSpectrum:
     largest: Tensor
 
     def log_det(self, precision: Float[Tensor, ""]) -> Float[Tensor, ""]:
-        """log|I + matrix / precision| in nats, differentiable in the precision."""
+        """Return log|I + matrix / precision| in nats, differentiable in the precision."""
         ratios = self.values / precision.to(self.values.dtype)
         value = ratios.log1p().sum()
-        with torch.no_grad():  # the matrix's own rounding, as of the pivots of a factorisation
+        with torch.no_grad():  # the rounding of the matrix, as for Cholesky pivots
             largest = 1 + self.largest.double() / precision.detach().double()
-            # An eigenvalue that is exactly zero, as of rows of zeros, has no rounding.
+            # An eigenvalue of exactly zero, as from rows of zeros, has no rounding.
             _check_pivots(largest * (self.values > 0), 1 + ratios.detach(), self.dtype)
         return value.to(self.dtype)
 
@@ -392,12 +387,12 @@ class Spectra(dict[Hashable, MatrixSpectrum | None]):
     def at_second_use(
         self, key: Hashable, matrix: Callable[[], Tensor], rank: int | None = None
     ) -> MatrixSpectrum | None:
-        """Return the spectrum of a matrix; None at the first call, where a Cholesky is cheaper.
+        """Return the spectrum of a matrix, or None at the first call, when Cholesky is cheaper.
 
-        ``rank`` is an upper bound, of a sum of few outer products.
+        ``rank`` is an upper bound on the rank of the matrix.
         """
-        # Eigenvalues take the time of four to five factorisations, those of a step and a half with
-        # its gradient.
+        # Eigenvalues take as long as four to five factorizations, or one and a half steps with
+        # their gradients.
         if key not in self:
             self[key] = None
             return None

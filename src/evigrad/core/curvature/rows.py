@@ -1,8 +1,8 @@
 """The rows of one parameter in a block, and products of them without a second copy.
 
-Rows are kept for each micro-batch, in the type and on the device asked for, and read in slabs of
-columns: there is never a second copy of all, and the derivative of ℓ in the rows can overwrite
-them.
+Rows are stored per micro-batch, in the requested type and on the requested device. They are read in
+slabs of columns, so there is never a second copy of all rows. The derivative of ℓ with respect to
+the rows can overwrite them.
 """
 
 from abc import ABC, abstractmethod
@@ -17,14 +17,14 @@ from torch.autograd import Function
 
 from evigrad.core.algebra import add_gram, first_order_only, mirrored
 
-# Bytes of a slab of columns: enough for matrix products at full speed, little beside the rows.
+# Bytes of a slab of columns: enough for fast matrix products, and little compared with the rows.
 SLAB_BYTES = 2**25
 
 
 class Rows(ABC):
     """The rows A (R, n) of one parameter, without prior and scale.
 
-    A parameter's precisions are one number, or one for each of its n elements.
+    The precision of a parameter is one number, or one number for each of its n elements.
     """
 
     @property
@@ -34,11 +34,7 @@ class Rows(ABC):
 
     @abstractmethod
     def gram(self, like: Tensor, precision: Tensor | None = None) -> Float[Tensor, "R R"]:
-        """Return A Aᵀ, or A P0^{-1} Aᵀ, without a graph.
-
-        It is computed on the device and in the dtype of ``like``; ``precision`` is the diagonal of
-        P0, one number or one for each element.
-        """
+        """Return A Aᵀ, or A P0^{-1} Aᵀ for a precision, without a graph and like ``like``."""
 
     @abstractmethod
     def differentiable_gram(
@@ -48,50 +44,45 @@ class Rows(ABC):
 
     @abstractmethod
     def write_cotangent(self, cotangent: Float[Tensor, "R R"], precision: Tensor) -> Tensor:
-        """Return a function's derivative in P0, and overwrite the rows with that in them.
+        """Return a function's derivative in P0, and overwrite the rows with their derivative.
 
-        ``cotangent`` is the function's derivative in A P0^{-1} Aᵀ, symmetric; the result has the
+        ``cotangent`` is the function's symmetric derivative in A P0^{-1} Aᵀ. The result has the
         shape of ``precision``.
         """
 
     @abstractmethod
     def tensors(self) -> list[Tensor]:
-        """The tensors that are differentiated in, in a fixed order."""
+        """Return the tensors for derivatives, in a fixed order."""
 
     @abstractmethod
     def with_tensors(self, tensors: Iterator[Tensor]) -> Self:
-        """The same rows with the next of other tensors in the place of these."""
+        """Return the rows with the next tensors of an iterator instead of ``tensors()``."""
 
     @abstractmethod
     def part(self, rows: slice, data: slice) -> Self:
-        """The part of consecutive examples, at these rows and data, as one micro-batch."""
+        """Return the part of consecutive examples, at these rows and data, as one micro-batch."""
 
     @abstractmethod
     def kept(self, keep: Callable[[Tensor], Tensor]) -> "Rows":
-        """The rows in memory of their own, each tensor as ``keep`` stores it."""
+        """Return the rows in separate memory, with each tensor as ``keep`` stores it."""
 
     @abstractmethod
     def formed(self) -> "DenseRows":
-        """The rows as matrices."""
+        """Return the rows as matrices."""
 
     @abstractmethod
     def __add__(self, other: "Rows") -> "Rows":
-        """The rows of both, one below the other."""
+        """Return the rows of both, one below the other."""
 
 
 @dataclass(frozen=True, eq=False)
 class DenseRows(Rows):
-    """Rows as one matrix (R_i, n) for each micro-batch.
-
-    Attributes:
-        chunks: The matrices.
-    """
+    """Rows as one matrix (R_i, n) for each micro-batch, in ``chunks``."""
 
     chunks: tuple[Tensor, ...]
 
     @property
     def num_rows(self) -> int:
-        """R."""
         return sum(map(len, self.chunks))
 
     def __add__(self, other: Rows) -> "DenseRows":
@@ -107,7 +98,7 @@ class DenseRows(Rows):
         return DenseRows((between(self.chunks, rows),))
 
     def kept(self, keep: Callable[[Tensor], Tensor]) -> "DenseRows":
-        # Contiguous, because expanded rows cannot be overwritten.
+        # Contiguous, because expanded tensors cannot be overwritten.
         return DenseRows(tuple(keep(chunk.contiguous()) for chunk in self.chunks))
 
     def formed(self) -> "DenseRows":
@@ -131,8 +122,8 @@ class DenseRows(Rows):
         inverse = precision.detach().reshape(-1).to(cotangent).reciprocal()
         of_precision = torch.zeros_like(inverse)
         for columns, slab in slabs(self.chunks, cotangent):
-            # S = A P0^{-1} Aᵀ: the cotangent S̄ gives 2 S̄ A P0^{-1} for A, and for a precision δ
-            # of column a it gives −aᵀ S̄ a / δ².
+            # S = A P0^{-1} Aᵀ: the cotangent S̄ gives 2 S̄ A P0^{-1} for A. For the precision δ of
+            # column a, it gives −aᵀ S̄ a / δ².
             product = 2 * (cotangent @ slab)
             weight = part_of(inverse, columns)
             add_part(of_precision, columns, -0.5 * weight**2 * (product * slab).sum(0))
@@ -143,17 +134,17 @@ class DenseRows(Rows):
             ):
                 if chunk.device == part.device:
                     chunk[:, columns] = part
-                else:  # by columns, as they are stored there
+                else:  # by columns, which are contiguous there
                     chunk.mT[columns] = part.mT.to(chunk.dtype).contiguous().to(chunk.device)
         return of_precision.reshape(precision.shape)
 
 
 @dataclass(frozen=True, eq=False)
 class DeferredRows(Rows):
-    """Rows that are formed each time they are read, so that those of one parameter exist at once.
+    """Rows that are formed each time they are read, so that only one parameter's rows exist.
 
     Attributes:
-        form: Makes the matrix (R, n); it holds the forward pass that the rows come from.
+        form: Returns the matrix (R, n). It holds the forward pass of the rows.
         count: R.
     """
 
@@ -185,13 +176,13 @@ class DeferredRows(Rows):
         return self.formed() + other
 
     def write_cotangent(self, cotangent: Float[Tensor, "R R"], precision: Tensor) -> Tensor:
-        raise NotImplementedError("Deferred rows have no memory of their own: keep them first.")
+        raise NotImplementedError("Deferred rows cannot be overwritten. Call kept() first.")
 
     def with_tensors(self, tensors: Iterator[Tensor]) -> Self:
         return self
 
     def part(self, rows: slice, data: slice) -> Self:
-        raise NotImplementedError("Deferred rows have no parts: keep them first.")
+        raise NotImplementedError("Deferred rows have no parts. Call kept() first.")
 
 
 def slabs(chunks: Sequence[Tensor], like: Tensor) -> Iterator[tuple[slice, Float[Tensor, "R _"]]]:
@@ -205,12 +196,12 @@ def slabs(chunks: Sequence[Tensor], like: Tensor) -> Iterator[tuple[slice, Float
 
 
 def part_of(values: Float[Tensor, " n"], columns: slice) -> Tensor:
-    """The entries of some columns; the only entry where one number serves all columns."""
+    """Return the entries of some columns, or the only entry if it applies to all columns."""
     return values[columns] if values.numel() > 1 else values
 
 
 def add_part(values: Float[Tensor, " n"], columns: slice, part: Tensor) -> None:
-    """The adjoint of ``part_of``, added in place."""
+    """Add the adjoint of ``part_of`` in place."""
     if values.numel() > 1:
         values[columns] += part
     else:
@@ -218,7 +209,7 @@ def add_part(values: Float[Tensor, " n"], columns: slice, part: Tensor) -> None:
 
 
 def between(chunks: Sequence[Tensor], span: slice) -> Tensor:
-    """Entries of several tensors concatenated along dim 0; a view where one holds them all."""
+    """Return entries of tensors concatenated along dim 0, as a view if one tensor has them all."""
     parts, start = [], 0
     for chunk in chunks:
         stop = start + len(chunk)
@@ -235,11 +226,10 @@ def between(chunks: Sequence[Tensor], span: slice) -> Tensor:
 
 
 class MixedGrams(Function):
-    """Σ weight · Gram over kept Grams, without a scaled copy of each."""
+    """Σ weight · Gram over stored Grams, without a scaled copy of each."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, *grams: Tensor) -> Tensor:
-        """The sum, with one weight for each Gram."""
         ctx.save_for_backward(*grams)
         total = weights[0] * grams[0]
         for weight, gram in zip(weights[1:], grams[1:], strict=True):
@@ -249,22 +239,20 @@ class MixedGrams(Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        """The derivative in the weights; the Grams have none."""
         flat = cotangent.reshape(-1)
         products = [torch.dot(gram.reshape(-1), flat) for gram in ctx.saved_tensors]
         return torch.stack(products), *[None] * len(products)
 
 
 class RowsGram(Function):
-    """A P0^{-1} Aᵀ of the rows A of one parameter in several chunks.
+    """A P0^{-1} Aᵀ of one parameter's rows A, in several chunks.
 
-    The backward pass keeps only the inputs (autograd would keep a scaled copy of all rows), and
-    reads the rows once for both cotangents.
+    The backward pass keeps only the inputs, instead of a scaled copy of all rows. It reads the rows
+    once for both cotangents.
     """
 
     @staticmethod
     def forward(ctx: Any, like: Tensor, precision: Tensor, *chunks: Tensor) -> Tensor:
-        """The Gram matrix of the chunks' rows, like ``like``."""
         ctx.like = like
         ctx.save_for_backward(precision, *chunks)
         num_rows = sum(map(len, chunks))
@@ -277,7 +265,6 @@ class RowsGram(Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        """The derivatives in precision and rows."""
         precision, *chunks = ctx.saved_tensors
         needs_grad = ctx.needs_input_grad
         inverse = precision.to(ctx.like).reciprocal()
