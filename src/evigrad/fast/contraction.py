@@ -10,6 +10,7 @@ Finite Width Neural Tangent Kernel*). The choice by operation count (``contracte
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,9 @@ from evigrad.core.curvature.rows import DenseRows, Rows, between
 
 # A multiplication of looked-up numbers takes as long as this number of them in a matrix product.
 _SCATTERED = 8
+# Numbers of a temporary matrix (8 MiB in float32). The system clears matrices of 32 MiB and more at
+# each use, which takes longer than their products.
+_STRIP = 2**21
 
 
 @dataclass(frozen=True)
@@ -205,7 +209,7 @@ def uses_gram(uses: Sequence[tuple[Tensor, Tensor]]) -> Float[Tensor, "R R"]:
         lookup = torch.cat(numbers, 1), torch.cat(gradients, 2)
         grams.append(lookup_gram(*lookup))
         crossed += [_products_with_lookup(use, lookup) for use in products]
-    return reduce(torch.add, [*grams, *(product + product.mT for product in crossed)])
+    return reduce(torch.add, [*grams, *(gram + gram.mT for gram in crossed)])
 
 
 def contraction_gram(
@@ -218,11 +222,15 @@ def contraction_gram(
     example are adjacent.
     """
     (a, g), (b, h) = one, other
-    k, total = g.shape[1], a.new_zeros(())
-    for t in range(a.shape[1]):
-        for u in range(b.shape[1]):
-            total = total + _spread(a[:, t] @ b[:, u].mT, k) * (_flat(g, t) @ _flat(h, u).mT)
-    return total
+    (m, k), num_columns = g.shape[:2], h.shape[:2].numel()
+    gram = a.new_empty(m * k, num_columns)
+    for strip in _strips(m, k * num_columns):
+        total = a.new_zeros(())
+        for t, u in product(range(a.shape[1]), range(b.shape[1])):
+            left = _spread(a[strip, t] @ b[:, u].mT, k)
+            total = total + left * (_flat(g[strip], t) @ _flat(h, u).mT)
+        gram[strip.start * k : strip.stop * k] = total
+    return gram
 
 
 def _products_with_lookup(
@@ -314,22 +322,32 @@ def contraction_cotangents(
 ) -> tuple[Float[Tensor, "m T i"], Float[Tensor, "m k T o"]]:
     """Return cotangents of a use, for a symmetric cotangent of its ``contraction_gram``."""
     (m, k), positions = gradients.shape[:2], inputs.shape[1]
-    twice = 2 * cotangent
     of_inputs, of_gradients = torch.zeros_like(inputs), torch.zeros_like(gradients)
-    for t in range(positions):
-        for u in range(positions):
-            left = _spread(inputs[:, t] @ inputs[:, u].mT, k)
-            of_gradients[:, :, t] += ((twice * left) @ _flat(gradients, u)).unflatten(0, (m, k))
-            right = twice * (_flat(gradients, t) @ _flat(gradients, u).mT)
-            of_inputs[:, t] += right.reshape(m, k, m, k).sum((1, 3)) @ inputs[:, u]
+    for strip in _strips(m, k * m * k):
+        twice = 2 * cotangent[strip.start * k : strip.stop * k]
+        for t, u in product(range(positions), repeat=2):
+            left = _spread(inputs[strip, t] @ inputs[:, u].mT, k)
+            of_rows = (twice * left) @ _flat(gradients, u)
+            of_gradients[strip, :, t] += of_rows.unflatten(0, (-1, k))
+            right = twice * (_flat(gradients[strip], t) @ _flat(gradients, u).mT)
+            of_inputs[strip, t] += right.reshape(-1, k, m, k).sum((1, 3)) @ inputs[:, u]
     return of_inputs, of_gradients
+
+
+def _strips(num_data: int, numbers: int) -> list[slice]:
+    """Return slices of the examples, each with matrices of at most ``_STRIP`` numbers.
+
+    ``numbers`` is how many an example adds.
+    """
+    size = max(1, _STRIP // numbers)
+    return [slice(start, min(start + size, num_data)) for start in range(0, num_data, size)]
 
 
 def _flat(gradients: Float[Tensor, "m k T o"], position: int) -> Float[Tensor, "R o"]:
     return gradients[:, :, position].flatten(0, 1)
 
 
-def _spread(products: Float[Tensor, "m m"], k: int) -> Float[Tensor, "R R"]:
+def _spread(products: Float[Tensor, "n m"], k: int) -> Float[Tensor, "nk mk"]:
     """Repeat the entry of each pair of examples for each pair of their rows."""
     if k == 1:
         return products

@@ -440,6 +440,8 @@ def predicted_bytes(problem: Problem, plan: InputPlan, x: Inputs) -> int:
     if isinstance(sizes.asked, int):
         at_once = min(at_once, sizes.asked)
     rows_at_once = -(-num_rows * at_once // num_data)
+    if (most := problem.curvature(plan).rows_at_once) is not None:
+        rows_at_once = min(rows_at_once, most * at_once)
     # The rows of a pass over one example, over two, and over one with more rows.
     more = min(_MEASURED_ROWS, partition.num_outputs)
     one = _bytes_of_rows(problem, plan, x, 1, 1)

@@ -401,7 +401,7 @@ def test_rows_in_parts_are_those_at_once(sharing: str, monkeypatch: pytest.Monke
     fake, precisions = kronecker_fake(), precisions_of(kronecker_fake())
     root = Root(random(M, 5, C, seed=7), random(M, 5, seed=8).exp())
     at_once = build(fake, sharing).collect(None, fake, root)
-    monkeypatch.setattr("evigrad.core.curvature.kfac._ROWS_AT_ONCE", 2)
+    monkeypatch.setattr(Kfac, "rows_at_once", 2)
     in_parts = build(fake, sharing).collect(None, fake, root)
     for name, factors in at_once.factors.items():
         assert in_parts.factors[name].count == factors.count

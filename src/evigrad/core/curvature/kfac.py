@@ -53,8 +53,6 @@ from evigrad.errors import ConfigurationError
 # block up to this size. The widest layers of the paper's ResNets have 512 channels. Such a block
 # takes 2 MiB and 45 MFLOP in float64, less than the factors of the adjacent layer.
 DENSE_LIMIT = 512
-# Rows per example whose gradients exist at once. Each row has a gradient for each activation.
-_ROWS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -168,6 +166,8 @@ class Kfac(Curvature[KfacStatistic]):
     counts_data = True
     settings = ("sharing",)
     cheaper = "'diag', or 'ntk' on a small subset"
+    # Each row has a gradient for each activation.
+    rows_at_once = 64
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class Kfac(Curvature[KfacStatistic]):
         statistic = statistic or KfacStatistic()
         factors, blocks = dict(statistic.factors), statistic.blocks
         is_fixed = root.scale is None or not root.scale.requires_grad
-        first, *others = root.parts(_ROWS_AT_ONCE)
+        first, *others = root.parts(self.rows_at_once)
         for name, examples in self._examples(linearization, first).items():
             small = alone and is_fixed and len(examples) == 1 and not others
             shape = self._shapes[name] if small else None
