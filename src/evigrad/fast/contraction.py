@@ -21,7 +21,7 @@ from evigrad.core.curvature.rows import DenseRows, Rows, between
 
 # A multiplication of looked-up numbers takes as long as this number of them in a matrix product.
 _SCATTERED = 8
-# Numbers of a temporary matrix (8 MiB in float32). The system clears matrices of 32 MiB and more at
+# Entries of a temporary matrix (8 MiB in float32). The system clears matrices of 32 MiB and more at
 # each use, which takes longer than their products.
 _STRIP = 2**21
 
@@ -335,9 +335,9 @@ def contraction_cotangents(
 
 
 def _strips(num_data: int, numbers: int) -> list[slice]:
-    """Return slices of the examples, each with matrices of at most ``_STRIP`` numbers.
+    """Return slices of the examples, each with matrices of at most ``_STRIP`` entries.
 
-    ``numbers`` is how many an example adds.
+    ``numbers`` is the number of entries per example.
     """
     size = max(1, _STRIP // numbers)
     return [slice(start, min(start + size, num_data)) for start in range(0, num_data, size)]

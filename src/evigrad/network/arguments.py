@@ -1,4 +1,4 @@
-"""Calling the model, and refusing models and arguments whose rows would be silently wrong."""
+"""Call the model, and reject models and arguments whose rows would be silently wrong."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -14,11 +14,11 @@ from evigrad.errors import ConfigurationError, EvigradError, InputError, listed,
 from evigrad.inputs import Inputs, called, named_parameters
 
 NO_DERIVATIVE = (
-    "The model's outputs have no derivative in any weight: forward runs under torch.no_grad() or"
-    " torch.inference_mode(), or uses .detach(), .data or .item(). Take that out of forward;"
-    " weights that shall stay as they are have requires_grad=False."
+    "The model's outputs have no derivative in any weight. Its forward runs under torch.no_grad()"
+    " or torch.inference_mode(), or uses .detach(), .data or .item(). Remove that from forward. To"
+    " fix single weights, set requires_grad=False."
 )
-# Each operation without a derivative that PyTorch's users meet, and what has one.
+# Common operations without a derivative, and their replacements.
 _WAYS_OUT = {
     "embedding_bag": "F.embedding, then .sum(-2), .mean(-2) or .amax(-2)",
     "cdist": "(a[..., :, None, :] - b[..., None, :, :]).norm(p, dim=-1)",
@@ -33,11 +33,11 @@ _MISSING = re.compile(
 
 @contextmanager
 def derivatives_named() -> Iterator[None]:
-    """Make PyTorch's error of a missing derivative one that names the operation and a way out.
+    """Turn PyTorch's error about a missing derivative into one that names a replacement.
 
     Raises:
         ConfigurationError: If an operation inside has no derivative, or no second one.
-        RuntimeError: Any other one, as it is.
+        RuntimeError: Any other one, unchanged.
     """
     try:
         yield
@@ -49,15 +49,15 @@ def derivatives_named() -> Iterator[None]:
 
 
 def without_derivative(error: BaseException) -> ConfigurationError | None:
-    """The error for an operation that has no derivative; None for other errors."""
+    """Return the error for an operation without a derivative, or None for other errors."""
     if not isinstance(error, RuntimeError) or isinstance(error, EvigradError):
         return None
     text = str(error)
     if "marked with @once_differentiable" in text:
         return ConfigurationError(
-            "A custom function of the model cannot be differentiated twice: its backward is marked"
-            " with @once_differentiable. Write the backward in differentiable operations without"
-            " that mark, or leave the hyperparameters of the model fixed (requires_grad=False)."
+            "A custom function of the model cannot be differentiated twice, because its backward"
+            " is marked with @once_differentiable. Write the backward in differentiable operations"
+            " without that mark, or fix the model's hyperparameters (requires_grad=False)."
         )
     match = _MISSING.search(text)
     if match is None:
@@ -69,46 +69,46 @@ def without_derivative(error: BaseException) -> ConfigurationError | None:
         return ConfigurationError(
             f"The model uses '{name}', which has no second derivative in PyTorch. The gradient in"
             " hyperparameters of the model needs it, and so does an exact Hessian."
-            f" {instead} Or leave the hyperparameters of the model fixed (requires_grad=False)."
+            f" {instead} Or fix the hyperparameters of the model (requires_grad=False)."
         )
     return ConfigurationError(
         f"The model uses '{name}', which has no derivative in PyTorch for this argument. {instead}"
-        " Or let the argument depend on nothing that requires a gradient."
+        " Or pass an argument that does not depend on anything that requires a gradient."
     )
 
 
 def check_call(model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor) -> None:
-    """Raise unless x holds data and each weight is a parameter of the model with a gradient."""
+    """Raise an error if x is empty, or a weight is not a parameter with a gradient."""
     if x.dim() == 0 or len(x) == 0:
-        raise InputError("There are no data: x must hold one datum or more along dim 0.")
+        raise InputError("There are no data. Pass at least one example along dimension 0 of x.")
     if torch.is_inference_mode_enabled():
         raise ConfigurationError(
-            "There are no gradients inside torch.inference_mode(). Leave it out; torch.no_grad()"
-            " does no harm."
+            "There are no gradients inside torch.inference_mode(). Remove it, or use"
+            " torch.no_grad()."
         )
     parameters = named_parameters(model)
     for name, p in weights.items():
         if parameters.get(name) is not p:
             raise ConfigurationError(
                 f"{name!r} is not that parameter of this model, whose parameters may have been"
-                f" replaced since.{nearest(name, parameters)}"
+                f" replaced.{nearest(name, parameters)}"
             )
         if not p.is_floating_point() or not p.requires_grad:
             raise ConfigurationError(
-                f"{name!r} cannot be a weight of the evidence: it must be a real floating-point"
-                " parameter that requires a gradient. Freeze it before, or let it require one."
+                f"{name!r} cannot be a weight of the evidence. It must be a real floating-point"
+                " parameter that requires a gradient. Freeze it first, or let it require one."
             )
         if p._backward_hooks:
             raise ConfigurationError(
-                f"A hook (register_hook) on {name!r} may change its gradient, which would make"
-                " the curvature that of another function. Remove the hook, or keep it only"
-                " for the training steps."
+                f"A hook (register_hook) on {name!r} may change its gradient, so the curvature"
+                " would belong to another function. Remove the hook, or use it only in training"
+                " steps."
             )
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Raise if a backward hook, which may change gradients, is on a module or on all of them."""
-    # A hook that only reads gradients cannot be told from one that changes them.
+    """Raise an error for backward hooks on modules, which may change gradients."""
+    # Hooks that only read gradients cannot be distinguished from hooks that change them.
     everywhere = (modules._global_backward_hooks, modules._global_backward_pre_hooks)
     hook_places = ["all modules"] if any(everywhere) else []
     hook_places += [
@@ -118,14 +118,14 @@ def check_hooks(model: nn.Module) -> None:
     ]
     if hook_places:
         raise ConfigurationError(
-            f"A backward hook (register_full_backward_hook or alike) on {listed(hook_places)} may"
-            " change gradients, which would make the curvature that of another function. Remove the"
-            " hook, or keep it only for the training steps. Forward hooks are part of the function."
+            f"A backward hook (such as register_full_backward_hook) on {listed(hook_places)} may"
+            " change gradients, so the curvature would belong to another function. Remove the hook,"
+            " or use it only in training steps. Forward hooks are allowed."
         )
 
 
 def check_storage(weights: Mapping[str, nn.Parameter]) -> None:
-    """Raise if two parameters share an entry in memory, which the evidence would count twice."""
+    """Raise an error if two parameters share memory, which the evidence would count twice."""
     by_storage: dict[int, list[tuple[str, nn.Parameter]]] = {}
     for name, p in weights.items():
         if p.layout == torch.strided and p.numel() > 0 and p.untyped_storage().data_ptr() != 0:
@@ -135,14 +135,14 @@ def check_storage(weights: Mapping[str, nn.Parameter]) -> None:
             for other, q in sharing[:i]:
                 if np.shares_memory(_addresses(p), _addresses(q)):
                     raise ConfigurationError(
-                        f"{other!r} and {name!r} are two parameters on the same memory, which"
+                        f"{other!r} and {name!r} are two parameters that share memory, which"
                         " the evidence would count twice. To tie them, assign the same Parameter"
-                        " to both (not its .data); else clone one of them."
+                        " to both (not its .data). Otherwise clone one of them."
                     )
 
 
 def _addresses(p: Tensor) -> np.ndarray:
-    """An array on the memory of a tensor of any type and device, which must not be read."""
+    """Return an array on the memory of a tensor, for comparing addresses but not for reading."""
     interface = {
         "version": 3,
         "data": (p.data_ptr(), True),
@@ -154,47 +154,47 @@ def _addresses(p: Tensor) -> np.ndarray:
 
 
 def model_outputs(model: nn.Module, x: Inputs, positions: bool = False) -> Tensor:
-    """f(x), checked by ``check_output``."""
+    """Return f(x), checked by ``check_output``."""
     return check_output(called(model, x), len(x), positions)
 
 
 def check_output(output: object, m: int, positions: bool = False) -> Tensor:
-    """Return the model's output for m data; raise unless it is a dense float (m, […,] C) tensor."""
+    """Return the output for m examples, or raise an error if it is not (m, […,] C) and float."""
     if not isinstance(output, Tensor):
         raise InputError(
-            f"The model returned a {type(output).__name__}; evigrad needs one tensor of shape"
-            " (data, outputs), or an object whose .logits are one. Say where they are, as in"
-            " evigrad.Outputs(model, output=0) or output='scores'."
+            f"The model returned a {type(output).__name__}, but evigrad needs one tensor of shape"
+            " (examples, outputs), or an object with such .logits. Select the outputs:"
+            " evigrad.Outputs(model, output=0), or output='scores'."
         )
     if output.layout != torch.strided or output.is_nested:
         raise InputError(
-            f"The model returned a {output.layout} tensor; evigrad needs a dense one: return"
+            f"The model returned a {output.layout} tensor, but evigrad needs a dense one. Return"
             " f.to_dense()."
         )
     if output.is_meta:
         raise InputError(
-            "The model returned a tensor on meta, which holds no numbers: make it on the inputs'"
-            " device, as with device=x.device."
+            "The model returned a tensor on the device meta, which has no values. Create it on the"
+            " inputs' device, for example with device=x.device."
         )
     if output.dim() < 2 or output.shape[0] != m or (output.dim() > 2 and not positions):
         if output.dim() == 0 or output.shape[0] != m:
-            hint = "Dim 0 of inputs and outputs must count the data."
+            hint = "Dimension 0 of inputs and outputs must count the examples."
         elif output.dim() == 1:
-            hint = "Give a single output a dimension of its own, as in f[:, None]."
+            hint = "Add a dimension for the single output, such as f[:, None]."
         else:
             hint = "It must return one shape for inputs of one shape."
         raise InputError(
-            f"For {m} data the model returned a tensor of shape {tuple(output.shape)}; evigrad"
-            f" needs ({m}, C), or ({m}, …, C) with a target at each position. {hint}"
+            f"For {m} examples the model returned a tensor of shape {tuple(output.shape)}, but"
+            f" evigrad needs ({m}, C), or ({m}, …, C) with a target at each position. {hint}"
         )
     if not output.is_floating_point():
         hint = (
-            "return real and imaginary parts as outputs, as torch.view_as_real(f).flatten(1)"
+            "Return real and imaginary parts as outputs: torch.view_as_real(f).flatten(1)."
             if output.is_complex()
-            else "return the scores, before any argmax, comparison or rounding"
+            else "Return the scores, before any argmax, comparison or rounding."
         )
         raise InputError(
-            f"The model returned outputs of type {output.dtype}; evigrad needs floating-point"
-            f" numbers, which have derivatives: {hint}."
+            f"The model returned outputs of type {output.dtype}, but evigrad needs floating-point"
+            f" numbers, which have derivatives. {hint}"
         )
     return output

@@ -1,8 +1,8 @@
-"""Convolutions: their rows, the inner products of these, and their input's patches.
+"""Convolutions: their rows, inner products of rows, and patches of their input.
 
-The rows in a convolution's weight correlate each datum's input with its own gradient. Their inner
-product with cotangents convolves each datum's input with its own cotangent and forms no rows.
-Which way is fastest depends on the sizes; the constants below were measured on a CPU.
+The rows of a convolution's weight correlate the input of each example with its gradient. To get
+their inner products with cotangents, convolve each example's input with its cotangent, without
+forming rows. The fastest algorithm depends on the sizes. The constants were measured on a CPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,12 +19,12 @@ from evigrad.core.algebra import dot
 
 CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
-# From so many multiplications per datum, one convolution per datum is as fast as one for all data;
-# below, the cost of starting each call counts.
+# From this number of multiplications per example, one convolution per example is as fast as one for
+# all examples. Below it, the cost of each call dominates.
 _WORTH_A_CALL = 2**24
 
-# Where a datum has several parts, one convolution of all data needs input, gradient and products in
-# another order. From so many numbers per datum, copying them takes longer than separate calls.
+# If an example has several parts, a single convolution needs inputs, gradients and products in
+# another order. From this number of entries per example, copying takes longer than separate calls.
 _WORTH_NO_COPY = 2**16
 
 
@@ -47,7 +47,7 @@ class Geometry:
     groups: int
 
     def positions(self, space: Sequence[int]) -> tuple[int, ...]:
-        """The number of the output's positions along each dimension of an input."""
+        """Return the number of output positions along each dimension of an input."""
         settings = zip(space, self.kernel, self.stride, self.padding, self.dilation, strict=True)
         return tuple(
             (length + 2 * pad - gap * (size - 1) - 1) // step + 1
@@ -55,7 +55,7 @@ class Geometry:
         )
 
     def of_all(self, m: int) -> "Geometry":
-        """The convolution of m data at once, in which every datum is a group of channels."""
+        """Return the convolution of m examples at once, each of which is a channel group."""
         return replace(self, groups=m * self.groups)
 
     def convolve(
@@ -64,7 +64,7 @@ class Geometry:
         weight: Float[Tensor, "o i *kernel"],
         bias: Float[Tensor, " o"] | None = None,
     ) -> Float[Tensor, "n o *positions"]:
-        """The convolution itself."""
+        """Return the convolution."""
         settings = (self.stride, self.padding, self.dilation, self.groups)
         return CONVOLUTIONS[len(self.kernel)](x, weight, bias, *settings)
 
@@ -74,8 +74,8 @@ class Geometry:
         weight: Float[Tensor, "o i *kernel"],
         gradient: Float[Tensor, "n o *positions"],
     ) -> Float[Tensor, "n c *space"]:
-        """The gradient in the input, which has this shape."""
-        # Only the shape of this input is read; ``torch.nn.grad`` would copy the input first.
+        """Return the gradient in the input, which has this shape."""
+        # Only the shape of this input is used. ``torch.nn.grad`` would copy the input.
         return self._backward(gradient, gradient.new_empty(shape), weight, (True, False, False))[0]
 
     def weight_gradient(
@@ -84,13 +84,13 @@ class Geometry:
         weight: Float[Tensor, "o i *kernel"],
         gradient: Float[Tensor, "n o *positions"],
     ) -> Float[Tensor, "o i *kernel"]:
-        """The gradient in the weight; of the contiguous ``weight`` no values are read."""
+        """Return the gradient in the weight. Values of the contiguous ``weight`` are not read."""
         return self._backward(gradient, x, weight, (False, True, False))[1]
 
     def _backward(
         self, gradient: Tensor, x: Tensor, weight: Tensor, output_mask: Sequence[bool]
     ) -> Sequence[Any]:
-        # Not transposed, hence no output padding.
+        # Not transposed, so there is no output padding.
         settings = (self.stride, self.padding, self.dilation, False, (0,) * len(self.kernel))
         return torch.ops.aten.convolution_backward(
             gradient, x, weight, None, *settings, self.groups, output_mask
@@ -100,9 +100,9 @@ class Geometry:
 def convolution_patches(
     x: Float[Tensor, "mF c *space"], parts: int, g: Geometry
 ) -> Float[Tensor, "m G i FT"]:
-    """Return the input that the kernel is multiplied with at each of the output's T positions.
+    """Return the inputs that the kernel is multiplied with at each of T output positions.
 
-    ``parts`` is F, how many entries of dim 0 belong to each datum; i counts a group's channels
+    ``parts`` is F, the number of entries of dimension 0 per example. i counts a group's channels
     times the kernel's entries, in the weight's order.
     """
     windows, dims = x, len(g.kernel)
@@ -121,7 +121,7 @@ def convolution_patches(
 def convolution_rows(
     x: Float[Tensor, "mF c *space"], gradient: Float[Tensor, "m k F o *positions"], g: Geometry
 ) -> Tensor:
-    """The rows (m, k, o, c / groups, *kernel) in the weight, from the output's gradients."""
+    """Return the rows (m, k, o, c / groups, *kernel) in the weight, from output gradients."""
     m, k, parts, out = gradient.shape[:4]
     inner = (x.shape[1] // g.groups, *g.kernel)
     graph = torch.is_grad_enabled() and (x.requires_grad or gradient.requires_grad)
@@ -131,7 +131,7 @@ def convolution_rows(
             row.copy_(g.weight_gradient(datum, row, _columns(datum_gradient, g)))
     else:
         patches = convolution_patches(x, parts, g)
-        # (m, k, F, G, o', T) → (m, G, k, o', F, T): one product for each datum and group.
+        # (m, k, F, G, o', T) → (m, G, k, o', F, T): one product for each example and group.
         columns = gradient.flatten(4).unflatten(3, (g.groups, -1)).permute(0, 3, 1, 4, 2, 5)
         rows = columns.flatten(4).flatten(2, 3) @ patches.mT
     # (m, G, k o', ...) → (m, k, o, c / groups, *kernel)
@@ -144,12 +144,12 @@ def convolution_inner(
     cotangent: Float[Tensor, "m k o i *kernel"],
     g: Geometry,
 ) -> Float[Tensor, ""]:
-    """Σ cotangent · rows without forming the rows; the cotangent gets no gradient."""
+    """Return Σ cotangent · rows without forming rows. The cotangent gets no gradient."""
     return _Inner.apply(x, gradient, cotangent, g, _at_once(x, gradient, g))
 
 
 def _at_once(x: Tensor, gradient: Tensor, g: Geometry) -> int:
-    """How many data to convolve at once: one where that is as fast as all of them."""
+    """Return how many examples to convolve at once: one if that is as fast, or all."""
     (m, _, parts), numbers = gradient.shape[:3], prod(gradient.shape[1:])
     multiplications = numbers * (x.shape[1] // g.groups) * prod(g.kernel)
     copied = parts * prod(x.shape[1:]) + numbers if parts > 1 else 0
@@ -157,13 +157,13 @@ def _at_once(x: Tensor, gradient: Tensor, g: Geometry) -> int:
 
 
 def _columns(gradient: Float[Tensor, "m k F o *positions"], g: Geometry) -> Tensor:
-    """The gradients of all data side by side, (F, m G k o', *positions)."""
+    """Return the gradients of all examples next to each other, (F, m G k o', *positions)."""
     columns = gradient.unflatten(3, (g.groups, -1)).movedim(2, 0).transpose(2, 3)
     return columns.flatten(1, 4)
 
 
 def _kernels(weights: Float[Tensor, "m k o i *kernel"], g: Geometry) -> Tensor:
-    """The weights of all data side by side, (m G k o', i, *kernel)."""
+    """Return the weights of all examples next to each other, (m G k o', i, *kernel)."""
     return weights.unflatten(2, (g.groups, -1)).transpose(1, 2).flatten(0, 3)
 
 
@@ -178,7 +178,7 @@ def _convolved(
     g: Geometry,
     at_once: int,
 ) -> Float[Tensor, "m k F o *positions"]:
-    """Each datum convolved with its own k weights; in one convolution each is a channel group."""
+    """Convolve each example with its own k weights, as channel groups of one convolution."""
     pieces = []
     for data, weight_chunk in zip(x.split(at_once * parts), weights.split(at_once), strict=True):
         m, k, out = weight_chunk.shape[:3]
@@ -198,7 +198,7 @@ def _pulled_back(
     g: Geometry,
     at_once: int,
 ) -> Float[Tensor, "mF c *space"]:
-    """The gradient of ``_convolved`` in its input, which has this shape."""
+    """Return the gradient of ``_convolved`` in its input, which has this shape."""
     pieces = []
     for chunk, weight_chunk in zip(gradient.split(at_once), weights.split(at_once), strict=True):
         m, parts = len(weight_chunk), chunk.shape[2]
@@ -210,10 +210,10 @@ def _pulled_back(
 
 
 class _Inner(torch.autograd.Function):
-    """Σ cotangent · rows as ⟨each datum convolved with its cotangent, gradient⟩.
+    """Σ cotangent · rows as ⟨each example convolved with its cotangent, gradient⟩.
 
     The value is linear in the gradients, so the convolutions are its derivative in them. The
-    tensors are as large as the network's activations: each is written once, and scaled in place.
+    tensors are as large as the network's activations, so they are written once and scaled in place.
     """
 
     @staticmethod
@@ -240,7 +240,7 @@ class _Inner(torch.autograd.Function):
             of_x = scaled(_pulled_back(x.shape, cotangent, gradient, *ctx.settings), factor)
         if ctx.needs_input_grad[1]:
             products, ctx.products = ctx.products, None
-            if again or products is None:  # with a graph of its own, or a second call
+            if again or products is None:  # with a separate graph, or a second call
                 products = _convolved(x, cotangent, gradient.shape[2], *ctx.settings)
             of_gradient = scaled(products, factor)
         return of_x, of_gradient, None, None, None
@@ -252,19 +252,18 @@ def fixed_convolution(
     bias: Float[Tensor, " o"] | None,
     g: Geometry,
 ) -> Float[Tensor, "mF o *positions"]:
-    """A convolution as PyTorch computes it, also under autocast, with a graph into x alone."""
-    # PyTorch's second derivative of a convolution also computes the one in the weight, wanted or
-    # not: one convolution in three of a gradient through rows. With a fixed weight there are two
-    # linear maps, and each is the other's derivative, any number of times.
-    # The layout in memory is that of x: gradients of many outputs are faster with channels first,
-    # which networks that train with channels last would leave at every layer.
+    """Return a convolution as PyTorch computes it, even under autocast, with a graph only to x."""
+    # PyTorch's second derivative of a convolution always computes the derivative in the weight too,
+    # which is one of three convolutions of a gradient through rows. With a fixed weight there are
+    # two linear maps, each of which is the other's derivative, any number of times.
+    # The weight gets the contiguous layout: gradients of many outputs are faster with channels
+    # first, but networks trained with channels last would switch at every layer.
     weight = weight.clone(memory_format=torch.contiguous_format)
     return FixedConvolution.apply(x, weight, bias, g)
 
 
 class FixedConvolution(torch.autograd.Function):
     """x ↦ W x + b."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry) -> Tensor:
         ctx.save_for_backward(weight)
@@ -273,7 +272,6 @@ class FixedConvolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Wᵀ g."""
         (weight,) = ctx.saved_tensors
         of_x = _PullBack.apply(gradients[0], weight, ctx.shape, ctx.dtype, ctx.geometry)
         return of_x, None, None, None
@@ -297,7 +295,6 @@ class _PullBack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *vectors: Tensor) -> tuple[Tensor | None, ...]:
-        """W v."""
         (weight,) = ctx.saved_tensors
         vector = vectors[0].to(ctx.dtype)
         product = FixedConvolution.apply(vector, weight.to(ctx.dtype), None, ctx.geometry)

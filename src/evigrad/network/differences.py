@@ -1,18 +1,18 @@
-"""Comparing autograd's derivatives with finite differences of what it differentiates.
+"""Compare autograd's derivatives with finite differences.
 
-Everything else here compares one use of autograd with another. A backward that is not the
-derivative of its forward, or that cannot be differentiated itself, is wrong in all of them. Three
-checks find it, each once and on a few examples:
+All other checks compare one use of autograd with another. They miss a backward that is not the
+derivative of its forward, or that cannot be differentiated. Three checks find these, each once and
+on a few examples:
 
-- Outputs in the weights, when a plan is made for a model with custom functions or with hooks on
-  tensors in its forward pass. A difference is often on purpose, as in straight-through estimators,
-  and a warning. If a hook causes it, it is an error.
-- Rows in the hyperparameters of the model, and in the cotangents, before the first gradient that
-  needs them. There a difference would make the gradient silently wrong: it is an error.
-- Functions that are marked as not differentiable twice, by their name.
+- Derivatives of outputs in the weights, when a plan is made for a model with custom functions or
+  with hooks on tensors. Differences are often intended, as in straight-through estimators, and
+  cause a warning. If a hook causes them, they are an error.
+- Derivatives of rows in hyperparameters of the model and in cotangents, before the first gradient
+  that needs them. Differences are an error, because the gradient would be silently wrong.
+- Functions that are marked as not differentiable twice, by name.
 
-Differences are taken in float64, on a copy of the model. Its weights are moved a little, because a
-head that starts at zero would hide everything before it.
+Differences are computed in float64 on a copy of the model. Its weights are perturbed, because a
+head initialized to zero would hide everything before it.
 """
 
 import copy
@@ -40,17 +40,17 @@ from evigrad.network.modes import evaluation_run, without_autocast
 from evigrad.network.recorder import graph_nodes
 from evigrad.network.verification import moved_copy
 
-# The examples that derivatives are compared on.
+# Number of examples on which derivatives are compared.
 CHECKED_EXAMPLES = 2
 
-# Step, relative to a tensor's size, and largest relative difference that passes. Steps in float64
-# are so small that they do not cross the kinks of activations.
+# Step relative to a tensor's size, and largest accepted relative difference. Steps in float64 are
+# small enough not to cross the kinks of activations.
 _SETTINGS = {torch.float64: (1e-5, 1e-4)}
 _COARSE_SETTINGS = (3e-3, 2e-2)
-# Values are sums of many terms: their rounding error is this many units of the largest sum.
+# Values are sums of many terms, whose rounding error is this many units of the largest sum.
 _ROUNDING = 100.0
-# A difference counts only if it is this much larger than that between both sides of a point. On a
-# kink, or where rounding decides, the sides differ.
+# An error counts only if it exceeds the difference between both sides of a point by this factor.
+# The sides differ at a kink, or if rounding dominates.
 _SIDES = 10.0
 
 
@@ -58,24 +58,24 @@ _Result = TypeVar("_Result")
 
 
 def refuse_scaled_gradients(nodes: Iterable[Node]) -> None:
-    """Raise for an embedding whose gradient is divided by the counts of its indices."""
+    """Raise an error for an embedding that divides its gradient by the counts of its indices."""
     if any(getattr(node, "_saved_scale_grad_by_freq", False) for node in nodes):
         raise ConfigurationError(
             "forward calls F.embedding or F.embedding_bag with scale_grad_by_freq=True. The"
-            " gradient is then that of another function, and so would be the curvature. Leave the"
-            " argument out, or set it in an nn.Embedding, where evigrad switches it off."
+            " gradient, and so the curvature, would belong to another function. Omit the argument,"
+            " or set it in an nn.Embedding, where evigrad switches it off."
         )
 
 
 def refuse_once_differentiable(
     model: nn.Module, weights: Mapping[str, nn.Parameter], learned: Sequence[str], x: Tensor
 ) -> None:
-    """Raise for a function with ``once_differentiable`` whose backward the rows go through.
+    """Raise an error for a function with ``once_differentiable`` in the graph of the rows.
 
     Args:
         model: The model.
-        weights: Name → weight.
-        learned: The hyperparameters for whose gradient the rows are differentiated; none for the
+        weights: Weights by name.
+        learned: The hyperparameters for whose gradient the rows are differentiated, or none for the
             exact Hessian.
         x: A few inputs.
 
@@ -88,26 +88,26 @@ def refuse_once_differentiable(
     if names:
         needed = f"in {listed(learned)}" if learned else "of the exact Hessian"
         raise ConfigurationError(
-            f"{listed(names)} cannot be differentiated twice: the backward is marked with"
+            f"{listed(names)} cannot be differentiated twice, because the backward is marked with"
             f" @once_differentiable. The derivative {needed} needs the second derivative, and would"
             " be silently wrong. Write the backward in differentiable operations without that"
             " mark, or fix these hyperparameters (requires_grad=False)."
         )
 
 
-# The code of every function that the decorator makes.
+# The code of every function that the decorator returns.
 _ONCE = once_differentiable(lambda *_: None).__code__
 
 
 def _once_differentiable(node: Node) -> str:
-    """The name of a custom function that is marked as not differentiable twice, or nothing."""
+    """Return the name of a custom function that is not differentiable twice, or an empty string."""
     function = getattr(node, "_forward_cls", None)
     code = getattr(getattr(function, "backward", None), "__code__", None)
     return function.__name__ if function is not None and code is _ONCE else ""
 
 
 def _nodes_of_rows(outputs: Tensor, weights: Iterable[Tensor]) -> set[Node]:
-    """The nodes of the graph of outputs that lead to a weight."""
+    """Return the nodes of the outputs' graph that lead to a weight."""
     nodes = graph_nodes(outputs)
     users: dict[Node, list[Node]] = {}
     for node in nodes:
@@ -126,7 +126,7 @@ def _nodes_of_rows(outputs: Tensor, weights: Iterable[Tensor]) -> set[Node]:
 
 
 class TensorHooks(TorchFunctionMode):
-    """Whether a hook on a tensor was registered inside; ``ignore`` registers none."""
+    """Record whether a hook on a tensor is registered inside. ``ignore`` suppresses hooks."""
 
     def __init__(self, ignore: bool = False) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class TensorHooks(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call the function, or return a handle of no hook."""
+        """Call the function, or return a handle without a hook."""
         if func is Tensor.register_hook:
             self.registered = True
             if self._ignore:
@@ -160,11 +160,10 @@ def check_outputs(
 ) -> None:
     """Compare autograd's derivative of the outputs in the weights with finite differences.
 
-    Nothing is done for a model without custom functions and hooks. Its forward pass may still
-    detach tensors on purpose.
+    Models without custom functions and hooks are skipped. They may detach tensors on purpose.
 
     Args:
-        moved: A copy of the model, with weights off their initial values.
+        moved: A copy of the model, with perturbed weights.
         weights: The weights of the copy.
         x: Inputs.
         nodes: The nodes of the outputs' graph.
@@ -191,15 +190,15 @@ def check_outputs(
         if plain is None or plain.autograd != verdict.autograd:
             raise ConfigurationError(
                 f"A hook on a tensor (register_hook in forward) changes gradients. {numbers} The"
-                " curvature would be that of another function. Remove the hook, or register it only"
+                " curvature would belong to another function. Remove the hook, or register it only"
                 " if self.training."
             )
     if functions:
         warnings.warn(
             f"The backward of {listed(functions)} is not the derivative of the forward, or a tensor"
-            f" is detached. {numbers} The curvature uses autograd's derivative. This is what you"
-            " want of a straight-through estimator, and not of reversed or scaled gradients. Use"
-            " these only if self.training.",
+            f" is detached. {numbers} The curvature uses autograd's derivative. This is correct for"
+            " straight-through estimators, but not for reversed or scaled gradients. Use those only"
+            " if self.training.",
             EvigradWarning,
             stacklevel=2,
         )
@@ -215,16 +214,16 @@ def check_rows(
 ) -> None:
     """Compare autograd's derivatives of the rows with finite differences.
 
-    A hyperparameter in which autograd's derivative of the outputs is no difference of them is left
-    out with a warning: the model then defines its own derivatives, and differences cannot tell.
+    If autograd's derivative of the outputs in a hyperparameter is not their difference, skip it
+    with a warning. The model then defines custom derivatives, which differences cannot check.
 
     Args:
-        model: The model; it stays as it is.
-        weights: Name → weight.
-        learned: Name → hyperparameter of the model that the gradient is taken in.
-        names: All that the gradient is taken in, those of the likelihood included.
-        x: Inputs, of which the first few are used.
-        varies: Whether the rows' cotangents depend on what is learned.
+        model: The model, which is not changed.
+        weights: Weights by name.
+        learned: Hyperparameters of the model for the gradient, by name.
+        names: All hyperparameters for the gradient, including the likelihood's.
+        x: Inputs, of which only a few are used.
+        varies: Whether the rows' cotangents depend on these hyperparameters.
 
     Raises:
         ConfigurationError: If they differ, or an operation has no second derivative.
@@ -248,8 +247,8 @@ def check_rows(
     if undefined_in:
         warnings.warn(
             f"Autograd's derivative of the outputs in {listed(undefined_in)} differs from a finite"
-            " difference of the outputs. Straight-through estimators and detached parts cause this."
-            " The gradient of the evidence follows autograd.",
+            " difference. Straight-through estimators and detached tensors cause this. The"
+            " gradient of the evidence uses autograd's derivative.",
             EvigradWarning,
             stacklevel=2,
         )
@@ -261,11 +260,11 @@ _Copy = tuple[nn.Module, list[nn.Parameter]]
 
 
 def _first_result(compute: Callable[[torch.dtype | None], _Result]) -> _Result | None:
-    """The result in float64, else in the model's type; None where the model takes neither."""
+    """Return the result in float64 or in the model's type, or None if both fail."""
     for dtype in (torch.float64, None):
         try:
             return compute(dtype)
-        except Exception as error:  # any other error means that the copy does not run
+        except Exception as error:  # any other error means that the copy cannot run
             if isinstance(error, ConfigurationError) or is_out_of_memory(error):
                 raise
             if without_derivative(error) is not None:
@@ -276,14 +275,14 @@ def _first_result(compute: Callable[[torch.dtype | None], _Result]) -> _Result |
 def _plain_copy(
     model: nn.Module, weights: Mapping[str, nn.Parameter]
 ) -> tuple[nn.Module, dict[str, nn.Parameter]]:
-    """A copy as it is, where weights cannot be moved."""
+    """Return an unchanged copy, for weights that cannot be perturbed."""
     copied = copy.deepcopy(model)
     parameters = dict(copied.named_parameters())
     return copied, {name: parameters[name] for name in weights}
 
 
 def _copied(model: nn.Module, weights: Iterable[nn.Parameter], dtype: torch.dtype | None) -> _Copy:
-    """A copy of a model in a type, and its weights."""
+    """Return a copy of a model in a type, and its weights."""
     names = {id(p): name for name, p in model.named_parameters()}
     copied = copy.deepcopy(model)
     copied = copied if dtype is None else copied.to(dtype)
@@ -292,10 +291,10 @@ def _copied(model: nn.Module, weights: Iterable[nn.Parameter], dtype: torch.dtyp
 
 
 class _Verdict(NamedTuple):
-    """A comparison of autograd with a finite difference, along a random direction.
+    """A comparison of autograd with a finite difference along a random direction.
 
     Attributes:
-        differs: Whether autograd's derivative is not that of the function; None if it is unclear.
+        differs: Whether autograd's derivative is wrong for the function, or None if unclear.
         autograd: Autograd's derivative.
         difference: The finite difference.
     """
@@ -306,7 +305,7 @@ class _Verdict(NamedTuple):
 
 
 class _RandomSums:
-    """A random sum of a copy's outputs, and one of a row's entries; with those of their sizes."""
+    """Random sums of a copy's outputs and of a row's entries, with the sums of their magnitudes."""
 
     def __init__(self, copied: _Copy, x: Tensor, seed: int) -> None:
         self.model, self.weights = copied
@@ -318,12 +317,12 @@ class _RandomSums:
         self._factors = [self._random(w) for w in self.weights]
 
     def of_outputs(self, differentiable: bool) -> tuple[Tensor, float]:
-        """The sum of the outputs with random factors."""
+        """Return a random weighted sum of the outputs."""
         terms = self.vectors.detach() * self._outputs()
         return terms.sum(), float(terms.detach().abs().sum())
 
     def of_row(self, differentiable: bool) -> tuple[Tensor, float]:
-        """The sum of a row's entries with random factors; linear in ``vectors``, its cotangents."""
+        """Return a random weighted sum of a row's entries, linear in the cotangents ``vectors``."""
         value = (self.vectors * self._outputs()).sum()
         row = torch.autograd.grad(
             value, self.weights, create_graph=differentiable, allow_unused=True
@@ -339,7 +338,7 @@ class _RandomSums:
     def verdict(
         self, function: Callable[[bool], tuple[Tensor, float]], tensors: Sequence[nn.Parameter]
     ) -> _Verdict:
-        """Compare the derivative of one of the sums in some parameters, which are moved back."""
+        """Check the derivative of one of the sums in some parameters, whose values are restored."""
         value, size = function(True)
         directions = [self._random(p) * _root_mean_square(p) for p in tensors]
         gradients: Sequence[Tensor | None] = [None] * len(tensors)
@@ -367,7 +366,7 @@ class _RandomSums:
         return _Verdict(differs, autograd, difference)
 
     def _outputs(self) -> Tensor:
-        with evaluation_run(self.model):  # the same draws in each pass
+        with evaluation_run(self.model):  # equal draws in each pass
             return model_outputs(self.model, self.x)
 
     def _random(self, like: Tensor) -> Tensor:
@@ -377,19 +376,19 @@ class _RandomSums:
 
 
 def _root_mean_square(p: Tensor) -> float:
-    """The root mean square of the entries; 1 where they are zero."""
+    """Return the root mean square of the entries, or 1 if they are zero."""
     return float(p.detach().square().mean().sqrt()) or 1.0
 
 
 @contextmanager
 def _computing(model: nn.Module, x: Tensor) -> Iterator[None]:
-    """Forward and backward passes; those in the backward of a checkpoint are in the same mode."""
+    """Run forward and backward passes, including those of checkpoints, in one mode."""
     with evaluation_run(model), torch.enable_grad(), without_autocast(x.device):
         yield
 
 
 def _verdict(copied: _Copy, x: Tensor, function: str, tensors: Sequence[nn.Parameter]) -> _Verdict:
-    """The verdict of ``_RandomSums``; a difference counts only if other random numbers show it."""
+    """Return the verdict of ``_RandomSums``, where differences must occur for two seeds."""
     with _computing(copied[0], x):
         sums = _RandomSums(copied, x, seed=0)
         first = sums.verdict(getattr(sums, function), tensors)
@@ -401,7 +400,7 @@ def _verdict(copied: _Copy, x: Tensor, function: str, tensors: Sequence[nn.Param
 
 
 def _outputs_verdict(copied: _Copy, x: Tensor) -> _Verdict:
-    """The verdict on the outputs' derivative in all weights that autograd knows them to use."""
+    """Return the verdict for the outputs' derivative in all weights that are in their graph."""
     model, weights = copied
     with _computing(model, x):
         nodes = graph_nodes(model_outputs(model, _RandomSums(copied, x, 0).x))
@@ -410,10 +409,10 @@ def _outputs_verdict(copied: _Copy, x: Tensor) -> _Verdict:
 
 
 def _check_row(name: str, copied: _Copy, p: nn.Parameter, x: Tensor) -> bool:
-    """Return False if the outputs' derivative in a parameter is not theirs.
+    """Return False if autograd's derivative of the outputs in a parameter is wrong.
 
     Raises:
-        ConfigurationError: If it is, and a row's derivative is not that of the row.
+        ConfigurationError: If it is correct, but the derivative of a row is wrong.
     """
     if p.numel() == 0 or p.layout != torch.strided or not p.is_floating_point():
         return True
@@ -424,8 +423,8 @@ def _check_row(name: str, copied: _Copy, p: nn.Parameter, x: Tensor) -> bool:
     if second.differs:
         raise ConfigurationError(
             f"The gradient in {name!r} would be wrong. It needs the derivative of Jacobian rows in"
-            f" {name!r}. Along a random direction autograd's derivative is {second.autograd:.4g},"
-            f" and a finite difference of autograd's rows is {second.difference:.4g}."
+            f" {name!r}. Along a random direction, autograd's derivative is"
+            f" {second.autograd:.4g}, and a finite difference is {second.difference:.4g}."
             f" {_culprits(copied, x)} Write that backward in differentiable operations on its"
             f" inputs and saved tensors, or fix {name!r} (requires_grad=False)."
         )
@@ -433,7 +432,7 @@ def _check_row(name: str, copied: _Copy, p: nn.Parameter, x: Tensor) -> bool:
 
 
 def _check_cotangents(copied: _Copy, x: Tensor, learned: Sequence[str]) -> None:
-    """Raise if autograd's derivative of a row in its cotangents is wrong; the row is linear."""
+    """Raise an error if autograd's derivative of a row in its cotangents is wrong."""
     with _computing(copied[0], x):
         sums = _RandomSums(copied, x, 0)
         value, size = sums.of_row(True)
@@ -445,24 +444,24 @@ def _check_cotangents(copied: _Copy, x: Tensor, learned: Sequence[str]) -> None:
     if abs(derivative - float(value.detach())) > tolerance * size:
         raise ConfigurationError(
             f"The gradient in {listed(learned)} would be wrong. It needs the derivative of Jacobian"
-            " rows in their cotangents, the derivatives of the likelihood. A random row has"
-            f" {float(value.detach()):.4g}, and autograd's derivative gives {derivative:.4g}."
+            " rows in their cotangents, the derivatives of the likelihood. A random row has the"
+            f" value {float(value.detach()):.4g}, but autograd's derivative is {derivative:.4g}."
             f" {_culprits(copied, x)} Write that backward in differentiable operations on its"
             " inputs and saved tensors, or fix these hyperparameters (requires_grad=False)."
         )
 
 
 def _culprits(copied: _Copy, x: Tensor) -> str:
-    """A sentence with the custom functions that the rows go through."""
+    """Return a sentence that names the custom functions in the graph of the rows."""
     model, weights = copied
     with _computing(model, x):
         nodes = _nodes_of_rows(model_outputs(model, _RandomSums(copied, x, 0).x), weights)
     names = _custom_functions(nodes)
     of_whom = f"The backward of {listed(names)}" if names else "A backward of the model"
-    return f"{of_whom} holds something constant, for example by detaching it."
+    return f"{of_whom} treats something as constant, for example by detaching it."
 
 
 def _custom_functions(nodes: Iterable[Node]) -> list[str]:
-    """Names of the ``autograd.Function`` classes among nodes."""
+    """Return the names of the ``autograd.Function`` classes among nodes."""
     functions = (getattr(node, "_forward_cls", None) for node in nodes)
     return sorted({function.__name__ for function in functions if function is not None})

@@ -1,8 +1,8 @@
-"""Rows of any module, one datum at a time.
+"""Rows of any module, one example at a time.
 
-``loop_rows`` is the reference: one forward pass of the model for each datum and one backward pass
-for each row. Other ways have to agree with it up to rounding (``close``). ``vmap_rows`` computes
-the same for all data at once, where the module's operations can be vectorised.
+``loop_rows`` is the reference: one forward pass of the model per example, and one backward pass per
+row. Other algorithms must agree with it up to rounding (``close``). ``vmap_rows`` computes the rows
+of all examples at once, if the module's operations can be vectorized.
 """
 
 import warnings
@@ -16,11 +16,11 @@ from torch.func import functional_call, vjp, vmap
 from evigrad.inputs import scores_of
 from evigrad.network.arguments import check_output, model_outputs
 
-# Largest relative difference, and the part of the largest norm below which all is rounding (a
-# bias in front of a normalisation, say, has no rows but that).
+# Largest relative difference, and the share of the largest norm below which all is rounding. For
+# example, a bias before a normalization has no other rows.
 _TOLERANCES = {torch.float64: (1e-6, 1e-12), torch.float32: (1e-3, 1e-6)}
 _COARSE_TOLERANCES = (5e-2, 1e-3)
-# Convolutions on a GPU round to TF32 unless told otherwise.
+# Convolutions on a GPU round to TF32 by default.
 _TF32_FACTOR = 10.0
 
 
@@ -32,10 +32,10 @@ def loop_rows(
     vectors: Float[Tensor, "m k C"],
     differentiable: bool,
 ) -> dict[str, Tensor]:
-    """Return rows by plain automatic differentiation, datum by datum and row by row.
+    """Return rows by plain automatic differentiation, for each example and row.
 
-    They are ``vectors[n, j]ᵀ ∂f(x_n)/∂parameter`` (m, k, *parameter shape) by the names of the
-    parameters; ``differentiable`` gives them a graph into everything else.
+    They are ``vectors[n, j]ᵀ ∂f(x_n)/∂parameter`` (m, k, *parameter shape) by parameter name. If
+    ``differentiable``, they have a graph into everything else.
     """
     m, k, _ = vectors.shape
     rows: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -60,7 +60,7 @@ def datum_rows(
     vectors: Float[Tensor, "1 k C"],
     differentiable: bool,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
-    """One datum's output (1, C), detached, and name → its k rows of the parameter's shape."""
+    """Return one example's output (1, C), detached, and its k rows for each parameter name."""
     k = vectors.shape[1]
     parameters = [weights[name] for name in names]
     rows: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -83,7 +83,7 @@ def datum_rows(
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """A gradient that may be sparse, as a dense tensor."""
+    """Return a gradient, which may be sparse, as a dense tensor."""
     return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 
@@ -95,9 +95,9 @@ def vmap_rows(
     vectors: Float[Tensor, "m k C"],
     differentiable: bool,
 ) -> dict[str, Tensor]:
-    """``loop_rows``, vectorised over the data. Compare with ``loop_rows`` before relying on it."""
-    # Not every module can be vectorised: some raise an error, and one that keeps references to its
-    # parameters (as recurrent ones do) gives other numbers.
+    """Return ``loop_rows``, vectorized over examples. Compare with ``loop_rows`` before use."""
+    # Not every module can be vectorized. Some raise an error, and modules that keep references to
+    # their parameters (such as recurrent ones) return other numbers.
     constant = {name: p.detach() for name, p in weights.items()}
     variables = {name: constant.pop(name) for name in names}
     with_wrappers = {id(p): name for name, p in model.named_parameters()}
@@ -111,29 +111,29 @@ def vmap_rows(
 
     def rows_of_datum(datum: Tensor, cotangents: Tensor) -> dict[str, Tensor]:
         pull = vjp(lambda parameters: output(parameters, datum), variables)[1]
-        # A loop, as a second level of vmap takes some backward functions past what they support.
+        # A loop, because a second level of vmap exceeds the limits of some backward functions.
         rows = [pull(cotangent)[0] for cotangent in cotangents]
         return {name: torch.stack([row[name] for row in rows]) for name in names}
 
     with torch.set_grad_enabled(differentiable), warnings.catch_warnings():
-        # vmap loops over operations without a batching rule, which still beats ``loop_rows``.
+        # vmap loops over operations without a batching rule, which is still faster than the loop.
         warnings.filterwarnings("ignore", message="There is a performance drop")
         return vmap(rows_of_datum)(x.clone(), vectors)
 
 
-# ------------------------------------------------------------ how nearly numbers have to agree
+# ------------------------------------------------------------ tolerances
 
 
 def close(value: Tensor, expected: Tensor, norm: Tensor | float = 0.0, factor: float = 1.0) -> bool:
-    """Whether two tensors agree in norm up to rounding; False where one is not finite."""
-    # ``norm`` belongs to the tensors that rounding errors came from, where it is larger.
+    """Return whether two tensors agree in norm up to rounding. False if one is not finite."""
+    # ``norm`` belongs to the tensors from which rounding errors came, if it is larger.
     relative, rounding = tolerances(expected)
     allowed = relative * expected.norm() + rounding * norm
     return value.shape == expected.shape and bool((value - expected).norm() <= factor * allowed)
 
 
 def close_outputs(value: Tensor, expected: Tensor, scale: Tensor) -> bool:
-    """Whether outputs (n, C) agree up to rounding of the largest norm ``scale`` of the batch."""
+    """Return whether outputs (n, C) agree up to rounding, relative to their norms or ``scale``."""
     if value.shape != expected.shape:
         return False
     allowed = tolerances(expected)[0] * torch.maximum(expected.norm(dim=1), scale)
@@ -141,7 +141,7 @@ def close_outputs(value: Tensor, expected: Tensor, scale: Tensor) -> bool:
 
 
 def tolerances(like: Tensor) -> tuple[float, float]:
-    """Relative tolerance in this type, and the part of the largest norm that is rounding."""
+    """Return the relative tolerance, and the share of the largest norm that is rounding."""
     relative, rounding = _TOLERANCES.get(like.dtype, _COARSE_TOLERANCES)
     if like.is_cuda and like.dtype == torch.float32:
         relative *= _TF32_FACTOR

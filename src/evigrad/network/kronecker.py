@@ -13,7 +13,7 @@ from evigrad.network.patch_grams import patch_gram, patch_gram_pull, patch_sum
 
 
 class ConvolutionUse(KroneckerUse):
-    """One use of a convolution's weight on x; its patches are formed only when read."""
+    """One use of a convolution's weight on x, whose patches are formed only when they are read."""
 
     def __init__(
         self,
@@ -26,12 +26,11 @@ class ConvolutionUse(KroneckerUse):
 
     @property
     def inputs(self) -> Float[Tensor, "m G T i"]:
-        """The patches, computed anew at each reading."""
+        """The patches, computed each time they are read."""
         x = self._x.to(self.pieces[0].dtype)
         return convolution_patches(x, len(x) // self.num_data, self._geometry).mT
 
     def input_gram(self, dtype: torch.dtype) -> Float[Tensor, "G i i"]:
-        """See ``KroneckerUse.input_gram``."""
         geometry = self._geometry
         return Gram.apply(
             self._x.to(dtype),
@@ -40,7 +39,6 @@ class ConvolutionUse(KroneckerUse):
         )
 
     def inner_input_gram(self, cotangent: Float[Tensor, "G i i"]) -> Float[Tensor, ""]:
-        """See ``KroneckerUse.inner_input_gram``."""
         geometry = self._geometry
         return QuadraticForm.apply(
             self._x.to(cotangent.dtype),
@@ -49,13 +47,11 @@ class ConvolutionUse(KroneckerUse):
         )
 
     def input_sum(self) -> Float[Tensor, "m G i"]:
-        """See ``KroneckerUse.input_sum``."""
         sums = patch_sum(self._x.to(self.pieces[0].dtype), self._geometry)
         sums = sums.unflatten(0, (self.num_data, -1)).sum(1)
         return sums.reshape(self.num_data, self._geometry.groups, -1)
 
     def detach(self) -> KroneckerUse:
-        """See ``KroneckerUse.detach``."""
         use = copy.copy(self)
         use._x = self._x.detach()
         return use.with_gradients([piece.detach() for piece in self.pieces])

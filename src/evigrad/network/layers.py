@@ -1,15 +1,15 @@
 """Closed forms: one rule for each function that a layer calls with its parameters.
 
-A rule turns the input of a call and the gradients of the rows in its output into the rows in each
-parameter of the call. It looks at functions, not at modules: ``F.linear(x, w)`` in a forward method
-is the same to it as ``nn.Linear``.
+A rule computes rows of each parameter of a call from its input and the rows' output gradients. It
+applies to functions, not to modules: ``F.linear(x, w)`` in a forward method is equivalent to
+``nn.Linear``.
 
-A new layer type is a ``Rule`` with ``match`` and ``rows``, and an entry in ``RULES``. The numbers
-need nothing else: every plan compares the rows with plain autograd (``verification.Reference``),
-and a rule that is wrong is not used. The tests loop over ``RULES`` and ask for arguments to call
-the function with (``tests/network/calls.py``). For speed there are ``inner``, ``kronecker`` with
-``factors`` and ``matrix``, and, where the tests say that ``ownership`` does not know the function's
-autograd node, a step there: without one the layers in front cost extra backward passes.
+To add a layer type, write a ``Rule`` with ``match`` and ``rows``, and add it to ``RULES``. Every
+plan compares the rows with plain autograd (``verification.Reference``), and does not use wrong
+rules. The tests loop over ``RULES``, and need arguments for the function
+(``tests/network/calls.py``). To save time, add ``inner``, ``kronecker`` with ``factors``, and
+``matrix``. If the tests report that ``ownership`` does not know the function's autograd node, add a
+step there. Without it, earlier layers take additional backward passes.
 """
 
 from abc import ABC, abstractmethod
@@ -40,15 +40,15 @@ from evigrad.network.paths import JacobianPlan, Use
 
 @dataclass(frozen=True)
 class Match:
-    """A function call that a closed form covers.
+    """A function call with a closed form.
 
     Attributes:
-        input: The tensor that the parameters act on, or one that is computed from the call's
-            arguments, as a padded input; its dim 0 has F consecutive entries for each datum, m F in
-            all. It alone is checked for changes in place, cast under autocast and cut to a datum.
-        slots: The call's parameters by their role, for example "weight" or "bias".
-        settings: What else the rows depend on, which must be the same in every batch.
-        computed: Gives a tensor whose dim 0 is that of ``input``, when rows are formed; or None.
+        input: The tensor on which the parameters act, or one computed from the call's arguments,
+            such as a padded input. Its dimension 0 has F consecutive entries per example. It is
+            checked for in-place changes, cast under autocast and cut to single examples.
+        slots: The call's parameters by role, such as "weight" or "bias".
+        settings: Everything else on which the rows depend, which must be the same in every batch.
+        computed: Returns a tensor with the dimension 0 of ``input`` when rows are formed, or None.
     """
 
     input: Tensor
@@ -60,16 +60,16 @@ class Match:
 class Rule(ABC):
     """The closed form of one function.
 
-    Dim 0 of the input counts m data times F consecutive parts of each, for example augmentation
-    samples or patches; F is 1 where it counts the data alone. Gradients in the output have separate
-    dimensions for the two, and a datum's rows are sums over its parts.
+    Dimension 0 of the input counts m examples times F consecutive parts of each, such as
+    augmentation samples or patches. F is 1 if it counts only examples. Output gradients have
+    separate dimensions for the two, and the rows of an example are sums over its parts.
 
     Attributes:
-        name: For ``JacobianPlan.describe()``.
+        name: Name in ``JacobianPlan.describe()``.
         kronecker: Slots for which ``factors`` and ``matrix`` are defined.
-        at_positions: Whether the function acts on each entry of the input's dimensions between the
-            first and the last alone, so that several calls are one with more such entries.
-        transposed: Whether their weights are (in, out) and not (out, in).
+        at_positions: Whether the function acts separately on the entries of all dimensions between
+            the first and the last. Several calls are then equivalent to one with more entries.
+        transposed: Whether the weights are (in, out) instead of (out, in).
     """
 
     name: str
@@ -79,25 +79,25 @@ class Rule(ABC):
 
     @abstractmethod
     def match(self, *args: Any, **kwargs: Any) -> Match | None:
-        """Read a call's arguments, in the function's signature; None if no closed form holds.
+        """Return a match of a call's arguments, or None if there is no closed form.
 
-        A rule that shares the formulas of another function's holds that rule and does not inherit
-        from it, as the signatures differ.
+        The signature is the function's. A rule that uses the formulas of another rule stores that
+        rule instead of inheriting from it, because the signatures differ.
         """
 
     def data_second(self, match: Match) -> bool:
-        """Whether dim 1 of input and output may count the data, as dim 0 does for other calls."""
+        """Return whether dimension 1 instead of 0 of input and output may count the examples."""
         return self.at_positions
 
     def call(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Call the function, with detached parameters, or a faster equivalent."""
+        """Call the function with detached parameters, or a faster equivalent."""
         return function(*args, **kwargs)
 
     @abstractmethod
     def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
-        """The rows in one parameter, (m, k, *parameter shape), from the gradient in the output."""
+        """Return rows (m, k, *parameter shape) of one parameter, from the output gradients."""
 
     def inner(
         self,
@@ -106,47 +106,46 @@ class Rule(ABC):
         gradient: Float[Tensor, "m k F *out"],
         cotangent: Float[Tensor, "m k *parameter"],
     ) -> Float[Tensor, ""]:
-        """Return Σ cotangent · rows in one parameter; the cotangent gets no gradient.
+        """Return Σ cotangent · rows of one parameter, without a gradient for the cotangent.
 
-        This forms the rows: override it for a slot whose rows are much larger than the inputs and
-        the gradients, and leave the other slots to it.
+        This default forms the rows. Override it for slots whose rows are much larger than the
+        inputs and the gradients.
         """
         parts, numel = gradient.shape[2], prod(cotangent.shape[2:])
         if parts > 1 and numel <= prod(gradient.shape[3:]):
-            # Each part as a datum of its own: the derivative in the gradients, a few numbers for
-            # each part, is then never expanded in memory.
+            # Treat each part as an example, so that the derivative in the gradients, which has a
+            # few numbers per part, is never expanded in memory.
             gradient = gradient.transpose(1, 2).flatten(0, 1).unsqueeze(2)
             cotangent = cotangent.repeat_interleave(parts, dim=0)
         return dot(self.rows(slot, match, gradient), cotangent)
 
     def factors(self, match: Match, gradient: Float[Tensor, "m k F *out"]) -> KroneckerUse:
-        """The Kronecker factors of the rows in the weight."""
+        """Return the Kronecker factors of the rows of the weight."""
         raise NotImplementedError(f"{self.name} has no Kronecker factors")
 
     def matrix(self, use: Use, shape: Sequence[int]) -> MatrixUse | None:
-        """Sizes of a use of the weight, of this shape, as one matrix; None if it is none."""
+        """Return the sizes of a use of the weight as one matrix, or None."""
         del use, shape
         return None
 
     def products(
         self, match: Match, gradient: Float[Tensor, "m k F *out"]
     ) -> tuple[Tensor, Tensor]:
-        """Return the inputs (m, T, i) and gradients (m, k, T, o) whose products the rows are.
+        """Return the inputs (m, T, i) and gradients (m, k, T, o) whose products are the rows.
 
-        Where rows of the matrix are looked up, these are their numbers (m, T) and gradients
-        (m, k, T, i).
+        If rows of the matrix are looked up, return row numbers (m, T) and gradients (m, k, T, i).
         """
         use = self.factors(match, gradient)
         return use.inputs[:, 0], use.gradients[:, :, 0]
 
 
 def aligned(values: Tensor, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
-    """Values of the data and their parts, (m F, ...), as (m, 1, F, ...) like the gradients."""
+    """Return values of examples and parts, (m F, ...), as (m, 1, F, ...) like the gradients."""
     return values.unflatten(0, (gradient.shape[0], gradient.shape[2]))[:, None]
 
 
 def given(**slots: Tensor | None) -> dict[str, Tensor]:
-    """The slots that hold a tensor."""
+    """Return the slots that contain a tensor."""
     return {slot: tensor for slot, tensor in slots.items() if tensor is not None}
 
 
@@ -169,20 +168,18 @@ def sum_to_channels(values: Float[Tensor, "m k F c *space"]) -> Float[Tensor, "m
 
 
 class Linear(Rule):
-    """z = x Wᵀ + b, with any number of dimensions between the data and the features."""
+    """z = x Wᵀ + b, with any number of dimensions between examples and features."""
 
     name = "linear"
     kronecker = frozenset({"weight"})
     at_positions = True
 
     def match(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Match | None:
-        """See ``Rule.match``."""
         if input.dim() < 2 or weight.dim() != 2:
             return None
         return Match(input, given(weight=weight, bias=bias))
 
     def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
-        """See ``Rule.rows``."""
         a, g = self.positions(match, gradient)
         if slot == "bias":
             return g.sum(2)
@@ -198,30 +195,27 @@ class Linear(Rule):
         gradient: Float[Tensor, "m k F *out"],
         cotangent: Float[Tensor, "m k *parameter"],
     ) -> Float[Tensor, ""]:
-        """See ``Rule.inner``."""
         if slot == "bias":
             return super().inner(slot, match, gradient, cotangent)
         a, g = self.positions(match, gradient)
         m, k, positions, out = g.shape
-        products = a @ cotangent.flatten(1, 2).mT  # each datum's input through its own weights
+        products = a @ cotangent.flatten(1, 2).mT  # each example's input with its own weights
         return dot(products.reshape(m, positions, k, out).transpose(1, 2), g)
 
     def factors(
         self, match: Match, gradient: Float[Tensor, "m k F *out"], transposed: bool = False
     ) -> KroneckerUse:
-        """See ``Rule.factors``."""
         a, g = self.positions(match, gradient)
         return KroneckerUse(a[:, None], g[:, :, None], transposed=transposed)
 
     def matrix(self, use: Use, shape: Sequence[int]) -> MatrixUse | None:
-        """See ``Rule.matrix``."""
         return MatrixUse(use.parts * prod(use.input[:-1]), shape[1], shape[0])
 
     @staticmethod
     def positions(
         match: Match, gradient: Float[Tensor, "m k F *out"]
     ) -> tuple[Float[Tensor, "m T i"], Float[Tensor, "m k T o"]]:
-        """The input and the gradients at all positions of a datum, parts among them."""
+        """Return the input and the gradients at all positions of an example, including parts."""
         a, (m, k, parts) = match.input, gradient.shape[:3]
         positions = parts * prod(a.shape[1:-1])
         a = a.reshape(m, positions, a.shape[-1])
@@ -229,11 +223,11 @@ class Linear(Rule):
 
 
 class Product(Rule):
-    """z = x W or b + x W: a linear layer whose weight (in, out) is transposed.
+    """z = x W or b + x W: a linear layer whose weight is (in, out).
 
     Args:
         name: The name of the rule.
-        arguments: Reads a call as (x, W) or (x, W, b).
+        arguments: Returns the operands (x, W) or (x, W, b) of a call.
     """
 
     kronecker = frozenset({"weight"})
@@ -245,7 +239,6 @@ class Product(Rule):
         self._arguments, self._linear = arguments, Linear()
 
     def match(self, *args: Any, **kwargs: Any) -> Match | None:
-        """See ``Rule.match``."""
         operands = self._arguments(*args, **kwargs)
         if not operands or not all(isinstance(operand, Tensor) for operand in operands):
             return None
@@ -255,7 +248,6 @@ class Product(Rule):
         return Match(x, given(weight=weight, bias=bias[0] if bias else None))
 
     def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
-        """See ``Rule.rows``."""
         if slot == "bias":
             return self._linear.rows(slot, match, gradient)
         a, g = self._linear.positions(match, gradient)
@@ -268,16 +260,13 @@ class Product(Rule):
         gradient: Float[Tensor, "m k F *out"],
         cotangent: Float[Tensor, "m k *parameter"],
     ) -> Float[Tensor, ""]:
-        """See ``Rule.inner``."""
         cotangent = cotangent if slot == "bias" else cotangent.mT
         return self._linear.inner(slot, match, gradient, cotangent)
 
     def factors(self, match: Match, gradient: Float[Tensor, "m k F *out"]) -> KroneckerUse:
-        """See ``Rule.factors``."""
         return self._linear.factors(match, gradient, self.transposed)
 
     def matrix(self, use: Use, shape: Sequence[int]) -> MatrixUse | None:
-        """See ``Rule.matrix``."""
         return self._linear.matrix(use, shape[::-1])
 
 
@@ -310,16 +299,15 @@ class Convolution(Rule):
         dilation: int | Sequence[int] = 1,
         groups: int = 1,
     ) -> Match | None:
-        """See ``Rule.match``."""
-        if input.dim() != self.dimensions + 2:  # one datum without a batch dimension
+        if input.dim() != self.dimensions + 2:  # one example without a batch dimension
             return None
         kernel, dilation = tuple(weight.shape[2:]), self._each(dilation)
         if padding == "same":
             spans = [d * (size - 1) for size, d in zip(kernel, dilation, strict=True)]
             padding = tuple(span // 2 for span in spans)
-            if any(span % 2 for span in spans):  # another zero behind
+            if any(span % 2 for span in spans):  # one more zero at the end
                 input = F.pad(input, [z for s in reversed(spans) for z in (0, s % 2)])
-        # Padding modes other than zeros arrive here as a padded input.
+        # For padding modes other than zeros, the input is already padded.
         pads = self._each(0 if isinstance(padding, str) else padding)
         geometry = Geometry(kernel, self._each(stride), pads, dilation, groups)
         return Match(input, given(weight=weight, bias=bias), {"geometry": geometry})
@@ -327,7 +315,6 @@ class Convolution(Rule):
     def call(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """See ``Rule.call``."""
         match = self.match(*args, **kwargs)
         if match is None or any(p.requires_grad for p in match.slots.values()):
             return function(*args, **kwargs)
@@ -335,7 +322,6 @@ class Convolution(Rule):
         return fixed_convolution(match.input, slots["weight"], slots.get("bias"), geometry)
 
     def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
-        """See ``Rule.rows``."""
         if slot == "bias":
             return sum_to_channels(gradient)
         return convolution_rows(match.input, gradient, match.settings["geometry"])
@@ -347,13 +333,11 @@ class Convolution(Rule):
         gradient: Float[Tensor, "m k F *out"],
         cotangent: Float[Tensor, "m k *parameter"],
     ) -> Float[Tensor, ""]:
-        """See ``Rule.inner``."""
         if slot == "bias":
             return super().inner(slot, match, gradient, cotangent)
         return convolution_inner(match.input, gradient, cotangent, match.settings["geometry"])
 
     def factors(self, match: Match, gradient: Float[Tensor, "m k F *out"]) -> KroneckerUse:
-        """See ``Rule.factors``."""
         geometry: Geometry = match.settings["geometry"]
         # (m, k, F, o, *positions) → (m, k, G, F T, o')
         g = gradient.flatten(4).unflatten(3, (geometry.groups, -1))
@@ -361,7 +345,7 @@ class Convolution(Rule):
         return ConvolutionUse(match.input, g, geometry)
 
     def matrix(self, use: Use, shape: Sequence[int]) -> MatrixUse | None:
-        """See ``Rule.matrix``; channel groups have a matrix each."""
+        """See ``Rule.matrix``. Channel groups have separate matrices."""
         if shape[1] != use.input[0]:
             return None
         return MatrixUse(use.parts * prod(use.output[1:]), prod(shape[1:]), shape[0])
@@ -372,7 +356,7 @@ class Convolution(Rule):
 
 
 class Embedding(Rule):
-    """z = W[indices]; the padding index gets no gradient."""
+    """z = W[indices], without a gradient for the padding index."""
 
     name = "embedding"
 
@@ -386,8 +370,7 @@ class Embedding(Rule):
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> Match | None:
-        """See ``Rule.match``."""
-        # max_norm changes the weight; scale_grad_by_freq changes its gradient.
+        # max_norm changes the weight, and scale_grad_by_freq changes its gradient.
         if max_norm is not None or scale_grad_by_freq or input.dim() == 0:
             return None
         if padding_idx is not None and padding_idx < 0:
@@ -395,29 +378,25 @@ class Embedding(Rule):
         return Match(input, {"weight": weight}, {"padding_idx": padding_idx})
 
     def data_second(self, match: Match) -> bool:
-        """See ``Rule.data_second``."""
         return True
 
     def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
-        """See ``Rule.rows``."""
         weight = match.slots["weight"]
         (m, k), (entries, size) = gradient.shape[:2], weight.shape
         indices, gradient = self.products(match, gradient)
         indices = indices[:, None]
-        # The tables of all rows lie in one long table, which a single scatter fills.
+        # The tables of all rows form one long table, which takes a single scatter operation.
         table = entries * torch.arange(m * k, device=indices.device).reshape(m, k, 1)
         rows = gradient.new_zeros(m * k * entries, size)
         rows = rows.index_add(0, (indices + table).flatten(), gradient.flatten(0, 2))
         return rows.reshape(m, k, entries, size)
 
     def matrix(self, use: Use, shape: Sequence[int]) -> MatrixUse | None:
-        """See ``Rule.matrix``."""
         return MatrixUse(use.parts * prod(use.input), shape[1], shape[0], looked_up=True)
 
     def products(
         self, match: Match, gradient: Float[Tensor, "m k F *out"]
     ) -> tuple[Tensor, Tensor]:
-        """See ``Rule.products``."""
         (m, k), size = gradient.shape[:2], match.slots["weight"].shape[1]
         indices = match.input.reshape(m, -1)
         gradient = gradient.reshape(m, k, indices.shape[1], size)
@@ -428,12 +407,12 @@ class Embedding(Rule):
 
 
 class Normalisation(Rule):
-    """z = W x̂ + b, where x̂ is what the function gives without parameters.
+    """z = W x̂ + b, where x̂ is the result of the function without parameters.
 
     Args:
-        function: Standardises its first argument, and has arguments ``weight`` and maybe ``bias``.
-        channels: Whether these are one number for each channel, as in group norm; else they have
-            the trailing dimensions of the output, as in layer norm.
+        function: Standardizes its first argument. It has arguments ``weight`` and maybe ``bias``.
+        channels: Whether parameters have one number per channel, as in group norm. Otherwise they
+            have the trailing dimensions of the output, as in layer norm.
     """
 
     def __init__(self, function: Callable[..., Tensor], channels: bool) -> None:
@@ -442,28 +421,25 @@ class Normalisation(Rule):
         self._channels = channels
 
     def match(self, *args: Any, **kwargs: Any) -> Match | None:
-        """See ``Rule.match``."""
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         arguments = bound.arguments
         slots = given(weight=arguments.pop("weight"), bias=arguments.pop("bias", None))
-        # The data mix, or the call would update the running statistics.
+        # Examples mix, or the call would update the running statistics.
         if arguments.get("training") or (
             arguments.get("use_input_stats") and arguments["running_mean"] is not None
         ):
             return None
-        # Trailing dimensions that take in dim 0 leave no dimension for the data.
+        # Trailing dimensions that include dimension 0 leave no dimension for the examples.
         trailing = 1 if self._channels else max(p.dim() for p in slots.values())
         if arguments["input"].dim() <= trailing:
             return None
         return Match(arguments["input"], slots, computed=lambda: self._function(**arguments))
 
     def data_second(self, match: Match) -> bool:
-        """See ``Rule.data_second``."""
         return not self._channels
 
     def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
-        """See ``Rule.rows``."""
         if slot == "weight":
             assert match.computed is not None
             gradient = gradient * aligned(match.computed(), gradient)
@@ -473,30 +449,29 @@ class Normalisation(Rule):
 
 
 class PReLU(Rule):
-    """z = max(x, 0) + w min(x, 0), with one w in all or one per channel."""
+    """z = max(x, 0) + w min(x, 0), with a single w or one per channel."""
 
     name = "prelu"
 
     def match(self, input: Tensor, weight: Tensor) -> Match | None:
-        """See ``Rule.match``."""
         if input.dim() < (1 if weight.numel() == 1 else 2):
             return None
         return Match(input, {"weight": weight})
 
     def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
-        """See ``Rule.rows``."""
         values = gradient * aligned(match.input.clamp(max=0), gradient)
         shape = match.slots["weight"].shape
         return sum_to(values, shape) if shape.numel() == 1 else sum_to_channels(values)
 
 
 class Elementwise(Rule):
-    """A parameter combined with a tensor element by element, broadcast over the data.
+    """A parameter combined with a tensor element by element, and broadcast over examples.
 
     Args:
         name: The name of the rule.
-        derivatives: For a parameter in the slots "input" (left) and "other" (right): (the tensor,
-            the parameter, alpha) → derivative of the result, a number or a tensor that broadcasts.
+        derivatives: For parameters in the slots "input" (left) and "other" (right), a function of
+            the tensor, the parameter and alpha. It returns the derivative of the result, as a
+            number or a tensor that broadcasts.
     """
 
     def __init__(
@@ -506,23 +481,20 @@ class Elementwise(Rule):
         self._derivatives = derivatives
 
     def match(self, input: Any, other: Any, *, alpha: Any = 1) -> Match | None:
-        """See ``Rule.match``."""
         if not isinstance(input, Tensor) or not isinstance(other, Tensor):
             return None
         slot = "input" if isinstance(input, torch.nn.Parameter) else "other"
         tensor, parameter = (other, input) if slot == "input" else (input, other)
-        # The parameter must not have the batch dimension, nor make up for a missing one.
+        # The parameter must not have a batch dimension, nor replace a missing one.
         room = tensor.dim() - parameter.dim()
         if tensor.dim() == 0 or room < 0 or (room == 0 and parameter.shape[0] != 1):
             return None
         return Match(tensor, {slot: parameter}, {"alpha": alpha})
 
     def data_second(self, match: Match) -> bool:
-        """See ``Rule.data_second``."""
         return all(match.input.dim() - p.dim() > 1 for p in match.slots.values())
 
     def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
-        """See ``Rule.rows``."""
         parameter = match.slots[slot]
         # Detached: rows have no graph into the weights.
         derivative = self._derivatives[slot](
@@ -535,21 +507,19 @@ class Elementwise(Rule):
 
 
 class Expand(Rule):
-    """A parameter that each datum gets, as a class token."""
+    """A parameter that is repeated for each example, such as a class token."""
 
     name = "expand"
 
     def match(self, input: Tensor, *sizes: Any) -> Match | None:
-        """See ``Rule.match``."""
         shape = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], Sequence) else sizes
         room = len(shape) - input.dim()
         if not shape or shape[0] < 0 or (room == 0 and input.shape[0] != 1):
             return None
-        # No tensor is acted on: this one only counts the data.
+        # The parameter acts on no tensor. This one only counts the examples.
         return Match(input.new_empty(shape[0], 0), {"input": input})
 
     def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
-        """See ``Rule.rows``."""
         return sum_to(gradient, match.slots[slot].shape)
 
 
@@ -562,8 +532,8 @@ _DIV = Elementwise(
 
 _MATMUL = Product("matmul", _matmul)
 
-# Every function that has a closed form, as ``__torch_function__`` reports it: ``F.x`` and
-# ``torch.x`` are mostly one object, an operator and its method always.
+# Every function with a closed form, as reported to ``__torch_function__``. ``F.x`` and ``torch.x``
+# are mostly one object, and an operator and its method always are.
 RULES: dict[Callable[..., Any], Rule] = {
     F.linear: Linear(),
     torch.addmm: Product("addmm", _addmm),
@@ -589,7 +559,7 @@ RULES: dict[Callable[..., Any], Rule] = {
 def matrix_uses(
     plan: JacobianPlan, weights: Mapping[str, Tensor]
 ) -> dict[str, tuple[MatrixUse, ...]]:
-    """Sizes of the weights that are used as one matrix, once or as tied linear layers are."""
+    """Return the sizes of weights used as one matrix, including tied linear layers."""
     rules = {rule.name: rule for rule in RULES.values()}
     uses_of_weights: dict[str, tuple[MatrixUse, ...]] = {}
     for name, uses in plan.uses.items():
@@ -600,7 +570,7 @@ def matrix_uses(
         sizes: list[MatrixUse | None] = []
         for use, times in Counter(uses).items():
             rule, size = rules[use.rule], rules[use.rule].matrix(use, weights[name].shape)
-            if size is not None and rule.at_positions:  # as ``recorder.joined`` has them
+            if size is not None and rule.at_positions:  # as in ``recorder.joined``
                 size, times = replace(size, positions=times * size.positions), 1
             sizes += [size] * times
         matrix_sizes = tuple(size for size in sizes if size is not None)

@@ -79,7 +79,7 @@ class Curvature(ABC, Generic[StatisticT]):
         settings: Settings of ``Evidence`` that only this curvature uses.
         cheaper: Advice for users who run out of memory.
         takes_anchors: Whether ``evaluate`` and ``differentiate`` can condition on anchors.
-        rows_at_once: The most rows of an example whose gradients exist at once. None: all rows.
+        rows_at_once: Most rows of an example whose gradients exist at once. None: all rows.
         formed: The weights whose rows exist at once while a micro-batch is collected.
     """
 
