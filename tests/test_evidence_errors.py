@@ -148,9 +148,9 @@ def test_n_needs_all_the_data() -> None:
     evidence = build("kfac-N-C")
     with pytest.raises(InputError, match="all 8"):
         evidence.estimate(X[:7], Y[:7])
-    with pytest.raises(InputError, match="7 data, but kfac-N-C needs all 8"):
+    with pytest.raises(InputError, match="7 examples, but kfac-N-C needs all 8"):
         evidence.backward([(X[:3], Y[:3]), (X[3:7], Y[3:7])])
-    with pytest.raises(InputError, match="more than the 8"):
+    with pytest.raises(InputError, match="more than the expected 8"):
         evidence.backward([(X, Y), (X[:1], Y[:1])])
     assert log_precision(evidence).grad is None
     with pytest.raises(InputError, match="for names with N"):
@@ -201,8 +201,8 @@ def test_diverged_weights() -> None:
     [
         (lambda: build("kfacc-4-1"), "kfac-4-1"),
         (lambda: build("ntk-4"), "OUTPUTS"),
-        (lambda: build("ntk-4-rows-anchored", root="subblock"), "can be no anchors"),
-        (lambda: build("ntk-4-1", anchoring=Anchoring()), "has no anchors: leave anchoring"),
+        (lambda: build("ntk-4-rows-anchored", root="subblock"), "cannot be anchors"),
+        (lambda: build("ntk-4-1", anchoring=Anchoring()), "has no anchors. Omit anchoring"),
         (lambda: build("kfac-4-rows-anchored"), "as in 'ntk-4-rows-anchored'"),
         (lambda: build(root="fischer"), "fisher"),
         (lambda: build(sharing="reduced"), "reduce"),

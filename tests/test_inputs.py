@@ -169,7 +169,7 @@ class Logits(nn.Module):
 
 
 @pytest.mark.parametrize("averaged", [False, True])
-@pytest.mark.filterwarnings("ignore:The training loss learns")
+@pytest.mark.filterwarnings("ignore:The training loss would learn")
 def test_outputs_that_are_an_object_with_logits(averaged: bool) -> None:
     (x, y), found = data(), []
     for boxed in (True, False):

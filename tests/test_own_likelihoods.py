@@ -247,7 +247,7 @@ def test_scales_that_depend_on_outputs_and_a_learned_parameter(
         structure == "full" and (choice == "8-1" or num_outputs == 1)
     )
     if not keeps_rows:
-        with pytest.raises(ConfigurationError, match="sums rows of different scales"):
+        with pytest.raises(ConfigurationError, match="sums rows with different scales"):
             evidence.check_collect(x)
 
 

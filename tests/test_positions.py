@@ -641,7 +641,7 @@ def test_another_number_of_outputs(passes: int, positions: bool) -> None:
     for _ in range(passes):
         one.estimate(block)
     model.more = nn.Identity()
-    with pytest.raises(InputError, match="4 outputs where it had 3"):
+    with pytest.raises(InputError, match="4 outputs, but had 3"):
         one.estimate(block)
 
 
@@ -665,7 +665,7 @@ def test_another_number_of_positions() -> None:
     block = next(iter(one.blocks((x, y))))
     one.estimate(block)
     model.more = nn.Identity()
-    with pytest.raises(InputError, match="one shape for inputs of one shape"):
+    with pytest.raises(InputError, match="same shape for inputs of the same shape"):
         one.estimate(block)
 
 
@@ -695,7 +695,9 @@ def test_outputs_of_another_shape() -> None:
     block = next(iter(one.blocks((x, y))))
     one.estimate(block)
     model.averages = nn.Identity()
-    with pytest.raises(InputError, match="one shape for inputs of one shape|one target|position"):
+    with pytest.raises(
+        InputError, match="same shape for inputs of the same shape|one target|position"
+    ):
         one.estimate(block)
     with pytest.raises(InputError, match=r"\(5,\)"):
         one.map_loss(x, y)

@@ -185,7 +185,7 @@ def test_a_pass_kept_for_the_prior_alone_has_the_noise_in_it() -> None:
     """Also where steps on the noise could not be followed."""
     evidence = make("kfac-4-2", Gaussian([0.5, 1.0, 2.0]))
     block = next(iter(evidence.blocks(data())))
-    with pytest.raises(ConfigurationError, match="sums rows of different scales"):
+    with pytest.raises(ConfigurationError, match="sums rows with different scales"):
         evidence.collect(block, wrt=["prior", "likelihood"])
     state = evidence.generator.get_state()
     kept = evidence.collect(block, wrt="prior")
@@ -207,7 +207,7 @@ def test_a_pass_kept_for_the_prior_alone_has_the_noise_in_it() -> None:
     ("names", "words"),
     [
         ("priors", "Did you mean 'prior'"),
-        (["model.invariance.level"], "lies below it"),
+        (["model.invariance.level"], "is inside it"),
         (["likelihood"], "no learnable hyperparameter is named 'likelihood'"),
     ],
 )

@@ -243,8 +243,11 @@ def test_the_version(capsys):
         ("train --optimizer sdg", "must be one of adam, sgd, got 'sdg'. Did you mean 'sgd'?"),
         ("train --micro-batch some", "must be a whole number or auto, got 'some'"),
         ("train --micro-batch 0", "micro_batch must be a positive integer"),
-        ("train --memory-budget 1GiB", "say micro_batch='auto'"),
-        ("train --micro-batch auto --memory-budget lots", "an amount as 8GiB or 500MB, not 'lots'"),
+        ("train --memory-budget 1GiB", "Set micro_batch='auto'"),
+        (
+            "train --micro-batch auto --memory-budget lots",
+            "an amount such as 8GiB or 500MB, got 'lots'",
+        ),
         ("train --autocast float64", "must be one of bfloat16, got 'float64'"),
         ("train --prior-update mackay", "must be one of adam, fixed_point, got 'mackay'"),
         ("train --compare-map perhaps", "--compare-map must be yes or no, got 'perhaps'"),

@@ -55,8 +55,8 @@ def test_a_forgotten_decay_is_said_once() -> None:
             train(evidence, "plain", optimizer)
             evidence.backward(*data())
     assert [str(w.message) for w in caught if w.category is EvigradWarning] == [
-        "The weights are trained without the prior's decay, which the evidence takes for granted."
-        " Call evidence.add_weight_decay() after loss.backward(), or train by"
+        "The weights are trained without the prior's weight decay, which the evidence assumes."
+        " Call evidence.add_weight_decay() after loss.backward(), or minimize"
         " evidence.map_loss(x, y)."
     ]
     assert caught[0].filename == __file__
@@ -69,7 +69,7 @@ def test_a_loop_that_clears_the_gradients_after_each_step() -> None:
     for _ in range(6):
         train(evidence, "plain", optimizer)
         optimizer.zero_grad()
-    with pytest.warns(EvigradWarning, match="without the prior's decay"):
+    with pytest.warns(EvigradWarning, match="without the prior's weight decay"):
         evidence.backward(*data())
 
 
@@ -77,7 +77,7 @@ def test_a_learner_says_it_too() -> None:
     evidence = evidence_of()
     learner = Learner(evidence, data(), Schedule(epochs=3, burn_in=1, every=1, steps=1))
     optimizer = optimizer_of(evidence)
-    with pytest.warns(EvigradWarning, match="without the prior's decay"):
+    with pytest.warns(EvigradWarning, match="without the prior's weight decay"):
         for _ in range(3):
             train(evidence, "plain", optimizer)
             learner.step()

@@ -190,7 +190,7 @@ def test_sums_over_outputs_cannot_follow_a_noise_of_each(
     estimator: str, noise: list[float]
 ) -> None:
     """Also where the noises are equal as yet."""
-    assert_refused(make(estimator, Gaussian(noise)), "sums rows of different scales")
+    assert_refused(make(estimator, Gaussian(noise)), "sums rows with different scales")
 
 
 def test_a_block_of_ones_own_with_several_outputs() -> None:
@@ -198,7 +198,7 @@ def test_a_block_of_ones_own_with_several_outputs() -> None:
     block = next(iter(evidence.blocks(data())))
     columns = torch.arange(4)[:, None] % OUTPUTS
     passes = evidence.collect(replace(block, columns=columns))
-    with pytest.raises(ConfigurationError, match="sums rows of different scales"):
+    with pytest.raises(ConfigurationError, match="sums rows with different scales"):
         evidence.backward(passes)
 
 
@@ -227,7 +227,7 @@ class Gated(nn.Module):
 
 def test_hyperparameters_of_the_model() -> None:
     evidence = make("ntk-4-1", Gaussian(0.6), model=Gated(), hyperparameters=["gate"])
-    assert_refused(evidence, r"; model\.gate changes it")
+    assert_refused(evidence, r"but model\.gate changes it")
 
 
 def test_passes_of_another_evidence_or_of_other_weights() -> None:

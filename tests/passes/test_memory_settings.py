@@ -46,14 +46,14 @@ def test_amounts_of_memory(words, count):
 @pytest.mark.parametrize("words", ["", "GiB", "-1GiB", "8 GiB free", "1e9", "8Gb/s", "0", "0.1"])
 def test_what_is_no_amount(words):
     with pytest.raises(
-        ConfigurationError, match="memory_budget is a number of bytes, or an amount"
+        ConfigurationError, match="memory_budget must be a number of bytes, or an amount"
     ):
         as_bytes("memory_budget", words)
 
 
 @pytest.mark.parametrize("words", ["bfloat", "int8", "nn", ""])
 def test_what_is_no_type(words):
-    with pytest.raises(ConfigurationError, match="autocast is one of bfloat16, float32"):
+    with pytest.raises(ConfigurationError, match="autocast must be one of bfloat16, float32"):
         as_dtype("autocast", words)
 
 

@@ -141,7 +141,7 @@ def test_a_single_datum_that_does_not_fit_is_refused_and_nothing_changes() -> No
     evidence, model, x, y = build(memory=Memory(micro_batch="auto"))
     state = evidence.generator.get_state()
     model.limit = 0
-    with pytest.raises(MemoryBudgetError, match="single datum"):
+    with pytest.raises(MemoryBudgetError, match="single example"):
         evidence.backward(x, y)
     assert all(p.grad is None for p in evidence.hyperparameters().values())
     assert torch.equal(state, evidence.generator.get_state())
@@ -152,7 +152,9 @@ def test_a_given_size_that_does_not_fit_is_halved_with_a_word() -> None:
     expected = gradients(evidence, x, y)
     evidence, model, x, y = build(memory=Memory(micro_batch=4))
     model.limit = 3
-    with pytest.warns(EvigradWarning, match="over 4 data at once: it takes 2 from here on"):
+    with pytest.warns(
+        EvigradWarning, match="over 4 examples did not fit into memory. From now on it takes 2"
+    ):
         found = gradients(evidence, x, y)
     torch.testing.assert_close(found, expected)
 

@@ -332,7 +332,7 @@ def test_divergence_says_where_the_metrics_are(blobs, make_net, tmp_path):
         ({"hyperparameters": ["gate"]}, ConfigurationError, "gate"),
         ({"optimizer": "lbfgs"}, ConfigurationError, "adam, sgd"),
         ({"optimizer": torch.optim.Adam}, ConfigurationError, "lambda weights: torch.optim.Adam"),
-        ({"autocast": "int8"}, ConfigurationError, "autocast is one of bfloat16"),
+        ({"autocast": "int8"}, ConfigurationError, "autocast must be one of bfloat16"),
         ({"memory_budget": "1GiB"}, ConfigurationError, "micro_batch='auto'"),
         ({"micro_batch": "all"}, ConfigurationError, "micro_batch"),
         ({"prior_update": "newton"}, ConfigurationError, "adam, fixed_point"),

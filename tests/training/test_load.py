@@ -53,7 +53,7 @@ def test_an_interrupted_run_is_loaded_at_its_checkpoint(blobs, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         train("ntk", blobs, tmp_path / "run", callbacks=[stop])
     found = load(tmp_path / "run", net(5))
-    with pytest.raises(ConfigurationError, match=r"call describe\(x\) with a few inputs"):
+    with pytest.raises(ConfigurationError, match=r"Call describe\(x\) with a few inputs"):
         found.evidence.describe()
     assert found.epoch == len(found.history) == 2
 

@@ -351,7 +351,7 @@ class Gated(nn.Module):
                 "estimator": "kfac-20-C",
                 "prior_blocks": 2,
             },
-            "sums rows of different scales",
+            "sums rows with different scales",
         ),
         (
             {"prior": GaussianPrior(hyperprior=NormalHyperprior()), "prior_update": "fixed_point"},

@@ -1,7 +1,6 @@
-"""Private: from a block to an estimate and its gradient.
+"""Private: compute an estimate and its gradient for a block.
 
-``intake`` makes a block of what a user gives, checked, and ``passes`` goes through its data in
-micro-batches (``memory``) by the ``problem``'s plan for inputs of this shape. ``two_passes`` makes
-the statistic of a first pass, which may be ``kept``, and pulls the cotangent back in a second one;
-``cotangents`` are what the likelihood gives to both. ``evaluation`` makes the estimate.
+``intake`` checks the user's data and turns them into a block. ``sweep`` takes the block through the
+network in micro-batches (``memory``), by the plan of the ``problem`` for inputs of this shape.
+``evaluation`` runs Algorithm 1 and repeats it in float64 if necessary. Passes may be ``kept``.
 """

@@ -1,9 +1,9 @@
-"""Keep freed memory for the next pass, which the C library would return to the system.
+"""Keep freed memory for the next pass, instead of returning it to the system.
 
-A pass frees tensors of many megabytes and soon asks for as many again. By default glibc returns
-each to the system and takes fresh pages for the next one, which the system fills with zeros, one
-interrupt for each: on a CPU that can take as long as the computation itself
-(``docs/performance.md``). On a GPU, PyTorch does this by itself.
+A pass frees tensors of many megabytes, and soon allocates similar ones. By default glibc returns
+each to the system and gets new pages, which the system fills with zeros, one interrupt per page. On
+a CPU this can take as long as the computation (``docs/performance.md``). On a GPU, PyTorch keeps
+freed memory anyway.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-# Environment variables that configure glibc's allocator; where one is set, nothing is changed.
+# Environment variables that configure glibc's allocator. If one is set, nothing is changed.
 ENVIRONMENT = (
     *("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_"),
     "GLIBC_TUNABLES",
@@ -24,8 +24,8 @@ ENVIRONMENT = (
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 # No allocation gets its own pages, and the heap never shrinks.
 _KEEPING = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1))
-# Setting an option ends glibc's own adjustment of the thresholds. These are the largest that the
-# adjustment reaches.
+# Setting an option ends glibc's automatic adjustment of the thresholds. These are the largest
+# values that the adjustment reaches.
 _USUAL = ((_MMAP_MAX, 65536), (_MMAP_THRESHOLD, 2**25), (_TRIM_THRESHOLD, 2**26))
 
 _lock = threading.RLock()
@@ -34,14 +34,14 @@ _depth = 0
 
 @contextmanager
 def kept_memory() -> Iterator[None]:
-    """Keep all memory that is freed until the block ends; no result changes.
+    """Keep all memory that is freed until the block ends. Results do not change.
 
-    ``fit`` and the command line do so by themselves; use it around a training loop of your own. It
-    does nothing where tensors do not come from glibc's allocator or where the environment
-    configures that (``ENVIRONMENT``); in threads other than the main one it works only for tensors
-    of up to 64 MB. Blocks may be nested, and run in several threads at once: the last one to end
-    returns all free memory. Afterwards the thresholds of mallopt(3) stay fixed; thresholds that the
-    process had set itself are not restored.
+    ``fit`` and the command line use it automatically. Use it around a custom training loop. It has
+    no effect if tensors do not come from glibc's allocator, or if the environment configures the
+    allocator (``ENVIRONMENT``). In threads other than the main one, it works only for tensors of up
+    to 64 MB. Blocks may be nested and run in several threads. The last one to end returns all free
+    memory. Afterwards, the thresholds of mallopt(3) stay fixed at glibc's largest values, even if
+    the process had set others.
 
     Yields:
         Nothing.
@@ -65,7 +65,7 @@ def kept_memory() -> Iterator[None]:
 
 
 def give_back() -> None:
-    """Return memory that is free now to the system; what is freed later is kept again."""
+    """Return currently free memory to the system. Memory that is freed later is kept again."""
     library = _glibc()
     if library is not None:
         library.malloc_trim(0)
@@ -78,10 +78,10 @@ def _is_set_up() -> bool:
 
 @cache
 def _glibc() -> Any:
-    """The C library of this process where it is glibc, else None."""
+    """Return the C library of this process if it is glibc, or None."""
     try:
         library = ctypes.CDLL(None)
-    except (OSError, TypeError):  # this system has none
+    except (OSError, TypeError):  # not available on this system
         return None
     needed = ("gnu_get_libc_version", "mallopt", "malloc_trim")
     if not all(hasattr(library, name) for name in needed):

@@ -1,4 +1,4 @@
-"""Checks of what a user gives; each error says how to mend it."""
+"""Check user input and raise errors that explain how to fix it."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,17 +16,17 @@ from evigrad.inputs import Inputs, Tree, as_inputs, check_integers, each_once, t
 
 
 def check_inputs(x: object, device: torch.device) -> Inputs:
-    """The inputs; those that are empty, not finite, or elsewhere than the weights are refused."""
+    """Return the inputs. They must not be empty, contain NaN, or be on another device."""
     if not isinstance(x, Inputs | Mapping | tuple | list):
         raise not_data(x)
     inputs = as_inputs(x)
     for part in tensors_of(each_once(inputs)):
         if part.ndim == 0 or len(part) == 0:
-            raise InputError("The set of inputs is empty: give at least one datum, (m, ...).")
+            raise InputError("The set of inputs is empty. Pass at least one example, (m, ...).")
         if part.device != device:
-            raise InputError(f"Inputs are on {part.device}, weights on {device}: move one of them.")
+            raise InputError(f"Inputs are on {part.device}, weights on {device}. Move one of them.")
         if part.is_floating_point() and not is_finite(part):
-            raise InputError("Inputs hold NaN or infinite values: clean or impute them.")
+            raise InputError("Inputs contain NaN or infinite values. Clean or impute them.")
     check_integers(inputs)
     if isinstance(inputs, Tree):
         _check_masks(inputs)
@@ -34,99 +34,100 @@ def check_inputs(x: object, device: torch.device) -> Inputs:
 
 
 def _check_masks(inputs: Tree) -> None:
-    """Refuse a tokenizer's mask that leaves nothing: what a model makes of it is no prediction."""
+    """Raise an error if a tokenizer's mask hides all tokens of an example."""
     for name, mask in inputs.named():
-        # Masks of other names, or of real numbers that are added, may mean anything by a zero.
+        # Masks with other names, or of real numbers that are added, may use zeros differently.
         if "attention_mask" in name and not mask.is_floating_point():
             empty = ~mask.flatten(1).any(1)
             if empty.any():
                 raise InputError(
                     f"{name} of the inputs is zero everywhere for {int(empty.sum())} of"
-                    f" {len(empty)} data, the first at position {int(empty.int().argmax())}:"
-                    " nothing is left of them. Leave these data out, or keep a token of each."
+                    f" {len(empty)} examples, the first at position {int(empty.int().argmax())}."
+                    " Omit these examples, or keep a token of each."
                 )
 
 
 def not_data(x: object) -> InputError:
-    """The error for anything that is no data."""
+    """Return the error for an object that does not contain data."""
     return InputError(
-        f"Inputs must be a tensor or a dictionary or tuple of tensors, not {type(x).__name__}:"
-        " give estimate(x, y), a block of blocks(data), or (for names with N) an iterable of"
-        " batches (x, y)."
+        f"Inputs must be a tensor, or a dictionary or tuple of tensors, not {type(x).__name__}."
+        " Call estimate(x, y), or pass a block of blocks(data). For names with N, you can also pass"
+        " an iterable of batches (x, y)."
     )
 
 
 def check_choice(what: str, value: object, choices: Sequence[str]) -> None:
-    """Refuse anything but one of the choices."""
+    """Raise an error if the value is not one of the choices."""
     if value not in choices:
         raise ConfigurationError(
-            f"{what} is one of {', '.join(choices)}, not '{value}'.{nearest(str(value), choices)}"
+            f"{what} must be one of {', '.join(choices)}, got '{value}'."
+            f"{nearest(str(value), choices)}"
         )
 
 
 def check_positive(what: str, value: object) -> None:
-    """Refuse anything but a positive finite number."""
+    """Raise an error if the value is not a positive finite number."""
     if not isinstance(value, Real) or not 0 < float(value) < float("inf"):
-        raise ConfigurationError(f"{what} must be a positive number, not {value}.")
+        raise ConfigurationError(f"{what} must be a positive number, got {value}.")
 
 
 def check_type(what: str, value: object, kind: type, hint: str) -> None:
-    """Refuse an instance of another class; ``hint`` says what is needed."""
+    """Raise an error for an instance of another class. ``hint`` describes valid values."""
     if not isinstance(value, kind):
-        raise ConfigurationError(f"{what} must be {hint}, not {value!r}.")
+        raise ConfigurationError(f"{what} must be {hint}, got {value!r}.")
 
 
 def check_count(what: str, value: object) -> None:
-    """Refuse anything but a positive integer."""
+    """Raise an error if the value is not a positive integer."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-        raise ConfigurationError(f"{what} must be a positive integer, not {value!r}.")
+        raise ConfigurationError(f"{what} must be a positive integer, got {value!r}.")
 
 
 def as_device(what: str, device: torch.device | str | None) -> torch.device | None:
-    """The device of a name, with its index; refuses one that this machine does not have."""
+    """Return the named device with its index. Raise an error if this machine does not have it."""
     if device is None:
         return None
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         raise ConfigurationError(
-            f"{what} '{device}' does not exist here: say cpu, or leave it away."
+            f"{what} '{device}' does not exist on this machine. Use 'cpu', or omit {what}."
         ) from error
 
 
 def check_gradients(names: Iterable[str], gradients: Iterable[Tensor]) -> None:
-    """Refuse gradients that are not finite."""
+    """Raise an error for gradients that are not finite."""
     for name, gradient in zip(names, gradients, strict=True):
         if not is_finite(gradient):
             raise NotFiniteError(
-                f"The gradient in {name} is not finite: weights or hyperparameters have diverged"
-                " (lower their learning rates), or a type of rows_dtype, gram_dtype or autocast is"
-                " too coarse."
+                f"The gradient of {name} is not finite. If weights or hyperparameters have"
+                " diverged, lower their learning rates. Otherwise use a wider type for rows_dtype,"
+                " gram_dtype or autocast."
             )
 
 
 def as_generator(generator: torch.Generator | int | None) -> torch.Generator:
-    """A CPU generator: the given one, one of the given seed, or of PyTorch's initial seed."""
+    """Return a CPU generator, from a seed if necessary. Default: PyTorch's initial seed."""
     if isinstance(generator, torch.Generator):
         if generator.device.type != "cpu":
             raise ConfigurationError("The generator must be a CPU generator.")
         return generator
     seed = torch.initial_seed() if generator is None else generator
     if not isinstance(seed, int):
-        raise ConfigurationError(f"generator is a CPU generator or a seed, not {generator!r}.")
+        raise ConfigurationError(f"generator must be a CPU generator or a seed, got {generator!r}.")
     return torch.Generator().manual_seed(seed)
 
 
 def as_pair(batch: object) -> tuple[Inputs, Tensor]:
-    """The batch as a pair of inputs and targets."""
+    """Return the batch as a pair of inputs and targets."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
-        raise InputError(f"A batch is a pair (inputs, targets), not {type(batch).__name__}.")
+        raise InputError(f"A batch must be a pair (inputs, targets), got {type(batch).__name__}.")
     x, y = batch
     return as_inputs(x), y
 
 
 def check_block(block: Block, partition: Partition) -> None:
-    """Refuse a block whose tensors differ in length, or whose columns do not exist."""
+    """Raise an error if a block's tensors differ in length, or its columns do not exist."""
     columns, size = block.columns, len(block.indices)
     lengths = {size, len(block.likelihood_weights)}
     lengths |= {len(tensor) for tensor in (block.inputs, columns) if tensor is not None}
@@ -142,12 +143,12 @@ def check_block(block: Block, partition: Partition) -> None:
 def check_state(
     state: Mapping[str, Any], current_state: Mapping[str, Any], modules: Mapping[str, nn.Module]
 ) -> None:
-    """Refuse a state of another evidence; tried on copies, so that nothing changes."""
+    """Raise an error for a state of another evidence, after loading it into copies."""
     if missing := current_state.keys() - state.keys() - {"micro_batches", "preparation", "anchors"}:
         raise ConfigurationError(f"The state lacks {', '.join(sorted(missing))}.")
     if state["estimator"] != current_state["estimator"]:
         raise ConfigurationError(
-            f"The state is one of {state['estimator']}, this evidence is"
+            f"The state is from {state['estimator']}, but this evidence uses"
             f" {current_state['estimator']}."
         )
     for key, module in modules.items():

@@ -1,4 +1,4 @@
-"""Warnings about loops in which the weights lack the prior's decay, or have a second one."""
+"""Warn about training loops in which the weight decay of the prior is missing or applied twice."""
 
 import warnings
 from collections.abc import Iterable, Mapping
@@ -9,17 +9,13 @@ from torch.optim import Optimizer
 from evigrad.errors import EvigradWarning, listed
 from evigrad.invariances import Averaged
 
-# Writes into a weight that initializing it and loading a checkpoint may take. A loop that sets
-# gradients to None after each step is told by more of them.
+# Initializing a weight and loading a checkpoint may take this number of writes. A loop that sets
+# gradients to None after each step exceeds it.
 LOADING_WRITES = 4
 
 
 class DecayWatch:
-    """Watches a loop that trains the weights of an evidence, and warns once of each mistake.
-
-    Args:
-        weights: The weights.
-    """
+    """Observes the training of an evidence's weights, and warns once about each mistake."""
 
     def __init__(self, weights: Iterable[nn.Parameter]) -> None:
         self._weights = list(weights)
@@ -28,7 +24,7 @@ class DecayWatch:
         self._told: set[str] = set()
 
     def note_decay(self, optimizer: Optimizer | None = None) -> None:
-        """Note that the caller gets the prior's decay; warn if ``optimizer`` has one of its own."""
+        """Note that the caller applies the prior's decay. Warn if ``optimizer`` has one too."""
         self._is_decayed = True
         if optimizer is None or "optimizer" in self._told:
             return
@@ -39,21 +35,21 @@ class DecayWatch:
                 self._told.add("optimizer")
                 warnings.warn(
                     f"The optimizer has weight_decay={float(decay):g} on weights that the prior"
-                    " decays too. Set weight_decay=0: the prior is the decay.",
+                    " decays too. Set weight_decay=0, because the prior replaces it.",
                     EvigradWarning,
                     stacklevel=3,
                 )
                 return
 
     def check(self) -> None:
-        """Warn if the weights were trained since the last call, always without the prior's decay.
+        """Warn if the weights were trained since the last call, but never with the prior's decay.
 
-        A weight that changed and has a gradient was trained. Without a gradient it may have been
-        loaded or initialized, which takes fewer writes than training does.
+        A weight that changed and has a gradient was trained. Without a gradient, it may have been
+        loaded or initialized, which takes fewer writes than training.
         """
         if self._is_decayed or "missing" in self._told:
             return
-        # Tensors of inference mode have no version, and nobody trains them.
+        # Tensors in inference mode have no version, and are not trained.
         versions = [0 if w.is_inference() else w._version for w in self._weights]
         before, self._versions = self._versions, versions
         if before is None or all(
@@ -63,8 +59,8 @@ class DecayWatch:
             return
         self._told.add("missing")
         warnings.warn(
-            "The weights are trained without the prior's decay, which the evidence takes for"
-            " granted. Call evidence.add_weight_decay() after loss.backward(), or train by"
+            "The weights are trained without the prior's weight decay, which the evidence assumes."
+            " Call evidence.add_weight_decay() after loss.backward(), or minimize"
             " evidence.map_loss(x, y).",
             EvigradWarning,
             stacklevel=3,
@@ -72,7 +68,7 @@ class DecayWatch:
 
 
 def warn_of_averaged(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
-    """Warn of ranges of random transforms that are weights: the training loss would learn them."""
+    """Warn if ranges of random transforms are weights, which the training loss would learn."""
     names = {id(weight): name for name, weight in weights.items()}
     trained = [
         names[id(parameter)]
@@ -84,9 +80,9 @@ def warn_of_averaged(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> N
     if trained:
         prefix = trained[0].rpartition(".")[0] or trained[0]
         warnings.warn(
-            f"The training loss learns {listed(trained)}, of the random transform, and not the"
-            " evidence. The loss usually prefers no transform. Set"
-            f" hyperparameters=['{prefix}'], or fix the transform: requires_grad_(False).",
+            f"The training loss would learn {listed(trained)} of the random transform, and usually"
+            f" prefers no transform. Set hyperparameters=['{prefix}'] to use the evidence, or fix"
+            " the transform with requires_grad_(False).",
             EvigradWarning,
             stacklevel=3,  # the caller of Evidence
         )

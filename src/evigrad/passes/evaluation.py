@@ -1,4 +1,4 @@
-"""Estimates and gradients of blocks, in float64 where float32 is too coarse."""
+"""Estimates and gradients of blocks, in float64 if float32 is not accurate enough."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 def estimates_of(passes: MicroBatchSweep | Sequence[KeptPass]) -> list[Estimate]:
-    """The estimate on a block, or those of kept passes."""
+    """Return the estimate on a block, or the estimates of kept passes."""
     if isinstance(passes, MicroBatchSweep):
         estimate, _ = precisely(
             passes,
@@ -33,9 +33,9 @@ def estimates_of(passes: MicroBatchSweep | Sequence[KeptPass]) -> list[Estimate]
 
 
 def pass_over(sweep: MicroBatchSweep, *, beside: bool) -> Pass:
-    """Return a condensed pass over a block, in a type that gives its log-determinant.
+    """Return a condensed pass over a block, in a type that is accurate enough.
 
-    ``beside`` keeps the outputs, for steps on the likelihood besides the prior.
+    ``beside`` keeps the outputs, for steps on the likelihood in addition to the prior.
     """
 
     def work(sweep: MicroBatchSweep) -> Pass:
@@ -43,7 +43,7 @@ def pass_over(sweep: MicroBatchSweep, *, beside: bool) -> Pass:
             sweep.problem, sweep.curvature, sweep, condense=True, keep_outputs=beside
         )
 
-    # The trial finds rounding under this prior now; every step would meet it.
+    # The trial detects rounding under the current prior, which every step would encounter.
     return precisely(sweep, work, condense=True, trial=algorithm.log_evidence)
 
 
@@ -52,7 +52,7 @@ def gradients_of(
 ) -> tuple[list[Estimate], list[Tensor]]:
     """Return the estimates of ``estimates_of``, and the gradient of their mean.
 
-    It is in the ``learned`` hyperparameters, in their order; no other requires a gradient.
+    The gradient is in the order of the ``learned`` hyperparameters. No others need gradients.
     """
     parameters = list(learned.values())
     if not isinstance(passes, MicroBatchSweep):
@@ -83,13 +83,12 @@ def precisely(
     condense: bool,
     trial: Callable[[Result], object] | None = None,
 ) -> Result:
-    """Return what ``work`` returns; where float32 rounds too much, run it again in float64.
+    """Return the result of ``work``. If float32 rounds too much, run it again in float64.
 
-    Every evaluation starts in float32, so that none depends on earlier ones. Where the user chose
-    ``gram_dtype`` or memory does not suffice, a warning tells of the rounding instead. ``work``
-    leaves nothing behind where it raises, and keeps only what log-determinants need if it
-    ``condense``s; ``trial`` is called on the result to provoke rounding errors that later steps
-    would meet.
+    Every evaluation starts in float32, so it does not depend on earlier ones. If the user set
+    ``gram_dtype``, or memory is too small, rounding causes only a warning. ``work`` must leave
+    nothing behind if it raises. If ``condense``, it keeps only what log-determinants need. On the
+    result, ``trial`` provokes the rounding errors of later steps.
     """
     problem = sweep.problem
     sweep.check_memory(condense)
@@ -112,7 +111,7 @@ def precisely(
             precise.check_memory(condense)
             return work(precise)
 
-        if sweep.block.shares > 1:  # a rank cannot go back to float32 without the others
+        if sweep.block.shares > 1:  # a rank cannot return to float32 without the others
             return again()
         in_float64 = fits(again)
         return in_float64[0] if in_float64 else work(sweep)

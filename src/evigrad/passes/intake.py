@@ -1,4 +1,4 @@
-"""The data that a user gives an evidence, checked before anything is drawn or computed."""
+"""Check the user's data before anything is drawn or computed."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -26,32 +26,32 @@ from evigrad.passes.kept import KeptPass, checksums
 from evigrad.passes.problem import Problem
 from evigrad.passes.sweep import Batch, MicroBatchSweep, new_sweep
 
-# Inputs may be any that ``as_inputs`` takes.
+# Inputs may have any type that ``as_inputs`` accepts.
 Data = Any
 
-# Outputs at which a user's own density is tried in one call.
+# Number of outputs for which a user's density is tried in one call.
 _NUMBERS_AT_ONCE = 2**22
-# Data in memory that ranks compare at most, and how many of them are read at once.
+# Largest number of examples in memory that ranks compare, and number of examples read at once.
 _COMPARED, _AT_ONCE = 4096, 64
 
 
 class Batches:
-    """Checked batches of all the data, which must be the same in every iteration.
+    """Checked batches of all examples, which must be the same in every iteration.
 
-    An iterable that can be iterated again is not copied. A batch that does not fit, or later
-    differs from that of the first iteration, is an InputError. Where ranks have shares of the
-    data, only this rank's is yielded, and the first iteration compares the batches of all ranks.
+    An iterable is not copied if it can be iterated repeatedly. If ranks share the data, only this
+    rank's part is yielded, and the first iteration compares the batches of all ranks.
 
     Args:
-        problem: Whose data they are.
-        batches: The user's.
+        problem: The problem of the data.
+        batches: The user's batches.
 
     Attributes:
         plan: The plan for the first batch.
-        part: This rank's share of the positions of all data, or None for all.
+        part: The positions of this rank's part, or None for all.
 
     Raises:
-        InputError: If there is no batch, or the sampler of a loader omits or repeats examples.
+        InputError: If there is no batch, a batch does not fit or differs in a later iteration, or
+            the sampler of a loader omits or repeats examples.
     """
 
     def __init__(self, problem: Problem, batches: Iterable[Batch]) -> None:
@@ -63,7 +63,7 @@ class Batches:
         self._seen: list[list[int]] | None = None
         first = next((as_pair(batch) for batch in self._given), None)
         if first is None:
-            raise InputError("The set is empty: there is no batch of data.")
+            raise InputError("The data are empty: there are no batches.")
         _, _, self.plan = checked(problem, *first)
         num_data = problem.num_data
         self.part = problem.ranks.part(num_data) if problem.splits(self.plan) else None
@@ -78,9 +78,9 @@ class Batches:
                 index >= len(first_signatures) or first_signatures[index] != signatures[index]
             ):
                 raise InputError(
-                    "The batches are not the same when they are read a second time, as two passes"
-                    " do for the gradient in hyperparameters of the forward pass: do not shuffle"
-                    " or augment in the loader, or give a list of batches."
+                    "The batches differ when they are read again. The gradient in hyperparameters"
+                    " of the forward pass reads them twice. Do not shuffle or augment in the"
+                    " loader, or pass a list of batches."
                 )
             if not len(x):
                 continue  # no target counts
@@ -94,8 +94,8 @@ class Batches:
             count += len(x)
         if part is not None and count != self._problem.num_data:
             raise InputError(
-                f"The batches hold {count} data, but {self._problem.estimator.name} needs all"
-                f" {self._problem.num_data}."
+                f"The batches contain {count} examples, but {self._problem.estimator.name} needs"
+                f" all {self._problem.num_data}."
             )
         if self._seen is None:
             self._seen = signatures
@@ -107,14 +107,14 @@ class Batches:
 
 
 class CheckedSource(Source):
-    """All N data of a user, as for ``as_source``, each checked for model and likelihood when read.
+    """A user's N examples (see ``as_source``), each checked for model and likelihood when read.
 
-    The constructor checks what needs no reading: their number, the first few data, all targets
-    that are in memory, and whether the likelihood can make rows at these. ``plan`` is the plan for
-    their inputs. All ranks make one together, and compare some of the data that are in memory.
+    The constructor checks the number of examples, the first examples, all targets in memory, and
+    whether the likelihood has rows at these. ``plan`` is the plan for their inputs. All ranks must
+    call the constructor together. They compare some examples that are in memory.
 
     Raises:
-        ConfigurationError: If the likelihood cannot make rows, or ranks have other data.
+        ConfigurationError: If the likelihood has no rows, or ranks have different data.
         InputError: If the data do not fit.
     """
 
@@ -123,7 +123,7 @@ class CheckedSource(Source):
         x, y = source.first(PROBE_SIZE)
         plan = problem.plan_of(x)
         if plan.positions and is_batch(y, len(x)):
-            counted(problem.likelihood, plan.positions, y)  # which refuses other positions
+            counted(problem.likelihood, plan.positions, y)  # raises for targets at other positions
         shape = (*plan.positions, plan.num_outputs)
         self._source = by_target(source, problem.likelihood, shape)
         num_data, count = problem.num_data, len(self._source)
@@ -133,7 +133,7 @@ class CheckedSource(Source):
                 "positions of the data set with a target are" if self.positions else "data set has"
             )
             raise InputError(
-                f"num_data is {num_data}, but the {what} {count}: say num_data={count}."
+                f"num_data is {num_data}, but the {what} {count}. Set num_data={count}."
             )
         self.is_held = self._source.is_held
         _, y, self.plan = checked(problem, *self._source.first(PROBE_SIZE))
@@ -142,7 +142,7 @@ class CheckedSource(Source):
             shape = torch.Size((num_data, self.plan.num_outputs))
             check_targets(problem.likelihood, shape, y, self.plan.outputs.device)
         if type(problem.likelihood) not in LIKELIHOODS.values():
-            # A user's own likelihood; each label needs one trial.
+            # A custom likelihood needs one trial for each label.
             y = y if y.is_floating_point() else y.unique(dim=0)
             for labels in y.split(max(1, _NUMBERS_AT_ONCE // self.plan.outputs.shape[1])):
                 self._try_density(labels)
@@ -153,13 +153,13 @@ class CheckedSource(Source):
                 alike["data"] = self._signatures() if self.is_held else None
 
     def _signatures(self) -> list[list[int]]:
-        """Return the signatures of up to ``_COMPARED`` data, evenly spaced."""
+        """Return the signatures of at most ``_COMPARED`` examples, evenly spaced."""
         count = min(len(self), _COMPARED)
         chosen = torch.arange(count, device="cpu") * len(self) // count
         return [_signature(*self._source.fetch(indices)) for indices in chosen.split(_AT_ONCE)]
 
     def _try_density(self, y: Tensor) -> None:
-        """Take the density and its derivatives at all targets, for a few outputs."""
+        """Evaluate the density and its derivatives at all targets, for a few outputs."""
         likelihood, f = self._problem.likelihood, self.plan.outputs
         f = f[torch.arange(len(y), device="cpu") % len(f)]
         with torch.no_grad():
@@ -170,35 +170,33 @@ class CheckedSource(Source):
         return len(self._source)
 
     def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Any, Tensor]:
-        """See ``Source.fetch``; the data are checked."""
+        """See ``Source.fetch``. The examples are checked."""
         x, y, _ = checked(self._problem, *self._source.fetch(indices))
         return x, y
 
     def targets(self) -> Tensor:
-        """See ``Source.targets``."""
         return self._source.targets()
 
     def labels(self) -> Int[Tensor, " N"]:
-        """See ``Source.labels``."""
         return self._source.labels()
 
 
 def rehearse(problem: Problem, f: Tensor, y: Tensor) -> None:
-    """Ask the likelihood, at some outputs, for all that a pass needs; it may raise EvigradError."""
+    """Call everything that a pass needs of the likelihood, which may raise an EvigradError."""
     generator = torch.Generator().manual_seed(0)
     sampled = problem.estimator.curvature == "mc"
     labels = [problem.likelihood.sample(f, generator)] if sampled else []
     columns = torch.zeros(len(f), 1, dtype=torch.int64, device="cpu")
     weights = torch.ones(len(f), device="cpu")
     batch = MicroBatch(f, y, slice(0, len(f)), columns, weights, labels)
-    with torch.no_grad(), suppress(NotPositiveDefiniteError):  # other outputs may do better
+    with torch.no_grad(), suppress(NotPositiveDefiniteError):  # other outputs may work
         problem.cotangents(f, batch)
 
 
 def resolve(problem: Problem, x: Data, y: Tensor | None) -> MicroBatchSweep:
-    """Return the block to evaluate, drawn where x is no block, ready for passes over its data.
+    """Return a sweep over a block, which is drawn if ``x`` is not a block.
 
-    ``x`` are inputs with targets ``y``, a block, or batches of all the data.
+    ``x`` are inputs with targets ``y``, a block, or batches of all examples.
 
     Raises:
         InputError: If the data do not fit the model, the likelihood or the estimator.
@@ -214,10 +212,10 @@ def resolve(problem: Problem, x: Data, y: Tensor | None) -> MicroBatchSweep:
 
 def _given_block(problem: Problem, block: Block) -> MicroBatchSweep:
     if block.inputs is None or block.targets is None:
-        raise InputError("The block holds no data: use one of evidence.blocks(data).")
+        raise InputError("The block contains no data. Use a block of evidence.blocks(data).")
     _, _, plan = checked(problem, block.inputs, block.targets)
     check_block(block, problem.partition(plan))
-    # A sub-block root needs a datum's columns together.
+    # A sub-block root needs all columns of an example together.
     if problem.root != "subblock" and not problem.estimator.kind.counts_data:
         block = block.expanded()
     return new_sweep(problem, plan, [cast(Batch, (block.inputs, block.targets))], block)
@@ -225,11 +223,11 @@ def _given_block(problem: Problem, block: Block) -> MicroBatchSweep:
 
 def _given_subset(problem: Problem, x: Inputs, y: Tensor | None) -> MicroBatchSweep:
     if y is None:
-        raise InputError("Inputs need their targets: estimate(x, y).")
+        raise InputError("Inputs need targets. Call estimate(x, y).")
     if problem.estimator.anchored:
         raise InputError(
-            f"The anchors of {problem.estimator.name} are chosen among all the data: take its"
-            " blocks, for block in evidence.blocks(data).take(n)."
+            f"The anchors of {problem.estimator.name} are chosen from all examples. Use its blocks:"
+            " for block in evidence.blocks(data).take(n)."
         )
     x, y, plan = checked(problem, x, y)
     if not len(x):
@@ -237,12 +235,12 @@ def _given_subset(problem: Problem, x: Inputs, y: Tensor | None) -> MicroBatchSw
     if isinstance(x, AtPositions) and x.data is not None and len(x) != problem.num_data:
         counts = x.data.bincount(minlength=len(x.whole))
         if bool((counts != counts[0]).any()):
-            # Then positions are in a random subset of the data as often as others, but its number
-            # of positions is random, and the factor of the estimate with it.
+            # Each position is equally likely to be drawn, but the number of positions is random,
+            # and with it the factor of the estimate.
             raise InputError(
-                f"These data have from {int(counts.min())} to {int(counts.max())} targets, so that"
-                " they are no subset of a known size: take the blocks of all data, for block in"
-                " evidence.blocks(data).take(n)."
+                f"These examples have from {int(counts.min())} to {int(counts.max())} targets, so"
+                " they are not a subset of a known size. Use the blocks of all examples: for block"
+                " in evidence.blocks(data).take(n)."
             )
     if problem.splits(plan):
         with problem.ranks.together() as alike:
@@ -259,7 +257,7 @@ def _given_subset(problem: Problem, x: Inputs, y: Tensor | None) -> MicroBatchSw
 
 
 def _own_subset(problem: Problem, plan: InputPlan, size: int) -> Block:
-    """A subset's block, drawn by the problem's generator, or with a seed of this rank's own."""
+    """Return a subset's block, drawn by the problem's generator or with a seed of this rank."""
     ranks, generator = problem.ranks, problem.generator
     if ranks.count == 1:
         return problem.partition(plan).subset(size, generator)
@@ -272,8 +270,8 @@ def _own_subset(problem: Problem, plan: InputPlan, size: int) -> Block:
 def _given_batches(problem: Problem, all_batches: Iterable[Batch]) -> MicroBatchSweep:
     if problem.estimator.subset is not None:
         raise InputError(
-            f"{problem.estimator.name} takes one subset, estimate(x, y), or a block of"
-            " blocks(data); batches of all the data are for names with N."
+            f"{problem.estimator.name} needs one subset, estimate(x, y), or a block of"
+            " blocks(data). Batches of all examples are for names with N."
         )
     batches, num_data = Batches(problem, all_batches), problem.num_data
     if batches.part is None:
@@ -287,7 +285,7 @@ def _given_batches(problem: Problem, all_batches: Iterable[Batch]) -> MicroBatch
 def checked(problem: Problem, x: Inputs, y: Tensor) -> tuple[Inputs, Tensor, InputPlan]:
     """Return checked data and the plan for inputs of their shape.
 
-    Outputs (m, …, C) make a datum of each position with a target.
+    For outputs (m, …, C), each position with a target becomes an example.
     """
     plan, likelihood = problem.plan_of(x), problem.likelihood
     num_outputs, device = plan.num_outputs, plan.outputs.device
@@ -298,5 +296,5 @@ def checked(problem: Problem, x: Inputs, y: Tensor) -> tuple[Inputs, Tensor, Inp
 
 
 def _signature(x: Inputs, y: Tensor) -> list[int]:
-    """The length, and numbers that other data, another order or flipped images would change."""
+    """Return the length and numbers that change with the data, their order, or flipped images."""
     return [len(x), *checksums([*tensors_of(each_once(x)), y], x.device)]

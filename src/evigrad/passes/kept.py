@@ -1,4 +1,4 @@
-"""A pass over a block, kept for many steps on the prior and the likelihood."""
+"""Store a pass over a block for many steps on the prior and the likelihood."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -12,24 +12,24 @@ from evigrad.errors import ConfigurationError, InputError
 from evigrad.network.network import InputPlan
 from evigrad.passes.problem import Problem
 
-# Row length of the table that a checksum sums over: a prime, unlike the rows of any layer.
+# Row length of the table that a checksum sums over: a prime, unlike the row length of any layer.
 _WIDTH = 1021
 
 
 @dataclass(frozen=True, eq=False)
 class KeptPass(Pass):
-    """One pass over a block that many steps on the prior and the likelihood share.
+    """One pass over a block that is used for many steps on the prior and the likelihood.
 
     Attributes:
         follows: Names of the hyperparameters that may change without invalidating this pass.
-        versions: Fingerprints of everything else that the pass depends on.
+        versions: Fingerprints of everything else on which the pass depends.
     """
 
     follows: frozenset[str] = frozenset()
     versions: tuple[tuple[int, int], ...] = ()
 
     def draws(self) -> Iterator["KeptPass"]:
-        """A pass for each draw of an anchored block; their mean is this one. They share memory."""
+        """Yield a pass for each draw of an anchored block. They share memory, and average to it."""
         if self.block.num_draws < 2:
             yield self
             return
@@ -53,9 +53,9 @@ def kept(
     hyperparameters: Mapping[str, nn.Parameter],
     names: Iterable[str],
 ) -> KeptPass:
-    """Return a pass with fingerprints of what it depends on, for ``as_kept`` to compare.
+    """Return a pass with fingerprints of everything on which it depends, for ``as_kept``.
 
-    ``names`` of all learnable ``hyperparameters`` may change besides the prior's, which always may.
+    The prior may always change. Among all learnable ``hyperparameters``, so may ``names``.
     """
     free = frozenset([*names, *(n for n in hyperparameters if n.startswith("prior."))])
     versions = _versions(problem, hyperparameters, free)
@@ -69,13 +69,13 @@ def as_kept(
     hyperparameters: Mapping[str, nn.Parameter],
     learnable: Iterable[str],
 ) -> list[KeptPass] | None:
-    """Return the kept passes given in the place of data, or None where ``x`` are data.
+    """Return the kept passes that were passed instead of data, or None if ``x`` contains data.
 
-    ``learnable`` are the names of the hyperparameters to differentiate in.
+    ``learnable`` are the names of the hyperparameters for which gradients are needed.
 
     Raises:
-        ConfigurationError: If a pass does not follow a hyperparameter that is wanted.
-        InputError: If one was made by another evidence, or with other weights.
+        ConfigurationError: If a pass does not follow one of these hyperparameters.
+        InputError: If a pass was made by another evidence, or with other weights.
     """
     names = list(learnable)
     if isinstance(x, KeptPass):
@@ -92,21 +92,21 @@ def as_kept(
             now[kept_pass.follows] = _versions(problem, hyperparameters, kept_pass.follows)
         if kept_pass.versions != now[kept_pass.follows]:
             raise InputError(
-                "The weights, a buffer of the model, a fixed noise or hyperparameters that the"
-                " pass does not follow have changed since collect(): pass the data again."
+                "The weights, a buffer of the model, a fixed noise, or hyperparameters that the"
+                " pass does not follow have changed since collect(). Pass the data again."
             )
         if lost := [name for name in names if name not in kept_pass.follows]:
             raise ConfigurationError(
-                f"The kept pass does not follow {', '.join(lost)}: name what it was collected for,"
-                f" as wrt={sorted(kept_pass.follows)}, or give the data."
+                f"The kept pass does not follow {', '.join(lost)}. Use"
+                f" wrt={sorted(kept_pass.follows)}, for which it was collected, or pass the data."
             )
     return passes
 
 
 def not_keepable(problem: Problem, plan: InputPlan, learned: Sequence[str]) -> str | None:
-    """Return why a kept pass cannot follow steps on what is learned; None if it can.
+    """Return why a kept pass cannot follow steps on what is learned, or None if it can.
 
-    It follows the prior, and parameters of the likelihood that only scale rows.
+    It can follow the prior, and likelihood parameters that only scale rows.
     """
     beside = [name for name in learned if not name.startswith("prior.")]
     changing = [name for name in beside if name.startswith("model.")]
@@ -117,15 +117,15 @@ def not_keepable(problem: Problem, plan: InputPlan, learned: Sequence[str]) -> s
         changing = beside
     if changing:
         return (
-            "A pass can only be kept for steps on the prior and the noise;"
-            f" {', '.join(changing)} changes it. Leave it out (wrt=['prior'], in training"
-            " hyper_steps=...), or use estimate and backward on the data."
+            "A pass can only be kept for steps on the prior and the noise, but"
+            f" {', '.join(changing)} changes it. Omit it (wrt=['prior'], or hyper_steps=... in"
+            " training), or call estimate and backward on the data."
         )
     if changed == "sums":
         return (
-            f"{problem.estimator.name} sums rows of different scales, so that a kept pass"
-            f" cannot follow {', '.join(beside)}. Take an 'ntk' estimator, one noise for all"
-            " outputs, or estimate and backward on the data."
+            f"{problem.estimator.name} sums rows with different scales, so a kept pass cannot"
+            f" follow {', '.join(beside)}. Use an 'ntk' estimator, one noise for all outputs, or"
+            " estimate and backward on the data."
         )
     return None
 
@@ -133,8 +133,8 @@ def not_keepable(problem: Problem, plan: InputPlan, learned: Sequence[str]) -> s
 def _versions(
     problem: Problem, hyperparameters: Mapping[str, nn.Parameter], follows: Iterable[str]
 ) -> tuple[tuple[int, int], ...]:
-    """Address and version of every parameter and buffer that must not change."""
-    # The version counts writes in place. A write through ``.data`` goes unnoticed.
+    """Return the address and version of every parameter and buffer that must not change."""
+    # The version counts in-place writes, but not writes through ``.data``.
     free = {id(hyperparameters[name]) for name in follows if name in hyperparameters}
     held = [
         tensor
@@ -146,14 +146,14 @@ def _versions(
 
 
 def checksums(tensors: Sequence[Tensor], device: torch.device) -> list[int]:
-    """A number for each tensor that a change of any entry changes; computed on the device."""
+    """Return a number for each tensor that depends on all entries, computed on the device."""
     if not tensors:
         return []
     return torch.stack([_checksum(tensor).to(device) for tensor in tensors]).tolist()
 
 
 def contents(module: nn.Module, device: torch.device) -> list[object]:
-    """Classes, plain attributes and numbers of a module and of those in it, to compare them."""
+    """Return classes, plain attributes and numbers of a module and its children, to compare."""
     plain: list[object] = [
         (type(submodule).__qualname__, name, value)
         for submodule in module.modules()
@@ -164,9 +164,9 @@ def contents(module: nn.Module, device: torch.device) -> list[object]:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """A position-weighted sum of bits."""
+    """Return a position-weighted sum of the bits."""
     whole = tensor.detach().reshape(-1)
-    # Halves of 64 bits, whose sums cannot overflow; sums of integers are exact in any order.
+    # At most 32 bits at a time, whose sums cannot overflow. Integer sums are exact in any order.
     bits = whole.view({1: torch.int8, 2: torch.int16}.get(whole.element_size(), torch.int32))
     head = len(bits) // _WIDTH * _WIDTH
     table = bits[:head].view(-1, _WIDTH)

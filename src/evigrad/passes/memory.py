@@ -1,4 +1,4 @@
-"""Memory: what is free, how many data a pass takes at once, and what would not fit at all."""
+"""Measure free memory, choose sizes of micro-batches, and reject blocks that do not fit."""
 
 import gc
 import os
@@ -20,23 +20,22 @@ from evigrad.passes.allocator import give_back
 
 T = TypeVar("T")
 
-# Part of the free memory to use; the rest is for fragmentation and for other processes.
+# Part of the free memory to use. The rest is for fragmentation and for other processes.
 FREE_SHARE = 0.7
-# Memory of a pass over what its tensors hold at most: kernels need workspace, and allocators keep
-# what is free in pieces.
+# Memory of a pass relative to the most that its tensors hold. Kernels need workspace, and the free
+# memory of allocators is fragmented.
 PEAK_FACTOR = 2.0
-# An automatic pass on a CPU takes no more, whatever is free: larger ones are not faster. KFAC of a
-# small network with 1,000 classes took 8.5 s of CPU time by 8 examples (0.13 GB), and 8.0 s by 64
-# (1.1 GB). With ten classes 80 images (0.08 GB) took the time of 400. Smaller ones are slower: 12 s
-# by one example.
+# An automatic pass on a CPU takes at most this, because larger passes are not faster. For a small
+# network with 1,000 classes, KFAC took 8.5 s of CPU time with 8 examples (0.13 GB), 8.0 s with 64
+# (1.1 GB) and 12 s with one. With ten classes, 80 images (0.08 GB) were as fast as 400.
 CPU_PASS_BYTES = 2**29
 GIB = 2**30
-# What takes less is not compared with the free memory, whose reading would take longer than a
-# small block.
+# Smaller needs are not compared with the free memory, because reading it takes longer than a small
+# block.
 SMALL_BYTES = 2**24
 MEMINFO = Path("/proc/meminfo")
-# Growth of the most memory from which on it is counted again. Each count looks at all storages, of
-# which a pass over thousands of rows holds as many.
+# The peak is counted again after this growth. Each count visits all storages, and a pass over
+# thousands of rows has thousands.
 _GROWTH = 1.01
 # A container's memory limit and use (control group, version 2).
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -44,9 +43,9 @@ CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Return the memory that an allocation may still take; None where the system does not tell.
+    """Return the memory that an allocation may still take, or None if it is unknown.
 
-    On the CPU, memory that the allocator keeps is given back first: it may be fragmented.
+    On the CPU, memory that the allocator keeps is first returned, because it may be fragmented.
     """
     if device.type == "cpu":
         give_back()
@@ -61,14 +60,14 @@ def check_memory(
     condensed: bool = False,
     hint: str = "",
 ) -> None:
-    """Refuse a curvature that is predicted to need more memory than is free.
+    """Raise an error if a curvature is predicted to need more memory than is free.
 
-    ``pass_bytes`` are those of the rows of one pass, where it does not keep them;
-    ``condensed``: the block is a single micro-batch that is condensed at once. ``hint`` ends
-    the message.
+    ``pass_bytes`` is the memory for the rows of one pass, if they are not stored. ``condensed``
+    means that the block is a single micro-batch that is condensed immediately. The message ends
+    with ``hint``.
 
     Raises:
-        MemoryBudgetError: It names the need, what is free, and the cheaper choice.
+        MemoryBudgetError: Names the need, the free memory, and a cheaper choice.
     """
     predict = curvature.condensed_bytes if condensed else curvature.predicted_bytes
     kept = predict(num_rows)
@@ -83,13 +82,13 @@ def check_memory(
     cheaper = curvature.cheaper if kept > pass_bytes else "a smaller micro_batch"
     raise MemoryBudgetError(
         f"{curvature.name!r} with {num_rows} rows needs about {needed / GIB:.3g} GiB"
-        f" on {device}, where {free / GIB:.3g} GiB are free.",
-        f"Cheaper: {cheaper}. {hint}".rstrip(),
+        f" on {device}, but only {free / GIB:.3g} GiB are free.",
+        f"Use {cheaper}. {hint}".rstrip(),
     )
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Return the bytes free now, without those that the CPU's allocator keeps; None if unknown."""
+    """Return the bytes free now, except what the CPU allocator keeps, or None if unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         # Memory that PyTorch has reserved but not allocated is free too.
@@ -105,7 +104,7 @@ def _system_bytes() -> int | None:
         for line in MEMINFO.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         pass
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -122,13 +121,13 @@ def _cgroup_bytes() -> int | None:
 
 
 class PeakBytes(TorchDispatchMode):
-    """Counts the most memory that tensors made inside held at once, each storage once.
+    """Measures the peak memory of tensors created inside, counting each storage once.
 
-    It works on every device, and sees the operations themselves: what autograd keeps counts also
-    inside function transforms, where hooks on saved tensors are an error.
+    It works on every device. It sees individual operations, so it also counts what autograd keeps
+    inside function transforms, where hooks on saved tensors raise an error.
 
     Attributes:
-        most: Bytes, after any of the operations so far.
+        most: The peak so far, in bytes.
     """
 
     def __init__(self) -> None:
@@ -144,7 +143,7 @@ class PeakBytes(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operation, and note the storages that it makes."""
+        """Run an operation and count the storages that it creates."""
         kwargs = kwargs or {}
         self._given |= {s for s in _storages((args, kwargs)) if s not in self._made}
         result = func(*args, **kwargs)
@@ -152,7 +151,7 @@ class PeakBytes(TorchDispatchMode):
             if storage not in self._given:
                 self._sum += size - self._made.get(storage, 0)
                 self._made[storage] = size
-        if self._sum > _GROWTH * self.most:  # maybe, as some of them may be gone
+        if self._sum > _GROWTH * self.most:  # an upper limit, because some may have been freed
             self._made = {s: size for s, size in self._made.items() if not s.expired()}
             self._sum = sum(self._made.values())
             self.most = max(self.most, self._sum)
@@ -160,7 +159,7 @@ class PeakBytes(TorchDispatchMode):
 
 
 def _storages(values: Any) -> dict[StorageWeakRef, int]:
-    """The storages of all tensors in nested containers, with their bytes."""
+    """Return the storages of all tensors in nested containers, with their bytes."""
     tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
     storages = [t.untyped_storage() for t in tensors if t.layout == torch.strided]
     return {StorageWeakRef(storage): storage.nbytes() for storage in storages}
@@ -168,12 +167,12 @@ def _storages(values: Any) -> dict[StorageWeakRef, int]:
 
 @dataclass
 class MicroBatches:
-    """The sizes of micro-batches, by kind of pass and size of a datum.
+    """Sizes of micro-batches, by kind of pass and size of an example.
 
     Attributes:
-        asked: A number of data, None for all at once, or ``"auto"``.
-        budget: Bytes that a pass may take, or None for a share of what is free.
-        chosen: The sizes found so far, for passes that are automatic or ran out of memory.
+        asked: A number of examples, None for all at once, or ``"auto"``.
+        budget: Bytes for a pass, or None for a share of the free memory.
+        chosen: Sizes so far, for passes that are automatic or ran out of memory.
     """
 
     asked: int | str | None
@@ -188,10 +187,10 @@ class MicroBatches:
         free: int | None,
         limit: int | None = None,
     ) -> int:
-        """Return how many data to take next in an automatic pass, from 1 to ``total``.
+        """Return the number of examples for an automatic pass, from 1 to ``total``.
 
-        ``per_datum`` measures the bytes that a datum takes in such a pass; ``free`` is None where
-        the system does not tell. Without a budget a pass takes at most ``limit`` bytes.
+        ``per_datum`` measures the bytes of an example in such a pass. ``free`` is None if unknown.
+        Without a budget, a pass takes at most ``limit`` bytes.
         """
         budget = self.budget
         if budget is None:
@@ -203,23 +202,23 @@ class MicroBatches:
         return min(total, self.chosen.get(kind, total))
 
     def halve(self, kind: str, failed: int) -> None:
-        """From here on take half of the number that did not fit.
+        """Halve the size of later passes after ``failed`` examples did not fit.
 
-        A warning says so, unless the size is automatic.
+        Warn unless the size is automatic.
 
         Raises:
-            MemoryBudgetError: Where it was one datum.
+            MemoryBudgetError: If a single example does not fit.
         """
         if failed == 1:
             raise MemoryBudgetError(
-                "A pass over a single datum does not fit into memory. Take a smaller network,"
+                "A pass over a single example does not fit into memory. Use a smaller network,"
                 " fewer augmentation samples, or a machine with more memory."
             )
         self.chosen[kind] = failed // 2
         if self.asked != "auto":
             warnings.warn(
-                f"Memory did not suffice for a {kind.partition(' of ')[0]} over {failed} data at"
-                f" once: it takes {failed // 2} from here on, which changes no result. Say"
+                f"The {kind.partition(' of ')[0]} over {failed} examples did not fit into memory."
+                f" From now on it takes {failed // 2}, which does not change results. Set"
                 f" micro_batch={failed // 2}, or 'auto'.",
                 EvigradWarning,
                 stacklevel=2,
@@ -227,16 +226,16 @@ class MicroBatches:
 
 
 def fits(work: Callable[[], T]) -> list[T]:
-    """Return a list of what ``work`` returns; an empty one, and free memory, where that is full.
+    """Return a list with the result of ``work``, or free memory and return [] if it does not fit.
 
-    ``work`` must be repeatable, and leave nothing behind where it fails.
+    ``work`` must be repeatable, and leave nothing behind if it fails.
     """
     try:
         return [work()]
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-    # Outside of the handler, whose traceback kept the tensors of the failed pass.
+    # Outside the handler, whose traceback kept the tensors of the failed pass.
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,19 +1,19 @@
-"""The partition of the parameters into the blocks of ``blockdiag``."""
+"""Partition the parameters into the blocks of ``blockdiag``."""
 
 from collections.abc import Mapping, Sequence
 
 from evigrad.errors import ConfigurationError, nearest
 from evigrad.priors import assign, checked_groups
 
-# "tensor", "module", or groups of name prefixes or patterns, with or without names of their own.
+# "tensor", "module", or named or unnamed groups of name prefixes or patterns.
 ParameterPartition = str | Mapping[str, Sequence[str]] | Sequence[Sequence[str]]
 
-# torch.nn.utils.parametrize keeps the tensors behind ``layer.weight`` under this name.
+# torch.nn.utils.parametrize stores the original tensors of ``layer.weight`` under this name.
 PARAMETRIZATIONS = ".parametrizations."
 
 
 def partition_names(names: Sequence[str], partition: ParameterPartition) -> dict[str, list[str]]:
-    """The names in each block, in the parameters' order; refuses one that is missing or double."""
+    """Return the names in each block, in order. Raise an error for missing or repeated names."""
     if isinstance(partition, str):
         if partition == "tensor":
             return {name: [name] for name in names}
@@ -24,12 +24,12 @@ def partition_names(names: Sequence[str], partition: ParameterPartition) -> dict
                 blocks.setdefault(owner or name.rpartition(".")[0], []).append(name)
             return blocks
         raise ConfigurationError(
-            f"parameter_partition={partition!r} is unknown: take 'tensor', 'module', or groups of"
-            f" parameter names.{nearest(partition, ['tensor', 'module'])}"
+            f"parameter_partition must be 'tensor', 'module', or groups of parameter names, got"
+            f" {partition!r}.{nearest(partition, ['tensor', 'module'])}"
         )
     if not isinstance(partition, Mapping | Sequence):
         raise ConfigurationError(
-            "parameter_partition is 'tensor', 'module', or groups of parameter names, not"
+            "parameter_partition must be 'tensor', 'module', or groups of parameter names, got"
             f" {partition!r}."
         )
     if not isinstance(partition, Mapping):

@@ -1,4 +1,4 @@
-"""Which parameters of a model are weights, and which are hyperparameters."""
+"""Determine which parameters of a model are weights and which are hyperparameters."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,10 +19,10 @@ from evigrad.priors import matches
 
 @contextmanager
 def held_constant(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Let no gradient reach these parameters from what is computed inside.
+    """Let no gradient reach these parameters from computations inside.
 
-    They are marked for the time being rather than replaced: ``torch.func.functional_call`` leaves
-    modules that are registered under two names with plain tensors in the place of parameters.
+    They are frozen temporarily instead of replaced. ``torch.func.functional_call`` would leave
+    plain tensors instead of parameters in modules that are registered under two names.
     """
     marked = [p for p in parameters if p.requires_grad]
     try:
@@ -36,13 +36,13 @@ def held_constant(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def named_in_errors(hyperparameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Add the values of the model's hyperparameters to errors of numbers that diverged inside.
+    """Add the values of the model's hyperparameters to errors about divergence.
 
-    A transform whose size has run away is the likeliest cause of these, and nothing else says so.
+    A transform with a huge range is the most likely cause, and nothing else reports it.
 
     Raises:
-        NotFiniteError: From one raised inside.
-        NotPositiveDefiniteError: From one raised inside.
+        NotFiniteError: If one was raised inside.
+        NotPositiveDefiniteError: If one was raised inside.
     """
     try:
         yield
@@ -55,47 +55,47 @@ def named_in_errors(hyperparameters: Mapping[str, nn.Parameter]) -> Iterator[Non
 
 
 def _in_words(parameter: nn.Parameter) -> str:
-    """The value of a parameter, or the least and the largest of its entries."""
+    """Return the value of a parameter, or its smallest and largest entry."""
     least, most = (float(value) for value in parameter.detach().aminmax())
     return f"= {least:.4g}" if parameter.numel() == 1 else f"from {least:.4g} to {most:.4g}"
 
 
 def trainable(model: nn.Module, excluded: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Return the model's trainable parameters by name without the excluded, shared ones once.
+    """Return the model's trainable parameters by name without the excluded ones, without repeats.
 
     Raises:
         ConfigurationError: If none is left, a lazy module has not seen its first inputs, or a
-            parameter or buffer is on meta.
+            parameter or buffer is on the device meta.
     """
     lazy = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]
     if lazy:
         raise ConfigurationError(
-            f"The model is lazy: {listed(lazy)} get their shape from the first inputs. Run one"
-            " batch first, model(x), and go on with the model that has seen it."
+            f"The model is lazy: {listed(lazy)} get their shape from the first inputs. Call"
+            " model(x) on one batch before you create the Evidence."
         )
     empty = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     if empty:
         raise ConfigurationError(
-            f"The model has {listed(empty)} on the device meta, where tensors hold no numbers. Make"
-            " the model on the CPU or on a GPU, for example under torch.device('cpu')."
+            f"The model has {listed(empty)} on the device meta, where tensors have no values."
+            " Create the model on the CPU or on a GPU, for example under torch.device('cpu')."
         )
     ids = {id(p) for p in excluded.values()}
     weights = {
         n: p for n, p in named_parameters(model).items() if p.requires_grad and id(p) not in ids
     }
     if not weights:
-        raise ConfigurationError("The model has no trainable weights beside hyperparameters.")
+        raise ConfigurationError("The model has no trainable weights except hyperparameters.")
     return weights
 
 
 def select(model: nn.Module, prefixes: Sequence[str]) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters under the given names or prefixes, shared ones once.
+    """Return the trainable parameters under the given names or prefixes, without repeats.
 
     Raises:
-        ConfigurationError: If a prefix names nothing that is trainable.
+        ConfigurationError: If a prefix matches no trainable parameter.
     """
     if isinstance(prefixes, str) or not isinstance(prefixes, Sequence):
-        raise ConfigurationError("hyperparameters is a list of names, as ['invariance'].")
+        raise ConfigurationError("hyperparameters must be a list of names, such as ['invariance'].")
     named = named_parameters(model, remove_duplicate=False)
     chosen: dict[int, tuple[str, nn.Parameter]] = {}
     for prefix in prefixes:
@@ -103,11 +103,13 @@ def select(model: nn.Module, prefixes: Sequence[str]) -> dict[str, nn.Parameter]
         if not parameters:
             names = [*named, *sorted({n.split(".")[0] for n in named})]
             raise ConfigurationError(
-                f"No parameter of the model is named '{prefix}' or lies below it."
+                f"No parameter of the model is named '{prefix}' or is inside it."
                 f"{nearest(prefix, names)}"
             )
         if not any(p.requires_grad for p in parameters.values()):
-            raise ConfigurationError(f"The hyperparameters '{prefix}' do not require a gradient.")
+            raise ConfigurationError(
+                f"The hyperparameters '{prefix}' do not require a gradient. Call requires_grad_()."
+            )
         for name, parameter in parameters.items():
             if parameter.requires_grad:
                 chosen.setdefault(id(parameter), (name, parameter))
@@ -117,16 +119,16 @@ def select(model: nn.Module, prefixes: Sequence[str]) -> dict[str, nn.Parameter]
 def check_unchanged(
     model: nn.Module, weights: Mapping[str, nn.Parameter], others: Mapping[str, nn.Parameter]
 ) -> None:
-    """Refuse a model in which a parameter was unfrozen, frozen, added or replaced since."""
+    """Raise an error if a parameter was unfrozen, frozen, added or replaced."""
     ids = {id(p) for p in (*weights.values(), *others.values())}
     now = {id(p): name for name, p in named_parameters(model).items() if p.requires_grad}
     new = [name for key, name in now.items() if key not in ids]
     gone = [name for name, p in (*weights.items(), *others.items()) if id(p) not in now]
     if new or gone:
         raise ConfigurationError(
-            "The model's trainable parameters have changed since the evidence was made"
-            f" (new: {listed(new) or 'none'}; gone or frozen: {listed(gone) or 'none'}):"
-            " make a new one."
+            "The model's trainable parameters have changed since the evidence was created"
+            f" (new: {listed(new) or 'none'}; gone or frozen: {listed(gone) or 'none'})."
+            " Create a new Evidence."
         )
 
 
@@ -135,10 +137,10 @@ def divided(
 ) -> tuple[dict[str, nn.Parameter], list[nn.Parameter]]:
     """Return the hyperparameters that ``wrt`` names (None: all) by name, and the others.
 
-    ``wrt`` holds names, modules above them, or wildcards.
+    ``wrt`` contains names, modules above them, or wildcards.
 
     Raises:
-        ConfigurationError: If there is nothing of a name.
+        ConfigurationError: If a name matches nothing.
     """
     if wrt is None:
         return dict(hyperparameters), []
@@ -147,7 +149,7 @@ def divided(
         if not any(matches(pattern, name) for name in hyperparameters):
             names = [*hyperparameters, *sorted({n.split(".")[0] for n in hyperparameters})]
             raise ConfigurationError(
-                f"wrt: no learnable hyperparameter is named '{pattern}' or lies below it."
+                f"wrt: no learnable hyperparameter is named '{pattern}' or is inside it."
                 f"{nearest(pattern, names)} There are {', '.join(hyperparameters) or 'none'}."
             )
     asked = {n: p for n, p in hyperparameters.items() if any(matches(w, n) for w in patterns)}

@@ -1,4 +1,4 @@
-"""The model of an evidence, and how its blocks are passed: sizes, types, processes, curvature."""
+"""The model of an evidence, and how its blocks are processed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,12 +33,12 @@ class Problem(LinearizedModel):
 
     Attributes:
         settings: How the evidence is computed.
-        generator: The source of every random choice.
+        generator: Source of all random choices.
         network: The model, with a plan for each shape of inputs.
-        sizes: How many data pass through the network at once.
+        sizes: How many examples go through the network at once.
         ranks: The processes that share the work.
-        partitions: A cache, by the number of outputs.
-        curvatures: A cache, by the plan and the type of matrices.
+        partitions: A cache, by number of outputs.
+        curvatures: A cache, by plan and type of matrices.
     """
 
     settings: Settings
@@ -56,24 +56,24 @@ class Problem(LinearizedModel):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return next(iter(self.weights.values())).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the first weight."""
+        """The type of the first weight."""
         return next(iter(self.weights.values())).dtype
 
     def log_probabilities(self, f: Tensor, y: Tensor) -> Tensor:
-        """See ``LinearizedModel``; errors in a likelihood of the user's own say so."""
+        """See ``LinearizedModel``. Errors in a custom likelihood are reported as such."""
         return log_probabilities(self.likelihood, f, y)
 
     def plan_of(self, x: Any) -> InputPlan:
-        """The plan for these inputs, which are checked."""
+        """Check these inputs and return their plan."""
         return self.network.plan(check_inputs(x, self.device))
 
     def partition(self, plan: InputPlan) -> Partition:
-        """The partition of all rows into blocks."""
+        """Return the partition of all rows into blocks."""
         num_outputs = plan.num_outputs
         if num_outputs not in self.partitions:
             num_rows = self.likelihood.num_rows(num_outputs)
@@ -83,13 +83,13 @@ class Problem(LinearizedModel):
         return self.partitions[num_outputs]
 
     def splits(self, plan: InputPlan) -> bool:
-        """Whether each rank passes over its part of all the data: if the statistic is a sum."""
+        """Return whether ranks share the examples, which requires a statistic that is a sum."""
         if self.ranks.count == 1 or self.estimator.subset is not None:
             return False
         return not self.curvature(plan).keeps_rows and self.ranks.count <= self.num_data
 
     def curvature(self, plan: InputPlan, gram_dtype: torch.dtype | None = None) -> Curvature[Any]:
-        """The curvature of the estimator's name, made once for a plan and a type of matrices."""
+        """Return the estimator's curvature, created once per plan and type of matrices."""
         dtype = self.settings.gram_dtype if gram_dtype is None else gram_dtype
         key = (plan, dtype)
         if key not in self.curvatures:
@@ -122,7 +122,7 @@ class Problem(LinearizedModel):
         )
 
     def last_layer(self, x: Inputs) -> tuple[Tensor, LastLayer | None]:
-        """Outputs (m, C) without a graph, and their last layer, or None where none is linear."""
+        """Return outputs (m, C) without a graph, and their last layer, or None if not linear."""
         model = self.model
         with evaluation_run(model), torch.no_grad(), watched(model, self.weights) as call:
             f = model_outputs(model, each_once(x), positions=True)
@@ -138,7 +138,7 @@ class Problem(LinearizedModel):
 
     @contextmanager
     def restored_on_error(self) -> Iterator[None]:
-        """Put generator and sizes of micro-batches back if an exception is raised inside."""
+        """Restore the generator and the sizes of micro-batches if an exception is raised inside."""
         state, chosen = self.generator.get_state(), dict(self.sizes.chosen)
         try:
             yield
@@ -150,15 +150,15 @@ class Problem(LinearizedModel):
 
 @dataclass(frozen=True)
 class ParameterReport:
-    """What one weight tensor gets from an estimator.
+    """How an estimator treats one weight tensor.
 
     Attributes:
-        name: Its name in the model.
-        shape: Its shape.
-        rows: How its derivatives are computed: a closed form, or a generic path.
+        name: Name in the model.
+        shape: Shape of the tensor.
+        rows: How its derivatives are computed: by a closed form or a generic path.
         curvature: Its block of the curvature.
         group: Its prior group.
-        precision: Its prior precision (the mean, where it varies inside the tensor).
+        precision: Its prior precision, or the mean if it varies inside the tensor.
     """
 
     name: str
@@ -172,15 +172,15 @@ class ParameterReport:
 def parameter_reports(problem: Problem, x: Any | None) -> list[ParameterReport]:
     """Return a report for each weight tensor, in the model's order.
 
-    ``x`` are some inputs, or None for the plan that was used last.
+    ``x`` are some inputs, or None for the most recent plan.
 
     Raises:
-        ConfigurationError: If ``x`` is None and no input was seen yet.
+        ConfigurationError: If ``x`` is None and there is no plan yet.
     """
     plan = problem.network.latest() if x is None else problem.plan_of(x)
     if plan is None:
         raise ConfigurationError(
-            "No inputs were seen yet: call describe(x) with a few inputs, as x[:3]."
+            "The evidence has seen no inputs yet. Call describe(x) with a few inputs: x[:3]."
         )
     rows, curvature = plan.jacobian.describe(), problem.curvature(plan).describe()
     precisions = problem.prior.precisions()

@@ -1,4 +1,4 @@
-"""Several processes around the core: sums of statistics, and means of estimates."""
+"""Distribute the core over processes: sums of statistics, and means of estimates."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,12 +16,12 @@ from evigrad.passes.problem import Problem
 
 
 class ReducedCurvature(Curvature[Any]):
-    """A curvature whose statistic of all data is the sum over the ranks' parts.
+    """A curvature whose statistic of all examples is the sum over the ranks' parts.
 
-    Ranks collect their own parts; the statistics are added up before a log-determinant is taken.
+    Ranks collect their parts, which are summed before a log-determinant is taken.
 
     Args:
-        curvature: One with an additive statistic.
+        curvature: A curvature with an additive statistic.
         ranks: The processes.
     """
 
@@ -37,11 +37,11 @@ class ReducedCurvature(Curvature[Any]):
         *,
         alone: bool = False,
     ) -> Any:
-        # Not what is condensed: only sums can be added up over ranks.
+        # Not ``alone``, because condensed statistics cannot be summed over ranks.
         return self._curvature.collect(statistic, linearization, root)
 
     def total(self, statistic: Any) -> Any:
-        """The sum of the ranks' statistics."""
+        """Return the sum of the ranks' statistics."""
         with self._ranks.together() as alike:
             alike["form of the curvature"] = [tensor.shape for tensor in statistic.tensors()]
         return statistic.reduced(self._ranks.sum)
@@ -85,11 +85,12 @@ def mean_over_ranks(
     estimates: Sequence[Estimate],
     gradients: Sequence[Tensor] = (),
 ) -> tuple[Estimate, list[Tensor]]:
-    """Return the mean of the estimates of all ranks, and that of the gradients of ``estimates``.
+    """Return the mean of the estimates of all ranks, and the mean of their gradients.
 
-    Each is on one of the ``blocks``. A rank counts as often as these have draws of anchored blocks
-    (others have one). It may have none, but for the first; its gradients are zero. With H numbers
-    in the gradients a rank sends 2 (R − 1)/R · 8 (H + 7) bytes.
+    Each estimate belongs to one of the ``blocks``. The weight of a rank is its number of draws of
+    anchored blocks, or its number of other blocks. Ranks except the first may have no blocks, and
+    then have zero gradients. For H numbers in the gradients, a rank sends 2 (R − 1)/R · 8 (H + 7)
+    bytes.
     """
     ranks = problem.ranks
     if ranks.count == 1:

@@ -30,22 +30,23 @@ UNITS = {
 
 @dataclass(frozen=True)
 class Memory:
-    """How much memory estimates take, and in which types they compute.
+    """Memory and number types of estimates.
 
-    Types are given by name or as those of PyTorch.
+    Set types by name or as PyTorch dtypes.
 
     Attributes:
-        micro_batch: Data in a forward pass of an estimate, or auto, as many as the memory holds;
-            half of them from where memory fails. It changes memory, not results. Default: all.
-        memory_budget: Memory that such a pass may take, with micro_batch auto: bytes, or an amount
-            as 8GiB. Default: most of what is free.
-        gram_dtype: Type of kernels and factors: float32 or float64. Default: the weights'.
-        rows_dtype: Type in which ntk keeps its rows, as bfloat16 for half the memory; products are
-            computed in gram_dtype. Default: the weights'.
-        rows_device: Where ntk keeps its rows: cpu is the host's memory, pinned beside a GPU.
-            Default: where the weights are.
-        autocast: Type of mixed-precision passes, as bfloat16; kernels and factors keep theirs.
-            Default: none.
+        micro_batch: Number of examples per forward pass of an estimate, or auto to choose it by the
+            available memory. If a pass runs out of memory, later passes take half of it. Results do
+            not depend on it. Default: all examples of a block.
+        memory_budget: Memory for a pass with micro_batch auto, in bytes or as an amount such as
+            8GiB. Default: most of the free memory.
+        gram_dtype: Type of kernels and factors: float32 or float64. Default: type of the weights.
+        rows_dtype: Type in which ntk stores Jacobian rows. bfloat16 takes half the memory. Products
+            are computed in gram_dtype. Default: type of the weights.
+        rows_device: Device on which ntk stores Jacobian rows. cpu uses the memory of the host.
+            Default: device of the weights.
+        autocast: Type of mixed-precision passes, such as bfloat16. It does not affect kernels and
+            factors. Default: none.
     """
 
     micro_batch: int | Literal["auto"] | None = None
@@ -56,10 +57,10 @@ class Memory:
     autocast: torch.dtype | Literal["bfloat16"] | None = None
 
     def resolved(self) -> dict[str, Any]:
-        """Return the fields for ``Settings``: types and devices for names, amounts in bytes.
+        """Return the fields for ``Settings``, with names and amounts resolved.
 
         Raises:
-            ConfigurationError: If a name or an amount does not exist.
+            ConfigurationError: If a name or an amount is invalid.
         """
         return {
             "micro_batch": self.micro_batch,
@@ -72,35 +73,35 @@ class Memory:
 
 
 def as_dtype(what: str, value: torch.dtype | str | None) -> torch.dtype | None:
-    """The floating-point type named as ``"bfloat16"``; ``what`` names the setting in an error."""
+    """Return the dtype with a name such as ``"bfloat16"``. Errors name the setting ``what``."""
     if not isinstance(value, str):
         return value
     name = value.removeprefix("torch.")
     if name not in DTYPES:
         raise ConfigurationError(
-            f"{what} is one of {', '.join(DTYPES)}, not '{value}'.{nearest(name, DTYPES)}"
+            f"{what} must be one of {', '.join(DTYPES)}, got '{value}'.{nearest(name, DTYPES)}"
         )
     return getattr(torch, name)
 
 
 def as_bytes(what: str, value: int | str | None) -> int | None:
-    """Bytes from a number or a text such as ``"8GiB"``; ``what`` names the setting in an error."""
+    """Return bytes from a number or a text such as ``"8GiB"``. Errors name ``what``."""
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", value.strip().lower())
     if match is None or match[2] not in UNITS or float(match[1]) * UNITS[match[2]] < 1:
         raise ConfigurationError(
-            f"{what} is a number of bytes, or an amount as 8GiB or 500MB, not '{value}'."
+            f"{what} must be a number of bytes, or an amount such as 8GiB or 500MB, got '{value}'."
         )
     return int(float(match[1]) * UNITS[match[2]])
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How an ``Evidence``, which says what each means, computes estimates.
+    """How an ``Evidence`` computes estimates. See there for the meaning of each field.
 
     Raises:
-        ConfigurationError: If a value does not exist.
+        ConfigurationError: If a value is invalid.
     """
 
     sharing: str
@@ -118,7 +119,7 @@ class Settings:
         size, budget = self.micro_batch, self.memory_budget
         if isinstance(size, str) and size != "auto":
             raise ConfigurationError(
-                f"micro_batch is a positive integer, 'auto' or None, not '{size}'."
+                f"micro_batch must be a positive integer, 'auto' or None, got '{size}'."
             )
         if size not in (None, "auto"):
             check_count("micro_batch", size)
@@ -126,29 +127,31 @@ class Settings:
             check_count("memory_budget", budget)
             if size != "auto":
                 raise ConfigurationError(
-                    "memory_budget is what micro_batch='auto' keeps to: say micro_batch='auto', or"
-                    " leave memory_budget away."
+                    "memory_budget has no effect without micro_batch='auto'. Set"
+                    " micro_batch='auto', or omit memory_budget."
                 )
-        # Not float16: derivatives of an evidence span more orders of magnitude than it has.
+        # float16 is not an option, because derivatives of an evidence would exceed its range.
         if self.rows_dtype not in (None, torch.bfloat16, torch.float32, torch.float64):
             raise ConfigurationError(
-                "rows_dtype is torch.bfloat16, torch.float32, torch.float64 or None, not"
+                "rows_dtype must be torch.bfloat16, torch.float32, torch.float64 or None, got"
                 f" {self.rows_dtype!r}."
             )
         if self.autocast not in (None, torch.bfloat16):
-            raise ConfigurationError(f"autocast is torch.bfloat16 or None, not {self.autocast!r}.")
+            raise ConfigurationError(
+                f"autocast must be torch.bfloat16 or None, got {self.autocast!r}."
+            )
         if self.gram_dtype not in (None, torch.float32, torch.float64):
             raise ConfigurationError(
-                f"gram_dtype is torch.float32, torch.float64 or None, not {self.gram_dtype!r}."
+                f"gram_dtype must be torch.float32, torch.float64 or None, got {self.gram_dtype!r}."
             )
 
     def check_fits(self, estimator: Estimator) -> None:
-        """Refuse settings that an estimator has no use for."""
+        """Raise an error for settings that the estimator does not use."""
         rows_are_stored = (self.rows_dtype or self.rows_device) is not None
         if rows_are_stored and not estimator.kind.keeps_rows:
             raise ConfigurationError(
-                f"{estimator.name} keeps no rows: rows_dtype and rows_device are for ntk"
-                " estimators."
+                f"{estimator.name} does not store rows. Use rows_dtype and rows_device only with"
+                " ntk estimators."
             )
 
 
@@ -159,22 +162,22 @@ def check_model(
     temperature: float,
     anchoring: Anchoring | None = None,
 ) -> None:
-    """Refuse numbers and roots that do not exist or do not fit the estimator."""
+    """Raise an error for numbers and roots that are invalid or do not fit the estimator."""
     check_count("num_data", num_data)
     if estimator.subset is not None and not estimator.rows and estimator.subset > num_data:
         raise ConfigurationError(
-            f"{estimator.name} takes subsets of {estimator.subset} data, but num_data is"
-            f" {num_data}; use a smaller subset, or N for all the data."
+            f"{estimator.name} uses subsets of {estimator.subset} examples, but num_data is"
+            f" {num_data}. Use a smaller subset, or N for all examples."
         )
     check_choice("root", root, ROOTS)
     if anchoring is not None and not estimator.anchored:
         raise ConfigurationError(
-            f"{estimator.name} has no anchors: leave anchoring=... away, or take a name as"
+            f"{estimator.name} has no anchors. Omit anchoring=..., or use a name such as"
             " 'ntk-400-rows-anchored'."
         )
     if estimator.anchored and root == "subblock":
         raise ConfigurationError(
-            f"{estimator.name}: a 'subblock' root has other rows in every block, which can be no"
-            " anchors. Take root='eigen' or root='fisher'."
+            f"{estimator.name}: a 'subblock' root has different rows in every block, so they cannot"
+            " be anchors. Use root='eigen' or root='fisher'."
         )
     check_positive("temperature", temperature)

@@ -1,7 +1,7 @@
-"""A block's way through the network: its micro-batches, one after the other.
+"""Take a block through the network in consecutive micro-batches.
 
-All that is random belongs to the block and is drawn before the first pass, so that every pass and
-every size of micro-batch sees the same.
+All random numbers belong to the block and are drawn before the first pass. So they do not depend
+on the pass or on the size of micro-batches.
 """
 
 import math
@@ -44,48 +44,44 @@ from evigrad.passes.replicas import ReducedCurvature
 Batch = tuple[Inputs, Tensor]
 State = TypeVar("State")
 
-# The memory of a pass is measured on one datum and on two; the difference is what each adds.
+# The memory of a pass is measured on one example and on two. The difference is the cost of each.
 _MEASURED = 2
-# Examples of a pass that is checked: so many that one is seldom left in its place.
+# Number of examples in a check, large enough that a permutation rarely leaves one in its place.
 _CHECKED = 8
-# Rows of the example on which the memory of each further row is measured.
+# Number of rows of an example with which the memory of each further row is measured.
 _MEASURED_ROWS = 8
-# Numbers in the graph of a micro-batch that is kept between two passes, at most (128 MiB in
-# float32): its activations, and the gradients in them of each row.
+# Largest size of a graph that is kept between two passes, in numbers (128 MiB in float32). It
+# contains the activations of a micro-batch, and their gradients for each row.
 _KEPT_NUMBERS = 2**25
-# From so many outputs on, they may be those of positions.
+# With this number of outputs, they may belong to positions.
 _MANY_OUTPUTS = 1000
 _POSITIONS_HINT = (
-    "If outputs belong to positions (pixels, words), return (m, …, C): then only drawn positions go"
+    "If outputs belong to positions (pixels, words), return (m, …, C). Then only drawn positions go"
     " through the last layer."
 )
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedBatch(MicroBatch):
-    """A micro-batch with its plan.
-
-    Attributes:
-        plan: The plan for its inputs, where a batch has another shape than the block's first one.
-    """
+    """A micro-batch, with a plan if its inputs have another shape than the block's first batch."""
 
     plan: InputPlan | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatchSweep:
-    """A block, its data, and all that was drawn for it: the same in every pass over it.
+    """A block, its data, and everything drawn for it, shared by all passes.
 
     Attributes:
         problem: The model and how its evidence is computed.
         plan: The plan for the inputs.
-        curvature: What the rows are collected in.
-        batches: The block's data, in its order, the same in every iteration.
+        curvature: The curvature that collects the rows.
+        batches: The block's data in its order, the same in every iteration.
         block: Columns and scale factors.
-        seed: For what the model draws from global generators.
-        noise: What modules draw through the evidence.
-        labels: Sampled labels of all data, one tensor for each sample (curvature ``mc``).
-        suspicious: Whether to check in every micro-batch that the model mixes no data.
+        seed: Seed for draws of the model from global generators.
+        noise: Random numbers that modules draw through the evidence.
+        labels: Sampled labels of all examples, one tensor for each sample (curvature ``mc``).
+        suspicious: Whether to check in every micro-batch that the model does not mix examples.
         learned: The hyperparameters that a second pass differentiates in.
     """
 
@@ -100,7 +96,7 @@ class MicroBatchSweep:
     suspicious: bool = False
     learned: Mapping[str, nn.Parameter] = field(default_factory=dict)
 
-    # ------------------------------------------------------------ as ``core.types.Sweep``
+    # ------------------------------------------------------------ methods of ``core.types.Sweep``
 
     @property
     def num_outputs(self) -> int:
@@ -115,16 +111,16 @@ class MicroBatchSweep:
         graph: bool = False,
         label: str = "first",
     ) -> State:
-        """Return what ``Sweep`` says; where memory is too small, ``step`` gets half of the data.
+        """Return the final state (``Sweep.fold``). If memory is too small, halve the micro-batches.
 
         Args:
-            step: Makes the next state.
+            step: Returns the next state.
             start: The first state.
-            graph: Whether ``step`` asks for graphs.
-            label: Passes of one label take as much memory.
+            graph: Whether ``step`` needs graphs.
+            label: Passes with one label take equal memory.
 
         Raises:
-            InputError: If the batches do not hold the block's data.
+            InputError: If the batches do not contain the block's data.
         """
         if graph:
             self._check_second_derivatives()
@@ -135,7 +131,9 @@ class MicroBatchSweep:
         with self._evaluating():
             for x, y in self.batches:
                 if first + len(x) > expected:
-                    raise InputError(f"The batches hold more than the {expected} data expected.")
+                    raise InputError(
+                        f"The batches contain more than the expected {expected} examples."
+                    )
                 other = None if plan.fits(x) else problem.plan_of(x)
                 done = 0
                 while done < len(x):
@@ -153,7 +151,9 @@ class MicroBatchSweep:
                 first += len(x)
         if first != expected:
             name = problem.estimator.name
-            raise InputError(f"The batches hold {first} data, but {name} needs all {expected}.")
+            raise InputError(
+                f"The batches contain {first} examples, but {name} needs all {expected}."
+            )
         return state
 
     def linearize(self, batch: MicroBatch, *, graph: bool) -> Linearization:
@@ -191,7 +191,7 @@ class MicroBatchSweep:
     def _batch(
         self, batch: Batch, plan: InputPlan | None, position: int, start: int, size: int
     ) -> PlannedBatch:
-        """``size`` data of a batch from ``start`` on; ``position`` is that of its first one."""
+        """Return ``size`` examples from ``start`` in a batch whose first is at ``position``."""
         x, y = batch
         span = slice(start, start + size)
         data = slice(position + start, position + start + size)
@@ -208,7 +208,7 @@ class MicroBatchSweep:
         )
 
     def _first(self) -> tuple[Inputs, Callable[[int], PlannedBatch]]:
-        """Return the first batch's inputs, and what makes a micro-batch of so many of them."""
+        """Return the first batch's inputs, and a function that makes a micro-batch of them."""
         x, y = next(iter(self.batches))
         plan = None if self.plan.fits(x) else self.problem.plan_of(x)
         return x, partial(self._batch, (x, y), plan, 0, 0)
@@ -217,7 +217,7 @@ class MicroBatchSweep:
         return (batch.plan if isinstance(batch, PlannedBatch) else None) or self.plan
 
     def _evaluating(self) -> AbstractContextManager[object]:
-        """The context of all passes: evaluation mode and seeds."""
+        """Return the context of all passes: evaluation mode and seeds."""
         generator = torch.Generator().manual_seed(self.seed) if self.plan.draws_globally else None
         return evaluation_mode(self.plan.model, generator)
 
@@ -228,9 +228,9 @@ class MicroBatchSweep:
     # ------------------------------------------------------------ checks on real data
 
     def verified(self) -> "MicroBatchSweep":
-        """Return the sweep without fast derivatives that are wrong, by a check that is due or not.
+        """Return the sweep without incorrect fast derivatives, after a check if one is due.
 
-        Its passes without a graph then check that the model mixes no data.
+        After a check, passes without a graph also check that the model does not mix examples.
         """
         network = self.problem.network
         if not network.check_is_due():
@@ -244,8 +244,7 @@ class MicroBatchSweep:
     def _checked_plan(self) -> InputPlan:
         """Return the plan after a check on the first micro-batch, halved until it fits.
 
-        A check takes less memory than a pass, so its size says nothing about that of automatic
-        micro-batches.
+        A check takes less memory than a pass, so it does not determine automatic sizes.
         """
         problem, block, (x, part) = self.problem, self.block, self._first()
         sizes, at_once = problem.sizes, most_at_once(problem, self.plan, block)
@@ -264,7 +263,7 @@ class MicroBatchSweep:
         return plans[0]
 
     def _check_second_derivatives(self) -> None:
-        """Check once that rows of the first examples have the derivatives that a gradient takes."""
+        """Check once that the rows of the first examples have correct derivatives."""
         problem, learned, checked = self.problem, self.learned, self.problem.network.differentiated
         if checked.issuperset(learned):
             return
@@ -282,16 +281,16 @@ class MicroBatchSweep:
     def _check_outputs(self, plan: InputPlan, f: Tensor) -> None:
         if f.shape[1] != plan.num_outputs:
             raise InputError(
-                f"The model has {f.shape[1]} outputs where it had {plan.num_outputs} before: it"
-                " must return one shape for inputs of one shape. Make a new Evidence of a model"
-                " that was changed."
+                f"The model has {f.shape[1]} outputs, but had {plan.num_outputs} before. It must"
+                " return the same shape for inputs of the same shape. If you changed the model,"
+                " create a new Evidence."
             )
         check_finite("The model's outputs", f)
 
     def _check_separate(self, plan: InputPlan, x: Tensor, f: Tensor) -> None:
         if len(x) == 1:
             return
-        if self.problem.settings.autocast is not None:  # its rounding would look like mixed data
+        if self.problem.settings.autocast is not None:  # its rounding would look like mixing
             with model_run(plan.model), torch.no_grad():
                 f = model_outputs(plan.model, x)
         check_separate(plan.model, x, f, torch.Generator().manual_seed(self.seed))
@@ -299,13 +298,13 @@ class MicroBatchSweep:
     # ------------------------------------------------------------ memory
 
     def check_memory(self, condense: bool) -> None:
-        """Refuse a block that would not fit; ``condense`` keeps only what log-determinants need."""
+        """Raise an error if the block does not fit, with only log-determinants if ``condense``."""
         problem, block, curvature = self.problem, self.block, self.curvature
         size, weights, width = len(block.indices), problem.weights, self._width
         most = most_at_once(problem, self.plan, block)
         at_once = min(most or 1, size) * width
         if block.num_draws > 1:
-            # Several micro-batches: the formed rows of one, beside all that are kept.
+            # Several micro-batches: the formed rows of one, plus all that are kept.
             at_once = min(at_once, problem.partition(self.plan).block_rows)
         elif curvature.keeps_rows:
             at_once = 0
@@ -319,7 +318,7 @@ class MicroBatchSweep:
 
     @property
     def _width(self) -> int:
-        """Most rows of a datum."""
+        """The largest number of rows of an example."""
         columns = self.block.columns
         if columns is None:
             return self.problem.partition(self.plan).rows_per_datum
@@ -333,7 +332,7 @@ class MicroBatchSweep:
         position: int,
         peak: Callable[[int], int],
     ) -> int:
-        """How many of the remaining data to take next."""
+        """Return how many of the remaining examples to take next."""
         problem, sizes = self.problem, self.problem.sizes
         at_once = most_at_once(problem, self.plan, self.block, position)
         if at_once is not None and not sizes.chosen:
@@ -344,7 +343,7 @@ class MicroBatchSweep:
         if key in sizes.chosen:
             return min(num_remaining, sizes.chosen[key])
         free = available_bytes(problem.device)
-        if free is not None and label != "second":  # the statistic is still to come
+        if free is not None and label != "second":  # the statistic is not allocated yet
             rows = self.block.num_rows or problem.partition(self.plan).block_rows
             free -= self.curvature.predicted_bytes(rows)
         limit = CPU_PASS_BYTES if problem.device.type == "cpu" else None
@@ -352,13 +351,13 @@ class MicroBatchSweep:
         return sizes.size(key, num_remaining, per_datum, free, limit)
 
     def _memory_key(self, label: str, x: Inputs) -> str:
-        """In words, what the memory of a pass depends on besides the number of data."""
+        """Return a description of everything that determines the memory of an example."""
         return f"{label} pass of {self.plan.numbers(x):,} numbers and {self._width} rows for each"
 
     def _peak_bytes(
         self, step: Callable[[MicroBatch], object], part: Callable[[int], MicroBatch], size: int
     ) -> int:
-        """The most bytes that a step over so many data holds; it leaves no trace."""
+        """Return the peak memory of a step over ``size`` examples, without side effects."""
         with self._evaluating(), PeakBytes() as held:
             step(part(size))
         return held.most
@@ -367,9 +366,9 @@ class MicroBatchSweep:
 def new_sweep(
     problem: Problem, plan: InputPlan, batches: Iterable[Batch], block: Block
 ) -> MicroBatchSweep:
-    """Return a block with all that passes over it need, drawn by the problem's generator.
+    """Return a sweep over a block, with everything that its passes draw.
 
-    ``batches`` are its data, in its order and checked, and can be iterated again.
+    ``batches`` are its checked data, in its order. They must be iterable repeatedly.
     """
     generator, estimator, seed = problem.generator, problem.estimator, block.seed
     if seed is None:
@@ -385,7 +384,7 @@ def new_sweep(
 
     with torch.no_grad():
         f = torch.cat(sweep.fold(step, list[Tensor](), label="outputs"))
-    if block.seed is not None:  # the shared generator stays where that of other ranks is
+    if block.seed is not None:  # the shared generator stays equal on all ranks
         generator = torch.Generator().manual_seed(seed)
     elif block.shares > 1:
         generator = torch.Generator().manual_seed(seed + problem.ranks.rank)
@@ -395,10 +394,10 @@ def new_sweep(
 
 
 def most_at_once(problem: Problem, plan: InputPlan, block: Block, position: int = 0) -> int | None:
-    """Return how many data from this position on may pass together; None where memory decides."""
+    """Return how many examples from a position on may pass together, or None for automatic."""
     asked = problem.sizes.asked
     if asked is None and block.num_draws > 1:
-        # No more rows than one draw has, a number that the user has chosen.
+        # At most the rows of one draw, a number that the user has chosen.
         return max(1, problem.partition(plan).block_rows // max(1, block.rows_of(position)))
     return len(block.indices) if asked is None else asked if isinstance(asked, int) else None
 
@@ -406,13 +405,13 @@ def most_at_once(problem: Problem, plan: InputPlan, block: Block, position: int 
 def curvature_of(
     problem: Problem, plan: InputPlan, block: Block, gram_dtype: torch.dtype | None = None
 ) -> Curvature[Any]:
-    """The curvature for a block, of which ranks may have parts."""
+    """Return the curvature for a block, of which ranks may have parts."""
     curvature = problem.curvature(plan, gram_dtype)
     return ReducedCurvature(curvature, problem.ranks) if block.shares > 1 else curvature
 
 
 def bytes_per_datum(peak: Callable[[int], int], num_remaining: int) -> float:
-    """Bytes that each further datum takes; ``peak`` is for so many, up to ``num_remaining``."""
+    """Return the bytes of each further example, with ``peak`` for at most ``num_remaining``."""
     of_one = fits(partial(peak, 1))
     if not of_one:
         return math.inf
@@ -421,11 +420,11 @@ def bytes_per_datum(peak: Callable[[int], int], num_remaining: int) -> float:
 
 
 def predicted_bytes(problem: Problem, plan: InputPlan, x: Inputs) -> int:
-    """Return the most bytes that an estimate is predicted to hold, by passes over a few examples.
+    """Return the predicted peak memory of an estimate, from passes over a few examples.
 
-    It is what the statistic and its log-determinant take, or a pass, if that takes more: its
-    activations and gradients are as many as the rows times the numbers in the network. ``x`` are
-    some inputs, or one batch if the estimator takes all data.
+    It is the memory of the statistic and its log-determinant, or of a pass if that is larger. A
+    pass has activations and gradients for each row and each unit of the network. ``x`` are some
+    inputs, or one batch if the estimator uses all examples.
     """
     partition, sizes, estimator = problem.partition(plan), problem.sizes, problem.estimator
     num_rows = partition.block_rows
@@ -434,7 +433,7 @@ def predicted_bytes(problem: Problem, plan: InputPlan, x: Inputs) -> int:
     num_data = min(partition.num_data, num_rows // rows_each)
     at_once = num_data
     if estimator.rows and num_rows > MOST_EXPANDED * num_data:
-        # Examples with equally many rows pass together: hardly ever more than half of them.
+        # Examples with equal numbers of rows pass together, rarely more than half of them.
         at_once = -(-num_data // 2)
     if estimator.subset is None:
         at_once = min(at_once, len(x))
@@ -455,7 +454,7 @@ def predicted_bytes(problem: Problem, plan: InputPlan, x: Inputs) -> int:
 
 
 def _bytes_of_rows(problem: Problem, plan: InputPlan, x: Inputs, size: int, width: int) -> int:
-    """The most bytes that a pass over so many examples holds, each with so many rows."""
+    """Return the peak memory of a pass over ``size`` examples with ``width`` rows each."""
     columns = torch.arange(width, device="cpu").expand(size, -1)
     indices = torch.arange(size, device="cpu")
     block = Block(indices, columns, 1.0, torch.ones_like(indices, dtype=torch.float64))
