@@ -162,7 +162,7 @@ REFUSED: dict[str, tuple[Likelihood, Tensor, str]] = {
     "careless": (
         Careless(),
         LABELS,
-        "Careless, or what is derived at its reference_targets, raised",
+        "Careless, or its derivatives at its reference_targets, raised",
     ),
 }
 

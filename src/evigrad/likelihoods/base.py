@@ -199,7 +199,7 @@ class Likelihood(nn.Module, ABC):
         """
         f = f.detach()
         with raised_in(
-            f"log_prob of {type(self).__name__}, or what is derived at its reference_targets,"
+            f"log_prob of {type(self).__name__}, or its derivatives at its reference_targets,"
         ):
             if curvature == "ggn":
                 if "root" in self._inherited:
