@@ -53,7 +53,10 @@ class Pool:
     def find(self, data: Int[Tensor, " m"]) -> tuple[Bool[Tensor, " m"], Int[Tensor, " k"]]:
         """Return a mask of the examples that are in the pool, and their places there."""
         if len(data) and not 0 <= int(data.min()) <= int(data.max()) < self.num_data:
-            raise InputError(f"Positions must lie between 0 and {self.num_data - 1}.")
+            raise InputError(
+                f"Positions must lie between 0 and {self.num_data - 1}, got {int(data.min())} to"
+                f" {int(data.max())}."
+            )
         if self.is_all:
             return torch.ones(len(data), dtype=torch.bool, device="cpu"), data
         near = torch.searchsorted(self._sorted, data).clamp(max=POOL - 1)

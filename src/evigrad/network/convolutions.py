@@ -264,6 +264,7 @@ def fixed_convolution(
 
 class FixedConvolution(torch.autograd.Function):
     """x ↦ W x + b."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry) -> Tensor:
         ctx.save_for_backward(weight)

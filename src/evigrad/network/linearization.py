@@ -25,7 +25,7 @@ from evigrad.network.recorder import Call, Recorder, joined, reachable
 
 
 def uses_of(calls: Sequence[Call]) -> dict[str, list[tuple[Call, str]]]:
-    """Name → its recorded uses as (call, slot)."""
+    """Return the recorded uses (call, slot) of each parameter, by name."""
     uses: dict[str, list[tuple[Call, str]]] = {}
     for call in calls:
         for slot, name in call.names.items():
@@ -34,28 +34,29 @@ def uses_of(calls: Sequence[Call]) -> dict[str, list[tuple[Call, str]]]:
 
 
 class Linearization:
-    """One forward pass of a model over m data, and the rows of its Jacobian.
+    """One forward pass of a model over m examples, and the rows of its Jacobian.
 
-    The model must be in evaluation mode; its attributes, buffers, hooks and gradients stay as they
-    are. The autograd graph of the pass is held for as long as this lives.
+    The model must be in evaluation mode. Its attributes, buffers, hooks and gradients are not
+    changed. The object keeps the autograd graph of the pass.
 
     Args:
         model: Maps m inputs to (m, C).
-        weights: Name → trainable parameter of the model, the coordinates of the Jacobian.
-        x: The m inputs; dim 0 counts the data.
-        plan: From ``plan`` for the same model and weights.
-        differentiable: Whether outputs and rows get a graph into x and the model's parameters that
-            are not in ``weights`` (outputs possibly into weights too). Else they are detached.
+        weights: Trainable parameters of the model by name. They are the columns of the Jacobian.
+        x: The m inputs. Dimension 0 counts the examples.
+        plan: A plan that ``plan`` made for the same model and weights.
+        differentiable: Whether outputs and rows have a graph into x and the model's parameters that
+            are not in ``weights``. The graph of the outputs may include the weights. Otherwise
+            outputs and rows are detached.
 
     Attributes:
-        outputs: f(x), in the weights' type; has a graph only if ``differentiable``.
-        mixed: Whether the pass ran under autocast. Closed forms then have its precision and the
-            weights' type; the other rows are computed without autocast.
+        outputs: f(x), in the weights' type. It has a graph only if ``differentiable``.
+        mixed: Whether the pass ran under autocast. Closed forms then have autocast's precision and
+            the weights' type. Other rows are computed without autocast.
 
     Raises:
-        InputError: If there are no data, or the outputs are not of shape (m, C).
+        InputError: If there are no data, or the outputs do not have the shape (m, C).
         ConfigurationError: If a weight is not a parameter of the model that requires a gradient,
-            or gradients are off.
+            or gradients are disabled.
     """
 
     outputs: Float[Tensor, "m C"]
@@ -72,7 +73,7 @@ class Linearization:
         check_call(model, weights, x)
         self.model, self.weights, self.x, self.plan = model, weights, x, plan
         self._differentiable = differentiable
-        # Where nothing has a closed form there is nothing to record, and recording might disturb.
+        # Without closed forms there is nothing to record, and recording might have side effects.
         recorder = Recorder(weights if plan.uses else {}, len(x), plan.uses)
         self.mixed = torch.is_autocast_enabled(x.device.type)
         with model_run(model), torch.enable_grad():
@@ -84,7 +85,7 @@ class Linearization:
         self.outputs = self._graph if differentiable else self._graph.detach()
         self._recorder_doubts = recorder.may_mix(model)
         calls, self._owned, nodes = placed(self._graph, recorder.calls)
-        if len(x) == 1:  # all rows are its own, and the graph does not tell the dimension
+        if len(x) == 1:  # all rows belong to it, and the graph does not determine the dimension
             calls = [self._as_in_plan(call) for call in calls]
             self._owned = {id(call) for call in calls}
         self._uses = uses_of(calls)
@@ -94,16 +95,17 @@ class Linearization:
     def rows(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str] | None = None
     ) -> dict[str, Tensor]:
-        """Vector-Jacobian products, k for each datum.
+        """Return k vector-Jacobian products for each example.
 
         Args:
             vectors: Cotangents of the outputs.
-            names: The parameters wanted; None for all.
+            names: Names of the parameters. Default: all.
 
         Returns:
-            Name → ``vectors[n, j]ᵀ ∂f(x_n)/∂parameter``, (m, k, *parameter shape); zeros where the
-            outputs do not use the parameter. No two share memory. If ``differentiable``, with a
-            graph into the vectors, the inputs and the parameters that are not in ``weights``.
+            ``vectors[n, j]ᵀ ∂f(x_n)/∂parameter`` (m, k, *parameter shape) by name. They are zero if
+            the outputs do not use the parameter. No two of them share memory. If
+            ``differentiable``, they have a graph into the vectors, the inputs and the parameters
+            that are not in ``weights``.
 
         Raises:
             ConfigurationError: If a name is not among the weights.
@@ -122,7 +124,7 @@ class Linearization:
     def without_graph(self, root: RootRows) -> tuple["Linearization", RootRows]:
         """Return this pass and its cotangents without a graph.
 
-        The backward passes through the network have one, and serve both passes.
+        The backward passes through the network keep their graph, and both passes use them.
         """
         with self._computing():
             gradients = self._gradients(root.vectors)
@@ -144,15 +146,15 @@ class Linearization:
 
         Args:
             root: Cotangents of the outputs.
-            names: The parameters wanted.
-            contracted: Those of ``matrix_uses`` whose rows stay products where this pass has a
-                closed form for them.
+            names: Names of the parameters.
+            contracted: Names from ``matrix_uses``. Their rows are kept as products if this pass has
+                a closed form for them.
         """
         vectors, present = root.vectors, root.present
         if present is None:
             present = torch.ones(vectors.shape[:2], dtype=torch.bool, device=vectors.device)
         products = [name for name in names if name in contracted and self.is_closed(name)]
-        # All that have no closed form in one call, as each call repeats the backward passes.
+        # All rows without a closed form in one call, because each call repeats the backward passes.
         generic = [name for name in names if not self.is_closed(name)]
         generic_rows = cache(lambda: self.rows(vectors, generic))
         num_rows = int(present.sum())
@@ -167,17 +169,17 @@ class Linearization:
             (call, _), *_ = self._uses[name]
             chunk = tuple(tensor for pair in pairs for tensor in pair)
             shape, is_transposed = self.weights[name].shape, call.rule.transposed
-            if chunk:  # the outputs depend on it
+            if chunk:  # the outputs depend on the parameter
                 deferred[name] = ProductRows((chunk,), (present,), shape, is_transposed)
         return deferred
 
     def inner(
         self, vectors: Float[Tensor, "m k C"], cotangents: Mapping[str, Tensor]
     ) -> Float[Tensor, ""]:
-        """Σ cotangents · rows; cotangents (m, k, *parameter shape) get no gradient."""
+        """Return Σ cotangents · rows. Cotangents (m, k, *parameter shape) get no gradient."""
         closed, generic = self._paths(list(cotangents))
-        # Closed forms form no rows: this value and its gradient cost a pass through the network
-        # with weights of its own for each datum.
+        # Closed forms do not form rows. This value and its gradient cost about one pass through a
+        # network with separate weights for each example.
         with self._computing():
             total = vectors.new_zeros(())
             gradients = self._gradients(vectors)
@@ -192,15 +194,15 @@ class Linearization:
     def fast_rows_of_datum(
         self, vectors: Float[Tensor, "m k C"], index: int
     ) -> dict[str, Tensor | None]:
-        """Return one datum's part of ``rows``, by the same fast paths, for a check.
+        """Return one example's part of ``rows``, by the same fast paths, for a check.
 
-        Rows are (1, k, *parameter shape), detached, or None where the path fails, for all names
-        that do not take the loop in this pass.
+        Rows are (1, k, *parameter shape) and detached, or None if the path fails. Names that use
+        the loop in this pass are missing.
         """
         vectors, one = vectors.detach(), slice(index, index + 1)
         closed, generic = self._paths(list(self.weights))
         with self._computing(), torch.no_grad():
-            # With the cotangents of all data, a path that confuses the rows of two data shows.
+            # The cotangents of all examples reveal a path that confuses the rows of two examples.
             gradients = self._pulled(vectors, closed, differentiable=False)
             rows: dict[str, Tensor | None] = {**self._closed_rows(gradients, closed, index)}
             for name, p in self.weights.items():
@@ -212,7 +214,7 @@ class Linearization:
                 try:
                     with model_run(self.model):
                         rows |= vmap_rows(*arguments, differentiable=False)
-                except Exception as error:  # any error means that this path fails for the datum
+                except Exception as error:  # any error means that this path fails for the example
                     if is_out_of_memory(error):
                         raise
                     rows |= dict.fromkeys(vectorised)
@@ -223,26 +225,25 @@ class Linearization:
     ) -> dict[str, list[KroneckerUse]]:
         """Return the Kronecker factors of each use of the named parameters.
 
-        ``average`` takes the mean over a datum's augmentation samples; else they count as
-        positions, so that rows are sums of products.
+        ``average`` takes the mean over an example's augmentation samples. Otherwise samples count
+        as positions, so that rows are sums of products.
 
         Raises:
-            ConfigurationError: If a parameter has none.
-            InputError: If it has none for these data.
+            ConfigurationError: If a parameter has no Kronecker factors.
+            InputError: If a parameter has no Kronecker factors for these data.
         """
         self._check_names(names)
         for name in names:
             if name not in self.plan.kronecker:
                 raise ConfigurationError(
-                    f"{name!r} has no Kronecker factors ({self.plan.words[name]}); ask for its"
-                    " rows."
+                    f"{name!r} has no Kronecker factors ({self.plan.words[name]}). Call rows for"
+                    " this parameter."
                 )
             if not self.is_closed(name):
                 raise InputError(
-                    f"{name!r} is used otherwise for this batch than for the probe that the plan"
-                    " was made with, or acts on rows in another order than that of their data, so"
-                    " it has no Kronecker factors here. Plan with inputs of the same shape, or"
-                    " choose a structure other than kfac."
+                    f"{name!r} has no Kronecker factors for this batch. The model uses it"
+                    " differently than in the plan, or changes the order of the examples before it."
+                    " Plan with inputs of the same shape, or choose a structure other than kfac."
                 )
         with self._computing():
             gradients = self._gradients(vectors)
@@ -254,7 +255,7 @@ class Linearization:
                     of_pieces = [call.factors(piece, average) for piece in pieces]
                     use = of_pieces[0].with_gradients([part.gradients for part in of_pieces])
                     factors[name].append(use)
-        # Detached, because a view of the recorded input requires a gradient if that input does.
+        # Detached, because a view of the recorded input requires a gradient if the input does.
         if self._differentiable:
             return factors
         return {name: [use.detach() for use in uses] for name, uses in factors.items()}
@@ -262,14 +263,14 @@ class Linearization:
     def products(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
     ) -> dict[str, list[tuple[Tensor, Tensor]]]:
-        """Compute the factors whose products are rows.
+        """Return the factors whose products are rows.
 
         Args:
             vectors: Cotangents of the outputs.
-            names: Some of ``matrix_uses``, with closed forms in this pass.
+            names: Names from ``matrix_uses`` with closed forms in this pass.
 
         Returns:
-            Name → for each use what ``Rule.products`` returns.
+            The result of ``Rule.products`` for each use, by name.
         """
         with self._computing():
             gradients = self._gradients(vectors)
@@ -285,17 +286,17 @@ class Linearization:
         return {n: [(a.detach(), g.detach()) for a, g in pairs] for n, pairs in products.items()}
 
     def is_closed(self, name: str) -> bool:
-        """Whether this pass uses the parameter as the plan's closed forms expect."""
+        """Return whether this pass uses the parameter as the plan's closed forms expect."""
         return name in self._as_planned[0]
 
     @property
     def may_mix(self) -> bool:
-        """Whether data may have acted on each other, by the functions called or by the graph."""
+        """Whether examples may have affected each other, by the calls or by the graph."""
         return self._recorder_doubts or bool(self._as_planned[1])
 
     @cached_property
     def _as_planned(self) -> tuple[set[str], set[str]]:
-        """Return the names used as planned: those whose rows have known data, and the others."""
+        """Return the names used as planned, whose rows have known examples, or unknown ones."""
         uses = {name: self._uses[name] for name in self.weights if self._is_as_planned(name)}
         calls = {id(call): call for pairs in uses.values() for call, _ in pairs}
         owned_ids = self._owned
@@ -307,7 +308,7 @@ class Linearization:
         return closed, uses.keys() - closed
 
     def _as_in_plan(self, call: Call) -> Call:
-        """A call with one datum, whose dimension is that of the planned use."""
+        """Return a call with one example, with the batch dimension of the planned use."""
         planned = all(call.use(s) in self.plan.uses.get(n, ()) for s, n in call.names.items())
         return call if planned or not call.may_turn else call.data_first()
 
@@ -324,7 +325,7 @@ class Linearization:
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """With a graph if ``differentiable``, in the types of the forward pass."""
+        """Record a graph if ``differentiable``, and use the types of the forward pass."""
         with torch.set_grad_enabled(self._differentiable), without_autocast(self.x.device):
             yield
 
@@ -336,7 +337,7 @@ class Linearization:
                 )
 
     def _paths(self, names: Sequence[str]) -> tuple[list[str], list[str]]:
-        """The names with closed forms, and those of the generic path; others are not used."""
+        """Return the names with closed forms, and of the generic path. Others are not used."""
         self._check_names(names)
         closed = [name for name in names if self.is_closed(name)]
         # Demoted parameters count as used.
@@ -344,7 +345,7 @@ class Linearization:
         return closed, [name for name in names if name in used and name not in closed]
 
     def _unshared(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Rows in memory of their own: an addition gives both sides one gradient."""
+        """Copy rows that share memory, because an addition gives both sides one gradient."""
         columns = [] if self._kept is None else self._kept[1].values()
         gradients = [piece for c in columns if c is not None for piece in c.pieces]
         seen = {gradient.untyped_storage().data_ptr() for gradient in gradients}
@@ -361,10 +362,10 @@ class Linearization:
         names: Sequence[str],
         index: int | None = None,
     ) -> dict[str, Tensor]:
-        """Rows of all data, or of one, from the gradients in the outputs of calls."""
+        """Return rows of all examples, or of one, from the gradients in the outputs of calls."""
         rows: dict[str, Tensor] = {}
         for name in names:
-            # Rows of biases are sums. Others would repeat their part of the input for each piece.
+            # Rows of biases are sums. For other rows, each piece would repeat work on the input.
             is_sum = all(slot == "bias" for _, slot in self._uses[name])
             for call, slot, pieces in self._joined_uses(name, gradients, in_pieces=is_sum):
                 if index is not None:
@@ -384,9 +385,9 @@ class Linearization:
     ) -> list[tuple[Call, str, Sequence[Tensor]]]:
         """Return the ``joined`` uses of a parameter, each with its gradients in one piece or more.
 
-        Those that the outputs do not depend on are left out, or have zeros like the ``vectors``.
-        Gradients may stay ``in_pieces``, of one row of each example, if they are only summed: a
-        copy in one piece would take longer than the sums.
+        Uses on which the outputs do not depend are omitted, or get zeros if ``vectors`` are given.
+        Gradients may stay ``in_pieces`` of one row per example if they are only summed, because
+        copying them into one piece would take longer than the sums.
         """
         (call, slot), *more = self._uses[name]
         columns = gradients[id(call)]
@@ -403,8 +404,9 @@ class Linearization:
         return [(call, slot, [gradient]) for call, slot, gradient in joined(uses)]
 
     def _gradients(self, vectors: Float[Tensor, "m k C"]) -> "dict[int, _Columns | None]":
-        """id(call) → gradients of the k rows in the call's output."""
-        # One backward pass gives those of all closed forms; the next call mostly asks for the same.
+        """Return the gradients of the k rows in the output of each call, by id(call)."""
+        # One backward pass computes the gradients of all closed forms. The next request is mostly
+        # for the same vectors.
         if self._kept is None or self._kept[0] is not vectors:
             names = [name for name in self.weights if self.is_closed(name)]
             self._kept = (vectors, self._pulled(vectors, names, self._differentiable))
@@ -413,7 +415,7 @@ class Linearization:
     def _pulled(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str], differentiable: bool
     ) -> "dict[int, _Columns | None]":
-        """``_gradients`` for the calls of some parameters: one backward pass per column."""
+        """Return ``_gradients`` for calls of some parameters, by one backward pass per column."""
         calls = list({id(c): c for name in names for c, _ in self._uses[name]}.values())
         if not calls or not self._graph.requires_grad:
             return {id(call): None for call in calls}
@@ -433,7 +435,7 @@ class Linearization:
             id(call): None
             if of_call[0] is None
             else _Columns(
-                [  # with the data in dim 0, and a dimension for the row
+                [  # with the examples in dimension 0, and a dimension for the row
                     (g.transpose(0, 1) if call.turned else g).unflatten(0, (-1, 1, call.parts))
                     for g in of_call
                 ]
@@ -446,7 +448,7 @@ class Linearization:
     ) -> dict[str, Tensor]:
         rows: dict[str, Tensor] = {}
         vectors = vectors if self._differentiable else vectors.detach()
-        # A use that the plan does not know takes the loop, which needs no plan.
+        # Uses that are not in the plan take the loop, which does not need a plan.
         vectorised = [name for name in names if self._is_vectorised(name)]
         others = [name for name in names if name not in vectorised]
         for compute, subset in ((vmap_rows, vectorised), (loop_rows, others)):
@@ -466,13 +468,13 @@ class _Columns:
     """The gradients of k rows in the output of a call.
 
     Attributes:
-        pieces: All rows of each example, (m, k, F, *out), or k times one row of each.
+        pieces: One tensor of all rows (m, k, F, *out), or k tensors of one row per example.
     """
 
     pieces: Sequence[Tensor]
 
     def stacked(self) -> Float[Tensor, "m k F *out"]:
-        """Return all in one piece, which takes the place of the others in memory."""
+        """Return the gradients in one piece, which replaces the others in memory."""
         if len(self.pieces) > 1:
             self.pieces = [torch.cat(list(self.pieces), 1)]
         return self.pieces[0]

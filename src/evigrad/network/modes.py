@@ -1,4 +1,4 @@
-"""Running a model without leaving traces in it or in the global random state."""
+"""Run a model without changing it or the global random state."""
 
 import pickle
 import random
@@ -26,20 +26,21 @@ _NORMALISATION_LAYERS = (
     nn.RMSNorm,
 )
 
-# Models whose user was warned, by identity: a module need not be hashable.
+# Models that a warning was issued for, by identity, because modules may not be hashable.
 _WARNED_OF: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 # Modules whose passes need other settings.
 _SPECIAL = (nn.RNNBase, nn.Embedding, nn.EmbeddingBag)
 
 _CONTAINERS = (dict, list, set, deque)
 _PLAIN_CONTAINERS = frozenset({dict, OrderedDict, list, set})
-# Types of most entries, which hold nothing: the walk over a model is part of every pass.
+# Types of most entries, which contain no other objects. They are skipped to save time, because
+# every pass searches the model.
 _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), Tensor, nn.Parameter})
-# How deep nested containers are searched.
+# The depth to which nested containers are searched.
 _DEPTH = 8
 
-# Random states, kernel switches and warning filters belong to the whole process: threads that
-# change them take turns, pass by pass and epoch by epoch. Never held while a generator yields.
+# Random states, kernel switches and warning filters are global to the process. Threads that change
+# them take turns, pass by pass and epoch by epoch. The lock is never held while a generator yields.
 TURN = threading.RLock()
 
 
@@ -47,18 +48,18 @@ TURN = threading.RLock()
 def evaluation_mode(
     model: nn.Module, generator: torch.Generator | None
 ) -> Iterator[Callable[[], bool]]:
-    """Evaluate a model without dropout or batch statistics, and restore it on the way out.
+    """Evaluate a model without dropout or batch statistics, and restore its mode on exit.
 
-    Whatever the forward pass draws from the global generators is seeded from ``generator``; their
-    states are restored. Other threads wait.
+    The global generators are seeded from ``generator`` for the forward pass, and restored on exit.
+    Other threads wait.
 
     Args:
         model: Any module.
-        generator: A CPU generator, which advances by one draw. None for a model that draws nothing
-            from the global generators, which are then left alone.
+        generator: A CPU generator, which advances by one draw. Pass None for a model that does not
+            use the global generators. They are then not changed.
 
     Yields:
-        A function that says whether PyTorch's or NumPy's global generators were used so far.
+        A function that returns whether PyTorch's or NumPy's global generators were used so far.
     """
     with TURN:
         training = [(module, module.training) for module in model.modules()]
@@ -69,8 +70,8 @@ def evaluation_mode(
         else:
             seeds = seeded(int(torch.randint(2**62, (), generator=generator, device="cpu")), device)
         try:
-            # Not model.eval(): an overridden ``train`` may have side effects, and modules in mixed
-            # modes get their own mode back.
+            # Not model.eval(), because an overridden ``train`` may have side effects. This also
+            # restores each module's mode if the modes differ.
             for module, _ in training:
                 module.training = False
             with seeds as has_drawn:
@@ -82,21 +83,22 @@ def evaluation_mode(
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Seed the global generators of PyTorch, Python and NumPy, and restore them on the way out.
+    """Seed the global generators of PyTorch, Python and NumPy, and restore them on exit.
 
-    PyTorch's are those of the CPU and of ``device``. Other threads that do so wait.
+    PyTorch's generators of the CPU and of ``device`` are seeded. Other threads that call this
+    function wait.
 
     Yields:
-        A function that says whether PyTorch's or NumPy's generators were used so far.
+        A function that returns whether PyTorch's or NumPy's generators were used so far.
     """
-    # Not torch.manual_seed: it would also reseed every other GPU and not put those back.
+    # Not torch.manual_seed, which would also reseed all other GPUs without restoring them.
     generators = [torch.default_generator]
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         generators.append(torch.cuda.default_generators[index])
 
     def has_drawn() -> bool:
-        # Not Python's own generator: tools such as type checkers draw from it too.
+        # Python's generator is not compared, because tools such as type checkers use it too.
         fresh = [torch.Generator(g.device).manual_seed(seed) for g in generators]
         as_seeded = [
             g.get_state().equal(f.get_state()) for g, f in zip(generators, fresh, strict=True)
@@ -124,7 +126,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[Callable[[], bool]]:
 
 
 def warn_of_normalisation(model: nn.Module) -> None:
-    """Warn once of what a model's normalization layers mean for a Gaussian prior."""
+    """Warn once per model about normalization layers, which change what precisions mean."""
     if _WARNED_OF.get(id(model)) is model:
         return
     layers = [n for n, module in model.named_modules() if isinstance(module, _NORMALISATION_LAYERS)]
@@ -146,27 +148,27 @@ def warn_of_normalisation(model: nn.Module) -> None:
 
 @contextmanager
 def model_run(model: nn.Module) -> Iterator[None]:
-    """The context of every forward or backward pass of rows.
+    """Set the context of every forward or backward pass of rows.
 
-    Attributes and buffers of the model that a pass sets are put back, also after an exception.
-    Fused kernels that lack a (second) derivative are replaced by plain ones, in the whole process:
-    other threads that run a model here wait. Embeddings are without ``scale_grad_by_freq``, which
-    makes their gradient that of another function.
+    Attributes and buffers that a pass changes are restored on exit, even after an exception. Fused
+    kernels without a first or second derivative are replaced by plain ones in the whole process.
+    Other threads that call this function wait. ``scale_grad_by_freq`` of embeddings is switched
+    off, because their gradient would belong to another function.
     """
     with TURN, ExitStack() as stack:
         stack.enter_context(_unchanged_attributes(model))
         stack.enter_context(_unchanged_buffers(model))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if "torch._dynamo" in sys.modules:  # importing it takes seconds
-            # A compiled model's graph is a black box, and was made for other inputs.
+            # The graph of a compiled model cannot be inspected, and was compiled for other inputs.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        # The inference kernels of ``nn.TransformerEncoderLayer`` have no gradient.
+        # The inference kernels of ``nn.TransformerEncoderLayer`` have no derivative.
         mha = torch.backends.mha
         stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
         mha.set_fastpath_enabled(False)
         special = [module for module in model.modules() if isinstance(module, _SPECIAL)]
         if any(isinstance(module, nn.RNNBase) for module in special):
-            # cuDNN's recurrent kernels have no gradient in evaluation mode, and no second one.
+            # cuDNN's recurrent kernels have no derivative in evaluation mode, and no second one.
             stack.callback(setattr, torch.backends.cudnn, "enabled", torch.backends.cudnn.enabled)
             torch.backends.cudnn.enabled = False
         for module in special:
@@ -178,7 +180,7 @@ def model_run(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluation_run(model: nn.Module, seed: int | None = 0) -> Iterator[Callable[[], bool]]:
-    """``evaluation_mode`` with a generator of this seed, or with None, and ``model_run``."""
+    """Combine ``model_run`` with ``evaluation_mode``, for a generator with this seed or None."""
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     with evaluation_mode(model, generator) as has_drawn, model_run(model):
         yield has_drawn
@@ -195,7 +197,7 @@ def without_autocast(device: torch.device) -> Iterator[None]:
 
 
 def _holders(model: nn.Module) -> list[Any]:
-    """All containers that the model holds: attribute dictionaries, and containers in them."""
+    """Return the attribute dictionaries of the model, and all containers in them."""
     containers: list[Any] = []
     seen: set[int] = {id(module) for module in model.modules()}
     stack = [(module.__dict__, 0) for module in model.modules()]
@@ -213,7 +215,7 @@ def _holders(model: nn.Module) -> list[Any]:
             continue
         for entry in value.values() if isinstance(value, dict) else value:
             kind = type(entry)
-            if kind in _PLAIN_CONTAINERS and not entry:  # as most hooks of most modules
+            if kind in _PLAIN_CONTAINERS and not entry:  # such as most modules' hooks
                 containers.append(entry)
             elif kind not in _ATOMS:
                 stack.append((entry, depth + 1))
@@ -221,7 +223,7 @@ def _holders(model: nn.Module) -> list[Any]:
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Whether it is an object of a user's class, or an unregistered module."""
+    """Return whether a value is an instance of a user's class, or an unregistered module."""
     if isinstance(value, nn.Module):
         return True
     if isinstance(value, type | Tensor) or not isinstance(getattr(value, "__dict__", None), dict):
@@ -231,7 +233,7 @@ def _is_plain_object(value: Any) -> bool:
 
 
 def held_tensors(model: nn.Module) -> list[Tensor]:
-    """The tensors that a model keeps in attributes and containers, its parameters included."""
+    """Return the tensors in a model's attributes and containers, including its parameters."""
     return [
         entry
         for holder in _holders(model)
@@ -241,7 +243,7 @@ def held_tensors(model: nn.Module) -> list[Tensor]:
 
 
 def _contents(container: Any) -> list[Any]:
-    """The entries, to be compared by identity."""
+    """Return the entries, for comparing them by identity."""
     return [*container, *container.values()] if isinstance(container, dict) else [*container]
 
 
@@ -258,7 +260,7 @@ def _put_back(container: Any, contents: list[Any]) -> None:
 
 @contextmanager
 def _unchanged_attributes(model: nn.Module) -> Iterator[None]:
-    """Put back what modules hold: a tensor with a graph could not be deep-copied."""
+    """Restore what modules contain on exit. Tensors with a graph could not be deep-copied."""
     holders = _holders(model)
     empty = [holder for holder in holders if not holder]
     before = [(holder, _contents(holder)) for holder in holders if holder]

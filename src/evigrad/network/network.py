@@ -1,4 +1,4 @@
-"""Any module as a network to linearize: a plan for each shape of inputs, made once and checked."""
+"""Linearize any module, with a plan for each input shape that is made once and then checked."""
 
 import warnings
 from collections.abc import Mapping
@@ -19,9 +19,9 @@ from evigrad.network.paths import JacobianPlan, demote
 from evigrad.network.plan import adapted, plan
 from evigrad.network.verification import spot_check
 
-# The plans of so many latest input shapes are kept; others are adapted from these at little cost.
+# Number of latest input shapes whose plans are kept. New plans are adapted from them at low cost.
 KEPT_PLANS = 16
-# Planning finds the batch dimension by comparing batches of two and three data.
+# Planning finds the batch dimension by comparing batches of two and three examples.
 PROBE_SIZE = 3
 
 
@@ -30,12 +30,12 @@ class InputPlan:
     """The plan for inputs of one shape.
 
     Attributes:
-        model: Takes ``pack(x, noise)``.
-        jacobian: How its derivatives are computed.
-        draws_globally: Whether the model drew from the global generators when it was planned.
-        outputs: Outputs (probe, C) of the inputs that it was planned on; may be stale.
-        positions: The shape … of outputs (m, …, C) for whole inputs; the plan is for single
-            positions then.
+        model: The model for inputs from ``pack(x, noise)``.
+        jacobian: The plan for computing its Jacobian rows.
+        draws_globally: Whether the model drew from the global generators during planning.
+        outputs: Outputs (probe, C) for the inputs that were used for planning. They may be stale.
+        positions: The shape … of the outputs (m, …, C) for whole inputs. If it is not empty, the
+            plan is for single positions.
     """
 
     model: nn.Module
@@ -50,34 +50,34 @@ class InputPlan:
         return self.outputs.shape[1]
 
     def pack(self, x: Inputs, noise: Noise, data: slice) -> Tensor:
-        """The inputs as ``model`` takes them: several parts and their noise as one tensor."""
+        """Return inputs for ``model``, with several parts and their noise packed as one tensor."""
         if isinstance(self.model, PackedModel):
             return self.model.pack(x, noise.slice(data.start, data.stop))
         assert isinstance(x, Tensor)
         return x
 
     def fits(self, x: Inputs) -> bool:
-        """Whether this is a plan for inputs of their shape."""
+        """Return whether this plan is for inputs of this shape."""
         if isinstance(self.model, PackedModel):
             return self.model.fits(x)
         return isinstance(x, Tensor) and tuple(x.shape[1:]) == self.jacobian.datum_shape
 
     def numbers(self, x: Inputs) -> int:
-        """How many numbers a datum has, its noise included."""
+        """Return the number of entries of an example's input, including its noise."""
         if isinstance(self.model, PackedModel):
             return self.model.numbers
         return sum(prod(shape) for _, shape, _ in layout(x))
 
 
 class Network:
-    """A model whose weights are the coordinates of its Jacobian.
+    """A model with the plans for computing its Jacobian in the weights.
 
     Args:
-        model: The user's.
-        weights: Its trainable parameters that are no hyperparameters, by name.
+        model: The user's model.
+        weights: Trainable parameters by name, without hyperparameters.
 
     Attributes:
-        differentiated: Names of the parameters in which the derivatives of rows were checked.
+        differentiated: Names of the parameters for which derivatives of rows were checked.
     """
 
     def __init__(self, model: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
@@ -85,17 +85,17 @@ class Network:
         self.differentiated: set[str] = set()
         self._drawing = stochastic_modules(model)
         self._plans: dict[str, InputPlan] = {}
-        # Of a checkpoint, for inputs not seen since.
+        # Plans from a checkpoint, for input shapes that have not occurred since.
         self._loaded: dict[str, JacobianPlan] = {}
         self._outputs: dict[str, tuple[tuple[int, ...], nn.Linear | None]] = {}
         self._passes = 0
 
     def plan(self, x: Inputs) -> InputPlan:
-        """The plan for inputs of this shape, or for their single positions, made once."""
+        """Return the plan for inputs of this shape, or for their single positions. Make it once."""
         check_hooks(self.model)
         key = self._key(x)
         if key in self._plans:
-            self._plans[key] = self._plans.pop(key)  # the latest is the last
+            self._plans[key] = self._plans.pop(key)  # keep the latest at the end
             return self._plans[key]
         if key not in self._outputs:
             self._outputs[key] = self._output_layer(each_once(x))
@@ -132,8 +132,8 @@ class Network:
         return self._plans[key]
 
     def _key(self, x: Inputs) -> str:
-        """What a plan depends on: the shape of an example, and of what is drawn for it."""
-        # A module's number of samples may change at any time.
+        """Return the key of a plan: shapes, type and device of inputs, and shapes of the noise."""
+        # The shapes are drawn each time, because a module's number of samples may change.
         one = torch.Generator().manual_seed(0)
         drawn = [tuple(module.draw(1, one).shape) for module in self._drawing]
         if isinstance(x, Tensor):
@@ -141,38 +141,38 @@ class Network:
         return f"{layout(x)} {drawn} {x.device}"
 
     def _output_layer(self, x: Tensor | Tree) -> tuple[tuple[int, ...], nn.Linear | None]:
-        """The shape … of outputs (m, …, C), and the layer that makes them, by a small pass."""
+        """Return the shape … of outputs (m, …, C) and the output layer, by a small pass."""
         few = x[:PROBE_SIZE].detach()
         with evaluation_run(self.model), torch.no_grad():
             f, layer = output_layer(self.model, few)
             return tuple(check_output(f, len(few), positions=True).shape[1:-1]), layer
 
     def latest(self) -> InputPlan | None:
-        """The plan that was used last, if any."""
+        """Return the plan that was used last, or None."""
         return next(reversed(self._plans.values()), None)
 
     def noise(self, seed: int, positions: Tensor | None = None) -> Noise:
-        """The noise of a block, drawn when read; ``positions`` says whose noise each datum has."""
+        """Return the noise of a block, drawn when it is read. See ``Noise`` for ``positions``."""
         return Noise(self._drawing, seed, positions)
 
     # ------------------------------------------------------------ checking on real data
 
     def check_is_due(self) -> bool:
-        """True at passes 1, 2, 4, 8, …, to check what a plan assumed on real data and weights."""
+        """Count a pass, and return whether to check the plan: at passes 1, 2, 4, 8, …."""
         self._passes += 1
         return self._passes & (self._passes - 1) == 0
 
     def checked(self, input_plan: InputPlan, x: Tensor) -> InputPlan:
-        """Return the plan without the fast derivatives that are wrong for one datum of a pass.
+        """Return the plan without the fast derivatives that are wrong for a random example.
 
-        They are compared with plain automatic differentiation of that datum alone; ``x`` are packed
+        They are compared with plain automatic differentiation of this example. ``x`` are packed
         inputs.
         """
         with torch.enable_grad():
             linearization = Linearization(
                 input_plan.model, self.weights, x, input_plan.jacobian, False
             )
-        # A generator of its own, so that the evidence's draws are not shifted.
+        # A separate generator, so that the evidence's draws do not change.
         generator = torch.Generator().manual_seed(self._passes)
         f = linearization.outputs
         vectors = torch.randn(len(f), 1, f.shape[1], generator=generator, device="cpu").to(f)
@@ -181,13 +181,13 @@ class Network:
         if not wrong:
             return input_plan
         warnings.warn(
-            f"The fast derivatives of {listed(sorted(wrong))} are wrong for this model (it may"
-            " reorder its data, or use a weight in an unusual way): from here on they are"
-            " computed one datum at a time. Earlier estimates of this evidence may be wrong.",
+            f"The fast derivatives of {listed(sorted(wrong))} are wrong for this model. It may"
+            " reorder the examples, or use a weight in an unusual way. From now on these"
+            " derivatives are computed one example at a time. Earlier estimates may be wrong.",
             EvigradWarning,
             stacklevel=2,
         )
-        # Plans of other lengths are made from these.
+        # Plans for other input shapes are adapted from these.
         self._loaded = {key: demote(old, wrong) for key, old in self._loaded.items()}
         demoted = {
             key: replace(old, jacobian=demote(old.jacobian, wrong))
@@ -204,10 +204,10 @@ class Network:
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what later passes depend on, in plain types: their number and the plans.
+        """Return the number of passes and the plans, in plain types.
 
-        A plan depends on the weights that it was made with, and on checks on real data since: it
-        could not be made again.
+        Plans are stored because they depend on the weights at planning time and on later checks
+        with real data. Planning again could give a different plan.
         """
         plans = self._loaded | {key: plan.jacobian for key, plan in self._plans.items()}
         latest = list(plans.items())[-KEPT_PLANS:]
@@ -217,12 +217,14 @@ class Network:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a state of ``state_dict`` of the same model."""
+        """Restore a ``state_dict`` of the same model."""
         self._passes = int(state["passes"])
         self._loaded = {k: JacobianPlan.from_record(r) for k, r in state["plans"].items()}
         for jacobian_plan in self._loaded.values():
             if set(jacobian_plan.describe()) != set(self.weights):
-                raise ConfigurationError("The state has a plan of other weights.")
+                raise ConfigurationError(
+                    "The state has a plan for other weights. Load a state of this model."
+                )
         for key, old in self._plans.items():
             if key in self._loaded:
                 self._plans[key] = replace(old, jacobian=self._loaded.pop(key))

@@ -1,15 +1,15 @@
-"""Which datum each row of a recorded call belongs to; where that is unknown, no closed form holds.
+"""Find the example that each row of a recorded call belongs to.
 
-A call's output has R = m F rows, the entries of dim 0. The closed forms assume that row r belongs
-to datum r // F, which holds if the model's outputs for all other data have no derivative in row r.
-Where the rows of a call are packed tokens or sorted for experts, the number R may be right and the
-order wrong.
+A call's output has R = m F rows, the entries of dimension 0. The closed forms assume that row r
+belongs to example r // F. This holds if the model's outputs for all other examples have no
+derivative in row r. If the rows are packed tokens or sorted for experts, R can be correct while the
+order is wrong. The closed forms are not used if the examples are unknown.
 
-``traced`` follows the data's dimension through the autograd graph of the pass, from the outputs to
-the calls. It knows the operations that never mix rows, whatever numbers they act on, and costs no
-arithmetic. Calls behind any other operation (indexing, sorting, scattering, a product along the
-data's dimension, a custom function) are left to ``probed``, which finds out with a few backward
-passes; it is exact but for a set of random numbers of measure zero.
+``traced`` follows the batch dimension through the autograd graph of the pass, from the outputs to
+the calls. It has a list of the operations that never mix rows, whatever their values, and computes
+nothing on them. ``probed`` checks calls behind other operations, such as indexing, sorting,
+scattering, products along the batch dimension and custom functions. It takes a few backward passes,
+and is exact except for a set of random numbers of measure zero.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -25,16 +25,17 @@ from evigrad.network.convolutions import FixedConvolution
 from evigrad.network.generic import tolerances
 from evigrad.network.recorder import Call
 
-# Distance of the coefficients c, in tolerances.
+# Distance between the coefficients c, in tolerances.
 _APART = 16.0
-# Factor on the part of the largest gradient below which all is rounding.
+# Factor on the share of the largest gradient below which all is rounding.
 _ROUNDING_FACTOR = 10.0
 
 
 def placed(outputs: Tensor, calls: Sequence[Call]) -> tuple[Sequence[Call], set[int], set[Node]]:
-    """Return ``traced`` calls with the data in dim 0, the ids of those with owners, and all nodes.
+    """Return the calls, the ids of calls with known examples, and all nodes of the graph.
 
-    Calls whose data are in dim 1, as in networks with the time in dim 0, are turned.
+    ``traced`` finds the examples. Calls with the examples in dimension 1, as in networks with time
+    in dimension 0, are transposed.
     """
     owned_ids, nodes, turned = traced(outputs, calls)
     data_first_calls = [call.data_first() if id(call) in turned else call for call in calls]
@@ -43,18 +44,17 @@ def placed(outputs: Tensor, calls: Sequence[Call]) -> tuple[Sequence[Call], set[
 
 
 def traced(outputs: Tensor, calls: Collection[Call]) -> tuple[set[int], set[Node], set[int]]:
-    """Return the ids of the calls whose rows belong to their data, and all nodes of the graph.
+    """Return the ids of calls whose rows belong to their examples, and all nodes of the graph.
 
-    The third set holds the ids of the calls whose data are in dim 1 instead.
+    The third set contains the ids of the calls with the examples in dimension 1 instead.
 
-    The data's dimension is followed through the graph, once. Calls count by the graph alone, also
-    where the outputs do not use them at all.
+    The batch dimension is followed through the graph once. The outputs need not use the calls.
     """
     m, owned_ids = len(outputs), {id(call) for call in calls}
     if outputs.grad_fn is None:
         return owned_ids, set(), set()
     turned = {id(call) for call in calls if call.may_turn and m > 1}
-    # With one datum, all rows are its own.
+    # With one example, all rows belong to it.
     claimed = {
         (call.edge.node, call.edge.output_nr): (
             id(call),
@@ -63,8 +63,8 @@ def traced(outputs: Tensor, calls: Collection[Call]) -> tuple[set[int], set[Node
         )
         for call in (calls if m > 1 else ())
     }
-    # What is followed is the stride of the data: entry i of a tensor, in row-major order, belongs
-    # to datum (i // stride) % m; None where that is not known.
+    # The stride of the batch dimension is followed. Entry i of a tensor, in row-major order,
+    # belongs to example (i // stride) % m. The stride is None if it is unknown.
     first = outputs[0].numel() if claimed else None
     stack: list[tuple[Node, int, int | None]] = [(outputs.grad_fn, outputs.output_nr, first)]
     seen: dict[tuple[Node, int], int | None] = {}
@@ -74,7 +74,7 @@ def traced(outputs: Tensor, calls: Collection[Call]) -> tuple[set[int], set[Node
         if place in seen:
             if seen[place] == stride or seen[place] is None:
                 continue
-            stride = None  # two paths lead here that disagree
+            stride = None  # two paths to this place disagree
         seen[place] = stride
         if place in claimed:
             call, in_first, in_second = claimed[place]
@@ -90,14 +90,14 @@ def traced(outputs: Tensor, calls: Collection[Call]) -> tuple[set[int], set[Node
                     of_input = source._input_metadata[of_source].shape
                     before = _stride_before(node, i, shape, of_input, stride, m)
                 stack.append((source, of_source, before))
-    # A call that the outputs do not use says nothing about its data.
+    # The graph gives no information about calls that the outputs do not use.
     return owned_ids, {node for node, _ in seen}, turned - owned_ids
 
 
 def _stride_before(
     node: Node, which: int, shape: Sequence[int], of_input: Sequence[int], stride: int, m: int
 ) -> int | None:
-    """The stride of the data in an input of an operation, from the one in its output."""
+    """Return the batch stride in an input of an operation, from the stride in its output."""
     operation = _operation(node)
     if operation in _VIEWS:
         return stride if _dimension(of_input, stride, m) is not None else None
@@ -108,7 +108,7 @@ def _stride_before(
         return None
     try:
         before = step(_Edge(node, which, shape, dim, of_input))
-    except AttributeError:  # settings of nodes have other names in other versions of PyTorch
+    except AttributeError:  # nodes have other attributes in other versions of PyTorch
         return None
     if before is None or not 0 <= before < len(of_input) or of_input[before] != shape[dim]:
         return None
@@ -116,7 +116,7 @@ def _stride_before(
 
 
 def _dimension(shape: Sequence[int], stride: int, m: int) -> int | None:
-    """The one dimension that counts the data, of size (groups, m, parts); None if there is none."""
+    """Return the dimension (groups, m, parts) that counts the examples, or None."""
     inner = 1
     for dim in reversed(range(len(shape))):
         size = shape[dim]
@@ -128,13 +128,13 @@ def _dimension(shape: Sequence[int], stride: int, m: int) -> int | None:
 
 
 def probed(outputs: Tensor, calls: Sequence[Call], differentiable: bool) -> set[int]:
-    """Return the ids of the calls whose rows belong to their data, by their gradients.
+    """Return the ids of calls whose rows belong to their examples, from their gradients.
 
-    With cotangents u of the outputs the gradient in row r is g_r = Σ_n J_nrᵀ u_n; with c_n u_n in
-    their place it is c_n g_r for all rows of datum n alone, and for no others. The numbers c are
-    so far apart that every wrong owner shows, in one pass or, for many data and few digits, in
-    several. With ``differentiable``, gradients that vanish do not count as agreeing: they say
-    nothing about derivatives of the rows.
+    With cotangents u of the outputs, the gradient in row r is g_r = Σ_n J_nrᵀ u_n. With cotangents
+    c_n u_n instead, it is c_n g_r if and only if row r belongs to example n only. The coefficients
+    c differ by enough to detect every wrong example. This takes one pass, or several passes for
+    many examples and low precision. If ``differentiable``, zero gradients do not count, because
+    derivatives of the rows need not be zero.
     """
     m, generator = len(outputs), torch.Generator().manual_seed(0)
     u = torch.randn(outputs.shape, generator=generator, dtype=torch.float64, device="cpu")
@@ -173,7 +173,7 @@ def _agree(call: Call, plain: Tensor, scaled: Tensor, c: Tensor) -> bool:
 
 
 def _codes(m: int, levels: int) -> list[Tensor]:
-    """Numbers in [-1, 1] for m data: no two data have nearly the same in all of them."""
+    """Return coefficients in [-1, 1] for m examples, of which at least one differs for any two."""
     levels = min(levels, m)
     digits, quotients = [], torch.arange(m, device="cpu")
     while not digits or quotients.any():
@@ -185,24 +185,26 @@ def _codes(m: int, levels: int) -> list[Tensor]:
 # ------------------------------------------------------------ operations that mix no rows
 
 
-# The same entries in the same order.
+# Operations that keep all entries in the same order.
 _VIEWS = frozenset(("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"))
 
 
 def _operation(node: Node) -> str:
-    """The name of a built-in operation, else an empty string."""
+    """Return the name of a built-in operation, or an empty string for other nodes."""
     name = node.name()
-    # A custom function's node has a name that ends in "Backward", without a digit.
+    # The name of a custom function's node ends in "Backward", without a digit.
     return name.rstrip("0123456789").removesuffix("Backward") if name[-1:].isdigit() else ""
 
 
 @dataclass(frozen=True)
 class _Edge:
-    """From an operation (``node``) of the graph to its input of number ``which``.
+    """An edge of the graph from an operation to one of its inputs.
 
     Attributes:
+        node: The operation.
+        which: Number of the input.
         shape: Shape of the output.
-        dim: Dimension of the data in the output.
+        dim: Batch dimension of the output.
         of_input: Shape of the input.
     """
 
@@ -213,13 +215,13 @@ class _Edge:
     of_input: Sequence[int]
 
     def signed(self, dim: int, further: int = 0) -> int:
-        """A dimension counted from the front, of the input's or so many ``further`` ones."""
-        dim = dim - 2**64 if dim >= 2**63 else dim  # autograd keeps -1 as 2^64 - 1
+        """Return a dimension counted from the front, for ``further`` dimensions more than input."""
+        dim = dim - 2**64 if dim >= 2**63 else dim  # autograd stores -1 as 2^64 - 1
         return dim + len(self.of_input) + further if dim < 0 else dim
 
 
-# Given the dimension of an operation's output that counts the data (``edge.dim``), the dimension of
-# its input number ``edge.which`` that does; None if entries along it may mix.
+# Returns the batch dimension of an input, from the batch dimension of the output (``edge.dim``). It
+# returns None if entries along it may mix.
 _Step = Callable[[_Edge], int | None]
 
 
@@ -228,7 +230,7 @@ def _broadcast(edge: _Edge) -> int | None:
 
 
 def _first(edge: _Edge) -> int | None:
-    """An operation on each entry of dim 0 of its first input; the other inputs are shared."""
+    """Step through an operation on each entry of dimension 0 of its first input only."""
     return 0 if edge.which == edge.dim == 0 else None
 
 
@@ -237,7 +239,7 @@ def _both(edge: _Edge) -> int | None:
 
 
 def _product(edge: _Edge) -> int | None:
-    """Rows of the left matrix, columns of the right one, and the summand, if any."""
+    """Step to the left matrix by rows, the right one by columns, or the summand, if any."""
     side = edge.which - len(edge.node.next_functions) + 2
     if side < 0:
         return _broadcast(edge)
@@ -254,7 +256,7 @@ def _reduction(edge: _Edge) -> int | None:
 
 
 def _along(edge: _Edge) -> int | None:
-    """An operation along one dimension, which must not be that of the data."""
+    """Step through an operation along one dimension, which must not be the batch dimension."""
     return edge.dim if edge.signed(edge.node._saved_dim) != edge.dim else None
 
 
@@ -263,7 +265,7 @@ def _flip(edge: _Edge) -> int | None:
 
 
 def _without(edge: _Edge) -> int | None:
-    """The output lacks a dimension of the input."""
+    """Step through an operation that removes a dimension."""
     return edge.dim + (edge.dim >= edge.signed(edge.node._saved_dim))
 
 
@@ -286,7 +288,7 @@ def _repeat(edge: _Edge) -> int | None:
 
 
 def _index(edge: _Edge) -> int | None:
-    """One entry for each datum in its order, as at the last word of each sentence."""
+    """Step through an index with one entry per example in order, such as each last token."""
     chosen = edge.node._saved_indices[0]
     if edge.which != 0 or edge.dim != 0 or chosen is None or chosen.dtype == torch.bool:
         return None
@@ -295,7 +297,7 @@ def _index(edge: _Edge) -> int | None:
 
 
 def _pad(edge: _Edge) -> int | None:
-    behind = 2 * (len(edge.shape) - 1 - edge.dim)  # pads come from the last dimension on
+    behind = 2 * (len(edge.shape) - 1 - edge.dim)  # pads start from the last dimension
     return None if any(edge.node._saved_pad[behind : behind + 2]) else edge.dim
 
 
@@ -305,7 +307,8 @@ def _layer_norm(edge: _Edge) -> int | None:
 
 
 def _batch_norm(edge: _Edge) -> int | None:
-    """Its own statistics are sums over all but dim 1, which instance norm folds the data into."""
+    """Step to the input. In training mode, statistics are sums over all dimensions but 1."""
+    # Instance norm calls batch norm in training mode, with the examples as part of dimension 1.
     if edge.which != 0 or (edge.node._saved_training and edge.dim != 1):
         return None
     return edge.dim
@@ -315,14 +318,16 @@ def _named(names: str, step: _Step) -> dict[str, _Step]:
     return dict.fromkeys(names.split(), step)
 
 
-# By the names of autograd nodes, without ``Backward0``.
+# Steps by the names of autograd nodes, without ``Backward0``.
 _STEPS: dict[str, _Step] = {
     **_named(
-        "Abs Add Addcdiv Addcmul Alias Asinh Atan Atan2 Celu Clamp ClampMax ClampMin Clone Cos Cosh"
-        " Div Elu Erf Erfc Exp Exp2 Expand Expm1 Gelu Hardsigmoid Hardswish Hardtanh LeakyRelu Lerp"
-        " Log Log10 Log1P Log2 Logaddexp LogSigmoid MaskedFill Maximum Minimum Mish Mul Neg Pow"
-        " PreluKernel Reciprocal Relu Rsqrt Rsub Sigmoid Sign Silu Sin Sinh Softplus Softshrink"
-        " Sqrt Sub Tan Tanh Threshold ToCopy Where",
+        """
+        Abs Add Addcdiv Addcmul Alias Asinh Atan Atan2 Celu Clamp ClampMax ClampMin Clone Cos Cosh
+        Div Elu Erf Erfc Exp Exp2 Expand Expm1 Gelu Hardsigmoid Hardswish Hardtanh LeakyRelu Lerp
+        Log Log10 Log1P Log2 Logaddexp LogSigmoid MaskedFill Maximum Minimum Mish Mul Neg Pow
+        PreluKernel Reciprocal Relu Rsqrt Rsub Sigmoid Sign Silu Sin Sinh Softplus Softshrink
+        Sqrt Sub Tan Tanh Threshold ToCopy Where
+        """,
         _broadcast,
     ),
     **_named("Addmm Mm Bmm Baddbmm", _product),
@@ -341,11 +346,13 @@ _STEPS: dict[str, _Step] = {
     **_named("NativeLayerNorm", _layer_norm),
     **_named("NativeBatchNorm CudnnBatchNorm", _batch_norm),
     **_named(
-        "Convolution NativeGroupNorm MaxPool2DWithIndices MaxPool3DWithIndices AvgPool2D AvgPool3D"
-        " AdaptiveAvgPool2D AdaptiveAvgPool3D AdaptiveMaxPool2D AdaptiveMaxPool3D UpsampleNearest1D"
-        " UpsampleNearest2D UpsampleNearest3D UpsampleLinear1D UpsampleBilinear2D"
-        " UpsampleBicubic2D ReflectionPad1D ReflectionPad2D ReplicationPad1D ReplicationPad2D"
-        " Im2Col Col2Im",
+        """
+        Convolution NativeGroupNorm MaxPool2DWithIndices MaxPool3DWithIndices AvgPool2D AvgPool3D
+        AdaptiveAvgPool2D AdaptiveAvgPool3D AdaptiveMaxPool2D AdaptiveMaxPool3D UpsampleNearest1D
+        UpsampleNearest2D UpsampleNearest3D UpsampleLinear1D UpsampleBilinear2D
+        UpsampleBicubic2D ReflectionPad1D ReflectionPad2D ReplicationPad1D ReplicationPad2D
+        Im2Col Col2Im
+        """,
         _first,
     ),
     **_named("GridSampler2D GridSampler3D", _both),

@@ -1,24 +1,24 @@
-"""The Gram matrix of a convolution's patches, and its pull back into the input.
+"""Compute the Gram matrix of a convolution's patches, and its gradient in the input.
 
-A patch has a row of entries for each row of the kernel. With stride and dilation 1 down the image,
-all products of rows y and y + d of the image serve every pair of rows of the kernel at distance d:
+A patch has a row of entries for each row of the kernel. With vertical stride and dilation 1, all
+pairs of kernel rows at distance d share the products of image rows y and y + d:
 
-    Σ_p a[p, u] a[p, v]ᵀ = Σ_y r_y r_{y+v-u}ᵀ,    y from u to u + (number of positions down) - 1,
+    Σ_p a[p, u] a[p, v]ᵀ = Σ_y r_y r_{y+v-u}ᵀ,    y from u to u + h - 1,
 
-where r_y are the windows across row y. That takes as many times fewer products than patches as the
-kernel is high. Windows of y differ only in a few rows at the rim.
+with the windows r_y along row y and the number h of vertical positions. This divides the number of
+products by the height of the kernel. The ranges of y differ only in a few rows at the border.
 
-With many channels it is faster to use distances across the image as well. The products of two
-entries then depend only on their distance, up to patches that reach beyond the output's positions.
-Summed over *all* shifts t of the kernel,
+With many channels it is faster to use horizontal distances as well. The products of two entries
+then depend only on their distance, except for patches beyond the output's positions. Summed over
+*all* shifts t of the kernel,
 
     Σ_t x[t+u, c] x[t+v, c'] = C_{v-u}[c, c'],    C_d[c, c'] = Σ_s x[s, c] x[s+d, c'],
 
-where x is zero outside of the image. C is the weight gradient of a convolution of x with itself:
-for a 3 x 3 kernel 15 matrices of c x c numbers, the others of 25 being transposes, instead of 81.
-Shifts that are no positions of the output are subtracted again; they meet the rim of the image
-only. On a GPU such correlations are rounded as convolutions are (to TF32, unless PyTorch is told
-otherwise).
+where x is zero outside the image. C is the weight gradient of a convolution of x with itself. For a
+3 x 3 kernel it consists of 15 matrices of size c x c, instead of 81. The remaining 10 of 25
+distances give transposes. Shifts that are not positions of the output are then subtracted. They
+overlap only the border of the image. On a GPU these correlations are rounded like convolutions, by
+default to TF32.
 """
 
 from collections.abc import Iterator
@@ -34,19 +34,19 @@ from torch import Tensor
 from evigrad.core.algebra import add_gram, mirrored
 from evigrad.network.convolutions import Geometry, convolution_patches
 
-# Most numbers in the patches that exist at once (64 MiB in float32).
+# Largest number of entries in the patches that are in memory at once (64 MiB in float32).
 _PATCH_NUMBERS = 2**24
 
-# From this side of an image on, and with several channels in a group, correlations take a fifth to
-# three quarters of the time of products of patches (on a CPU); at a side of 4 they take longer.
+# From this side length of an image, and with several channels per group, correlations take 20 to
+# 75 % of the time of products of patches on a CPU. At a side length of 4 they take longer.
 _SHORTEST_SIDE = 6
-# From so many channels on, and with few shifts to subtract, correlations are faster than products
-# of rows (on a CPU): a half to three quarters of the time.
+# From this number of channels, and with few shifts to subtract, correlations take 50 to 75 % of the
+# time of products of rows on a CPU.
 _MANY_CHANNELS = 16
 
 
 def patch_gram(x: Float[Tensor, "M c *space"], g: Geometry) -> Float[Tensor, "G i i"]:
-    """Σ a aᵀ over the patches a of all inputs and positions, without a graph."""
+    """Return Σ a aᵀ over the patches a of all inputs and positions, without a graph."""
     x = x.detach()
     if _has_rows(x, g):
         return _gram_by_rows(x, g)
@@ -62,7 +62,7 @@ def patch_gram(x: Float[Tensor, "M c *space"], g: Geometry) -> Float[Tensor, "G 
 def patch_gram_pull(
     x: Float[Tensor, "M c *space"], matrix: Float[Tensor, "G i i"], g: Geometry
 ) -> Float[Tensor, "M c *space"]:
-    """Half of the gradient in x of ⟨matrix, ``patch_gram``⟩, for a symmetric matrix; no graph."""
+    """Return half the gradient of ⟨matrix, ``patch_gram``⟩ in x, for a symmetric matrix."""
     x, matrix = x.detach(), matrix.detach()
     if _has_distances(x, g):
         return _pull_by_distance(x, matrix, g)
@@ -70,8 +70,8 @@ def patch_gram_pull(
 
 
 def patch_sum(x: Float[Tensor, "M c *space"], g: Geometry) -> Float[Tensor, "M c *kernel"]:
-    """The patches summed over all positions, differentiable."""
-    # Each entry of the kernel sums a box of x, the product of one interval for each dimension.
+    """Return the patches summed over all positions, with a graph."""
+    # Each entry of the kernel sums a box of x, with one interval for each dimension.
     for dim, positions in enumerate(g.positions(x.shape[2:])):
         length, entries = x.shape[2 + dim], torch.arange(g.kernel[dim], device=x.device)
         first = g.dilation[dim] * entries[:, None] - g.padding[dim]
@@ -88,7 +88,7 @@ def _chunks(x: Tensor, g: Geometry) -> Iterator[Tensor]:
 
 
 def _pull(x: Tensor, matrix: Float[Tensor, "G i i"], g: Geometry) -> Tensor:
-    """``patch_gram_pull`` by patches."""
+    """Return ``patch_gram_pull``, computed from patches."""
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
         patches = convolution_patches(leaf, len(leaf), g)[0]
@@ -96,7 +96,7 @@ def _pull(x: Tensor, matrix: Float[Tensor, "G i i"], g: Geometry) -> Tensor:
 
 
 def _has_rows(x: Tensor, g: Geometry) -> bool:
-    """Whether the products by rows are defined, and faster than those of patches or by distance."""
+    """Return whether ``_gram_by_rows`` is possible, and faster than the other algorithms."""
     few_shifts = all(2 * pad >= size - 1 for pad, size in zip(g.padding, g.kernel, strict=True))
     return (
         len(g.kernel) == 2
@@ -123,9 +123,9 @@ def _gram_by_rows(x: Float[Tensor, "M c h w"], g: Geometry) -> Float[Tensor, "1 
 def _add_products(
     gram: Float[Tensor, "k k i i"], rows: Float[Tensor, "h i n"], height: int
 ) -> None:
-    """Add Σ_y rows[y] rows[y + v - u]ᵀ at (u, v), over the rows y that meet row u of the kernel."""
+    """Add Σ_y rows[y] rows[y + v - u]ᵀ at (u, v), over the rows y that overlap kernel row u."""
     positions, (_, entries, numbers) = len(rows) - height + 1, rows.shape
-    # These rows meet all rows of the kernel, and so do the next ``height`` of each.
+    # These rows overlap all rows of the kernel, and so do the ``height`` rows from each of them on.
     middle = rows[height - 1 : positions]
     shared = gram.new_zeros(entries, height, entries)
     if len(middle):
@@ -151,7 +151,7 @@ def _add_products(
 
 
 def _has_distances(x: Tensor, g: Geometry) -> bool:
-    """Whether the products by distance are defined, and faster than those of patches."""
+    """Return whether ``_gram_by_distance`` is possible, and faster than products of patches."""
     return (
         len(g.kernel) == 2
         and max(g.kernel) > 1
@@ -163,7 +163,7 @@ def _has_distances(x: Tensor, g: Geometry) -> bool:
 
 
 def _distances(g: Geometry, device: torch.device) -> Int[Tensor, " pairs"]:
-    """For each pair (u, v) of the kernel's entries, the number of the distance v - u."""
+    """Return the index of the distance v - u for each pair (u, v) of the kernel's entries."""
     height, width = g.kernel
     down, across = (torch.arange(size, device=device) for size in g.kernel)
     rows = (down - down[:, None] + height - 1)[:, None, :, None]
@@ -177,7 +177,7 @@ def _gram_by_distance(x: Float[Tensor, "M c h w"], g: Geometry) -> Float[Tensor,
     correlation = replace(g, kernel=(height, reach), padding=(0, width - 1))
     below = F.pad(x, (0, 0, 0, height - 1))
     half = correlation.weight_gradient(below, x.new_empty(channels, inner, height, reach), x)
-    # Distances down of zero and more, (G, distances, c, c'); the others are transposes.
+    # Vertical distances ≥ 0, (G, distances, c, c'). The remaining matrices are transposes.
     half = half.reshape(g.groups, inner, inner, -1).permute(0, 3, 1, 2).contiguous()
     every = torch.cat([half[:, reach:].flip(1).mT, half], dim=1)
     pairs = every.index_select(1, _distances(g, x.device))
@@ -210,13 +210,13 @@ def _pull_by_distance(
 
 
 class _Rim(NamedTuple):
-    """Shifts of the kernel on one side that meet the image, but are no positions of the output.
+    """Kernel shifts on one side that overlap the image, but are not positions of the output.
 
     Attributes:
-        strip: The part of the image that they meet.
-        pads: Zeros around it, as ``torch.nn.functional.pad`` takes them.
+        strip: The part of the image that they overlap.
+        pads: Zeros around the strip, for ``torch.nn.functional.pad``.
         geometry: The convolution of the padded strip whose positions are these shifts.
-        entries: The kernel's entries that meet the strip, down and across.
+        entries: The kernel's vertical and horizontal entries that overlap the strip.
     """
 
     strip: Float[Tensor, "M c h w"]
@@ -225,16 +225,16 @@ class _Rim(NamedTuple):
     entries: tuple[slice, slice]
 
     def block(self, matrix: Float[Tensor, "G c h w c h w"]) -> Tensor:
-        """The part of a matrix of pairs of the kernel's entries in which both meet the strip."""
+        """Return the part of a matrix for pairs of kernel entries that both overlap the strip."""
         down, across = self.entries
         return matrix[:, :, down, across, :, down, across]
 
 
 def _rims(x: Float[Tensor, "M c h w"], g: Geometry) -> Iterator[_Rim]:
-    """The rims of all shifts outside of the output's positions, each shift once."""
+    """Yield rims that contain each shift outside the output's positions once."""
     for dim, size in enumerate(g.kernel):
         outside = size - 1 - g.padding[dim]
-        # Above and below at any place across; left and right beside the output's positions.
+        # Above and below: all horizontal shifts. Left and right: only vertical output positions.
         beyond = g.padding[0] if dim else g.kernel[1] - 1
         kernel = (g.kernel[0], outside) if dim else (outside, g.kernel[1])
         geometry = replace(g, kernel=kernel, padding=(0, 0))

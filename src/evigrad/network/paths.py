@@ -1,4 +1,4 @@
-"""The path by which the rows in each parameter are computed."""
+"""Plans: how the rows in each parameter are computed."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,16 +13,16 @@ _SETS = ("vectorised", "kronecker", "demoted", "operations")
 
 
 class Use(NamedTuple):
-    """All that must stay the same from batch to batch in one use of a parameter.
+    """One use of a parameter, which must be the same in every batch.
 
     Attributes:
         rule: Name of its closed form.
         slot: The parameter's role in the call.
-        parts: F, how many entries of dim 0 belong to each datum.
-        samples: How many augmentation samples of each datum were announced.
-        input: Shape of the call's input, without dim 0.
-        output: Shape of its output, without dim 0.
-        settings: The call's other settings, in words.
+        parts: F, the number of entries of dimension 0 per example.
+        samples: The number of augmentation samples of each example.
+        input: Shape of the call's input, without dimension 0.
+        output: Shape of its output, without dimension 0.
+        settings: The call's other settings, as text.
     """
 
     rule: str
@@ -36,17 +36,17 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class JacobianPlan:
-    """The path that the rows in each parameter take; made by ``plan``.
+    """How the rows in each parameter are computed. Call ``plan`` to make a plan.
 
     Attributes:
-        words: Name → the path in words, in the order of the weights.
-        uses: Name → each use, for the parameters with a closed form.
-        vectorised: Names whose generic rows may be computed for all data at once.
-        kronecker: Names whose every use has Kronecker factors.
+        words: A description for each name, in the order of the weights. See ``describe``.
+        uses: The uses of each parameter with a closed form, by name.
+        vectorised: Names whose generic rows may be computed for all examples at once.
+        kronecker: Names of which every use has Kronecker factors.
         datum_shape: Shape of one input.
-        demoted: Names that take the plain loop in every pass; see ``demote``.
-        operations: Names of the nodes of the autograd graph that the plan was checked on; none
-            where it was not recorded.
+        demoted: Names that take the plain loop in every pass. See ``demote``.
+        operations: Names of the nodes in the autograd graph that the plan was checked on. Empty if
+            the graph was not recorded.
     """
 
     words: Mapping[str, str]
@@ -59,16 +59,16 @@ class JacobianPlan:
 
     @property
     def numbers(self) -> int:
-        """How many numbers an example has in the outputs of layers with a closed form."""
+        """The number of entries per example in the outputs of layers with a closed form."""
         uses = {use for of_name in self.uses.values() for use in of_name if use.slot == "weight"}
         return sum(use.parts * prod(use.output) for use in uses)
 
     def describe(self) -> dict[str, str]:
-        """Name → "linear", "conv2d", ..., "generic: vmap", "generic: loop" or "unused"."""
+        """Return "linear", "conv2d", …, "generic: vmap", "generic: loop" or "unused", by name."""
         return dict(self.words)
 
     def as_record(self) -> dict[str, Any]:
-        """The plan in plain types, for a checkpoint; other weights may give another plan."""
+        """Return the plan in plain types, for a checkpoint."""
         uses = {name: tuple(map(tuple, weight_uses)) for name, weight_uses in self.uses.items()}
         record = vars(self) | {"words": dict(self.words), "uses": uses}
         for name in _SETS:
@@ -77,7 +77,7 @@ class JacobianPlan:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "JacobianPlan":
-        """The plan of a record by ``as_record``."""
+        """Return the plan from a record that ``as_record`` returned."""
         sets = {name: frozenset(map(str, record.get(name, ()))) for name in _SETS}
         uses = {name: tuple(map(_use, records)) for name, records in record["uses"].items()}
         return cls(**{**record, **sets, "uses": uses})
@@ -92,7 +92,7 @@ def _use(record: Sequence[Any]) -> Use:
 
 
 def demote(plan: JacobianPlan, names: Collection[str]) -> JacobianPlan:
-    """The plan with these parameters on the plain loop, which is slow and always right."""
+    """Return the plan with these parameters on the plain loop, which is slow and always correct."""
     for name in names:
         if name not in plan.words:
             raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""Choosing a path for each parameter, and checking the choice before it is used."""
+"""Choose how to compute the rows in each parameter, and check this before it is used."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,21 +39,21 @@ from evigrad.network.verification import (
     refuse_reentrant,
 )
 
-# Two batch sizes distinguish the dimension of the data from all others; the larger is also the
-# number of data on which rows are compared.
+# Two batch sizes distinguish the batch dimension from all others. The larger is also the number of
+# examples on which rows are compared.
 _PROBE_SIZES = (2, 3)
 
 
 @dataclass(frozen=True)
 class _Recording:
-    """What every forward pass of the probe showed to the recorder.
+    """What the recorder found in every forward pass of the probe.
 
     Attributes:
-        uses: Name → each use, for the parameters whose every use has a closed form.
-        kronecker: Those of ``uses`` whose every use has Kronecker factors.
-        idle: Parameters that are not used at all.
-        without_effect: Parameters that are used, but not for the outputs.
-        operations: Names of the nodes of the outputs' graph.
+        uses: The uses of parameters of which every use has a closed form, by name.
+        kronecker: Names in ``uses`` of which every use has Kronecker factors.
+        idle: Names of parameters that are not used.
+        without_effect: Names of parameters that are used, but do not affect the outputs.
+        operations: Names of the nodes in the outputs' graph.
     """
 
     uses: dict[str, tuple[Use, ...]] = field(default_factory=dict)
@@ -64,34 +64,37 @@ class _Recording:
 
 
 def plan(model: nn.Module, weights: Mapping[str, nn.Parameter], x_probe: Tensor) -> JacobianPlan:
-    """Find out which parameters have closed-form rows, and how to compute the others.
+    """Find the parameters with closed-form rows, and choose how to compute other rows.
 
-    A parameter takes the closed forms only if every use of it has one, if dim 0 counts the data
-    in all of them (or consecutive parts of each datum), and if the numbers agree with plain
-    automatic differentiation on the probe, derivatives included. All others take the generic path,
-    vectorised if that agrees too. Numbers are compared on a copy of the model whose parameters are
-    moved a little, as a head that starts at zero would make them all zero; fewer than 3 different
-    data are varied to make as many.
+    Closed forms are used for a parameter if three conditions hold:
 
-    The model must be in evaluation mode. Its attributes, buffers, hooks and gradients stay as they
-    are. Autocast is off while planning; the plan holds with it too.
+    - Every use of the parameter has a closed form.
+    - Dimension 0 counts the examples in every use, or consecutive parts of each example.
+    - The rows and their derivatives agree with plain automatic differentiation on the probe.
+
+    Other parameters take the generic path, vectorized over examples if the results agree. Rows are
+    compared on a copy of the model with perturbed parameters, because a head initialized to zero
+    would make them zero. If the probe has fewer than 3 different examples, they are varied.
+
+    The model must be in evaluation mode. Its attributes, buffers, hooks and gradients are not
+    changed. Autocast is switched off during planning. The plan is also valid under autocast.
 
     Args:
         model: Maps m inputs to (m, C).
-        weights: Name → trainable parameter of the model.
-        x_probe: Typical inputs, at best 3 different ones; dim 0 counts the data.
+        weights: Trainable parameters of the model by name.
+        x_probe: Typical inputs, if possible 3 different ones. Dimension 0 counts the examples.
 
     Returns:
         The plan, for inputs of this shape.
 
     Raises:
-        InputError: If there are no data, or the outputs are not finite, not of shape (m, C), or
-            have no derivative in any weight.
-        ConfigurationError: If the rows would not be defined: the output for a datum depends on
-            the other data or is random, or a weight is not a real parameter of the model that
-            requires a gradient, or shares its memory with another, or a hook may change its
-            gradient, or gradients are off by ``torch.inference_mode``, or the model uses a
-            reentrant checkpoint.
+        InputError: If there are no data, or the outputs are not finite, do not have the shape
+            (m, C), or have no derivative in any weight.
+        ConfigurationError: If the rows would not be defined. This is the case if the output for an
+            example is random or depends on other examples, or if gradients are disabled. A weight
+            must be a real parameter of the model that requires a gradient. It must not share
+            memory with another weight, or have a hook. The model must not use a reentrant
+            checkpoint.
     """
     check_call(model, weights, x_probe)
     check_storage(weights)
@@ -112,18 +115,18 @@ def _checked_plan(
         raise InputError(NO_DERIVATIVE)
     refuse_scaled_gradients(nodes)
 
-    # The structure is the model's own; numbers are compared on a copy with moved weights.
+    # The structure is recorded for the model. Rows are compared on a copy with perturbed weights.
     moved = moved_copy(model, weights, x)
     if moved:
         check_outputs(moved[0], moved[1].values(), x, nodes, hooks.registered)
     del recorded, nodes
     reference = Reference(*(moved or (model, weights)), x, outputs)
-    # With equal data neither order nor mixing shows, so that only the loop is safe.
+    # Equal examples reveal neither a changed order nor mixing. Then only the loop is safe.
     recording = _record(model, weights, x, outputs) if distinct else _Recording()
     closed = _verified_closed(reference, recording)
     idle = {name for name in recording.idle if not reference.rows[name].any()}
     generic = [name for name in weights if name not in closed and name not in idle]
-    # Vectorised rows are checked by their numbers alone, and zeros say nothing.
+    # Vectorized rows are checked only by their values. Agreement of zeros proves nothing.
     telling = [name for name in generic if name not in reference.vanishing]
     vectorised = _verified_vectorised(reference, telling) if moved and distinct else set()
 
@@ -153,11 +156,11 @@ def adapted(
 ) -> JacobianPlan | None:
     """Return the first of the plans that fits inputs of another length, or None.
 
-    It costs two passes. A check shows that the closed forms, and vectorised derivatives, of certain
-    operations with certain settings are right, first and second derivatives. That does not depend
-    on the length: where the same functions with the same settings use a weight, and the graph holds
-    the same kinds of operations, the check still holds. What may depend on the length (the datum of
-    each row, other uses of a weight, changes in place) is checked in every pass.
+    This takes two passes. The check of a plan shows that first and second derivatives are correct
+    for certain operations with certain settings. It does not depend on the length. It remains valid
+    if the same functions with the same settings use each weight, and the graph has the same
+    operations. Every pass checks everything that may depend on the length: the example of each row,
+    other uses of a weight, and in-place changes.
     """
     plans = [plan for plan in plans if plan.operations]
     if not plans:
@@ -170,7 +173,7 @@ def adapted(
             with model_run(model), torch.no_grad():
                 alone = model_outputs(model, x[:1])
             recording = _record_once(model, weights, x, alone)
-        except Exception as error:  # ``plan`` will say what is wrong
+        except Exception as error:  # ``plan`` will report the error
             if is_out_of_memory(error):
                 raise
             return None
@@ -192,7 +195,7 @@ def adapted(
 
 
 def _alike(plan: JacobianPlan, recording: _Recording) -> bool:
-    """Whether a recording shows all that a plan relies on, but for lengths and counts."""
+    """Return whether a plan fits a recording, apart from lengths and counts."""
 
     def kinds(uses: Iterable[Use]) -> set[tuple[Any, ...]]:
         return {
@@ -211,21 +214,21 @@ def _alike(plan: JacobianPlan, recording: _Recording) -> bool:
 
 
 def _counted(uses: Iterable[Use]) -> str:
-    """The rules of a parameter's uses in words."""
+    """Return the names of the rules of a parameter's uses, with their counts."""
     rules = Counter(use.rule for use in uses)
     return " + ".join(f"{n} x {rule}" if n > 1 else rule for rule, n in rules.items())
 
 
 def _independent_outputs(model: nn.Module, x: Tensor) -> Tensor:
-    """The outputs for the probe; raises unless each depends on its datum alone."""
+    """Return the outputs for the probe. Raise an error if they depend on other examples."""
     with model_run(model), torch.no_grad():
         joint = model_outputs(model, x)
         alone = torch.cat([model_outputs(model, x[n : n + 1]) for n in range(len(x))])
     if not joint.isfinite().all():
         raise NotFiniteOutputError(
-            "The model's outputs hold NaN or infinite values for these inputs, so that no"
-            " derivatives can be had. Fix the inputs (a mask may leave nothing of an example), or"
-            " the weights (training may have diverged)."
+            "The model's outputs contain NaN or infinite values for these inputs, so derivatives"
+            " cannot be computed. Fix the inputs (a mask may cover all of an example), or the"
+            " weights (training may have diverged)."
         )
     if not close(joint, alone):
         raise ConfigurationError(DATA_MIX)
@@ -235,12 +238,12 @@ def _independent_outputs(model: nn.Module, x: Tensor) -> Tensor:
 def _record(
     model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor, outputs: Tensor
 ) -> _Recording:
-    """Run the recorder at two batch sizes and keep what holds in both."""
+    """Run the recorder with two batch sizes, and return what both recordings have in common."""
     recordings = []
     for size in _PROBE_SIZES:
         try:
             recordings.append(_record_once(model, weights, x[:size], outputs[:size]))
-        except Exception as error:  # it cannot be recorded; the generic path needs less
+        except Exception as error:  # it cannot be recorded, but the generic path may work
             if is_out_of_memory(error):
                 raise
             return _Recording()

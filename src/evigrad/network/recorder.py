@@ -1,10 +1,9 @@
-"""One forward pass that records what the closed forms need.
+"""Record a forward pass for the closed forms.
 
-A mode intercepts the functions that have a closed form, whoever calls them. A call that takes a
-tracked parameter runs with the parameter *detached* and leaves a ``Call``. Every other use of the
-parameter (through a parametrization, a view, a scripted module, a custom function, ...) therefore
-still shows in the autograd graph of the outputs, where ``reachable`` finds it: no use is missed
-silently.
+A mode intercepts all calls of functions with a closed form. If an argument is a tracked parameter,
+the call runs with the parameter *detached*, and is recorded as a ``Call``. Other uses of the
+parameter, such as in views, parametrizations, scripted modules or custom functions, remain in the
+autograd graph of the outputs. ``reachable`` finds them there, so no use is missed silently.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -28,22 +27,22 @@ from evigrad.network.written_out import WRITTEN_OUT
 
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
 
-# Functions through which the numbers of some data can decide what is done with others. Those that
-# return numbers to Python:
+# Functions by which the values of some examples can determine the computation for other examples.
+# Functions that return values to Python:
 _TO_PYTHON = (
     "__array__ __bool__ __complex__ __contains__ __dlpack__ __float__ __index__ __int__ allclose"
     " equal is_nonzero item numpy tolist"
 )
-# Those that count, order, choose or place entries by numbers:
-_BY_NUMBERS = (
-    "_pack_padded_sequence argsort argwhere bincount bucketize cummax cummin embedding_bag gather"
-    " histc index_add index_copy index_fill index_put index_reduce index_select kthvalue"
-    " masked_scatter masked_select median mode msort nanmedian nanquantile nonzero quantile scatter"
-    " scatter_add scatter_reduce searchsorted segment_reduce sort take take_along_dim tensor_split"
-    " topk unique unique_consecutive"
-)
+# Functions that count, sort, select or place entries by value:
+_BY_NUMBERS = """
+    _pack_padded_sequence argsort argwhere bincount bucketize cummax cummin embedding_bag gather
+    histc index_add index_copy index_fill index_put index_reduce index_select kthvalue
+    masked_scatter masked_select median mode msort nanmedian nanquantile nonzero quantile scatter
+    scatter_add scatter_reduce searchsorted segment_reduce sort take take_along_dim tensor_split
+    topk unique unique_consecutive
+"""
 _DECIDING = frozenset((*_TO_PYTHON.split(), *_BY_NUMBERS.split()))
-# Those that may reduce all data, or some of them, to one number:
+# Functions that may reduce several examples to one number:
 _REDUCTIONS = frozenset(
     (
         "all amax amin aminmax any argmax argmin count_nonzero logsumexp max mean min nanmean"
@@ -59,14 +58,14 @@ class Call:
     Attributes:
         rule: Its closed form.
         match: Its arguments.
-        names: Slot → name of the parameter, for the tracked parameters among the arguments.
-        edge: Where the gradient in the output is found, even after the output changed in place.
+        names: Names of the tracked parameters among the arguments, by slot.
+        edge: The edge of the graph for gradients in the output, even after in-place changes.
         output_shape: Shape of the output.
         version: The input's count of in-place changes at the time of the call.
-        num_data: m, how many data the model was given.
-        samples: S, how many augmentation samples of each datum were announced (``sampled``).
-        turned: Whether the data were in dim 1 of the output at ``edge``; all else has them in
-            dim 0.
+        num_data: m, the number of examples in the pass.
+        samples: S, the number of augmentation samples of each example, set by ``sampled``.
+        turned: Whether dimension 1 of the output at ``edge`` counts the examples. In all other
+            tensors of the call, dimension 0 does.
     """
 
     rule: Rule
@@ -81,13 +80,13 @@ class Call:
 
     @property
     def may_turn(self) -> bool:
-        """Whether dim 1 of input and output may count the data."""
+        """Whether dimension 1 of input and output may count the examples."""
         shapes = (self.match.input.shape, self.output_shape)
         fits = all(shape[1:2] == (self.num_data,) for shape in shapes)
         return fits and self.rule.data_second(self.match)
 
     def data_first(self) -> "Call":
-        """The same call, whose data are in dim 1, with the data in dim 0."""
+        """Move the examples of this call from dimension 1 to dimension 0."""
         whole = self.match.computed
         computed = None if whole is None else lambda: whole().transpose(0, 1)
         match = replace(self.match, input=self.match.input.transpose(0, 1), computed=computed)
@@ -97,7 +96,7 @@ class Call:
 
     @cached_property
     def parts(self) -> int:
-        """F, if dim 0 of input and output has F entries for each datum, else 0."""
+        """F, if dimension 0 of input and output has F entries per example, and 0 otherwise."""
         sizes = set(self.match.input.shape[:1] + self.output_shape[:1])
         size = sizes.pop() if len(sizes) == 1 else 0
         return 0 if size % self.num_data else size // self.num_data
@@ -108,7 +107,7 @@ class Call:
         return self.match.input._version != self.version
 
     def use(self, slot: str) -> Use:
-        """How the call uses the parameter in a slot."""
+        """Return the call's use of the parameter in a slot."""
         return Use(
             self.rule.name,
             slot,
@@ -120,7 +119,7 @@ class Call:
         )
 
     def rows(self, slot: str, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
-        """This call's part of the rows in one parameter, (m, k, *parameter shape)."""
+        """Return this call's part of the rows in a parameter, (m, k, *parameter shape)."""
         return self.rule.rows(slot, self._match_in(gradient), gradient).to(
             self.match.slots[slot].dtype
         )
@@ -131,17 +130,17 @@ class Call:
         gradient: Float[Tensor, "m k F *out"],
         cotangent: Float[Tensor, "m k *parameter"],
     ) -> Float[Tensor, ""]:
-        """The inner product of cotangents with this call's part of the rows in a parameter."""
+        """Return the inner product of cotangents with this call's part of rows in a parameter."""
         match = self._match_in(gradient)
         if cotangent.dtype == gradient.dtype:
             return self.rule.inner(slot, match, gradient, cotangent)
-        # Cotangents may underflow in half precision; relative to their largest they do not.
+        # Cotangents may underflow in half precision. Relative to the largest entry they do not.
         scale = cotangent.abs().amax().clamp(min=torch.finfo(cotangent.dtype).tiny)
         relative = (cotangent / scale).to(gradient.dtype)
         return self.rule.inner(slot, match, gradient, relative).to(cotangent.dtype) * scale
 
     def datum(self, index: int) -> "Call":
-        """The same call restricted to one datum, for the rows of that datum."""
+        """Return the call for one of the examples."""
         one, match = slice(index * self.parts, (index + 1) * self.parts), self.match
         whole = match.computed
         computed = None if whole is None else lambda: whole()[one]
@@ -150,10 +149,10 @@ class Call:
         return replace(self, match=match, output_shape=shape, num_data=1)
 
     def factors(self, gradient: Float[Tensor, "m k F *out"], average: bool) -> KroneckerUse:
-        """Return the Kronecker factors of this call's part of the rows, for their output gradients.
+        """Return the Kronecker factors of this call's part of the rows, from output gradients.
 
-        ``average`` takes the mean input and the summed gradient over the samples of each datum;
-        else samples count as positions, as other parts always do.
+        ``average`` takes the mean input and the summed gradient over the samples of each example.
+        Otherwise samples count as positions, as other parts always do.
         """
         match = self._match_in(gradient)
         if average and self.samples > 1 and self.parts % self.samples == 0:
@@ -163,13 +162,13 @@ class Call:
         return self.rule.factors(match, gradient.to(self.match.slots["weight"].dtype))
 
     def products(self, gradient: Float[Tensor, "m k F *out"]) -> tuple[Tensor, Tensor]:
-        """See ``Rule.products``; samples count as positions."""
+        """See ``Rule.products``. Samples count as positions."""
         return self.rule.products(
             self._match_in(gradient), gradient.to(self.match.slots["weight"].dtype)
         )
 
     def _match_in(self, gradient: Tensor) -> Match:
-        """The arguments in the type of the output, as autocast made them."""
+        """Return the arguments in the type of the output, to which autocast converted them."""
         a = self.match.input
         if a.dtype == gradient.dtype or not a.is_floating_point():
             return self.match
@@ -179,7 +178,7 @@ class Call:
 def joined(
     uses: Iterable[tuple[Call, str, Tensor]],
 ) -> list[tuple[Call, str, Tensor]]:
-    """Uses of a parameter and their gradients; equal ones at positions, as of time, are one use."""
+    """Join equal uses of a parameter and their gradients, such as at time steps, into one use."""
     groups: dict[Any, list[tuple[Call, str, Tensor]]] = {}
     for call, slot, gradient in uses:
         key = call.use(slot) if call.rule.at_positions else id(call)
@@ -198,13 +197,14 @@ def joined(
 
 
 class Recorder(TorchFunctionMode):
-    """Records the calls, in order, of closed-form functions with tracked parameters.
+    """A mode that records the calls of closed-form functions with tracked parameters, in order.
 
     Args:
         weights: The tracked parameters.
-        num_data: m, how many data the model is given.
-        repeated: Names of embeddings that look up a single list of indices, as positions, once for
-            each datum, so that the graph shows whose rows are whose; with their uses, as planned.
+        num_data: m, the number of examples in the pass.
+        repeated: Planned uses of embeddings by name. If an embedding looks up a single list of
+            indices, such as positions, it is called with one copy per example. The graph then
+            shows the example of each row.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class Recorder(TorchFunctionMode):
         self.calls: list[Call] = []
         self._decides = False
         self._names = {id(p): name for name, p in weights.items()}
-        # Autocast around the whole pass was not on when the plan was made.
+        # The plan was made without autocast, which may be on for the whole pass.
         self._mixed = any(torch.is_autocast_enabled(p.device.type) for p in weights.values())
         self._detached = {id(p): p.detach() for p in weights.values()}
 
@@ -230,7 +230,7 @@ class Recorder(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Record the call if it has a closed form; call the function."""
+        """Call the function, and record the call if it has a closed form."""
         kwargs = kwargs or {}
         if func in WRITTEN_OUT and self._uses_weights(args):
             linear = partial(self.__torch_function__, F.linear, ())
@@ -250,15 +250,15 @@ class Recorder(TorchFunctionMode):
             [self._detached.get(id(a), a) for a in args],
             {key: self._detached.get(id(a), a) for key, a in kwargs.items()},
         )
-        # The output has another type than the parameters, as by autocast within the model: a plan
-        # could not tell rounding from errors.
+        # The types of output and parameters differ, for example by autocast within the model. A
+        # plan could not distinguish rounding from errors.
         foreign = any(match.slots[slot].dtype != output.dtype for slot in names)
         if foreign and not self._mixed:
             return func(*args, **kwargs)
         if output.requires_grad:
             result = output
         else:
-            # Nothing before this call needs a gradient, so the output becomes a leaf; the model
+            # Nothing before this call needs a gradient, so the output becomes a leaf. The model
             # gets a copy, which it may change in place.
             output = output.detach().requires_grad_()
             result = output.clone()
@@ -278,7 +278,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def may_mix(self, model: nn.Module) -> bool:
-        """Whether a called function, or a scripted module, may let data act on each other."""
+        """Return whether examples may affect each other, by a function or a scripted module."""
         if self._num_data == 1:
             return False
         modules = model.modules()
@@ -287,20 +287,21 @@ class Recorder(TorchFunctionMode):
         )
 
     def _uses_weights(self, args: Sequence[Any]) -> bool:
-        """Whether a tracked parameter is among arguments, or in a list of them, of a graph."""
+        """Return whether gradients are on, and tracked parameters among arguments or in lists."""
         has_weight = any(
             id(p) in self._names for a in args for p in (a if isinstance(a, list | tuple) else [a])
         )
         return has_weight and torch.is_grad_enabled() and not _is_transformed()
 
     def _for_each_datum(self, args: Sequence[Any]) -> Sequence[Any]:
-        """The arguments of an embedding, with indices of all data as (m, T) where that is asked."""
+        """Return an embedding's arguments, with indices (m, T) for all examples if repeated."""
         indices, weight, *settings = args
         if not isinstance(indices, Tensor) or id(weight) not in self._repeated:
             return args
         if indices.dim() > 1 and len(indices) == 1:
             return indices.expand(self._num_data, *indices.shape[1:]), weight, *settings
-        # A plan knows; before that, as many indices as data are one for each.
+        # The plan determines whether indices are one list for all examples. During planning, m
+        # indices count as one per example.
         planned = [use.input for use in self._repeated[id(weight)]]
         is_list = indices.shape in planned if planned else len(indices) != self._num_data
         if indices.dim() == 1 and is_list:
@@ -312,13 +313,13 @@ class Recorder(TorchFunctionMode):
     ) -> tuple[Rule, Match, dict[str, str]] | None:
         rule = RULES.get(func)
         tracked = {id(a) for a in (*args, *kwargs.values()) if id(a) in self._names}
-        # Inside a function transform, tensors are wrapped; without gradients there is nothing to
+        # Inside a function transform, tensors are wrapped. Without gradients, there is nothing to
         # record, and nothing in the graph either.
         if rule is None or not tracked or not torch.is_grad_enabled() or _is_transformed():
             return None
         try:
             match = rule.match(*args, **kwargs)
-        except TypeError:  # an argument that the closed form does not know, such as ``out=``
+        except TypeError:  # an argument that the closed form does not have, such as ``out=``
             return None
         if match is None or type(match.input) not in _PLAIN_TENSORS:
             return None
@@ -335,7 +336,7 @@ class Recorder(TorchFunctionMode):
 def _decides(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> bool:
-    """Whether numbers of some data may decide what is done with others."""
+    """Return whether the values of some examples may affect the computation for others."""
     name = getattr(func, "__name__", "")
     plain = name if name.startswith("__") else name.removesuffix("_")
     if plain in _DECIDING or "nested" in name:
@@ -358,7 +359,7 @@ def _is_transformed() -> bool:
 
 
 def graph_nodes(outputs: Tensor) -> set[Node]:
-    """All nodes of the autograd graph of a tensor."""
+    """Return all nodes of the autograd graph of a tensor."""
     if outputs.grad_fn is None:
         return set()
     stack, seen = [outputs.grad_fn], {outputs.grad_fn}
@@ -373,9 +374,9 @@ def graph_nodes(outputs: Tensor) -> set[Node]:
 def reachable(
     outputs: Tensor, weights: Mapping[str, nn.Parameter], nodes: Collection[Node] | None = None
 ) -> set[str]:
-    """Names of the parameters that the outputs' graph, with these nodes, leads to."""
+    """Return the names of the parameters in the outputs' graph, which has these nodes."""
     names = {id(p): name for name, p in weights.items()}
-    # Only the nodes that stand for leaves have a variable.
+    # Only the nodes of leaves have a variable.
     nodes = graph_nodes(outputs) if nodes is None else nodes
     leaves = (id(getattr(node, "variable", None)) for node in nodes)
     leaf_names = {names[leaf] for leaf in leaves if leaf in names}

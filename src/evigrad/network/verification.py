@@ -1,9 +1,9 @@
-"""Checking fast paths against plain automatic differentiation.
+"""Check fast paths against plain automatic differentiation.
 
-A plan is checked on a probe of a few data that differ, with weights that are moved a little
-(``Reference``). What it could not see there (a branch that only other inputs take, data that mix
-only in larger batches) shows on the data and weights of real passes, which ``spot_check`` and
-``check_separate`` look at.
+``Reference`` checks a plan on a probe of a few different examples, with perturbed weights. This
+cannot detect everything. Other inputs may take another branch, and examples may mix only in larger
+batches. ``spot_check`` and ``check_separate`` therefore check real passes, with their data and
+weights.
 """
 
 import copy
@@ -22,35 +22,35 @@ from evigrad.network.modes import held_tensors, model_run, without_autocast
 from evigrad.network.paths import LOOP
 from evigrad.network.recorder import graph_nodes, reachable
 
-# (names, x, vectors, differentiable) → rows; names may be missing in the result.
+# Takes (names, x, vectors, differentiable) and returns rows. Names may be missing in the result.
 Rows = Callable[[list[str], Tensor, Tensor, bool], dict[str, Tensor]]
 
-# With one column, mistakes in the dimension of a datum's rows would not show.
+# With one column, errors in the dimension of an example's rows would not be detected.
 _COLUMNS = 2
 
-# Second derivatives are sums of more terms.
+# Second derivatives are sums of more terms, so they have a larger tolerance.
 _SECOND_ORDER_FACTOR = 10.0
 
-# Equal data are made different by shrinking each entry by up to this part: towards zero, where
-# indices stay in range and positive numbers positive.
+# Equal examples are varied by shrinking each entry by at most this share. Indices then stay in
+# range, and positive numbers stay positive.
 _SHRINK = 0.2
-# The entries' size where all are zero.
+# Size of the entries if all of them are zero.
 _SMALL = 0.01
 # Name of the graph's node for a reentrant checkpoint.
 _REENTRANT = "CheckpointFunctionBackward"
-# How far weights are moved, relative to their root mean square.
+# Size of the perturbation of weights, relative to their root mean square.
 _MOVE = 0.1
-# Factor on the part of the largest rows below which all is rounding: trained networks cancel more
-# than those on which plans are made.
+# Factor on the share of the largest rows below which all is rounding. Terms cancel more in trained
+# networks than in the networks for which plans are made.
 _TRAINED_ROUNDING_FACTOR = 10.0
 
 
 class Reference:
-    """Rows of a probe by the plain loop, to compare other ways with.
+    """Rows of a probe by the plain loop, as a reference for other algorithms.
 
     Attributes:
-        rows: Name → rows for random cotangents, (m, 2, *parameter shape).
-        vanishing: The names whose rows are only rounding; anything agrees with them.
+        rows: Rows for random cotangents (m, 2, *parameter shape), by name.
+        vanishing: Names whose rows are only rounding errors, which agree with anything.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class Reference:
         }
 
     def agreeing(self, names: Sequence[str], compute: Rows) -> set[str]:
-        """Return the names for which ``compute`` gives the same numbers and derivatives.
+        """Return the names for which ``compute`` returns the same rows and derivatives.
 
-        It may raise any exception, which counts as disagreement. Derivatives count where the
+        Any exception in ``compute`` counts as disagreement. Derivatives are compared if the
         reference has them.
         """
         agreeing_names = list(names)
         try:
-            # In reverse too: a model that sorts its data may have found the probe sorted.
+            # Also in reverse, because a model that sorts its examples may get a sorted probe.
             places = torch.arange(len(self.x), device=self.x.device)
             for order in (places, places.flip(0)):
                 rows = compute(agreeing_names, self.x[order], self._vectors[order], False)
@@ -90,16 +90,16 @@ class Reference:
             if not agreeing_names:
                 return set()
             return self._with_right_derivatives(agreeing_names, compute)
-        except Exception as error:  # this path cannot take this model
+        except Exception as error:  # this path does not support this model
             if is_out_of_memory(error):
                 raise
             return set()
 
     def _with_right_derivatives(self, names: list[str], compute: Rows) -> set[str]:
-        """The names whose rows' derivatives agree; all where the reference has none."""
-        # Gradients of random functions of the rows are compared, in all that they depend on: right
-        # first derivatives do not imply right second ones. Layer normalisation under ``vmap``, for
-        # example, treats its own statistics as constants.
+        """Return the names whose derivatives of rows agree, or all if the reference has none."""
+        # Compare gradients of random sums of the rows, in everything that they depend on. Correct
+        # first derivatives do not imply correct second ones. For example, layer normalization under
+        # ``vmap`` treats its statistics as constants.
         x, vectors = self.x[:2].clone(), self._vectors[:2, :1].clone().requires_grad_()
         weight_ids = {id(p) for p in self.weights.values()}
         arguments = [
@@ -141,7 +141,7 @@ class Reference:
                 _SECOND_ORDER_FACTOR,
             )
 
-        # Each takes a backward pass, so one by one only where they fail together.
+        # Each name takes a backward pass, so compare them one by one only if they fail together.
         return set(names) if agree(names) else {name for name in names if agree([name])}
 
     def _loop_rows(
@@ -156,12 +156,12 @@ class Reference:
         ).to(like)
 
 
-# ------------------------------------------------------------ what plans are checked on
+# ------------------------------------------------------------ probes and copies for checking plans
 
 
 def distinct_probe(model: nn.Module, x: Tensor, size: int) -> tuple[Tensor, bool]:
-    """``size`` inputs, different where possible, and whether no two of them are equal."""
-    # Among equal data a layer that sorts or mixes them goes unnoticed.
+    """Return ``size`` inputs, if possible all different, and whether they are all different."""
+    # Equal examples would not reveal a layer that sorts or mixes them.
     probe = x.detach()[torch.arange(size, device=x.device) % len(x)]
     if _all_differ(probe):
         return probe, True
@@ -184,7 +184,7 @@ def _varied(x: Tensor) -> Tensor:
         if not x.any():
             return (_SMALL * part).to(x.dtype)
         return (x * (1 - _SHRINK * part)).to(x.dtype)
-    # Half of the entries move, to anything between zero and their value.
+    # Half of the entries move to random values between zero and their value.
     return torch.where(part > 0.5, x, (x * (2 * part)).to(x.dtype))
 
 
@@ -192,7 +192,7 @@ def _runs(model: nn.Module, x: Tensor) -> bool:
     try:
         with model_run(model), torch.no_grad():
             output = called(model, x)
-    except Exception:  # the caller then uses the given data, which show whose error it is
+    except Exception:  # the caller then uses the original data, for which errors are reported
         return False
     return isinstance(output, Tensor) and bool(output.isfinite().all())
 
@@ -200,12 +200,12 @@ def _runs(model: nn.Module, x: Tensor) -> bool:
 def moved_copy(
     model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor
 ) -> tuple[nn.Module, dict[str, nn.Parameter]] | None:
-    """A copy with its weights moved off their initial values, and these; None where it fails."""
-    # A head that starts at zero makes all rows before it zero; two ways to compute them then agree
-    # whether they are right or not.
+    """Return a copy of the model with perturbed weights, and these weights, or None if it fails."""
+    # A head initialized to zero makes all rows before it zero. Two algorithms for them would then
+    # agree even if one is wrong.
     learnable = {name for name, p in named_parameters(model).items() if p.requires_grad}
     for names in (learnable, set(weights)):
-        # Second try with the weights alone: a hyperparameter may have a domain.
+        # The second attempt perturbs only the weights, because hyperparameters may have a domain.
         try:
             with model_run(model):
                 memo = {id(t): t.detach().clone() for t in held_tensors(model) if not t.is_leaf}
@@ -235,44 +235,44 @@ def _move(parameters: list[nn.Parameter]) -> None:
 
 
 def refuse_reentrant(model: nn.Module, x: Tensor) -> None:
-    """Raise if a reentrant checkpoint, which has no gradient in chosen parameters, is used."""
+    """Raise an error for reentrant checkpoints, which have no gradient in single parameters."""
     x = x.clone()
-    if x.is_floating_point():  # without a gradient in its input the checkpoint leaves no node
+    if x.is_floating_point():  # the checkpoint has a node only if its input requires a gradient
         x = x.requires_grad_().clone()
     try:
         with model_run(model), torch.enable_grad():
             output = scores_of(model(x))
-    except Exception:  # the model cannot take such an input; other calls will report real errors
+    except Exception:  # the model does not support such inputs; other calls report real errors
         return
     if any(node.name() == _REENTRANT for node in graph_nodes(output)):
         raise ConfigurationError(
-            "The model uses torch.utils.checkpoint with use_reentrant=True, which cannot give the"
-            " gradient in chosen parameters. Pass use_reentrant=False, which computes the same."
+            "The model uses torch.utils.checkpoint with use_reentrant=True, which cannot compute"
+            " gradients in single parameters. Pass use_reentrant=False, which gives equal results."
         )
 
 
-# ------------------------------------------------------------ the data of real passes
+# ------------------------------------------------------------ checks of real passes
 
 
 def spot_check(
     linearization: Linearization, vectors: Float[Tensor, "m k C"], index: int
 ) -> set[str]:
-    """Return the names whose rows of one datum disagree with differentiating that datum alone.
+    """Return the names whose rows of one example disagree with a separate pass of that example.
 
-    Takes a forward pass of the datum alone and k backward passes, and k backward passes of the
-    batch; nothing at all where every parameter goes through the loop. The model is in the same mode
-    as in the pass; ``vectors`` are the cotangents of its rows. Below double precision they must
-    disagree for the next datum too: a rounding error can carry a unit across the kink of its
-    activation.
+    This takes a forward pass and k backward passes of the example, and k backward passes of the
+    batch. It does nothing if every parameter takes the loop. The model must be in the same mode as
+    in the checked pass, and ``vectors`` are the cotangents of its rows. Below double precision,
+    rows must also disagree for the next example, because a rounding error can move a unit across
+    the kink of its activation.
 
     Raises:
-        ConfigurationError: If the output for the datum differs from that in the batch.
+        ConfigurationError: If the output for the example differs from the output in the batch.
     """
     x, f = linearization.x, linearization.outputs
     if all(word == LOOP for word in linearization.plan.words.values()):
         return set()
     if linearization.mixed:
-        # Rounding would hide errors, or look like one: repeat the pass in full precision.
+        # Rounding would hide errors, or look like errors. Repeat the pass in full precision.
         with without_autocast(x.device):
             settings = (linearization.model, linearization.weights, x, linearization.plan)
             return spot_check(Linearization(*settings, differentiable=False), vectors, index)
@@ -285,7 +285,7 @@ def spot_check(
 def _disagreeing(
     linearization: Linearization, vectors: Float[Tensor, "m k C"], index: int
 ) -> set[str]:
-    """The names whose rows of one datum are not those of the loop."""
+    """Return the names whose rows of one example disagree with the loop."""
     one, x, f = slice(index, index + 1), linearization.x, linearization.outputs.detach()
     model, weights = linearization.model, linearization.weights
     names = [name for name, word in linearization.plan.words.items() if word != LOOP]
@@ -293,14 +293,14 @@ def _disagreeing(
         alone, expected = datum_rows(
             model, weights, names, x[one].detach(), vectors[one].detach(), False
         )
-    if not f.isfinite().all():  # the comparison would say nothing about the paths
+    if not f.isfinite().all():  # comparing would prove nothing about the paths
         return set()
     if not close_outputs(f[one], alone, f.norm(dim=1).max()):
         _refuse_mixing(model, x, [torch.arange(len(x), device="cpu")[one]])
     rows = linearization.fast_rows_of_datum(vectors, index)
     stacked = {name: torch.stack(expected[name])[None] for name in names}
     largest = torch.stack([r.norm().to(f.dtype) for r in stacked.values()]).max()
-    # Names that are missing among the rows take the loop in this pass, against the plan.
+    # Names that are missing in the rows take the loop in this pass, unlike in the plan.
     return {
         name
         for name, row in rows.items()
@@ -312,11 +312,12 @@ def _disagreeing(
 def check_separate(
     model: nn.Module, x: Tensor, outputs: Float[Tensor, "m C"], generator: torch.Generator
 ) -> None:
-    """Raise if an output depends on other data of its batch.
+    """Raise an error if an output depends on other examples of its batch.
 
-    The data go through the model again in random parts of 1, 2, 4, …: they may mix because of any
-    single datum, of many, or of their number. Takes one forward pass without a graph in all, in the
-    same mode as for the ``outputs`` f(x), in the type of the weights.
+    The examples pass through the model again in random parts of 1, 2, 4, … examples, because
+    mixing may depend on single examples, on several of them, or on their number. The parts take as
+    long as one forward pass without a graph. The model must be in the same mode as for the
+    ``outputs`` f(x), which have the type of the weights.
     """
     order, parts = torch.randperm(len(x), generator=generator, device="cpu"), list[Tensor]()
     while len(order):
@@ -340,9 +341,9 @@ def _is_separate(
 
 
 def _refuse_mixing(model: nn.Module, x: Tensor, parts: Sequence[Tensor]) -> None:
-    """Raise for outputs that differ, unless they agree in double precision."""
-    # Where numbers choose between experts, say, rounding may choose one in the batch and another in
-    # a part of it. In double precision no datum is so near the border.
+    """Raise an error for outputs that differ, unless they agree in double precision."""
+    # For example, if a model selects experts by score, rounding may change the selection between
+    # the batch and a part of it. In double precision, scores are not that close.
     try:
         with model_run(model), torch.no_grad(), without_autocast(x.device):
             exact = copy.deepcopy(model).double()

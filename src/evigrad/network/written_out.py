@@ -1,10 +1,10 @@
-"""Fused functions of several layers, written out in functions that have closed forms.
+"""Replace fused functions by functions that have closed forms.
 
 ``nn.MultiheadAttention`` and recurrent layers call one function with all their parameters. While a
-pass is recorded, the function here is called in its place: ``F.linear`` as the pass records it,
-with the data in dim 0, then the same arguments, for the same numbers up to rounding. Each returns
-``NotImplemented`` for arguments that it leaves to the fused function; then the parameters take the
-generic path.
+pass is recorded, a function of this module replaces it, and returns the same values up to rounding.
+Its first argument is an ``F.linear`` that the pass records, with the examples in dimension 0. The
+remaining arguments are the original ones. It returns ``NotImplemented`` for arguments that it does
+not support. The fused function is then called, and its parameters take the generic path.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-# F.linear for an input, a weight, and a bias or None.
+# F.linear of an input, a weight, and a bias or None.
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
@@ -47,19 +47,19 @@ def _attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> Any:
-    """``F.multi_head_attention_forward``, whose inputs are (T, m, d)."""
+    """Compute ``F.multi_head_attention_forward``, whose inputs are (T, m, d)."""
     rare = [t for t in (bias_k, bias_v, static_k, static_v) if t is not None]
     random = training and dropout_p > 0
     if query.dim() != 3 or in_proj_weight is None or rare or add_zero_attn or random:
         return NotImplemented
-    # Every input through the whole matrix: a part of a parameter would have no closed form.
+    # Multiply each input by the whole matrix, because parts of a parameter have no closed form.
     inputs = {id(x): x.transpose(0, 1) for x in (query, key, value)}
     parts = {i: linear(x, in_proj_weight, in_proj_bias).chunk(3, 2) for i, x in inputs.items()}
     q, k, v = (
         parts[id(x)][i].unflatten(2, (num_heads, -1)).transpose(1, 2)
         for i, x in enumerate((query, key, value))
     )
-    # A hint that says what the mask is.
+    # ``is_causal`` is a hint that the mask is causal.
     is_causal = is_causal and key_padding_mask is None and not need_weights
     mask = None if attn_mask is None or is_causal else _added(attn_mask, q)
     if mask is not None and mask.dim() == 3:
@@ -80,7 +80,7 @@ def _attention(
 
 
 def _added(mask: Tensor, like: Tensor) -> Tensor:
-    """A mask as numbers that are added to scores; True leaves a position out."""
+    """Return a mask as numbers that are added to scores. True excludes a position."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill(
@@ -88,9 +88,10 @@ def _added(mask: Tensor, like: Tensor) -> Tensor:
     )
 
 
-# What a recurrent layer keeps from step to step: the output h, and of an LSTM the cell state c.
+# The state of a recurrent layer: the output h, and for an LSTM also the cell state c.
 _State = tuple[Tensor, ...]
-# The next state from the gates of the input, those of the last output, and the last state.
+# Returns the next state from the gates of the input, the gates of the last output, and the last
+# state.
 _Step = Callable[[Tensor, Tensor, _State], _State]
 
 
@@ -116,7 +117,7 @@ def _relu_step(of_input: Tensor, of_state: Tensor, state: _State) -> _State:
 
 
 def _cell(step: _Step) -> Callable[..., Any]:
-    """``torch.lstm_cell`` and alike."""
+    """Return a replacement for functions such as ``torch.lstm_cell``."""
 
     def call(
         linear: Linear,
@@ -135,7 +136,7 @@ def _cell(step: _Step) -> Callable[..., Any]:
 
 
 def _layers(step: _Step) -> Callable[..., Any]:
-    """``torch.lstm`` and alike: one or several layers in one or both directions."""
+    """Return a replacement for functions such as ``torch.lstm``, with any number of layers."""
 
     def call(
         linear: Linear,
@@ -149,7 +150,7 @@ def _layers(step: _Step) -> Callable[..., Any]:
         bidirectional: bool,
         batch_first: Any = None,
     ) -> Any:
-        # Packed sequences come as (input, their lengths, hx, params, ...).
+        # For packed sequences, the arguments are (input, lengths, hx, params, …).
         if isinstance(params, Tensor) or not isinstance(has_biases, bool) or (dropout and train):
             return NotImplemented
         x = input if batch_first else input.transpose(0, 1)
@@ -181,7 +182,7 @@ def _run(
     params: Sequence[Tensor],
     is_backward: bool,
 ) -> tuple[Float[Tensor, "m T h"], _State]:
-    """The outputs of one layer in one direction, and its last state."""
+    """Return the outputs of one layer in one direction, and its last state."""
     w_ih, w_hh, *optional_params = params
     b_ih, b_hh = optional_params[:2] if len(optional_params) > 1 else (None, None)
     projection = optional_params[-1] if len(optional_params) % 2 else None
@@ -195,7 +196,7 @@ def _run(
     return torch.stack(outputs[::-1] if is_backward else outputs, 1), state
 
 
-# What to call in the place of each function.
+# The replacement of each function.
 WRITTEN_OUT: dict[Callable[..., Any], Callable[..., Any]] = {
     F.multi_head_attention_forward: _attention,
     torch.lstm: _layers(_lstm_step),

@@ -50,10 +50,10 @@ class Anchoring:
         share: Share of anchors among the rows of a block, in [0, 1).
         choice: Which rows become anchors. ``greedy`` adds one row at a time, with the largest
             conditional variance under the kernel of the last layer, or by score if that layer is
-            not linear. ``score`` selects the largest norms |R_n[:, d]|² of the likelihood's root,
-            where the network is uncertain. ``k-centre`` spreads anchors over the inputs, and
-            ``random`` ignores both. ``auto`` is ``k-centre`` if all examples have the same scores,
-            as in regression, and ``greedy`` otherwise.
+            not linear. ``score`` takes the rows with the largest scores, where the network is most
+            uncertain. ``k-centre`` spreads anchors over the inputs, and ``random`` ignores both.
+            ``auto`` is ``k-centre`` if all examples have the same scores, as in regression, and
+            ``greedy`` otherwise.
         refresh: Number of streams of blocks (in training: rounds) that use the same anchors.
         grouped: Whether a block contains rows that are similar given the anchors, under the kernel
             of the last layer. Otherwise blocks are stratified by scores only.

@@ -49,7 +49,9 @@ class OutputMemory:
     def outputs(self) -> Float[Tensor, "N C"]:
         """The latest outputs of all examples, on the CPU. Raises an error if some are missing."""
         if self._outputs is None or not bool(self._seen.all()):
-            raise InputError("The outputs of some examples have not been computed yet.")
+            raise InputError(
+                "The outputs of some examples have not been computed yet. Call update first."
+            )
         return self._outputs
 
     def state_dict(self) -> dict[str, Any]:

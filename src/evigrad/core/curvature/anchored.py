@@ -80,7 +80,7 @@ class _LogDetConditional(Function):
         gradient = like.new_zeros(ctx.size, ctx.size)
         for number, (factor, both) in enumerate(zip(factors, rows, strict=True)):
             # The rows of a part add a low-rank term to the inverse for the anchors:
-            # (I + S)⁻¹ = (I + S_ZZ)⁻¹ + Y Yᵀ, with the last columns Y of the factor's inverse.
+            # (I + S)⁻¹ = (I + S_ZZ)⁻¹ + Y Yᵀ. Yᵀ contains the last rows of the factor's inverse.
             last = factor.new_zeros(len(factor), len(factor) - head)
             last[head:].fill_diagonal_(1.0)
             y = torch.linalg.solve_triangular(factor.mT, last, upper=True)
