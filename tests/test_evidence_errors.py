@@ -165,7 +165,7 @@ def test_subset_larger_than_the_data() -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (nn.Sequential(nn.Linear(2, 1), nn.Flatten(0)), "a dimension of its own"),
+        (nn.Sequential(nn.Linear(2, 1), nn.Flatten(0)), "Add a dimension for the single output"),
         (nn.Unflatten(1, (1, 2)), "trainable weights"),
         (
             nn.Sequential(nn.Linear(2, 4), nn.Unflatten(1, (2, 2))),

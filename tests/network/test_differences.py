@@ -377,7 +377,7 @@ def test_gradients_scaled_by_a_function_are_refused(bag: bool) -> None:
     evidence = Evidence(
         Words(call), Categorical(), GaussianPrior(), estimator="ntk-N-C", num_data=N
     )
-    with pytest.raises(ConfigurationError, match="scale_grad_by_freq=True.*Leave the argument out"):
+    with pytest.raises(ConfigurationError, match="scale_grad_by_freq=True.*Omit the argument"):
         evidence.estimate(INDICES, torch.arange(N) % 3)
 
 

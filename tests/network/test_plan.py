@@ -114,7 +114,7 @@ def test_parameter_used_otherwise_than_planned() -> None:
         check_rows(model, made, x + shift)
     linearization = Linearization(model, weights_of(model), x + 200, made, False)
     linearization.factors(random(4, 1, 2), ["model.2.weight"])
-    with pytest.raises(InputError, match="used otherwise"):
+    with pytest.raises(InputError, match="uses it differently than in the plan"):
         linearization.factors(random(4, 1, 2), ["model.0.weight"])
 
 
@@ -170,8 +170,8 @@ def test_unknown_name() -> None:
     [
         (lambda model, x: model(x)[:, 0], r"f\[:, None\]"),
         (lambda model, x: model(x)[:, :, None], "one shape for inputs"),
-        (lambda model, x: model(x).T, "count the data"),
-        (lambda model, x: model(x).sum(), "count the data"),
+        (lambda model, x: model(x).T, "count the examples"),
+        (lambda model, x: model(x).sum(), "count the examples"),
         (lambda model, x: (model(x), x), "a tuple"),
         (lambda model, x: {"logits": model(x)}, "a dict"),
     ],

@@ -195,7 +195,7 @@ def tied(share: Callable[[nn.Parameter], Tensor]) -> nn.Module:
 @pytest.mark.parametrize("share", [lambda p: p.data, lambda p: p.data.mT, lambda p: p.data[1:, :2]])
 def test_two_parameters_on_one_memory(share: Callable[[nn.Parameter], Tensor]) -> None:
     model = tied(share)
-    with pytest.raises(ConfigurationError, match=r"'0\.weight' and '2\.weight'.*same memory"):
+    with pytest.raises(ConfigurationError, match=r"'0\.weight' and '2\.weight'.*share memory"):
         plan(model, weights_of(model), random(3, 3))
 
 
