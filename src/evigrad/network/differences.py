@@ -382,7 +382,7 @@ def _root_mean_square(p: Tensor) -> float:
 
 @contextmanager
 def _computing(model: nn.Module, x: Tensor) -> Iterator[None]:
-    """Run forward and backward passes, including those of checkpoints, in one mode."""
+    """Run forward and backward passes, including checkpoints' passes, in one mode."""
     with evaluation_run(model), torch.enable_grad(), without_autocast(x.device):
         yield
 

@@ -62,7 +62,10 @@ def patch_gram(x: Float[Tensor, "M c *space"], g: Geometry) -> Float[Tensor, "G 
 def patch_gram_pull(
     x: Float[Tensor, "M c *space"], matrix: Float[Tensor, "G i i"], g: Geometry
 ) -> Float[Tensor, "M c *space"]:
-    """Return half the gradient of ⟨matrix, ``patch_gram``⟩ in x, for a symmetric matrix."""
+    """Return half the gradient of ⟨matrix, ``patch_gram``⟩ in x, without a graph.
+
+    The matrix must be symmetric.
+    """
     x, matrix = x.detach(), matrix.detach()
     if _has_distances(x, g):
         return _pull_by_distance(x, matrix, g)

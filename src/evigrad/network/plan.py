@@ -88,8 +88,8 @@ def plan(model: nn.Module, weights: Mapping[str, nn.Parameter], x_probe: Tensor)
         The plan, for inputs of this shape.
 
     Raises:
-        InputError: If there are no data, or the outputs are not finite, do not have the shape
-            (m, C), or have no derivative in any weight.
+        InputError: If there are no data, or if the outputs are not finite, not of the shape
+            (m, C), or without a derivative in any weight.
         ConfigurationError: If the rows would not be defined. This is the case if the output for an
             example is random or depends on other examples, or if gradients are disabled. A weight
             must be a real parameter of the model that requires a gradient. It must not share

@@ -242,7 +242,7 @@ def refuse_reentrant(model: nn.Module, x: Tensor) -> None:
     try:
         with model_run(model), torch.enable_grad():
             output = scores_of(model(x))
-    except Exception:  # the model does not support such inputs; other calls report real errors
+    except Exception:  # the model does not support such inputs, and other calls report errors
         return
     if any(node.name() == _REENTRANT for node in graph_nodes(output)):
         raise ConfigurationError(
@@ -262,8 +262,8 @@ def spot_check(
     This takes a forward pass and k backward passes of the example, and k backward passes of the
     batch. It does nothing if every parameter takes the loop. The model must be in the same mode as
     in the checked pass, and ``vectors`` are the cotangents of its rows. Below double precision,
-    rows must also disagree for the next example, because a rounding error can move a unit across
-    the kink of its activation.
+    rows must also disagree for the next example. A rounding error can move a unit across the kink
+    of its activation.
 
     Raises:
         ConfigurationError: If the output for the example differs from the output in the batch.
@@ -314,10 +314,10 @@ def check_separate(
 ) -> None:
     """Raise an error if an output depends on other examples of its batch.
 
-    The examples pass through the model again in random parts of 1, 2, 4, … examples, because
-    mixing may depend on single examples, on several of them, or on their number. The parts take as
-    long as one forward pass without a graph. The model must be in the same mode as for the
-    ``outputs`` f(x), which have the type of the weights.
+    The examples pass through the model again in random parts of 1, 2, 4, … examples. Mixing may
+    depend on single examples, on several of them, or on their number. The parts take as long as one
+    forward pass without a graph. The model must be in the same mode as for the ``outputs`` f(x),
+    which have the type of the weights.
     """
     order, parts = torch.randperm(len(x), generator=generator, device="cpu"), list[Tensor]()
     while len(order):
