@@ -352,7 +352,7 @@ class Silent(Plain):
         (Plain, {"schedule": Schedule(burn_in=4)}, {}, "at most epochs = 3, got"),
         (Plain, {"estimator": None}, {}, "must be the name of an estimator, got None"),
         (Plain, {"schedule": Schedule(epochs=4)}, {}, "Remove epochs=..."),
-        (Plain, {"loss": "sum"}, {}, "loss is one of nll, mse"),
+        (Plain, {"loss": "sum"}, {}, "loss must be one of nll, mse"),
     ],
 )
 def test_what_is_refused(make: Any, settings: Any, trainer: Any, words: str) -> None:

@@ -440,7 +440,7 @@ def test_settings() -> None:
     with pytest.raises(NotFittedError):
         EvidenceRegressor().predict(X, return_std=True)
     for wrong, words in (
-        ({"handle_unknown": "drop"}, "handle_unknown is one of error, ignore, not 'drop'"),
+        ({"handle_unknown": "drop"}, "handle_unknown must be one of error, ignore, got 'drop'"),
         ({"activation": "rellu"}, "Did you mean 'relu'"),
         ({"estimator": "kfac-N"}, "STRUCTURE-SUBSET-OUTPUTS"),
         ({"posterior": "kfca"}, "Did you mean 'kfac'"),

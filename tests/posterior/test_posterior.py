@@ -67,7 +67,7 @@ def test_settings_that_do_not_exist_or_fit():
     own = case(structure="diagonal")
     posterior = own.evidence.posterior
     refused: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"structure": "kronecker"}, "structure is one of kfac"),
+        ({"structure": "kronecker"}, "structure must be one of kfac, last-layer, diag, full, ntk"),
         ({"structure": "full", "rows": 5}, "Remove rows"),
         ({"structure": "ntk", "rows": 0}, "rows must be a positive integer"),
         ({"structure": "kfac"}, "varies inside"),
@@ -81,7 +81,7 @@ def test_settings_that_do_not_exist_or_fit():
     with pytest.raises(ConfigurationError, match="state must be from posterior.state_dict"):
         posterior(state={})
     made = posterior(own.train, structure="diag")
-    with pytest.raises(ConfigurationError, match="link is one of monte-carlo"):
+    with pytest.raises(ConfigurationError, match="link must be one of monte-carlo"):
         made(own.test, link="mackay")
     with pytest.raises(ConfigurationError, match="n must be"):
         made.sample(own.test, 0)
