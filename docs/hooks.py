@@ -44,6 +44,8 @@ MOVED = {
     ),
     "experiments#experiments-of-your-own": "experiments#write-a-custom-experiment",
     "experiments#what-there-is": "experiments#experiments-of-the-paper",
+    "estimators#load-a-run": "tune_and_load#load-a-run",
+    "estimators#tune-a-trained-network": "tune_and_load#tune-a-trained-network",
     "extending#a-structure-of-the-curvature": "layers#add-a-structure-of-the-curvature",
     "extending#the-closed-form-of-a-layer": "layers#add-the-closed-form-of-a-layer",
     "extending#the-exact-hessian": "layers#the-exact-hessian",
@@ -93,11 +95,18 @@ MOVED = {
     "usage#a-likelihood-of-your-own": "likelihoods#write-a-custom-likelihood",
     "usage#a-target-at-each-position": "inputs#a-target-at-each-position",
     "usage#a-training-loop-of-your-own": "custom_loop#control-every-hyperparameter-step",
+    "usage#data-that-can-only-be-iterated": "large_data#data-that-can-only-be-iterated",
     "usage#fine-tuning": "fine_tuning#fine-tune-a-pretrained-network",
     "usage#inputs-of-several-tensors": "inputs#inputs-of-several-tensors",
     "usage#likelihoods": "likelihoods#choose-a-likelihood",
+    "usage#noise-that-depends-on-the-input": "likelihoods#noise-that-depends-on-the-input",
+    "usage#smoothed-and-wrong-labels": "likelihoods#smoothed-and-wrong-labels",
+    "usage#very-large-data-sets": "large_data#very-large-data-sets",
     "usage#very-many-data": "large_data#very-large-data-sets",
+    "usage#weights-of-examples": "likelihoods#weights-of-examples",
     "usage#what-is-supported": "supported#what-is-supported",
+    "usage#write-a-custom-likelihood": "likelihoods#write-a-custom-likelihood",
+    "usage#write-a-custom-training-loop": "custom_loop#control-every-hyperparameter-step",
 }
 
 
