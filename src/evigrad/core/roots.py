@@ -59,10 +59,10 @@ class RootRows:
     scale: Float[Tensor, "m k"] | None = None
     present: Bool[Tensor, "m k"] | None = None
 
-    def parts(self, size: int) -> list["RootRows"]:
-        """Return the root in parts of at most ``size`` columns."""
+    def parts(self, size: int | None) -> list["RootRows"]:
+        """Return the root in parts of at most ``size`` columns, or whole if it is None."""
         count = self.vectors.shape[1]
-        if count <= size:
+        if size is None or count <= size:
             return [self]
         slices = [slice(start, start + size) for start in range(0, count, size)]
         return [
