@@ -9,6 +9,7 @@ of sections that have moved lead to their new place.
 import ast
 import json
 import re
+from html import escape
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -23,6 +24,8 @@ ROOT = Path(__file__).parent.parent
 # Pages that are files of the checkout.
 WITHIN = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
 LINK = re.compile(r"\[([^\]\[]*)\]\(\.\./([^)#\s]+)([^)]*)\)")
+# How docstrings name a guide.
+GUIDE = re.compile(r"\bdocs/(\w+)\.md\b")
 # Not a dollar of a price or of a variable in a shell: no space inside, no digit or letter outside.
 INLINE = r"(?<![\\$\w])\$(?=[^\s$])([^$\n]*[^\s$\\])\$(?![\w$])"
 
@@ -268,9 +271,18 @@ def redirects(page: str) -> dict[str, str]:
     return moved
 
 
+def guide(name: str, page: Page) -> str:
+    """Return a link from a page to a guide, whose text is the title of the guide."""
+    title = (ROOT / "docs" / f"{name}.md").read_text().partition("\n")[0].removeprefix("# ")
+    up = "../" * (len(PurePosixPath(page.file.src_uri).parts) - 1)
+    return f'<a href="{up}{name}.html">{escape(title)}</a>'
+
+
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Mark text inside which a line must not break, and lead to sections that have moved."""
+    """Link guides, mark text inside which a line must not break, and lead to moved sections."""
     del config, files
+    if page.file.src_uri.startswith("reference/"):
+        html = GUIDE.sub(lambda match: guide(match[1], page), html)
     html = WHOLE.sub(lambda match: match[0].replace(">", ' class="whole">', 1), html)
     if moved := redirects(page.file.src_uri.removesuffix(".md")):
         html += (

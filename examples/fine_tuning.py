@@ -14,8 +14,8 @@ before fine-tuning. It is −0.223 with the pretrained weights as the mean, and 
 
 The second command is the reverse: a network that has seen only upright digits learns rotated ones.
 Its weights have to change a lot, so the pretrained mean hurts: −1.381 compared with −1.033 with a
-mean of zero. The log evidence is higher with the pretrained mean in both cases, so it does not warn
-you.
+mean of zero. The log evidence is higher with the pretrained mean in both cases, so it does not help
+you choose the mean.
 """
 
 import argparse

@@ -7,7 +7,7 @@ training loss would choose the shortest length.
 
 With ``--learn`` the script learns the length by its gradient. The length then hardly changes: 0.31
 from 0.3, and 2.07 from 2. The gradient holds the weights fixed, and weights trained at one length
-are useless at another. Choose hyperparameters like this one by comparing runs.
+do not fit another. Choose hyperparameters like this one by comparing runs.
 
     python examples/length_scale.py
     python examples/length_scale.py --learn
