@@ -30,14 +30,14 @@ SHOWN = """
     likelihoods.Categorical likelihoods.Gaussian likelihoods.HeteroscedasticGaussian
     likelihoods.Likelihood likelihoods.NaturalGaussian likelihoods.Poisson likelihoods.Weighted
     likelihoods.make_likelihood lightning.EvidenceCallback plots.learning_curves
-    plots.precision_paths priors.GaussianPrior priors.NormalHyperprior report.write_report sklearn.EvidenceClassifier
-    sklearn.EvidenceRegressor trackers.Tracker transformers.EvidenceCallback
+    plots.precision_paths priors.GaussianPrior priors.NormalHyperprior report.write_report
+    sklearn.EvidenceClassifier sklearn.EvidenceRegressor trackers.Tracker transformers.EvidenceCallback
     Anchoring Evidence Laplace Learner Memory Optimization Outputs Posterior Predictive Schedule
     bracket fit kept_memory load tune
 """.split()
 # Public names without a guide: types, colors, and functions for other modules.
 WITHOUT_GUIDE = """
-    Palette Split draw_transforms fixup_scalars make_network new_figure save save_all
+    Palette Split draw_transforms fixup_scalars make_network new_figure numbers save save_all
 """.split()
 
 
