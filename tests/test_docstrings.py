@@ -31,7 +31,8 @@ SHOWN = """
     likelihoods.Likelihood likelihoods.NaturalGaussian likelihoods.Poisson likelihoods.Weighted
     likelihoods.make_likelihood lightning.EvidenceCallback plots.learning_curves
     plots.precision_paths priors.GaussianPrior priors.NormalHyperprior report.write_report
-    sklearn.EvidenceClassifier sklearn.EvidenceRegressor trackers.Tracker transformers.EvidenceCallback
+    sklearn.EvidenceClassifier sklearn.EvidenceRegressor trackers.Tracker
+    transformers.EvidenceCallback
     Anchoring Evidence Laplace Learner Memory Optimization Outputs Posterior Predictive Schedule
     bracket fit kept_memory load tune
 """.split()
