@@ -172,15 +172,20 @@ def public_names(package: str) -> list[str]:
     return [s.name for s in body if isinstance(s, ast.ClassDef) and s.name[0] != "_"]
 
 
-def purpose(name: str) -> str:
-    """Return the first paragraph of the docstring of a name of ``evigrad``."""
+def home_of(name: str) -> str:
+    """Return the module that a name of ``evigrad`` comes from."""
     init = ast.parse((ROOT / "src" / "evigrad" / "__init__.py").read_text())
     homes = next(
         ast.literal_eval(statement.value)
         for statement in init.body
         if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "_HOMES"
     )
-    home = ROOT / "src" / Path(*homes[name].split("."))
+    return homes[name]
+
+
+def purpose(name: str) -> str:
+    """Return the first paragraph of the docstring of a name of ``evigrad``."""
+    home = ROOT / "src" / Path(*home_of(name).split("."))
     for file in sorted(home.rglob("*.py")) if home.is_dir() else [home.with_suffix(".py")]:
         for statement in ast.parse(file.read_text()).body:
             if isinstance(statement, ast.FunctionDef | ast.ClassDef) and statement.name == name:
@@ -209,8 +214,16 @@ def reference_page(package: str) -> str:
 
 
 def name_page(name: str) -> str:
-    """Return the page of one name of ``evigrad``."""
-    return f"::: evigrad.{name}\n    options:\n      heading_level: 1\n"
+    """Return the page of one name of ``evigrad``.
+
+    ``evigrad.fit`` would be the module ``evigrad.training.fit``, so a function whose module has the
+    same name is found by its full path.
+    """
+    options = "    options:\n      heading_level: 1\n"
+    module = f"{home_of(name)}.{name}"
+    if not (ROOT / "src" / Path(*module.split("."))).with_suffix(".py").is_file():
+        return f"::: evigrad.{name}\n{options}"
+    return f'<a id="evigrad.{name}"></a>\n\n::: {module}.{name}\n{options}'
 
 
 def packages(config: MkDocsConfig) -> list[str]:

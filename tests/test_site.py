@@ -127,6 +127,9 @@ def test_names_of_evigrad_have_pages_of_their_own(site: dict[Path, Page]) -> Non
     for name in ("fit", "Evidence", "Learner", "Posterior", "Schedule"):
         assert f"evigrad.{name}" in pages[f"evigrad.{name}.html"].anchors
         assert f"evigrad.{name}.html" in pages["evigrad.html"].links
+    # The function, not the module of the same name.
+    assert "evigrad.training.fit.fit" in pages["evigrad.fit.html"].anchors
+    assert "prepare_evidence" not in pages["evigrad.fit.html"].words
     purposes = " ".join(" ".join(pages["evigrad.html"].words).split())
     for name in ("fit", "load", "tune"):  # not those of evigrad.data, which also has a load
         assert (inspect.getdoc(getattr(evigrad, name)) or "").partition("\n")[0] in purposes
