@@ -43,7 +43,7 @@ def draw(path: str, made: dict[str, float], patients: dict[str, float]) -> None:
     figure = new_figure(9, 3.6)
     for place, (title, relevance, useless) in enumerate(
         (
-            ("Friedman's table", made, [f"x{i}" for i in range(6, 11)]),
+            ("Friedman's data set", made, [f"x{i}" for i in range(6, 11)]),
             ("diabetes, mean of the folds", patients, RANDOM),
         ),
         start=1,

@@ -57,11 +57,11 @@ def draw(path: str, x: Tensor, learned: FitResult, plain: FitResult) -> None:
         axes.set_xlabel("epoch")
         axes.spines[["top", "right"]].set_visible(False)
     invariance = learned.model.get_submodule("invariance")
-    for line, datum in enumerate(x[:2]):
+    for line, digit in enumerate(x[:2]):
         turned = torch.zeros(3, len(GENERATORS))
         turned[:, GENERATORS.index("rotation")] = torch.tensor([-1.0, 0.0, 1.0])
         with torch.no_grad():
-            images = invariance.apply(datum.expand(3, -1, -1, -1), turned)  # pyright: ignore
+            images = invariance.apply(digit.expand(3, -1, -1, -1), turned)  # pyright: ignore
         for column, image in enumerate(images):
             axes = figure.add_subplot(grid[line, 2 + column])
             axes.imshow(image[0].numpy(), cmap="gray")

@@ -26,6 +26,7 @@ from evigrad.plots import new_figure, save
 from evigrad.training import FitResult
 
 SIZE, UNLABELED = 24, -100
+FIXED, LEARNED = "weight decay 5e-4", "evigrad"
 
 
 def scenes(count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -68,14 +69,14 @@ def draw(path: str, x: Tensor, y: Tensor, found: dict[str, FitResult]) -> None:
     with torch.no_grad():
         for name, result in found.items():
             probability[name] = result.model(x).softmax(-1)[..., 1]
-    learned = probability["learned"]
+    learned = probability[LEARNED]
     entropy = torch.special.entr(learned) + torch.special.entr(1 - learned)
     columns = {
         "image": x[:, 0],
         "labels (gray: none)": torch.where(y == UNLABELED, 0.5, y.float()),
-        "stroke, MAP": probability["MAP"],
-        "stroke, learned": learned,
-        "uncertainty, learned": entropy,
+        "stroke, decay 5e-4": probability[FIXED],
+        "stroke, evigrad": learned,
+        "uncertainty, evigrad": entropy,
     }
     figure = new_figure(9, 1.9 * len(x))
     for place, (title, values) in enumerate(columns.items()):
@@ -101,19 +102,19 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
 
     train, test = scenes(options.images, 0), scenes(200, 1)
     found = {}
-    print("method   test log likelihood  accuracy, %  seconds")
-    for name in ("MAP", "learned"):
+    print("method            test log likelihood  accuracy, %  seconds")
+    for name in (FIXED, LEARNED):
         found[name] = result = evigrad.fit(
             network(0),
             train,
             test=test,
-            estimator=None if name == "MAP" else "ntk-400-rows-anchored",
+            estimator=None if name == FIXED else "ntk-400-rows-anchored",
             schedule=Schedule(epochs=options.epochs, batch_size=2),
             progress=False,
         )
         metrics = result.test_metrics
         print(
-            f"{name:8} {metrics['log_likelihood']:19.3f} {100 * metrics['accuracy']:12.1f}"
+            f"{name:17} {metrics['log_likelihood']:19.3f} {100 * metrics['accuracy']:12.1f}"
             f" {result.seconds:8.1f}",
             flush=True,
         )

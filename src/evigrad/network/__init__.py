@@ -1,4 +1,4 @@
-"""Rows of the Jacobian: by closed forms where they exist, else one datum at a time."""
+"""Rows of the Jacobian: by closed forms where they exist, else one example at a time."""
 
 from evigrad.core.curvature.kronecker import KroneckerUse
 from evigrad.fast.contraction import MatrixUse

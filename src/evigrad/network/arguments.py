@@ -80,7 +80,7 @@ def without_derivative(error: BaseException) -> ConfigurationError | None:
 def check_call(model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor) -> None:
     """Raise unless x holds data and each weight is a parameter of the model with a gradient."""
     if x.dim() == 0 or len(x) == 0:
-        raise InputError("There are no data: x must hold one datum or more along dim 0.")
+        raise InputError("There are no data: x must hold one example or more along dim 0.")
     if torch.is_inference_mode_enabled():
         raise ConfigurationError(
             "There are no gradients inside torch.inference_mode(). Leave it out; torch.no_grad()"

@@ -1,7 +1,7 @@
 """Convolutions: their rows, the inner products of these, and their input's patches.
 
-The rows in a convolution's weight correlate each datum's input with its own gradient. Their inner
-product with cotangents convolves each datum's input with its own cotangent and forms no rows.
+The rows in a convolution's weight correlate each example's input with its own gradient. Their inner
+product with cotangents convolves each example's input with its own cotangent and forms no rows.
 Which way is fastest depends on the sizes; the constants below were measured on a CPU.
 """
 
@@ -19,12 +19,12 @@ from evigrad.core.algebra import dot
 
 CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
-# From so many multiplications per datum, one convolution per datum is as fast as one for all data;
-# below, the cost of starting each call counts.
+# From this number of multiplications per example, one convolution per example is as fast as one for
+# all data. Below it, the cost of starting each call counts.
 _WORTH_A_CALL = 2**24
 
-# Where a datum has several parts, one convolution of all data needs input, gradient and products in
-# another order. From so many numbers per datum, copying them takes longer than separate calls.
+# If an example has several parts, one convolution of all data needs input, gradient and products in
+# another order. From this many numbers per example, copying them takes longer than separate calls.
 _WORTH_NO_COPY = 2**16
 
 
@@ -55,7 +55,7 @@ class Geometry:
         )
 
     def of_all(self, m: int) -> "Geometry":
-        """The convolution of m data at once, in which every datum is a group of channels."""
+        """The convolution of m data at once, in which every example is a group of channels."""
         return replace(self, groups=m * self.groups)
 
     def convolve(
@@ -102,7 +102,7 @@ def convolution_patches(
 ) -> Float[Tensor, "m G i FT"]:
     """Return the input that the kernel is multiplied with at each of the output's T positions.
 
-    ``parts`` is F, how many entries of dim 0 belong to each datum; i counts a group's channels
+    ``parts`` is F, how many entries of dim 0 belong to each example; i counts a group's channels
     times the kernel's entries, in the weight's order.
     """
     windows, dims = x, len(g.kernel)
@@ -131,7 +131,7 @@ def convolution_rows(
             row.copy_(g.weight_gradient(datum, row, _columns(datum_gradient, g)))
     else:
         patches = convolution_patches(x, parts, g)
-        # (m, k, F, G, o', T) → (m, G, k, o', F, T): one product for each datum and group.
+        # (m, k, F, G, o', T) → (m, G, k, o', F, T): one product for each example and group.
         columns = gradient.flatten(4).unflatten(3, (g.groups, -1)).permute(0, 3, 1, 4, 2, 5)
         rows = columns.flatten(4).flatten(2, 3) @ patches.mT
     # (m, G, k o', ...) → (m, k, o, c / groups, *kernel)
@@ -178,7 +178,7 @@ def _convolved(
     g: Geometry,
     at_once: int,
 ) -> Float[Tensor, "m k F o *positions"]:
-    """Each datum convolved with its own k weights; in one convolution each is a channel group."""
+    """Each example convolved with its own k weights; in one convolution each is a channel group."""
     pieces = []
     for data, weight_chunk in zip(x.split(at_once * parts), weights.split(at_once), strict=True):
         m, k, out = weight_chunk.shape[:3]
@@ -210,7 +210,7 @@ def _pulled_back(
 
 
 class _Inner(torch.autograd.Function):
-    """Σ cotangent · rows as ⟨each datum convolved with its cotangent, gradient⟩.
+    """Σ cotangent · rows as ⟨each example convolved with its cotangent, gradient⟩.
 
     The value is linear in the gradients, so the convolutions are its derivative in them. The
     tensors are as large as the network's activations: each is written once, and scaled in place.

@@ -1,6 +1,6 @@
-"""Rows of any module, one datum at a time.
+"""Rows of any module, one example at a time.
 
-``loop_rows`` is the reference: one forward pass of the model for each datum and one backward pass
+``loop_rows`` is the reference: one forward pass of the model for each example and one backward pass
 for each row. Other ways have to agree with it up to rounding (``close``). ``vmap_rows`` computes
 the same for all data at once, where the module's operations can be vectorised.
 """
@@ -32,7 +32,7 @@ def loop_rows(
     vectors: Float[Tensor, "m k C"],
     differentiable: bool,
 ) -> dict[str, Tensor]:
-    """Return rows by plain automatic differentiation, datum by datum and row by row.
+    """Return rows by plain automatic differentiation, example by example and row by row.
 
     They are ``vectors[n, j]ᵀ ∂f(x_n)/∂parameter`` (m, k, *parameter shape) by the names of the
     parameters; ``differentiable`` gives them a graph into everything else.
@@ -60,7 +60,7 @@ def datum_rows(
     vectors: Float[Tensor, "1 k C"],
     differentiable: bool,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
-    """One datum's output (1, C), detached, and name → its k rows of the parameter's shape."""
+    """One example's output (1, C), detached, and name → its k rows of the parameter's shape."""
     k = vectors.shape[1]
     parameters = [weights[name] for name in names]
     rows: dict[str, list[Tensor]] = {name: [] for name in names}

@@ -44,8 +44,9 @@ class Match:
 
     Attributes:
         input: The tensor that the parameters act on, or one that is computed from the call's
-            arguments, as a padded input; its dim 0 has F consecutive entries for each datum, m F in
-            all. It alone is checked for changes in place, cast under autocast and cut to a datum.
+            arguments, such as a padded input. Its dim 0 has F consecutive entries for each example,
+            m F in all. Only this tensor is checked for changes in place, cast under autocast and
+            cut to an example.
         slots: The call's parameters by their role, for example "weight" or "bias".
         settings: What else the rows depend on, which must be the same in every batch.
         computed: Gives a tensor whose dim 0 is that of ``input``, when rows are formed; or None.
@@ -62,7 +63,7 @@ class Rule(ABC):
 
     Dim 0 of the input counts m data times F consecutive parts of each, for example augmentation
     samples or patches; F is 1 where it counts the data alone. Gradients in the output have separate
-    dimensions for the two, and a datum's rows are sums over its parts.
+    dimensions for the two, and an example's rows are sums over its parts.
 
     Attributes:
         name: For ``JacobianPlan.describe()``.
@@ -113,7 +114,7 @@ class Rule(ABC):
         """
         parts, numel = gradient.shape[2], prod(cotangent.shape[2:])
         if parts > 1 and numel <= prod(gradient.shape[3:]):
-            # Each part as a datum of its own: the derivative in the gradients, a few numbers for
+            # Each part as an example of its own: the derivative in the gradients, a few numbers for
             # each part, is then never expanded in memory.
             gradient = gradient.transpose(1, 2).flatten(0, 1).unsqueeze(2)
             cotangent = cotangent.repeat_interleave(parts, dim=0)
@@ -203,7 +204,7 @@ class Linear(Rule):
             return super().inner(slot, match, gradient, cotangent)
         a, g = self.positions(match, gradient)
         m, k, positions, out = g.shape
-        products = a @ cotangent.flatten(1, 2).mT  # each datum's input through its own weights
+        products = a @ cotangent.flatten(1, 2).mT  # each example's input through its own weights
         return dot(products.reshape(m, positions, k, out).transpose(1, 2), g)
 
     def factors(
@@ -221,7 +222,7 @@ class Linear(Rule):
     def positions(
         match: Match, gradient: Float[Tensor, "m k F *out"]
     ) -> tuple[Float[Tensor, "m T i"], Float[Tensor, "m k T o"]]:
-        """The input and the gradients at all positions of a datum, parts among them."""
+        """The input and the gradients at all positions of an example, parts among them."""
         a, (m, k, parts) = match.input, gradient.shape[:3]
         positions = parts * prod(a.shape[1:-1])
         a = a.reshape(m, positions, a.shape[-1])
@@ -311,7 +312,7 @@ class Convolution(Rule):
         groups: int = 1,
     ) -> Match | None:
         """See ``Rule.match``."""
-        if input.dim() != self.dimensions + 2:  # one datum without a batch dimension
+        if input.dim() != self.dimensions + 2:  # one example without a batch dimension
             return None
         kernel, dilation = tuple(weight.shape[2:]), self._each(dilation)
         if padding == "same":
@@ -535,7 +536,7 @@ class Elementwise(Rule):
 
 
 class Expand(Rule):
-    """A parameter that each datum gets, as a class token."""
+    """A parameter that each example gets, as a class token."""
 
     name = "expand"
 

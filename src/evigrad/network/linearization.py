@@ -94,7 +94,7 @@ class Linearization:
     def rows(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str] | None = None
     ) -> dict[str, Tensor]:
-        """Vector-Jacobian products, k for each datum.
+        """Vector-Jacobian products, k for each example.
 
         Args:
             vectors: Cotangents of the outputs.
@@ -177,7 +177,7 @@ class Linearization:
         """Σ cotangents · rows; cotangents (m, k, *parameter shape) get no gradient."""
         closed, generic = self._paths(list(cotangents))
         # Closed forms form no rows: this value and its gradient cost a pass through the network
-        # with weights of its own for each datum.
+        # with weights of its own for each example.
         with self._computing():
             total = vectors.new_zeros(())
             gradients = self._gradients(vectors)
@@ -192,7 +192,7 @@ class Linearization:
     def fast_rows_of_datum(
         self, vectors: Float[Tensor, "m k C"], index: int
     ) -> dict[str, Tensor | None]:
-        """Return one datum's part of ``rows``, by the same fast paths, for a check.
+        """Return one example's part of ``rows``, by the same fast paths, for a check.
 
         Rows are (1, k, *parameter shape), detached, or None where the path fails, for all names
         that do not take the loop in this pass.
@@ -212,7 +212,7 @@ class Linearization:
                 try:
                     with model_run(self.model):
                         rows |= vmap_rows(*arguments, differentiable=False)
-                except Exception as error:  # any error means that this path fails for the datum
+                except Exception as error:  # any error means that this path fails for the example
                     if is_out_of_memory(error):
                         raise
                     rows |= dict.fromkeys(vectorised)
@@ -223,7 +223,7 @@ class Linearization:
     ) -> dict[str, list[KroneckerUse]]:
         """Return the Kronecker factors of each use of the named parameters.
 
-        ``average`` takes the mean over a datum's augmentation samples; else they count as
+        ``average`` takes the mean over an example's augmentation samples; else they count as
         positions, so that rows are sums of products.
 
         Raises:
@@ -307,7 +307,7 @@ class Linearization:
         return closed, uses.keys() - closed
 
     def _as_in_plan(self, call: Call) -> Call:
-        """A call with one datum, whose dimension is that of the planned use."""
+        """A call with one example, whose dimension is that of the planned use."""
         planned = all(call.use(s) in self.plan.uses.get(n, ()) for s, n in call.names.items())
         return call if planned or not call.may_turn else call.data_first()
 

@@ -63,7 +63,7 @@ class InputPlan:
         return isinstance(x, Tensor) and tuple(x.shape[1:]) == self.jacobian.datum_shape
 
     def numbers(self, x: Inputs) -> int:
-        """How many numbers a datum has, its noise included."""
+        """How many numbers an example has, its noise included."""
         if isinstance(self.model, PackedModel):
             return self.model.numbers
         return sum(prod(shape) for _, shape, _ in layout(x))
@@ -152,7 +152,7 @@ class Network:
         return next(reversed(self._plans.values()), None)
 
     def noise(self, seed: int, positions: Tensor | None = None) -> Noise:
-        """The noise of a block, drawn when read; ``positions`` says whose noise each datum has."""
+        """The noise of a block, drawn when read. ``positions`` are the examples it belongs to."""
         return Noise(self._drawing, seed, positions)
 
     # ------------------------------------------------------------ checking on real data
@@ -163,10 +163,10 @@ class Network:
         return self._passes & (self._passes - 1) == 0
 
     def checked(self, input_plan: InputPlan, x: Tensor) -> InputPlan:
-        """Return the plan without the fast derivatives that are wrong for one datum of a pass.
+        """Return the plan without the fast derivatives that are wrong for one example of a pass.
 
-        They are compared with plain automatic differentiation of that datum alone; ``x`` are packed
-        inputs.
+        They are compared with plain automatic differentiation of that example alone. ``x`` are
+        packed inputs.
         """
         with torch.enable_grad():
             linearization = Linearization(
@@ -183,7 +183,7 @@ class Network:
         warnings.warn(
             f"The fast derivatives of {listed(sorted(wrong))} are wrong for this model (it may"
             " reorder its data, or use a weight in an unusual way): from here on they are"
-            " computed one datum at a time. Earlier estimates of this evidence may be wrong.",
+            " computed one example at a time. Earlier estimates of this evidence may be wrong.",
             EvigradWarning,
             stacklevel=2,
         )

@@ -1,7 +1,7 @@
-"""Which datum each row of a recorded call belongs to; where that is unknown, no closed form holds.
+"""Which example each row of a recorded call belongs to. If it is unknown, no closed form holds.
 
 A call's output has R = m F rows, the entries of dim 0. The closed forms assume that row r belongs
-to datum r // F, which holds if the model's outputs for all other data have no derivative in row r.
+to example r // F. This holds if the outputs for all other examples have no derivative in row r.
 Where the rows of a call are packed tokens or sorted for experts, the number R may be right and the
 order wrong.
 
@@ -54,7 +54,7 @@ def traced(outputs: Tensor, calls: Collection[Call]) -> tuple[set[int], set[Node
     if outputs.grad_fn is None:
         return owned_ids, set(), set()
     turned = {id(call) for call in calls if call.may_turn and m > 1}
-    # With one datum, all rows are its own.
+    # With one example, all rows are its own.
     claimed = {
         (call.edge.node, call.edge.output_nr): (
             id(call),
@@ -64,7 +64,7 @@ def traced(outputs: Tensor, calls: Collection[Call]) -> tuple[set[int], set[Node
         for call in (calls if m > 1 else ())
     }
     # What is followed is the stride of the data: entry i of a tensor, in row-major order, belongs
-    # to datum (i // stride) % m; None where that is not known.
+    # to example (i // stride) % m; None where that is not known.
     first = outputs[0].numel() if claimed else None
     stack: list[tuple[Node, int, int | None]] = [(outputs.grad_fn, outputs.output_nr, first)]
     seen: dict[tuple[Node, int], int | None] = {}
@@ -131,7 +131,7 @@ def probed(outputs: Tensor, calls: Sequence[Call], differentiable: bool) -> set[
     """Return the ids of the calls whose rows belong to their data, by their gradients.
 
     With cotangents u of the outputs the gradient in row r is g_r = Σ_n J_nrᵀ u_n; with c_n u_n in
-    their place it is c_n g_r for all rows of datum n alone, and for no others. The numbers c are
+    their place it is c_n g_r for all rows of example n alone, and for no others. The numbers c are
     so far apart that every wrong owner shows, in one pass or, for many data and few digits, in
     several. With ``differentiable``, gradients that vanish do not count as agreeing: they say
     nothing about derivatives of the rows.
@@ -286,7 +286,7 @@ def _repeat(edge: _Edge) -> int | None:
 
 
 def _index(edge: _Edge) -> int | None:
-    """One entry for each datum in its order, as at the last word of each sentence."""
+    """One entry for each example in its order, as at the last word of each sentence."""
     chosen = edge.node._saved_indices[0]
     if edge.which != 0 or edge.dim != 0 or chosen is None or chosen.dtype == torch.bool:
         return None

@@ -18,8 +18,8 @@ class Use(NamedTuple):
     Attributes:
         rule: Name of its closed form.
         slot: The parameter's role in the call.
-        parts: F, how many entries of dim 0 belong to each datum.
-        samples: How many augmentation samples of each datum were announced.
+        parts: F, how many entries of dim 0 belong to each example.
+        samples: How many augmentation samples of each example were announced.
         input: Shape of the call's input, without dim 0.
         output: Shape of its output, without dim 0.
         settings: The call's other settings, in words.

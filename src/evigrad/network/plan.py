@@ -67,7 +67,7 @@ def plan(model: nn.Module, weights: Mapping[str, nn.Parameter], x_probe: Tensor)
     """Find out which parameters have closed-form rows, and how to compute the others.
 
     A parameter takes the closed forms only if every use of it has one, if dim 0 counts the data
-    in all of them (or consecutive parts of each datum), and if the numbers agree with plain
+    in all of them (or consecutive parts of each example), and if the numbers agree with plain
     automatic differentiation on the probe, derivatives included. All others take the generic path,
     vectorised if that agrees too. Numbers are compared on a copy of the model whose parameters are
     moved a little, as a head that starts at zero would make them all zero; fewer than 3 different
@@ -87,7 +87,7 @@ def plan(model: nn.Module, weights: Mapping[str, nn.Parameter], x_probe: Tensor)
     Raises:
         InputError: If there are no data, or the outputs are not finite, not of shape (m, C), or
             have no derivative in any weight.
-        ConfigurationError: If the rows would not be defined: the output for a datum depends on
+        ConfigurationError: If the rows would not be defined: the output for an example depends on
             the other data or is random, or a weight is not a real parameter of the model that
             requires a gradient, or shares its memory with another, or a hook may change its
             gradient, or gradients are off by ``torch.inference_mode``, or the model uses a
@@ -156,8 +156,8 @@ def adapted(
     It costs two passes. A check shows that the closed forms, and vectorised derivatives, of certain
     operations with certain settings are right, first and second derivatives. That does not depend
     on the length: where the same functions with the same settings use a weight, and the graph holds
-    the same kinds of operations, the check still holds. What may depend on the length (the datum of
-    each row, other uses of a weight, changes in place) is checked in every pass.
+    the same kinds of operations, the check still holds. What may depend on the length (the example
+    of each row, other uses of a weight, changes in place) is checked in every pass.
     """
     plans = [plan for plan in plans if plan.operations]
     if not plans:
@@ -217,7 +217,7 @@ def _counted(uses: Iterable[Use]) -> str:
 
 
 def _independent_outputs(model: nn.Module, x: Tensor) -> Tensor:
-    """The outputs for the probe; raises unless each depends on its datum alone."""
+    """The outputs for the probe; raises unless each depends on its example alone."""
     with model_run(model), torch.no_grad():
         joint = model_outputs(model, x)
         alone = torch.cat([model_outputs(model, x[n : n + 1]) for n in range(len(x))])

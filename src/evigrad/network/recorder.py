@@ -64,7 +64,7 @@ class Call:
         output_shape: Shape of the output.
         version: The input's count of in-place changes at the time of the call.
         num_data: m, how many data the model was given.
-        samples: S, how many augmentation samples of each datum were announced (``sampled``).
+        samples: S, how many augmentation samples of each example were announced (``sampled``).
         turned: Whether the data were in dim 1 of the output at ``edge``; all else has them in
             dim 0.
     """
@@ -97,7 +97,7 @@ class Call:
 
     @cached_property
     def parts(self) -> int:
-        """F, if dim 0 of input and output has F entries for each datum, else 0."""
+        """F, if dim 0 of input and output has F entries for each example, else 0."""
         sizes = set(self.match.input.shape[:1] + self.output_shape[:1])
         size = sizes.pop() if len(sizes) == 1 else 0
         return 0 if size % self.num_data else size // self.num_data
@@ -141,7 +141,7 @@ class Call:
         return self.rule.inner(slot, match, gradient, relative).to(cotangent.dtype) * scale
 
     def datum(self, index: int) -> "Call":
-        """The same call restricted to one datum, for the rows of that datum."""
+        """The same call restricted to one example, for the rows of that example."""
         one, match = slice(index * self.parts, (index + 1) * self.parts), self.match
         whole = match.computed
         computed = None if whole is None else lambda: whole()[one]
@@ -152,7 +152,7 @@ class Call:
     def factors(self, gradient: Float[Tensor, "m k F *out"], average: bool) -> KroneckerUse:
         """Return the Kronecker factors of this call's part of the rows, for their output gradients.
 
-        ``average`` takes the mean input and the summed gradient over the samples of each datum;
+        ``average`` takes the mean input and the summed gradient over the samples of each example;
         else samples count as positions, as other parts always do.
         """
         match = self._match_in(gradient)
@@ -204,7 +204,7 @@ class Recorder(TorchFunctionMode):
         weights: The tracked parameters.
         num_data: m, how many data the model is given.
         repeated: Names of embeddings that look up a single list of indices, as positions, once for
-            each datum, so that the graph shows whose rows are whose; with their uses, as planned.
+            each example, so that the graph shows whose rows are whose; with their uses, as planned.
     """
 
     def __init__(

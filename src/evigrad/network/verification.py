@@ -25,7 +25,7 @@ from evigrad.network.recorder import graph_nodes, reachable
 # (names, x, vectors, differentiable) → rows; names may be missing in the result.
 Rows = Callable[[list[str], Tensor, Tensor, bool], dict[str, Tensor]]
 
-# With one column, mistakes in the dimension of a datum's rows would not show.
+# With one column, mistakes in the dimension of an example's rows would not show.
 _COLUMNS = 2
 
 # Second derivatives are sums of more terms.
@@ -257,16 +257,16 @@ def refuse_reentrant(model: nn.Module, x: Tensor) -> None:
 def spot_check(
     linearization: Linearization, vectors: Float[Tensor, "m k C"], index: int
 ) -> set[str]:
-    """Return the names whose rows of one datum disagree with differentiating that datum alone.
+    """Return the names whose rows of one example disagree with differentiating that example alone.
 
-    Takes a forward pass of the datum alone and k backward passes, and k backward passes of the
+    Takes a forward pass of the example alone and k backward passes, and k backward passes of the
     batch; nothing at all where every parameter goes through the loop. The model is in the same mode
     as in the pass; ``vectors`` are the cotangents of its rows. Below double precision they must
-    disagree for the next datum too: a rounding error can carry a unit across the kink of its
+    disagree for the next example too: a rounding error can carry a unit across the kink of its
     activation.
 
     Raises:
-        ConfigurationError: If the output for the datum differs from that in the batch.
+        ConfigurationError: If the output for the example differs from that in the batch.
     """
     x, f = linearization.x, linearization.outputs
     if all(word == LOOP for word in linearization.plan.words.values()):
@@ -285,7 +285,7 @@ def spot_check(
 def _disagreeing(
     linearization: Linearization, vectors: Float[Tensor, "m k C"], index: int
 ) -> set[str]:
-    """The names whose rows of one datum are not those of the loop."""
+    """The names whose rows of one example are not those of the loop."""
     one, x, f = slice(index, index + 1), linearization.x, linearization.outputs.detach()
     model, weights = linearization.model, linearization.weights
     names = [name for name, word in linearization.plan.words.items() if word != LOOP]
@@ -315,8 +315,8 @@ def check_separate(
     """Raise if an output depends on other data of its batch.
 
     The data go through the model again in random parts of 1, 2, 4, …: they may mix because of any
-    single datum, of many, or of their number. Takes one forward pass without a graph in all, in the
-    same mode as for the ``outputs`` f(x), in the type of the weights.
+    single example, of many, or of their number. Takes one forward pass without a graph in all, in
+    the same mode as for the ``outputs`` f(x), in the type of the weights.
     """
     order, parts = torch.randperm(len(x), generator=generator, device="cpu"), list[Tensor]()
     while len(order):
@@ -342,7 +342,7 @@ def _is_separate(
 def _refuse_mixing(model: nn.Module, x: Tensor, parts: Sequence[Tensor]) -> None:
     """Raise for outputs that differ, unless they agree in double precision."""
     # Where numbers choose between experts, say, rounding may choose one in the batch and another in
-    # a part of it. In double precision no datum is so near the border.
+    # a part of it. In double precision no example is so near the border.
     try:
         with model_run(model), torch.no_grad(), without_autocast(x.device):
             exact = copy.deepcopy(model).double()
