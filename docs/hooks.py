@@ -9,6 +9,7 @@ of sections that have moved lead to their new place.
 import ast
 import json
 import re
+from html import escape
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -23,6 +24,8 @@ ROOT = Path(__file__).parent.parent
 # Pages that are files of the checkout.
 WITHIN = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
 LINK = re.compile(r"\[([^\]\[]*)\]\(\.\./([^)#\s]+)([^)]*)\)")
+# How docstrings name a guide.
+GUIDE = re.compile(r"\bdocs/(\w+)\.md\b")
 # Not a dollar of a price or of a variable in a shell: no space inside, no digit or letter outside.
 INLINE = r"(?<![\\$\w])\$(?=[^\s$])([^$\n]*[^\s$\\])\$(?![\w$])"
 
@@ -44,6 +47,8 @@ MOVED = {
     ),
     "experiments#experiments-of-your-own": "experiments#write-a-custom-experiment",
     "experiments#what-there-is": "experiments#experiments-of-the-paper",
+    "estimators#load-a-run": "tune_and_load#load-a-run",
+    "estimators#tune-a-trained-network": "tune_and_load#tune-a-trained-network",
     "extending#a-structure-of-the-curvature": "layers#add-a-structure-of-the-curvature",
     "extending#the-closed-form-of-a-layer": "layers#add-the-closed-form-of-a-layer",
     "extending#the-exact-hessian": "layers#the-exact-hessian",
@@ -93,11 +98,18 @@ MOVED = {
     "usage#a-likelihood-of-your-own": "likelihoods#write-a-custom-likelihood",
     "usage#a-target-at-each-position": "inputs#a-target-at-each-position",
     "usage#a-training-loop-of-your-own": "custom_loop#control-every-hyperparameter-step",
+    "usage#data-that-can-only-be-iterated": "large_data#data-that-can-only-be-iterated",
     "usage#fine-tuning": "fine_tuning#fine-tune-a-pretrained-network",
     "usage#inputs-of-several-tensors": "inputs#inputs-of-several-tensors",
     "usage#likelihoods": "likelihoods#choose-a-likelihood",
+    "usage#noise-that-depends-on-the-input": "likelihoods#noise-that-depends-on-the-input",
+    "usage#smoothed-and-wrong-labels": "likelihoods#smoothed-and-wrong-labels",
+    "usage#very-large-data-sets": "large_data#very-large-data-sets",
     "usage#very-many-data": "large_data#very-large-data-sets",
+    "usage#weights-of-examples": "likelihoods#weights-of-examples",
     "usage#what-is-supported": "supported#what-is-supported",
+    "usage#write-a-custom-likelihood": "likelihoods#write-a-custom-likelihood",
+    "usage#write-a-custom-training-loop": "custom_loop#control-every-hyperparameter-step",
 }
 
 
@@ -160,15 +172,20 @@ def public_names(package: str) -> list[str]:
     return [s.name for s in body if isinstance(s, ast.ClassDef) and s.name[0] != "_"]
 
 
-def purpose(name: str) -> str:
-    """Return the first paragraph of the docstring of a name of ``evigrad``."""
+def home_of(name: str) -> str:
+    """Return the module that a name of ``evigrad`` comes from."""
     init = ast.parse((ROOT / "src" / "evigrad" / "__init__.py").read_text())
     homes = next(
         ast.literal_eval(statement.value)
         for statement in init.body
         if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "_HOMES"
     )
-    home = ROOT / "src" / Path(*homes[name].split("."))
+    return homes[name]
+
+
+def purpose(name: str) -> str:
+    """Return the first paragraph of the docstring of a name of ``evigrad``."""
+    home = ROOT / "src" / Path(*home_of(name).split("."))
     for file in sorted(home.rglob("*.py")) if home.is_dir() else [home.with_suffix(".py")]:
         for statement in ast.parse(file.read_text()).body:
             if isinstance(statement, ast.FunctionDef | ast.ClassDef) and statement.name == name:
@@ -197,8 +214,16 @@ def reference_page(package: str) -> str:
 
 
 def name_page(name: str) -> str:
-    """Return the page of one name of ``evigrad``."""
-    return f"::: evigrad.{name}\n    options:\n      heading_level: 1\n"
+    """Return the page of one name of ``evigrad``.
+
+    ``evigrad.fit`` would be the module ``evigrad.training.fit``, so a function whose module has the
+    same name is found by its full path.
+    """
+    options = "    options:\n      heading_level: 1\n"
+    module = f"{home_of(name)}.{name}"
+    if not (ROOT / "src" / Path(*module.split("."))).with_suffix(".py").is_file():
+        return f"::: evigrad.{name}\n{options}"
+    return f'<a id="evigrad.{name}"></a>\n\n::: {module}.{name}\n{options}'
 
 
 def packages(config: MkDocsConfig) -> list[str]:
@@ -259,9 +284,18 @@ def redirects(page: str) -> dict[str, str]:
     return moved
 
 
+def guide(name: str, page: Page) -> str:
+    """Return a link from a page to a guide, whose text is the title of the guide."""
+    title = (ROOT / "docs" / f"{name}.md").read_text().partition("\n")[0].removeprefix("# ")
+    up = "../" * (len(PurePosixPath(page.file.src_uri).parts) - 1)
+    return f'<a href="{up}{name}.html">{escape(title)}</a>'
+
+
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Mark text inside which a line must not break, and lead to sections that have moved."""
+    """Link guides, mark text inside which a line must not break, and lead to moved sections."""
     del config, files
+    if page.file.src_uri.startswith("reference/"):
+        html = GUIDE.sub(lambda match: guide(match[1], page), html)
     html = WHOLE.sub(lambda match: match[0].replace(">", ' class="whole">', 1), html)
     if moved := redirects(page.file.src_uri.removesuffix(".md")):
         html += (

@@ -1,22 +1,22 @@
-"""Learn from censored targets with a custom likelihood: a meter that stops at a limit.
+"""Learn from censored targets with a custom likelihood.
 
-The data are the disease progression of 442 diabetes patients (scikit-learn). A meter records the
-targets only up to a limit, which two fifths of the training targets exceed. There are three methods
-to learn from the records. They use the recorded values as they are, omit the censored ones, or
-describe the meter in the likelihood. All learn precisions and noise by the evidence. Test targets
-are the true ones.
+The data are the progression of diabetes in 442 patients (from scikit-learn). A meter records values
+only up to a limit, which two fifths of the training targets exceed. The script compares three
+methods, each with learned precisions and noise. The first uses the recorded values as they are, the
+second omits the censored targets, and the third describes the meter in the likelihood. Test targets
+are the true values.
 
     python examples/censored.py
     python examples/censored.py --quantile 0.4
 
-It takes a minute on one core. The mean test log likelihood over three seeds is −5.48 nats per
-example with the censored likelihood. It is −6.47 with the recorded values, and −8.23 without the
-censored ones. The root mean squared errors are 55 to 60, 80 to 85 and 93 to 99, for scores from 25
-to 346.
+It takes one minute on one core. With the censored likelihood, the mean test log likelihood over
+three seeds is −5.48 nats per example. It is −6.47 with the recorded values, and −8.23 without the
+censored targets. The root mean squared errors are 55 to 60, 80 to 85 and 93 to 99, for a score from
+25 to 346.
 
-Censored targets have another density than recorded ones, and another Hessian. Rows need a curvature
-Λ(f) that does not depend on the target. So ``hessian`` is the Fisher information: the mean over all
-values that the meter could record.
+Observed and censored targets have different densities, and therefore different Hessians. evigrad
+needs a curvature Λ(f) that does not depend on the target. So ``hessian`` returns the Fisher
+information: the mean over all values that the meter could have recorded.
 """
 
 import argparse
@@ -74,13 +74,15 @@ class Censored(Likelihood):
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
-    """Learn by the three methods with every seed, and print the results.
+    """Train with each of the three methods and every seed, and print the results.
 
     Returns:
-        The test log likelihoods of the true targets, one for each seed, by the way.
+        The test log likelihoods of the true targets, one for each seed, by method.
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quantile", type=float, default=0.6, help="share that is not censored")
+    parser.add_argument(
+        "--quantile", type=float, default=0.6, help="share of targets that are not censored"
+    )
     parser.add_argument("--epochs", type=int, default=100)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options = parser.parse_args(arguments)
@@ -121,10 +123,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
                 mean = model(x_test.float()).double()
             error = targets.std * (y_test - mean).square().mean().sqrt()
             density = Normal(mean, noise).log_prob(y_test).mean() - targets.std.log()
-            log_likelihood, units = (
-                density.item(),
-                (targets.std * noise).item(),
-            )  # in the units of the targets
+            log_likelihood = density.item()
+            units = (targets.std * noise).item()  # noise in the units of the targets
             print(f"{seed:4} {way:12} {units:8.1f} {error.item():10.1f} {log_likelihood:20.3f}")
             found.setdefault(way, []).append(log_likelihood)
     print("\nMean test log likelihood of the true targets, nats per example:")

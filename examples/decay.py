@@ -1,8 +1,8 @@
-"""Learn the weight decay of each tensor on images, and compare with a fixed decay.
+"""Learn the weight decay of each tensor, and compare it with a fixed one.
 
-A small convolutional network learns 500 digits of MNIST. With a fixed weight decay of 5e-4 it
-memorizes them. The evidence learns a precision for each tensor on the same digits, during training.
-No data are held out.
+A small convolutional network learns 500 MNIST digits. With weight decay 5e-4 it overfits. evigrad
+learns a precision for each tensor on the same digits while the network trains. No data are held
+out.
 
     python examples/decay.py
     python examples/decay.py --figure decay.png
@@ -21,11 +21,11 @@ from evigrad.plots import LIGHT, new_figure, save
 from evigrad.plots.runs import series
 from evigrad.training import FitResult
 
-MAP, LEARNED = "MAP, decay 5e-4", "learned"
+MAP, LEARNED = "weight decay 5e-4", "evigrad"
 
 
 def draw(path: str, found: dict[str, FitResult]) -> None:
-    """Draw test log likelihoods during training, and learned precisions."""
+    """Draw test log likelihoods over training, and the learned precisions."""
     figure = new_figure(9.5, 3.4)
     left, right = figure.subplots(1, 2)
     for (name, result), colour in zip(found.items(), LIGHT.lines, strict=False):
@@ -49,11 +49,11 @@ def draw(path: str, found: dict[str, FitResult]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
-    """Train by both methods from the same weights, and print the results."""
+    """Train with both methods from the same weights, and print the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--data", default="mnist5k")
     parser.add_argument("--model", default="mininet")
-    parser.add_argument("--subset", type=int, default=500, help="number of training data")
+    parser.add_argument("--subset", type=int, default=500, help="number of training examples")
     parser.add_argument("--epochs", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--figure", help="draw into this file, a PNG")
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
 
     data = load(options.data, subset=options.subset, seed=options.seed)
     found = {}
-    print("method            test log likelihood acc. %  seconds")
+    print("method            test log likelihood  accuracy, %  seconds")
     for name in (MAP, LEARNED):
         model = make_model(options.model, data.input_shape, data.num_outputs, seed=options.seed)
         found[name] = result = evigrad.fit(
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
         )
         metrics = result.test_metrics
         print(
-            f"{name:17} {metrics['log_likelihood']:19.3f} {100 * metrics['accuracy']:6.1f}"
+            f"{name:17} {metrics['log_likelihood']:19.3f} {100 * metrics['accuracy']:12.1f}"
             f" {result.seconds:8.1f}",
             flush=True,
         )

@@ -1,19 +1,19 @@
-"""Choose a length scale by the evidence, where its gradient does not help.
+"""Choose a length scale by the log evidence, because its gradient does not help.
 
-A network with a fixed first layer, sin(ω x / length + phase) with random ω, learns 60 noisy points
-with lengths from 0.3 to 3. Each training learns its weight decay and its noise. The exact log
-evidence measures how well the length explains the points. No data are held out. The training loss
-would choose the shortest length.
+The first layer of the network is fixed: sin(ω x / length + phase) with random ω. The network learns
+60 noisy points, with lengths from 0.3 to 3. Each training learns its weight decay and noise. Its
+exact log evidence measures how well the length explains the points, and no data are held out. The
+training loss would choose the shortest length.
 
-With gradient learning (``--learn``) the length hardly changes: 0.31 from 0.3, and 2.07 from 2. The
-gradient holds the weights fixed. Any other length scrambles the waves for weights that were trained
-at one length. If the weights must follow a hyperparameter at every step, compare runs instead.
+With ``--learn`` the script learns the length by its gradient. The length then hardly changes: 0.31
+from 0.3, and 2.07 from 2. The gradient holds the weights fixed, and weights trained at one length
+do not fit another. Choose hyperparameters like this one by comparing runs.
 
     python examples/length_scale.py
     python examples/length_scale.py --learn
 
-It takes half a minute on one core. The log evidence is highest at 1.5, where the error to the truth
-is smallest too. The training log likelihood is highest at 0.3.
+It takes half a minute on one core. The log evidence is highest at 1.5, where the error is also
+smallest. The training log likelihood is highest at 0.3.
 """
 
 import argparse
@@ -58,12 +58,12 @@ class Waves(nn.Module):
 
 @dataclass(frozen=True)
 class Found:
-    """A training at one length.
+    """Result of training at one length.
 
     Attributes:
-        length: Length at the end.
-        log_evidence: Log evidence, nats per example.
-        log_likelihood: Log likelihood of the training data, nats per example.
+        length: Final length.
+        log_evidence: Log evidence in nats per example.
+        log_likelihood: Log likelihood of the training data in nats per example.
         error: Root mean squared error to the curve.
         outputs: Outputs on the grid.
     """
@@ -111,10 +111,12 @@ def draw(path: str, data: tuple[Tensor, Tensor], grid: Tensor, found: dict[float
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[float, Found]:
-    """Train at every length, print and return the results by initial length."""
+    """Train at every length, print the results, and return them by the initial length."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--lengths", type=float, nargs="+", default=LENGTHS)
-    parser.add_argument("--learn", action="store_true", help="also by the gradient")
+    parser.add_argument(
+        "--learn", action="store_true", help="also learn the length by its gradient"
+    )
     parser.add_argument("--epochs", type=int, default=300)
     parser.add_argument("--figure", help="draw into this file, a PNG")
     options = parser.parse_args(arguments)
@@ -124,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[float, Found]:
     y = curve(x) + NOISE * torch.randn(x.shape, generator=generator).double()
     grid = torch.linspace(-4, 4, 400)[:, None].double()
     found = {}
-    print("length at the end  log evidence  training log likelihood  error")
+    print("final length  log evidence  training log likelihood  error")
     for length in options.lengths:
         torch.manual_seed(0)
         model = Waves(length).double()

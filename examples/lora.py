@@ -1,16 +1,16 @@
-"""Learn how far each LoRA adapter of a pretrained transformer may go.
+"""Fine-tune LoRA adapters of a transformer with a learned precision for each adapter.
 
-A small transformer has learned to read digits that were rotated by up to ±90°. It is fine-tuned on
-fifty upright digits, with low-rank adapters (`peft`) and all other weights frozen. `fit` trains the
-parameters that require a gradient, which are the adapters. The evidence learns a precision for each
-of their matrices.
+A small transformer was trained on digits that were rotated by up to ±90°. Its low-rank adapters
+(`peft`) are then fine-tuned on 50 upright digits, and all other weights are frozen. `fit` trains
+the parameters that require a gradient, here the adapters. evigrad learns a precision for each of
+their matrices.
 
     python examples/lora.py
     python examples/lora.py --rank 16 --estimator kfac-N-C
 
-It needs `pip install peft`, and takes a minute on one core. The test log likelihood is −0.674
-before fine-tuning, −0.638 with a weight decay of 5e-4, and −0.590 with learned precisions.
-Accuracies are about level, at 82 % to 84 %. The learned precisions span four orders of magnitude.
+It needs `pip install peft`, and takes one minute on one core. The test log likelihood is −0.674
+before fine-tuning, −0.638 with weight decay 5e-4, and −0.590 with learned precisions. The
+accuracies are about the same, at 82 to 84 %. The learned precisions span four orders of magnitude.
 """
 
 import argparse
@@ -32,12 +32,12 @@ from evigrad.plots import LIGHT, new_figure, save
 from evigrad.plots.runs import series
 from evigrad.training import FitResult
 
-MAP, LEARNED = "MAP, decay 5e-4", "learned"
+MAP, LEARNED = "weight decay 5e-4", "evigrad"
 ADAPTED = ["query", "key", "value", "output", "linear1", "linear2"]
 
 
 def draw(path: str, before: float, found: dict[str, FitResult]) -> None:
-    """Draw test log likelihoods during fine-tuning, and precisions of the adapters."""
+    """Draw test log likelihoods over fine-tuning, and the precisions of the adapters."""
     figure = new_figure(10, 3.6)
     left, right = figure.subplots(1, 2)
     for (name, result), colour in zip(found.items(), LIGHT.lines, strict=False):
@@ -60,13 +60,13 @@ def draw(path: str, before: float, found: dict[str, FitResult]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
-    """Pretrain, fine-tune adapters with fixed and learned decay, print and draw."""
+    """Pretrain, fine-tune the adapters with fixed and with learned decay, print and draw."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--subset", type=int, default=50, help="number of upright digits")
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--estimator", default="ntk-400-rows-anchored")
-    parser.add_argument("--old-epochs", type=int, default=30, help="of pretraining")
-    parser.add_argument("--epochs", type=int, default=120, help="of fine-tuning")
+    parser.add_argument("--old-epochs", type=int, default=30, help="epochs of pretraining")
+    parser.add_argument("--epochs", type=int, default=120, help="epochs of fine-tuning")
     parser.add_argument("--figure", help="draw into this file, a PNG")
     options = parser.parse_args(arguments)
     peft = require("peft", "examples/lora.py", extra="dev")
@@ -84,8 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
     )
     assert new.test is not None
     before = evaluate(pretrained, Categorical(), new.test)
-    print("method            test log likelihood acc. %  seconds")
-    print(f"before            {before['log_likelihood']:19.3f} {100 * before['accuracy']:6.1f}")
+    print("method            test log likelihood  accuracy, %  seconds")
+    print(f"before            {before['log_likelihood']:19.3f} {100 * before['accuracy']:12.1f}")
     found = {}
     for name in (MAP, LEARNED):
         torch.manual_seed(0)
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
         )
         metrics = result.test_metrics
         print(
-            f"{name:17} {metrics['log_likelihood']:19.3f} {100 * metrics['accuracy']:6.1f}"
+            f"{name:17} {metrics['log_likelihood']:19.3f} {100 * metrics['accuracy']:12.1f}"
             f" {result.seconds:8.1f}",
             flush=True,
         )

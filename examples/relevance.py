@@ -1,13 +1,13 @@
-"""Learn which columns of a table matter, with noise and error bars, in one fit.
+"""Learn which columns of tabular data matter, with noise and error bars.
 
 ``EvidenceRegressor`` learns a relevance of each column, the weight decay of each layer and the
-noise of the target on the training table. There are two tables. Friedman's is synthetic, and five
-of its ten columns enter the target. The other one is the disease progression of 442 diabetes
-patients (scikit-learn), with three random columns next to the ten measured ones. For the patients
-the whole procedure is repeated in every fold, and held-out rows are only evaluated.
+noise of the target. The script uses two data sets. Friedman's data set is synthetic, and five of
+its ten columns determine the target. The other one is the progression of diabetes in 442 patients
+(from scikit-learn), with three added columns of random numbers. The script trains again for each
+fold of the patients, and uses the held-out fold only for evaluation.
 
-On Friedman's table the five useless columns end at 0.03 or less. For the patients, whose target is
-mostly noise, random columns keep up to half of the largest relevance.
+On Friedman's data set, the five irrelevant columns end at 0.03 or less. For the patients, the
+target is mostly noise, and random columns keep up to half of the largest relevance.
 
     python examples/relevance.py
     python examples/relevance.py --figure relevance.png
@@ -29,7 +29,7 @@ COVERED = 1.96  # standard deviations, for 95 % of a normal distribution
 
 
 def read_table() -> tuple[DataFrame, np.ndarray]:
-    """Return the patients, with sex as a category and the random columns."""
+    """Return the patients, with their sex as a category, and the random columns."""
     patients, progression = load_diabetes(return_X_y=True, as_frame=True, scaled=False)
     patients["sex"] = patients["sex"].astype("category")
     draw = np.random.default_rng(0)
@@ -39,11 +39,11 @@ def read_table() -> tuple[DataFrame, np.ndarray]:
 
 
 def draw(path: str, made: dict[str, float], patients: dict[str, float]) -> None:
-    """Draw bars of the relevance, with useless columns in another color."""
+    """Draw the relevance as bars, with irrelevant columns in another color."""
     figure = new_figure(9, 3.6)
     for place, (title, relevance, useless) in enumerate(
         (
-            ("Friedman's table", made, [f"x{i}" for i in range(6, 11)]),
+            ("Friedman's data set", made, [f"x{i}" for i in range(6, 11)]),
             ("diabetes, mean of the folds", patients, RANDOM),
         ),
         start=1,
@@ -55,7 +55,7 @@ def draw(path: str, made: dict[str, float], patients: dict[str, float]) -> None:
         axes.invert_yaxis()
         axes.set_title(f"relevance: {title}", loc="left", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].barh("x6", 0, color=LIGHT.lines[1], label="useless")
+    figure.axes[0].barh("x6", 0, color=LIGHT.lines[1], label="irrelevant")
     figure.axes[0].legend(frameon=False, fontsize=9, loc="lower right")
     save(figure, path)
 
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     X, y = make_friedman1(300, n_features=10, noise=1.0, random_state=0)
     model = EvidenceRegressor(epochs=given.epochs, random_state=0).fit(X, y)
     made = {f"x{i}": float(value) for i, value in enumerate(model.relevance_, start=1)}
-    print("\nFriedman's table")
+    print("\nFriedman's data set")
     show(made)
     if given.figure:
         draw(given.figure, made, found)

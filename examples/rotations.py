@@ -1,17 +1,18 @@
-"""Learn an invariance: the range of rotations of digits that were rotated.
+"""Learn the range of rotations from digits that were rotated.
 
-Each of 400 digits was rotated once, by an angle of up to ±90°. A network averages its outputs over
-rotated copies of an input, with a range of rotations. The evidence learns the range on the training
-data only, starting from ±0.1 radians (±6°). The baseline is the same network without rotations and
-with the same weight decay.
+Each of 400 digits was rotated once, by an angle of up to ±90°. The network averages its outputs
+over rotated copies of an input. evigrad learns the range of these rotations on the training data,
+starting from ±0.1 radians (±6°). The baseline is the same network without rotations, with the same
+weight decay.
 
     python examples/rotations.py
     python examples/rotations.py --data digits
     python examples/rotations.py --learn-decay
 
 It takes less than a minute on one core. The range ends at ±85°. The test log likelihood is −0.336
-(90.0 %), compared with −0.516 (85.2 %) without rotations. The weight decay stays at 5e-4. On so few
-images `kfac-100-1` is a loose estimate, and would learn far too much decay (the third command).
+(90.0 %), compared with −0.516 (85.2 %) without rotations. The weight decay stays at 5e-4. With so
+few images `kfac-100-1` is a loose estimator, so learning the decay with it over-regularizes (third
+command).
 """
 
 import argparse
@@ -35,7 +36,7 @@ SAMPLES = 8
 
 
 def draw(path: str, x: Tensor, learned: FitResult, plain: FitResult) -> None:
-    """Draw the range during training, test log likelihoods, and a digit at both ends."""
+    """Draw the range, the test log likelihoods, and a digit at both ends of the range."""
     figure = new_figure(10, 3.2)
     grid = figure.add_gridspec(2, 5, width_ratios=(2.6, 2.6, 1, 1, 1))
     left, middle = figure.add_subplot(grid[:, 0]), figure.add_subplot(grid[:, 1])
@@ -56,11 +57,11 @@ def draw(path: str, x: Tensor, learned: FitResult, plain: FitResult) -> None:
         axes.set_xlabel("epoch")
         axes.spines[["top", "right"]].set_visible(False)
     invariance = learned.model.get_submodule("invariance")
-    for line, datum in enumerate(x[:2]):
+    for line, digit in enumerate(x[:2]):
         turned = torch.zeros(3, len(GENERATORS))
         turned[:, GENERATORS.index("rotation")] = torch.tensor([-1.0, 0.0, 1.0])
         with torch.no_grad():
-            images = invariance.apply(datum.expand(3, -1, -1, -1), turned)  # pyright: ignore
+            images = invariance.apply(digit.expand(3, -1, -1, -1), turned)  # pyright: ignore
         for column, image in enumerate(images):
             axes = figure.add_subplot(grid[line, 2 + column])
             axes.imshow(image[0].numpy(), cmap="gray")
@@ -71,12 +72,14 @@ def draw(path: str, x: Tensor, learned: FitResult, plain: FitResult) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
-    """Train by both methods, and print the results."""
+    """Train with both methods, and print the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--data", default="digits:rotated90")
-    parser.add_argument("--subset", type=int, default=400, help="number of training data")
+    parser.add_argument("--subset", type=int, default=400, help="number of training examples")
     parser.add_argument("--epochs", type=int, default=80)
-    parser.add_argument("--learn-decay", action="store_true", help="of each tensor too")
+    parser.add_argument(
+        "--learn-decay", action="store_true", help="also learn a precision for each tensor"
+    )
     parser.add_argument("--figure", help="draw into this file, a PNG")
     options = parser.parse_args(arguments)
 
@@ -89,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
     )
     decay = 5e-4 * options.subset  # 5e-4 as a precision
     found = {}
-    print("method             range    test log likelihood acc. %  seconds")
+    print("method            range  test log likelihood  accuracy, %  seconds")
     models: dict[str, nn.Module] = {"without": network, "learned": rotated}
     for name, model in models.items():
         learned = name == "learned"
@@ -112,8 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
         degrees = math.degrees(rotated.invariance.named_ranges()["rotation"]) if learned else 0
         metrics = result.test_metrics
         print(
-            f"{name:15} {degrees:6.0f}° {metrics['log_likelihood']:18.3f}"
-            f" {100 * metrics['accuracy']:10.1f} {result.seconds:8.1f}",
+            f"{name:15} {degrees:6.0f}° {metrics['log_likelihood']:20.3f}"
+            f" {100 * metrics['accuracy']:12.1f} {result.seconds:8.1f}",
             flush=True,
         )
     if options.figure:

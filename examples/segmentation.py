@@ -1,15 +1,15 @@
-"""Segment images: a class for each pixel, learned weight decay, and uncertain pixels.
+"""Segment images with learned weight decay, and show where the network is uncertain.
 
-Images of 24x24 pixels hold a scikit-learn digit on a noisy, uneven background. Each pixel is
-background or stroke. Pixels in a small square have no label (``ignore_index``). A convolutional
-network learns from four images which pixels are stroke. Outputs are (m, height, width, 2), and
-targets (m, height, width). Every pixel with a label counts as an example.
+Each image of 24x24 pixels shows a digit from scikit-learn on a noisy, uneven background. Each pixel
+is background or stroke, and the pixels in a small square have no label (``ignore_index``). A
+convolutional network learns from four images. Outputs are (m, height, width, 2) and targets (m,
+height, width), so every pixel with a label counts as an example.
 
     python examples/segmentation.py
     python examples/segmentation.py --images 40 --epochs 50
 
 It takes less than a minute on one core. The test log likelihood is −0.222 nats per pixel with
-learned weight decay, and −0.247 with 5e-4. With 40 images both are at about −0.11.
+learned precisions and −0.247 with weight decay 5e-4. With 40 images both are at about −0.11.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from evigrad.plots import new_figure, save
 from evigrad.training import FitResult
 
 SIZE, UNLABELED = 24, -100
+FIXED, LEARNED = "weight decay 5e-4", "evigrad"
 
 
 def scenes(count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -63,19 +64,19 @@ def network(seed: int) -> nn.Module:
 
 
 def draw(path: str, x: Tensor, y: Tensor, found: dict[str, FitResult]) -> None:
-    """Draw some images, their labels, both predictions, and the uncertainty of the learned one."""
+    """Draw images, labels, probabilities of both networks, and the uncertainty of one."""
     probability = {}
     with torch.no_grad():
         for name, result in found.items():
             probability[name] = result.model(x).softmax(-1)[..., 1]
-    learned = probability["learned"]
+    learned = probability[LEARNED]
     entropy = torch.special.entr(learned) + torch.special.entr(1 - learned)
     columns = {
         "image": x[:, 0],
         "labels (gray: none)": torch.where(y == UNLABELED, 0.5, y.float()),
-        "stroke, MAP": probability["MAP"],
-        "stroke, learned": learned,
-        "uncertainty, learned": entropy,
+        "stroke, decay 5e-4": probability[FIXED],
+        "stroke, evigrad": learned,
+        "uncertainty, evigrad": entropy,
     }
     figure = new_figure(9, 1.9 * len(x))
     for place, (title, values) in enumerate(columns.items()):
@@ -92,7 +93,7 @@ def draw(path: str, x: Tensor, y: Tensor, found: dict[str, FitResult]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
-    """Train by MAP and with learned decay, print and draw."""
+    """Train with fixed and with learned decay, print and draw."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--images", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=150)
@@ -101,19 +102,19 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
 
     train, test = scenes(options.images, 0), scenes(200, 1)
     found = {}
-    print("method   test log likelihood acc. %  seconds")
-    for name in ("MAP", "learned"):
+    print("method            test log likelihood  accuracy, %  seconds")
+    for name in (FIXED, LEARNED):
         found[name] = result = evigrad.fit(
             network(0),
             train,
             test=test,
-            estimator=None if name == "MAP" else "ntk-400-rows-anchored",
+            estimator=None if name == FIXED else "ntk-400-rows-anchored",
             schedule=Schedule(epochs=options.epochs, batch_size=2),
             progress=False,
         )
         metrics = result.test_metrics
         print(
-            f"{name:8} {metrics['log_likelihood']:19.3f} {100 * metrics['accuracy']:6.1f}"
+            f"{name:17} {metrics['log_likelihood']:19.3f} {100 * metrics['accuracy']:12.1f}"
             f" {result.seconds:8.1f}",
             flush=True,
         )

@@ -1,18 +1,18 @@
-"""Learn the weight decay of each layer, and a hyperparameter of the forward pass, on sequences.
+"""Learn weight decay and a hyperparameter of the forward pass for sequence models.
 
-scikit-learn's digits are read as sequences: each image of 8x8 pixels is eight rows of eight
-numbers. Two networks classify them. Each has a hyperparameter of time that is usually set by hand:
+The script reads each digit of scikit-learn, 8x8 pixels, as a sequence of eight rows. Two networks
+classify these sequences. Each has a hyperparameter of time that is usually set by hand:
 
-* a transformer encoder whose attention has a range: how far does each head look?
-* a GRU whose head uses a leaky average of the states: how far back does it reach?
+* a transformer encoder with an attention range: how far does each head look?
+* a GRU whose head sees a leaky average of the states: how far back does it reach?
 
-Every network is trained twice from the same weights. "MAP" keeps the initial hyperparameter and
-prior precisions. "evidence" learns both on the training data only, by gradients of the log marginal
-likelihood. The test data are only evaluated at the end.
+Every network is trained twice from the same weights. "MAP" keeps the hyperparameter and the prior
+precisions at their initial values. "evidence" learns both by gradients of the log evidence, from
+the training data. The test data are only evaluated at the end.
 
-It takes half a minute on one core. With seeds 0, 1 and 2 the evidence rises by 0.2 to 0.4 nats per
-example. All GRUs forget faster, and the heads get different ranges. On test data it is about level
-with MAP.
+It takes half a minute on one core. With seeds 0, 1 and 2 the log evidence increases by 0.2 to 0.4
+nats per example. All GRUs forget faster, and the heads get different ranges. On test data the
+results are about the same as with MAP.
 
     python examples/sequences.py
     python examples/sequences.py --figure sequences.png
@@ -73,7 +73,7 @@ TASKS = {
 def train(
     task: Task, data: DataSet, estimator: str | None, options: argparse.Namespace
 ) -> FitResult:
-    """Train one network; without an estimator by plain MAP."""
+    """Train one network. Without an estimator, its hyperparameters stay fixed."""
     epochs = options.epochs or task.epochs
     # The same initial weights for both methods.
     torch.manual_seed(options.seed)
@@ -108,13 +108,13 @@ def report(name: str, task: Task, result: FitResult, data: DataSet, judge: str) 
     metrics = result.test_metrics
     return (
         f"{name:12} {result.estimator or 'MAP':10} {hyperparameter_values(task, result):>13} "
-        f"{evidence.per_datum:13.3f} {metrics['log_likelihood']:9.3f} "
-        f"{100 * metrics['accuracy']:7.1f} {result.seconds:8.1f}"
+        f"{evidence.per_datum:16.3f} {metrics['log_likelihood']:9.3f} "
+        f"{100 * metrics['accuracy']:11.1f} {result.seconds:8.1f}"
     )
 
 
 def draw(path: str, learned: dict[str, FitResult]) -> None:
-    """Draw how the weight of a step falls with its distance, at the start and learned."""
+    """Draw the weight of a step against its distance, before and after learning."""
     figure = new_figure(9, 3.2)
     steps = torch.linspace(0, 8, 200)
     for place, (name, result) in enumerate(learned.items(), start=1):
@@ -139,16 +139,16 @@ def draw(path: str, learned: dict[str, FitResult]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
-    """Train all networks by both methods, and print the results.
+    """Train all networks with both methods, and print the results.
 
     Returns:
         The runs that learned their hyperparameters, by the network's name.
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--networks", nargs="+", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument("--estimator", default="ntk-250-1", help="of the evidence, for learning")
+    parser.add_argument("--estimator", default="ntk-250-1", help="estimator for learning")
     parser.add_argument("--judge", default="ntk-50-C", help="estimator of the column 'evidence'")
-    parser.add_argument("--subset", type=int, default=500, help="number of training data")
+    parser.add_argument("--subset", type=int, default=500, help="number of training examples")
     parser.add_argument("--epochs", type=int, help="default: 60 and 120")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--figure", help="draw into this file, a PNG")
@@ -162,8 +162,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
     data = load("digits", subset=options.subset)
     print(data.describe())
     print(
-        f"\n{'network':12} {'trained by':10} {'length, steps':>13} {'evidence/datum':>13} "
-        f"{'test LL':>8} {'test %':>7} {'seconds':>8}"
+        f"\n{'network':12} {'trained by':10} {'length, steps':>13} {'evidence/example':>16} "
+        f"{'test LL':>9} {'accuracy, %':>11} {'seconds':>8}"
     )
     learned = {}
     for name in options.networks:

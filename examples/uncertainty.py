@@ -1,15 +1,15 @@
-"""Learn error bars of a regression: noise and decay from 60 points with a gap.
+"""Predict with error bars after learning noise and weight decay.
 
-A network with one hidden layer learns a wave from 60 noisy points, with none between 0.5 and 2. The
-evidence learns the noise of the targets and a precision for each tensor on these points. The
-resulting posterior shows where the data do not determine the curve. With the initial noise and
-precisions, the curve is too smooth, and the band around the data is too wide.
+A network with one hidden layer learns a wave from 60 noisy points, with no points between 0.5 and
+2. From these points evigrad learns the noise of the targets and a precision for each tensor.
+Together they define a posterior, and so error bars for the curve. With the initial noise and
+precisions the curve is too smooth, and its band near the data is too wide.
 
     python examples/uncertainty.py
     python examples/uncertainty.py --figure uncertainty.png
 
-It takes about 15 s on one core. The learned noise is 0.25 (the true one is 0.2). The standard
-deviation of the curve is 0.09 around the data, and 0.24 in the gap.
+It takes about 15 s on one core. The learned noise is 0.25, and the true noise is 0.2. The standard
+deviation of the curve is 0.09 near the data and 0.24 in the gap.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def wave(x: Tensor) -> Tensor:
 
 
 def draw(path: str, x: Tensor, y: Tensor, grid: Tensor, predicted: dict[str, Predictive]) -> None:
-    """Draw the curve and 95 % intervals, of the curve and of targets."""
+    """Draw the curve with 95 % intervals for the curve and for targets."""
     figure = new_figure(9, 3.6)
     for place, (title, predictive) in enumerate(predicted.items(), start=1):
         axes = figure.add_subplot(1, 2, place)
@@ -64,7 +64,7 @@ def draw(path: str, x: Tensor, y: Tensor, grid: Tensor, predicted: dict[str, Pre
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Predictive]:
-    """Train, predict and print; return the predictions before and after learning."""
+    """Train, predict and print. Return the predictions before and after learning."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=600)
     parser.add_argument("--figure", help="draw into this file, a PNG")
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Predictive]:
         )
         predictive = result.evidence.posterior((x, y), structure="ntk")(grid)
         noise = likelihood.reported()["noise"]
-        title = f"{'learned' if learned else 'as at the start'}: noise {noise:.2f}"
+        title = f"{'learned' if learned else 'before learning'}: noise {noise:.2f}"
         predicted[title] = predictive
         inside = (grid[:, 0] > GAP[0]) & (grid[:, 0] < GAP[1])
         spread = predictive.epistemic_variance[:, 0].sqrt()

@@ -134,6 +134,8 @@ GENERIC_LINKS = set(
 CRYPTIC_HEADERS = {"way", "ways", "%", "×", "?"}
 ABBREVIATIONS = re.compile(r"\b(?:e\.g|i\.e|cf|vs|approx|al|Fig|Figs|Eq|Sec|Dr|No)\.$")
 END = re.compile(r"[.!?](?:[\"'”’)\]]|\*\*|[*_])*(?=\s+\S)")
+# What begins a sentence in lower case.
+NAME = re.compile(r"evigrad\b")
 WORD = re.compile(r"[^\W\d_][\w'’]*(?:-[\w'’]+)*")
 
 
@@ -159,8 +161,9 @@ def sentences(text: str) -> Iterator[tuple[int, str]]:
     """Split prose into sentences, each with its offset."""
     start = 0
     for match in END.finditer(text):
-        following = text[match.end() :].lstrip()[:1]
-        if following.islower() or ABBREVIATIONS.search(text[start : match.start() + 1]):
+        following = text[match.end() :].lstrip()
+        begins = not following[:1].islower() or NAME.match(following)
+        if not begins or ABBREVIATIONS.search(text[start : match.start() + 1]):
             continue
         yield start, text[start : match.end()]
         start = match.end()

@@ -29,10 +29,16 @@ SHOWN = """
     invariances.Averaged invariances.InputScale invariances.Transform likelihoods.Bernoulli
     likelihoods.Categorical likelihoods.Gaussian likelihoods.HeteroscedasticGaussian
     likelihoods.Likelihood likelihoods.NaturalGaussian likelihoods.Poisson likelihoods.Weighted
-    lightning.EvidenceCallback plots.learning_curves plots.precision_paths priors.GaussianPrior
-    priors.NormalHyperprior report.write_report sklearn.EvidenceClassifier
-    sklearn.EvidenceRegressor trackers.Tracker transformers.EvidenceCallback
-    Laplace Learner Optimization Outputs Posterior Predictive Schedule bracket fit load tune
+    likelihoods.make_likelihood lightning.EvidenceCallback plots.learning_curves
+    plots.precision_paths priors.GaussianPrior priors.NormalHyperprior report.write_report
+    sklearn.EvidenceClassifier sklearn.EvidenceRegressor trackers.Tracker
+    transformers.EvidenceCallback
+    Anchoring Evidence Laplace Learner Memory Optimization Outputs Posterior Predictive Schedule
+    bracket fit kept_memory load tune
+""".split()
+# Public names without a guide: types, colors, and functions for other modules.
+WITHOUT_GUIDE = """
+    Palette Split draw_transforms fixup_scalars make_network new_figure numbers save save_all
 """.split()
 
 
@@ -80,6 +86,27 @@ def test_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_public_names_have_examples(name: str) -> None:
     package, _, own_name = f"evigrad.{name}".rpartition(".")
     assert ">>>" in (inspect.getdoc(getattr(imported(package), own_name)) or "")
+
+
+@pytest.mark.parametrize(
+    "package",
+    ["", *"data errors invariances likelihoods models plots priors report sklearn".split()]
+    + ["lightning", "trackers", "transformers"],
+)
+def test_public_names_link_their_guide(package: str) -> None:
+    module = imported(f"evigrad.{package}".rstrip("."))
+    names = getattr(module, "__all__", None) or [
+        name
+        for name, value in vars(module).items()
+        if inspect.isclass(value) and value.__module__ == module.__name__
+    ]
+    docstrings = {
+        name: inspect.getdoc(value) or ""
+        for name in names
+        if callable(value := getattr(module, name)) and name not in WITHOUT_GUIDE
+    }
+    ends = re.compile(r"See also: docs/\w+\.md\.$")
+    assert docstrings and not [name for name, text in docstrings.items() if not ends.search(text)]
 
 
 def test_pages_that_docstrings_name_exist() -> None:

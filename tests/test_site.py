@@ -113,6 +113,13 @@ def test_every_public_name_is_in_the_reference(site: dict[Path, Page]) -> None:
         assert names and not missing, f"{package}: {missing}"
 
 
+def test_docstrings_link_their_guide(site: dict[Path, Page]) -> None:
+    pages = {path.name: page for path, page in site.items() if path.parent.name == "reference"}
+    assert "../tune_and_load.html" in pages["evigrad.tune.html"].links
+    assert "../likelihoods.html" in pages["likelihoods.html"].links
+    assert not [name for name, page in pages.items() if "docs/" in " ".join(page.words)]
+
+
 def test_names_of_evigrad_have_pages_of_their_own(site: dict[Path, Page]) -> None:
     import evigrad
 
@@ -120,6 +127,9 @@ def test_names_of_evigrad_have_pages_of_their_own(site: dict[Path, Page]) -> Non
     for name in ("fit", "Evidence", "Learner", "Posterior", "Schedule"):
         assert f"evigrad.{name}" in pages[f"evigrad.{name}.html"].anchors
         assert f"evigrad.{name}.html" in pages["evigrad.html"].links
+    # The function, not the module of the same name.
+    assert "evigrad.training.fit.fit" in pages["evigrad.fit.html"].anchors
+    assert "prepare_evidence" not in pages["evigrad.fit.html"].words
     purposes = " ".join(" ".join(pages["evigrad.html"].words).split())
     for name in ("fit", "load", "tune"):  # not those of evigrad.data, which also has a load
         assert (inspect.getdoc(getattr(evigrad, name)) or "").partition("\n")[0] in purposes

@@ -31,15 +31,24 @@ _DIFFERENTIATES = (
 
 
 class EvigradError(Exception):
-    """Base class of all evigrad errors. The message explains how to fix the problem."""
+    """Base class of all evigrad errors. The message explains how to fix the problem.
+
+    See also: docs/faq.md.
+    """
 
 
 class InputError(EvigradError, ValueError):
-    """Data that cannot be used: wrong shapes, labels out of range, NaN, too few or too many."""
+    """Data that cannot be used: wrong shapes, labels out of range, NaN, too few or too many.
+
+    See also: docs/faq.md.
+    """
 
 
 class ConfigurationError(EvigradError, ValueError):
-    """A setting that does not exist, or does not fit the others."""
+    """A setting that does not exist, or does not fit the others.
+
+    See also: docs/faq.md.
+    """
 
 
 class MemoryBudgetError(EvigradError, MemoryError):
@@ -51,6 +60,8 @@ class MemoryBudgetError(EvigradError, MemoryError):
 
     Attributes:
         need: The argument, for callers with other advice.
+
+    See also: docs/faq.md.
     """
 
     def __init__(self, need: str, cheaper: str = "") -> None:
@@ -59,23 +70,38 @@ class MemoryBudgetError(EvigradError, MemoryError):
 
 
 class NotFiniteError(EvigradError, ArithmeticError):
-    """An estimate or its gradient is NaN or infinite."""
+    """An estimate or its gradient is NaN or infinite.
+
+    See also: docs/faq.md.
+    """
 
 
 class NotFiniteOutputError(InputError, NotFiniteError):
-    """Outputs of the model are NaN or infinite, due to its inputs, weights or hyperparameters."""
+    """Outputs of the model are NaN or infinite, due to its inputs, weights or hyperparameters.
+
+    See also: docs/faq.md.
+    """
 
 
 class NotPositiveDefiniteError(EvigradError, ArithmeticError):
-    """A matrix is not positive definite, so it has no log-determinant."""
+    """A matrix is not positive definite, so it has no log-determinant.
+
+    See also: docs/faq.md.
+    """
 
 
 class RankError(EvigradError, RuntimeError):
-    """Another process of the process group failed, or was lost."""
+    """Another process of the process group failed, or was lost.
+
+    See also: docs/faq.md.
+    """
 
 
 class EvigradWarning(UserWarning):
-    """Something that you should know, but that does not stop the computation."""
+    """Something that you should know, but that does not stop the computation.
+
+    See also: docs/faq.md.
+    """
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:

@@ -66,6 +66,21 @@ class Evidence:
     bound to them. Every random choice comes from the evidence's own generator, and the global
     random state does not change. Estimates turn dropout off and use the running statistics of
     batch normalization, in whichever mode the model is.
+
+    Examples:
+        >>> import torch
+        >>> from evigrad import Evidence
+        >>> from evigrad.likelihoods import Gaussian
+        >>> from evigrad.priors import GaussianPrior
+        >>> x, y = torch.randn(20, 3), torch.randn(20, 1)
+        >>> model = torch.nn.Linear(3, 1)
+        >>> evidence = Evidence(model, Gaussian(), GaussianPrior("scalar"), num_data=20)
+        >>> for block in evidence.blocks((x, y)).take(1):
+        ...     estimate = evidence.backward(block)  # with gradients in the hyperparameters
+        >>> {name: h.grad is not None for name, h in evidence.hyperparameters().items()}
+        {'prior.log_precision': True, 'likelihood.log_noise': True}
+
+    See also: docs/custom_loop.md.
     """
 
     def __init__(

@@ -540,7 +540,7 @@ class Outputs(Transparent):
         >>> model(torch.zeros(2, 1, 8, 8)).shape
         torch.Size([2, 8, 8, 5])
 
-    See also: docs/usage.md.
+    See also: docs/inputs.md.
     """
 
     def __init__(

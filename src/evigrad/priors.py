@@ -42,6 +42,8 @@ class NormalHyperprior:
         >>> from evigrad.priors import NormalHyperprior
         >>> NormalHyperprior(mean=0.0, std=2.0)(torch.zeros(1))
         tensor(-1.6121)
+
+    See also: docs/training.md.
     """
 
     mean: float | int = 0.0

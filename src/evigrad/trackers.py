@@ -85,6 +85,8 @@ class TensorBoard(Tracker):
 
     Raises:
         EvigradError: If TensorBoard is not installed.
+
+    See also: docs/trainers.md.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -114,6 +116,8 @@ class WandB(Tracker):
 
     Raises:
         EvigradError: If Weights & Biases is not installed.
+
+    See also: docs/trainers.md.
     """
 
     def __init__(self, folder: str | Path = ".", mode: str = "offline", **settings: Any) -> None:
@@ -142,6 +146,8 @@ class MLflow(Tracker):
 
     Raises:
         EvigradError: If MLflow is not installed.
+
+    See also: docs/trainers.md.
     """
 
     def __init__(

@@ -97,6 +97,8 @@ class Block:
         origin: In a block from ``expanded`` or ``share``, the earlier position of each example.
         seed: Seed of random draws in passes over the block, if ranks have different blocks.
         shares: Number of ranks that pass over parts of the block, see ``share``.
+
+    See also: docs/custom_loop.md.
     """
 
     indices: Int[Tensor, " m"]

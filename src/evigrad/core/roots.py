@@ -53,6 +53,8 @@ class RootRows:
             need no graph for them.
         present: Which (example, column) exist, or None for all. The others are padding with zero
             vectors, which a structure may omit.
+
+    See also: docs/extending.md.
     """
 
     vectors: Float[Tensor, "m k C"]

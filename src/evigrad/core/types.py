@@ -336,6 +336,8 @@ class Estimate:
         estimator: Canonical name of the estimator.
         entropies: For an anchored block, ℓ(Z) of the anchors and ℓ(B_b|Z) of each drawn part, in
             nats. Empty for other blocks.
+
+    See also: docs/custom_loop.md.
     """
 
     log_evidence: float

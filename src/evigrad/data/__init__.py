@@ -49,6 +49,8 @@ def available(data_dir: str | os.PathLike[str] | None = None) -> list[str]:
 
     Raises:
         ConfigurationError: If the folder does not exist.
+
+    See also: docs/data.md.
     """
     folder = _folder(data_dir)
     images, tables = set(HUB) if hub_is_installed() else set[str](), set[str]()

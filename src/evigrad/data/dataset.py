@@ -40,6 +40,8 @@ class DataSet:
             counts.
         target_std: Standard deviation that the targets were divided by, (D,); None for
             classification and counts.
+
+    See also: docs/data.md.
     """
 
     name: str
@@ -157,6 +159,8 @@ class Scaling:
         >>> scaling = Scaling.of(y)
         >>> scaling(y).flatten().tolist(), scaling.undo(scaling(y)).flatten().tolist()
         ([-1.0, 1.0], [1.0, 3.0])
+
+    See also: docs/data.md.
     """
 
     mean: Float[Tensor, "..."]

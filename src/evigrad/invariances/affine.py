@@ -64,6 +64,8 @@ class AffineInvariance(Transform):
         >>> noise = transform.sample(3, torch.Generator().manual_seed(0))
         >>> transform(torch.rand(3, 1, 8, 8), noise).shape
         torch.Size([3, 1, 8, 8])
+
+    See also: docs/augmentation.md.
     """
 
     matrices: Tensor

@@ -166,6 +166,8 @@ class InputScale(Transform):
         >>> from evigrad.invariances import InputScale
         >>> InputScale(2, scale=3.0)(torch.ones(1, 2)).tolist()
         [[3.0, 3.0]]
+
+    See also: docs/augmentation.md.
     """
 
     def __init__(self, shape: int | Sequence[int], scale: float | int = 1.0) -> None:
@@ -209,6 +211,8 @@ class AdditiveNoise(Transform):
         >>> noise = AdditiveNoise(2, level=0.5)
         >>> noise(torch.zeros(1, 2), torch.tensor([[1.0, -2.0]])).tolist()
         [[0.5, -1.0]]
+
+    See also: docs/augmentation.md.
     """
 
     def __init__(

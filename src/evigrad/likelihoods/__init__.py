@@ -56,6 +56,13 @@ def make_likelihood(likelihood: str | Likelihood) -> Likelihood:
 
     Raises:
         ConfigurationError: If there is no likelihood of this name.
+
+    Examples:
+        >>> from evigrad.likelihoods import make_likelihood
+        >>> type(make_likelihood("poisson")).__name__
+        'Poisson'
+
+    See also: docs/likelihoods.md.
     """
     if isinstance(likelihood, Likelihood):
         return likelihood

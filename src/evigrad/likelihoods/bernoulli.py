@@ -19,6 +19,8 @@ class Bernoulli(Likelihood):
         >>> from evigrad.likelihoods import Bernoulli
         >>> Bernoulli().probabilities(torch.zeros(1, 2))
         tensor([[0.5000, 0.5000]])
+
+    See also: docs/likelihoods.md.
     """
 
     name = "bernoulli"

@@ -31,6 +31,8 @@ class Categorical(Likelihood):
         >>> from evigrad.likelihoods import Categorical
         >>> Categorical().log_prob(torch.zeros(1, 2), torch.tensor([1]))
         tensor([-0.6931])
+
+    See also: docs/likelihoods.md.
     """
 
     name = "categorical"

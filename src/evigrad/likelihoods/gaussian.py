@@ -33,6 +33,8 @@ class Gaussian(Likelihood):
         {'noise': 0.5}
         >>> Gaussian(num_outputs=2).reported()
         {'noise/0': 1.0, 'noise/1': 1.0}
+
+    See also: docs/likelihoods.md.
     """
 
     name = "gaussian"

@@ -28,6 +28,8 @@ class HeteroscedasticGaussian(Likelihood):
         >>> f = torch.tensor([[1.0, 0.0]])  # mean 1, log variance 0
         >>> HeteroscedasticGaussian().log_prob(f, torch.tensor([[1.0]]))
         tensor([-0.9189])
+
+    See also: docs/likelihoods.md.
     """
 
     name = "heteroscedastic"
@@ -113,6 +115,8 @@ class NaturalGaussian(HeteroscedasticGaussian):
         >>> from evigrad.likelihoods import NaturalGaussian
         >>> NaturalGaussian().log_prob(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.0]])).shape
         torch.Size([1])
+
+    See also: docs/likelihoods.md.
     """
 
     name = "natural-gaussian"

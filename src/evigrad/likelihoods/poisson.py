@@ -21,6 +21,8 @@ class Poisson(Likelihood):
         >>> from evigrad.likelihoods import Poisson
         >>> Poisson().log_prob(torch.zeros(1, 1), torch.tensor([[2.0]]))
         tensor([-1.6931])
+
+    See also: docs/likelihoods.md.
     """
 
     name = "poisson"

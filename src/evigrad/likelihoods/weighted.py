@@ -34,6 +34,8 @@ class Weighted(Likelihood):
         >>> y = likelihood.targets(torch.tensor([0, 1]), torch.tensor([2.0, 0.5]))
         >>> likelihood.log_prob(torch.zeros(2, 2), y)
         tensor([-1.3863, -0.3466])
+
+    See also: docs/likelihoods.md.
     """
 
     name = "weighted"

@@ -39,6 +39,8 @@ class Bracket:
         rows: Number of rows in a block, anchors included.
         blocks: Number of blocks that were used.
         seconds: Time of the computation in seconds.
+
+    See also: docs/anchored_bound.md.
     """
 
     lower: float
@@ -109,7 +111,7 @@ def bracket(
         >>> bounds.lower <= bounds.upper
         True
 
-    See also: docs/estimators.md.
+    See also: docs/anchored_bound.md.
     """
     start = time.perf_counter()
     check_count("rows", rows)

@@ -62,6 +62,8 @@ def make_model(
         >>> from evigrad.models import make_model
         >>> sum(p.numel() for p in make_model("digitsnet", (1, 8, 8), 10).parameters())
         6090
+
+    See also: docs/command_line.md.
     """
     if name not in MODELS:
         raise ConfigurationError(

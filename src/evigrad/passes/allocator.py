@@ -45,6 +45,16 @@ def kept_memory() -> Iterator[None]:
 
     Yields:
         Nothing.
+
+    Examples:
+        >>> import torch
+        >>> from evigrad import kept_memory
+        >>> with kept_memory():
+        ...     x = torch.ones(2, 2) @ torch.ones(2, 2)
+        >>> x.sum().item()
+        8.0
+
+    See also: docs/performance.md.
     """
     global _depth
     library = None if _is_set_up() else _glibc()

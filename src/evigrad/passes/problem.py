@@ -159,6 +159,8 @@ class ParameterReport:
         curvature: Its block of the curvature.
         group: Its prior group.
         precision: Its prior precision, or the mean if it varies inside the tensor.
+
+    See also: docs/supported.md.
     """
 
     name: str

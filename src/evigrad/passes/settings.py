@@ -47,6 +47,13 @@ class Memory:
             Default: device of the weights.
         autocast: Type of mixed-precision passes, such as bfloat16. It does not affect kernels and
             factors. Default: none.
+
+    Examples:
+        >>> from evigrad import Memory
+        >>> Memory(micro_batch="auto", memory_budget="8GiB", rows_dtype="bfloat16").rows_dtype
+        'bfloat16'
+
+    See also: docs/performance.md.
     """
 
     micro_batch: int | Literal["auto"] | None = None

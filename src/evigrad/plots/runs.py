@@ -155,6 +155,8 @@ def learning_curves(histories: Mapping[str, History]) -> "Figure":
         >>> history = [{"epoch": 1, "loss": 2.0}, {"epoch": 2, "loss": 1.0}]
         >>> len(learning_curves({"evigrad": history}).axes)
         1
+
+    See also: docs/command_line.md.
     """
     _check(histories)
     shown = (QUANTITIES["loss"], QUANTITIES["log_evidence"], _TEST)
@@ -247,6 +249,8 @@ def precision_paths(
         >>> history = [{"epoch": 1, "precision/weight": 2.0}, {"epoch": 2, "precision/weight": 5.0}]
         >>> len(precision_paths(history).axes)
         1
+
+    See also: docs/command_line.md.
     """
     _check({"": history})
     columns = {

@@ -51,6 +51,8 @@ class Predictive:
         >>> prediction = Predictive(torch.zeros(1, 1), torch.full((1, 1, 1), 3.0), Gaussian())
         >>> prediction.std.item()  # 3 epistemic, 1 noise
         2.0
+
+    See also: docs/posterior.md.
     """
 
     outputs: Float[Tensor, "m ... C"]

@@ -42,6 +42,8 @@ def augmented_images(
 
     Raises:
         InputError: If these are not images, or do not belong together.
+
+    See also: docs/command_line.md.
     """
     if images.dim() != 4 or transformed.dim() != 5 or len(images) == 0:
         raise InputError(

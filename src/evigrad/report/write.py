@@ -86,6 +86,8 @@ def write_report(
         >>> run = evigrad.fit(torch.nn.Linear(2, 2), data, **options)
         >>> write_report(run.run_dir).name
         'report.html'
+
+    See also: docs/command_line.md.
     """
     if examples < 0:
         raise ConfigurationError(f"examples must be at least 0, got {examples}.")

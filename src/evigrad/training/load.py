@@ -33,6 +33,8 @@ class LoadedRun:
         settings: Settings of ``fit`` by name, from ``config.json``.
         history: One row per epoch up to the checkpoint.
         epoch: Last of these epochs. It is ``settings["epochs"]`` if the run is finished.
+
+    See also: docs/tune_and_load.md.
     """
 
     model: nn.Module
@@ -87,7 +89,7 @@ def load(
         >>> run.epoch, torch.equal(run.model.weight, model.weight)
         (1, True)
 
-    See also: docs/estimators.md.
+    See also: docs/tune_and_load.md.
     """
     path = Path(run)
     if not path.is_dir():

@@ -51,6 +51,8 @@ class Laplace:
         >>> from evigrad import Laplace
         >>> Laplace(temperature=0.5).sharing
         'expand'
+
+    See also: docs/estimators.md.
     """
 
     temperature: float = 1.0
@@ -99,6 +101,8 @@ class Schedule:
         >>> from evigrad import Schedule
         >>> Schedule(epochs=40, burn_in=5, steps=4).batch_size
         100
+
+    See also: docs/training.md.
     """
 
     epochs: int | None = None
@@ -155,6 +159,8 @@ class Optimization:
         >>> from evigrad import Optimization
         >>> Optimization(optimizer="sgd", lr=0.1).hyper_lr
         0.2
+
+    See also: docs/training.md.
     """
 
     optimizer: Literal["adam", "sgd"] | OptimizerFactory = "adam"

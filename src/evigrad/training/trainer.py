@@ -64,6 +64,8 @@ class FitResult:
         seconds: Time of training in seconds, without evaluation and files.
         run_dir: Folder of the run on the first rank, or None.
         estimator: Name of the estimator, or None for training without one.
+
+    See also: docs/usage.md.
     """
 
     model: nn.Module

@@ -35,6 +35,8 @@ class TuneResult:
         evidence: Evidence of the model, with the learned hyperparameters.
         history: One row per round: the mean log evidence over its steps, and the hyperparameters
             after it (see ``FitResult.history``).
+
+    See also: docs/tune_and_load.md.
     """
 
     evidence: Evidence
@@ -108,7 +110,7 @@ def tune(
         >>> result.history[-1]["round"]
         20
 
-    See also: docs/estimators.md.
+    See also: docs/tune_and_load.md.
     """
     check_integer("rounds", rounds, 1)
     if estimator is None:

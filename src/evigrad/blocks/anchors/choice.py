@@ -60,6 +60,13 @@ class Anchoring:
 
     Raises:
         ConfigurationError: If a value is out of its range.
+
+    Examples:
+        >>> from evigrad import Anchoring
+        >>> Anchoring(share=0.8, choice="greedy").refresh
+        3
+
+    See also: docs/anchored_bound.md.
     """
 
     share: float = 0.9
