@@ -21,8 +21,8 @@ from evigrad.report.images import (
     rebuild,
 )
 from evigrad.report.runs import Run, read_runs
-from evigrad.training.plan import burn_in_precision
-from evigrad.training.settings import current_record
+from evigrad.training.plan import BURN_IN_DECAY, burn_in_precision
+from evigrad.training.settings import Optimization, current_record
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -212,6 +212,7 @@ def metrics(runs: Sequence[Run]) -> Rows:
             "training loss (nats per example)": last("loss", digits=_NATS),
             f"log evidence {judge} (nats per example)": common,
             "log evidence during training, last round (nats per example)": evidence,
+            "distance from the mode (nats per example)": last("mode_gap", digits=_NATS),
             "hyperparameter steps": last("hyper_steps"),
             "training time (seconds)": last("seconds"),
         },
@@ -301,7 +302,9 @@ def _first_precision(run: Run) -> str:
         return show(s.get("precision"))
     if s.get("prior_mean") not in (None, "zero"):
         return "set by the burn-in"
-    return f"{show(burn_in_precision(num_data))} (set by the burn-in)"
+    decay = Optimization(start_decay=s.get("start_decay")).start_decays or (BURN_IN_DECAY,)
+    precisions = [show(burn_in_precision(start, num_data)) for start in decay]
+    return f"{' or '.join(precisions)} (set by the burn-in)"
 
 
 def _rounds(run: Run) -> str:
