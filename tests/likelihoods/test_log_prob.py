@@ -328,6 +328,7 @@ BAD = {
     "label too large": (Categorical(), (3, 4), torch.tensor([0, 4, 1]), r"4 at index 1.*0 … 3"),
     "label negative": (Categorical(), (2, 4), torch.tensor([-100, 1]), r"-100 at index 0"),
     "label float": (Categorical(), (2, 3), torch.tensor([0.0, 1.0]), r"y\.long\(\)"),
+    "label of one output": (Categorical(), (2, 1), torch.tensor([0, 1]), 'likelihood="gaussian"'),
     "label bool": (Categorical(), (2, 3), torch.tensor([True, False]), r"y\.long\(\)"),
     "label (m, 1)": (Categorical(), (2, 3), torch.tensor([[0], [1]]), r"y\.squeeze\(1\)"),
     "label one-hot": (Categorical(), (3, 3), torch.eye(3).long(), r"y\.argmax\(1\)"),

@@ -60,8 +60,8 @@ class Categorical(Likelihood):
         if num_outputs == 1:
             raise InputError(
                 "Categorical needs at least two outputs, got one, whose softmax is always 1. For"
-                " two classes use Bernoulli() with y.float().unsqueeze(1), or a model with two"
-                " outputs."
+                ' numeric targets (regression), use likelihood="gaussian". For two classes, use'
+                " Bernoulli() with y.float().unsqueeze(1), or a model with two outputs."
             )
         if y.ndim != 1:
             hint = ""
