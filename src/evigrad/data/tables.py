@@ -44,7 +44,7 @@ from evigrad.errors import (
 SUFFIXES = (".parquet", ".csv", ".tsv")
 # Likelihoods of a table's target.
 TWO_OUTPUTS = ("heteroscedastic", "natural-gaussian")
-LIKELIHOODS = ("categorical", "gaussian", *TWO_OUTPUTS, "poisson")
+LIKELIHOODS = ("categorical", "gaussian", "student-t", *TWO_OUTPUTS, "poisson")
 SPLIT_PREFIX = "test_"
 # Names of columns: a string with commas, or several strings.
 Names = str | Sequence[str] | None

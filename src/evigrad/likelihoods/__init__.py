@@ -19,6 +19,7 @@ from evigrad.likelihoods.categorical import Categorical
 from evigrad.likelihoods.gaussian import Gaussian
 from evigrad.likelihoods.heteroscedastic import HeteroscedasticGaussian, NaturalGaussian
 from evigrad.likelihoods.poisson import Poisson
+from evigrad.likelihoods.student_t import StudentT
 from evigrad.likelihoods.weighted import Weighted
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "NaturalGaussian",
     "Poisson",
     "RootRows",
+    "StudentT",
     "Weighted",
     "make_likelihood",
 ]
@@ -41,6 +43,7 @@ LIKELIHOODS: dict[str, type[Likelihood]] = {
     for likelihood in (
         Categorical,
         Gaussian,
+        StudentT,
         HeteroscedasticGaussian,
         NaturalGaussian,
         Bernoulli,

@@ -19,7 +19,7 @@ from torch.optim import SGD
 from evigrad.blocks.pool import Pool
 from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning, listed, memory_for
 from evigrad.evidence import Evidence
-from evigrad.likelihoods import Gaussian
+from evigrad.likelihoods.noisy import Noisy
 from evigrad.measure.metrics import evaluate, hyperparameter_values
 from evigrad.models import fixup_scalars
 from evigrad.network.modes import seeded
@@ -481,17 +481,17 @@ class Trainer:
         )
 
     def _noise_variance(self) -> float:
-        """Return σ² of Gaussian noise that rounds learn (geometric mean over outputs), or 1.
+        """Return σ² of noise that rounds learn (geometric mean over outputs), or 1.
 
         The gradient of the negative log likelihood grows as 1/σ², and a round can divide σ² by ten.
         Adam's running mean of squared gradients needs a thousand steps to catch up. Until then the
         steps would be several times too large, and training can diverge (docs/start.md). With the
         loss times σ², a round changes nothing but the share of the prior.
         """
-        gaussians = [m for m in self.evidence.likelihood.modules() if isinstance(m, Gaussian)]
-        if self.learner is None or not gaussians:
+        noisy = [m for m in self.evidence.likelihood.modules() if isinstance(m, Noisy)]
+        if self.learner is None or not noisy:
             return 1.0
-        return gaussians[0].log_noise.detach().double().mul(2).mean().exp().item()
+        return noisy[0].log_noise.detach().double().mul(2).mean().exp().item()
 
     def _stepping(self) -> list[nn.Parameter]:
         """Return the parameters that a step on the training loss changes."""
