@@ -1,4 +1,4 @@
-"""Independent yes-or-no labels."""
+"""A likelihood for independent yes-or-no labels."""
 
 from collections.abc import Sequence
 

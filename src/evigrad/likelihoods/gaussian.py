@@ -1,4 +1,4 @@
-"""Regression with Gaussian noise."""
+"""A likelihood for regression with Gaussian noise."""
 
 import math
 from collections.abc import Sequence
@@ -20,11 +20,12 @@ class Gaussian(Likelihood):
     Args:
         noise: Standard deviation σ in units of y (not the variance): one number for all outputs, or
             one per output. Default: 1.
-        num_outputs: Number of outputs C. Set it to learn one σ per output from a single number.
+        num_outputs: Number of outputs C. Set it to learn one σ per output, starting from a single
+            number.
         learnable: Whether ``log_noise`` = log σ, of shape () or (C,), is learned.
 
     Raises:
-        ConfigurationError: If a σ is not a positive number, there are not C of them, or
+        ConfigurationError: If a σ is not a positive number, the number of σ is not 1 or C, or
             ``learnable`` is not a bool.
 
     Examples:
@@ -52,7 +53,7 @@ class Gaussian(Likelihood):
             value = torch.as_tensor(noise, dtype=torch.float64, device=device).detach()
         except (TypeError, ValueError) as error:
             raise ConfigurationError(
-                f"noise must be a number or numbers, got {noise!r}."
+                f"noise must be one number or a sequence of numbers, got {noise!r}."
             ) from error
         if not value.numel() or not bool(((value > 0) & torch.isfinite(value)).all()):
             raise ConfigurationError(
@@ -62,8 +63,8 @@ class Gaussian(Likelihood):
             value = value.expand(num_outputs)
         if value.ndim > 1 or (num_outputs is not None and value.shape != (num_outputs,)):
             raise ConfigurationError(
-                f"noise must be one number, or one per output, got the shape {tuple(value.shape)}"
-                f" with num_outputs={num_outputs}."
+                "noise must be one number or one number per output, got the shape"
+                f" {tuple(value.shape)} with num_outputs={num_outputs}."
             )
         log_noise = value.log().to(torch.get_default_dtype(), copy=True)
         if not isinstance(learnable, bool):
@@ -84,7 +85,7 @@ class Gaussian(Likelihood):
             raise InputError(f"Targets must be floating point, got {y.dtype}. Use y.float().")
         if self.log_noise.ndim and len(self.log_noise) != f_shape[1]:
             raise InputError(
-                f"The likelihood must have a noise per output, got {len(self.log_noise)} for"
+                f"The likelihood must have one noise per output, got {len(self.log_noise)} for"
                 f" {f_shape[1]} outputs. Use Gaussian(num_outputs={f_shape[1]}), or one noise for"
                 " all."
             )
@@ -94,7 +95,7 @@ class Gaussian(Likelihood):
         return (-2.0 * self.log_noise.to(f)).exp().expand(f.shape).diag_embed()
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
-        """Return the residual over σ², also differentiable in ``log_noise``."""
+        """Return the residual divided by σ², also differentiable in ``log_noise``."""
         return (y.to(f) - f) * (-2.0 * self.log_noise.to(f)).exp()
 
     def noise_variance(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
@@ -112,7 +113,7 @@ class Gaussian(Likelihood):
         columns: Int[Tensor, "m k"] | None = None,
         kind: str = "subblock",
     ) -> RootRows:
-        """Return unit vectors, with 1/σ as their scale."""
+        """Return unit vectors scaled by 1/σ."""
         check_root(kind)
         scale = self._diagonal_root(f)
         if columns is not None:
