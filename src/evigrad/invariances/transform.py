@@ -22,9 +22,9 @@ class Transform(nn.Module, ABC):
 
     Attributes:
         bounds: Smallest and largest value of each parameter by name, such as
-            ``{"width": (0.0, 8.0)}``. One of the two may be infinite. After the first use of the transform,
-            ``self.width`` is the parameter reflected at both bounds, with a derivative of 1 or −1.
-            So it is within the bounds after every step of every optimizer.
+            ``{"width": (0.0, 8.0)}``. One of the two may be infinite. After the first use of the
+            transform, ``self.width`` is the parameter reflected at both bounds, with a derivative
+            of 1 or −1. So it is within the bounds after every step of every optimizer.
             ``get_parameter("width")`` is the parameter itself, which may be outside the bounds.
 
     Examples:

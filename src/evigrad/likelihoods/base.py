@@ -419,7 +419,8 @@ class Likelihood(nn.Module, ABC):
     def condensed(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m D"]:
         """Return what ``row_scores`` needs from the outputs.
 
-        It must be small enough to keep for every example. The default returns the outputs themselves.
+        It must be small enough to keep for every example. The default returns the
+        outputs themselves.
         """
         check_root(kind)
         return f
