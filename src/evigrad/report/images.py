@@ -56,8 +56,8 @@ def augmented_images(
         names and len(names) != len(images)
     ):
         raise InputError(
-            "There must be the same number of images, transforms and names, and images and transforms"
-            " must have the same shape."
+            "Images, their transforms and names must have the same number, and images and their"
+            " transforms must have the same shape."
         )
     rows, draws = transformed.shape[:2]
     height, width = images.shape[-2:]
