@@ -17,7 +17,7 @@ from evigrad.inputs import Inputs, Tree, as_inputs, mapped, stacked, tensors_of
 
 _ACCEPTED = (
     "a pair (x, y) of tensors, a TensorDataset, a map-style data set of pairs, or a DataLoader for"
-    " such a data set (x may also be a dictionary or tuple of tensors)"
+    " such pairs (x may also be a dictionary or tuple of tensors)"
 )
 _STREAM = (
     "Blocks and metrics read examples by position, which an IterableDataset does not support. Use"

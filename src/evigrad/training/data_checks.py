@@ -108,9 +108,9 @@ def _warn_of_real_targets(evidence: Evidence, data: RunData) -> None:
         return
     if has_two_values and (columns := _columns_of_two_values(y)):
         warnings.warn(
-            f"Column {columns[0]} of the targets has only two values. A Gaussian likelihood"
-            " treats them as real numbers, so its noise falls toward zero, and the network memorizes"
-            ' them. For yes-or-no targets, use likelihood="bernoulli" with targets 0.0 and 1.0'
+            f"Column {columns[0]} of the targets has only two values. A Gaussian treats them"
+            " as real numbers, so its noise falls toward zero, and the network memorizes them."
+            ' For yes-or-no targets, use likelihood="bernoulli" with targets 0.0 and 1.0'
             ' (evigrad.likelihoods.Bernoulli). For classes, use likelihood="categorical" or'
             " evigrad.sklearn.EvidenceClassifier.",
             EvigradWarning,
