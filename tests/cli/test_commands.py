@@ -331,7 +331,7 @@ def test_mistakes_in_a_file(capsys, tmp_path):
     assert "unknown key 'epoch'. Did you mean 'epochs'?" in words
     file.write_text("estimator: ntk-9-1\nstep_budget: 5.0\n")
     words = error_of(capsys, "train", "--config", file)
-    assert "the key 'step_budget', which is not an option any more" in words
+    assert "the key 'step_budget', which is no longer an option" in words
     assert "the default ntk-400-rows-anchored" in words
     file.write_text("epochs: four\n")
     assert "--epochs: must be a whole number, got 'four'" in error_of(

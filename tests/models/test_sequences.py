@@ -351,7 +351,7 @@ def test_a_short_fit_learns(name: str) -> None:
         ((5,), {"padding": 0}, "Set vocabulary=..."),
         ((5, 2), {"vocabulary": 3}, "needs inputs of shape (T,)"),
         ((5,), {"vocabulary": 0}, "at least 1"),
-        ((5,), {"vocabulary": 3, "padding": 3}, "must be a token, 0 to 2"),
+        ((5,), {"vocabulary": 3, "padding": 3}, "must be a token from 0 to 2"),
         ((5,), {"width": 0}, "must be at least 1, got 0"),
         ((5,), {"layers": 0}, "must be at least 1, got 0"),
         ((5,), {"START": 0.0}, "must be a positive number"),

@@ -200,7 +200,7 @@ def sampling_grid(
 ) -> Float[Tensor, "n height width 2"]:
     """Return the position (x, y) from which each pixel is read, like ``F.affine_grid`` but faster.
 
-    ``maps`` act on (x, y, 1) with borders at −1 and 1, as with ``align_corners=False``.
+    ``maps`` act on (x, y, 1) with borders at −1 and 1, which is ``align_corners=False``.
     """
     x, y = (
         (2 * torch.arange(size, dtype=maps.dtype, device=maps.device) + 1) / size - 1

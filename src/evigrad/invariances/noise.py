@@ -76,7 +76,7 @@ class Noise:
     """The noise of a block's examples, by their position in the block.
 
     ``seed`` seeds all noise of the ``modules`` that draw. The examples use the noise of the
-    ascending ``positions``, or of their own positions if it is None.
+    ascending ``positions``. None stands for the examples' own positions.
     """
 
     def __init__(

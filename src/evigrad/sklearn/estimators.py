@@ -330,8 +330,8 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
         activation: Nonlinearity after each hidden layer: relu, tanh, silu, gelu, elu, softplus or
             sigmoid.
         module: Network to use instead of these layers: a torch module from inputs (n, inputs) to
-            outputs (n, classes), or a function that maps the numbers of inputs and classes to a
-            module. A copy is trained, in the module's type and on its device.
+            outputs (n, classes). You can also pass a function from the numbers of inputs and
+            classes to a module. A copy is trained, in the module's type and on its device.
         relevance: Whether the evidence learns a scale for each column, in front of the network.
         estimator: Name of the evidence estimator. None learns only the weights.
         prior: Which weights share a precision: layerwise, scalar, diagonal or a ``GaussianPrior``.
@@ -449,8 +449,8 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
         activation: Nonlinearity after each hidden layer: relu, tanh, silu, gelu, elu, softplus or
             sigmoid.
         module: Network to use instead of these layers: a torch module from inputs (n, inputs) to
-            outputs (n, targets), or a function that maps the numbers of inputs and targets to a
-            module. A copy is trained, in the module's type and on its device.
+            outputs (n, targets). You can also pass a function from the numbers of inputs and
+            targets to a module. A copy is trained, in the module's type and on its device.
         relevance: Whether the evidence learns a scale for each column, in front of the network.
         estimator: Name of the evidence estimator. None learns only the weights.
         prior: Which weights share a precision: layerwise, scalar, diagonal or a ``GaussianPrior``.
