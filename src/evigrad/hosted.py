@@ -135,7 +135,7 @@ class HostedLearner:
         return self.history[-1]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to resume from, besides the network's and the optimizer's own states."""
+        """Return the state to resume from, besides the states of the network and the optimizer."""
         if self._learner is None:
             return {} if self._state is None else dict(self._state)
         return {"learner": self._learner.state_dict()}

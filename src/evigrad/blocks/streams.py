@@ -65,7 +65,8 @@ class Stream(Iterable[Block]):
     def epoch(self) -> Iterator[Block]:
         """Return the blocks of exactly one partition, with their data.
 
-        All ranks get the same number of blocks. The last one may be empty, and is not counted.
+        All ranks get the same number of blocks. The last block may be empty, and then it is not
+        counted.
         """
 
     def _local(self, builders: Iterable[Callable[[], Block]]) -> Iterator[Block]:

@@ -43,7 +43,7 @@ def resumed_configuration(resume: str | None = None) -> Path | None:
     if file.is_file():
         return file
     if not folder.is_dir():
-        raise ConfigurationError(f"There is no run to resume in {folder}: no such folder.")
+        raise ConfigurationError(f"There is no run to resume in {folder}: it does not exist.")
     if (folder / "config.json").is_file():
         raise ConfigurationError(
             f"The run in {folder} was started from Python. Resume it there, with"
@@ -112,7 +112,7 @@ class Interruption:
         if not (first and self._patient):
             raise KeyboardInterrupt
         # Without print, because the signal may have come in the middle of one.
-        words = "\nStopping after this epoch. Press Ctrl-C again to stop at once.\n"
+        words = "\nStopping after this epoch. Press Ctrl-C again to stop now.\n"
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, words.encode())
 
 

@@ -101,7 +101,8 @@ def load(
     Args:
         name: NAME or NAME:VARIANT, or the path of a table.
         data_dir: Folder of Parquet files. Default: the environment variable ``EVIGRAD_DATA``.
-        subset: Number of train examples, drawn uniformly. Default: all. The test set stays whole.
+        subset: Number of train examples, drawn uniformly. The test set is not reduced. Default:
+            all.
         seed: Seed of the draw. If ``split`` is None, it also chooses a table's split.
         split: Index of a table's train/test split. Default: ``seed`` modulo the number of splits.
             If a table has no splits, it is the seed of a random split, with a fifth of the rows as

@@ -134,7 +134,7 @@ def _is_number(text: str) -> bool:
 
 
 def refuse(where: str, problems: Iterable[str | None]) -> None:
-    """Raise InputError with all problems of a table at once; ``where`` names the table."""
+    """Raise InputError with all problems of a table in one message; ``where`` names the table."""
     texts = [problem for problem in problems if problem]
     sentences = [f"{text[:1].upper()}{text[1:]}." for text in texts]
     if len(texts) == 1:

@@ -21,7 +21,7 @@ class DataSet:
     """A data set in memory: n train and t test examples, normalized with the train statistics.
 
     Attributes:
-        name: Name by which it was loaded.
+        name: Name by which the data set was loaded.
         train: Inputs (n, *input_shape), and targets: labels (n,) int64 for classification, values
             (n, D) for regression.
         test: Test data in the same format. Do not use them to choose anything. For choices, use
@@ -202,7 +202,7 @@ class Scaling:
 
 
 def shuffled(count: int, seed: int) -> np.ndarray:
-    """Return the numbers 0 to ``count - 1`` in random order, (count,) int64; seeds below 2^32."""
+    """Return 0 to ``count - 1`` in random order, (count,) int64; the seed must be below 2^32."""
     if not 0 <= seed < 2**32:
         raise ConfigurationError(f"seed must be between 0 and 2^32 - 1, got {seed}.")
     # RandomState, not default_rng: its stream is frozen by contract, so a split never changes.

@@ -34,7 +34,7 @@ class Averaged(nn.Module):
             averaged class probabilities, log (1/S) Σ_s softmax(f_s), for a categorical likelihood.
         chunk: Number of samples per example in one pass of the model, to save memory in training.
             Chunks cost one more forward pass, because activations are recomputed for the gradient.
-            Evidence passes ignore it. Default: None, all samples.
+            Evidence passes ignore it. Default: None, which means all samples.
 
     Raises:
         ConfigurationError: If an option does not exist, a number is below 1, the model draws noise,

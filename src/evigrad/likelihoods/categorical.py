@@ -23,7 +23,7 @@ class Categorical(Likelihood):
     """One of C classes with logits f: p(y=c|f) = softmax(f)_c. Targets are integers (m,).
 
     Args:
-        ignore_index: Label of positions without a target, such as padding, if outputs (m, …, C)
+        ignore_index: Label for positions without a target, such as padding, if outputs (m, …, C)
             have labels (m, …). Default: −100.
 
     Examples:

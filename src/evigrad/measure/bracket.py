@@ -37,7 +37,7 @@ class Bracket:
         upper: Upper bound.
         num_data: Number of examples N.
         rows: Number of rows in a block, anchors included.
-        blocks: Number of blocks that were used.
+        blocks: Number of blocks used.
         seconds: Time of the computation in seconds.
 
     See also: docs/anchored_bound.md.
@@ -83,7 +83,7 @@ def bracket(
         data: All N training examples.
         rows: Number of rows in a block. More rows bring the bounds closer together, and with all
             rows they are exact. Default: 1,000.
-        blocks: Number of blocks to use. None uses the whole partition, without a standard error.
+        blocks: Number of blocks to use. None uses all blocks, so that there is no standard error.
             Default: 8.
         root: Root of the likelihood's curvature: fisher or eigen (default).
         anchoring: How many rows are anchors, and how they are chosen. Default: three quarters.

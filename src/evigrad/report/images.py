@@ -127,7 +127,7 @@ def rebuild(run: Run, data_dir: str | Path | None = None) -> tuple[DataSet, nn.M
 
 
 def find_transform(data: DataSet, model: nn.Module) -> nn.Module | None:
-    """Return the transform of a network's ``Averaged``; None without one or without images."""
+    """Return the transform of a network's ``Averaged``; None without a transform or images."""
     if len(data.input_shape) != 3:
         return None
     return next((part.invariance for part in model.modules() if isinstance(part, Averaged)), None)

@@ -96,7 +96,7 @@ def _read_with_map(folder: Path, label: str | None) -> list[Run]:
     """Return a run and its MAP run, named by their methods if there is no label."""
     if not folder.is_dir():
         raise ConfigurationError(
-            f"A report needs the folder of a run, got {folder}: no such folder."
+            f"A report needs the folder of a run, got {folder}, which does not exist."
         )
     options, results = _read(folder / "config.yaml"), _read(folder / "results.json")
     runs = []

@@ -176,7 +176,7 @@ def _png(make: "Callable[[Palette], Figure]", palette: Palette) -> bytes:
 
 
 def metrics(runs: Sequence[Run]) -> Rows:
-    """Return the final metrics: a row per metric, with its unit, and a cell per run."""
+    """Return the final metrics, with a row per metric and its unit, and a cell per run."""
 
     def last(column: str, factor: float = 1.0, digits: int = 0) -> Callable[[Run], str]:
         return lambda run: show(run.last(column), factor, digits)

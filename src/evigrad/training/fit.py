@@ -108,9 +108,10 @@ def fit(
         callbacks: Functions called after every epoch with its row of metrics. A resumed run calls
             them again for the epochs since the last checkpoint.
         process_group: Processes that train together, each on a part of every batch, as for
-            ``Evidence``. All call ``fit`` with the same model, data and settings, and get the same
-            result. Only the first process provides the parameters, writes files, shows progress and
-            calls ``callbacks``. You can resume the run with a different number of processes.
+            ``Evidence``. All processes call ``fit`` with the same model, data and settings, and get
+            the same result. Only the first process provides the parameters, writes files, shows
+            progress and calls ``callbacks``. You can resume the run with a different number of
+            processes.
 
     Returns:
         The trained model, its evidence, the history and the final metrics.

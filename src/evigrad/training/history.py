@@ -73,7 +73,7 @@ def round_columns(learner: "Learner", hyper_round: "Round | None") -> Row:
 
 
 def metric_columns(evidence: Evidence, metrics: Mapping[str, Mapping[str, float]]) -> Row:
-    """Return the columns of ``metrics`` on training and test data, empty if there are none."""
+    """Return the columns of ``metrics`` on training and test data; empty without metrics."""
     error = "accuracy" if evidence.likelihood.is_classification else "squared_error"
     return {
         f"{part}_{name}": metrics.get(part, {}).get(name)

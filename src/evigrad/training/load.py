@@ -93,7 +93,9 @@ def load(
     """
     path = Path(run)
     if not path.is_dir():
-        raise ConfigurationError(f"run must be the folder of a run, got {path}: no such folder.")
+        raise ConfigurationError(
+            f"run must be the folder of a run, got {path}, which does not exist."
+        )
     state = RunDirectory(path, resume=True).read_checkpoint()
     if state is None:
         raise ConfigurationError(

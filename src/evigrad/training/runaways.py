@@ -27,7 +27,7 @@ class Runaways:
     """Watch the learned hyperparameters of a model from round to round; warn once about each.
 
     ``starts`` are the initial values by name. ``best`` is the highest mean log likelihood per
-    example of a round. A checkpoint stores both.
+    example of a round. A checkpoint stores ``starts`` and ``best``.
     """
 
     def __init__(self, evidence: Evidence) -> None:
