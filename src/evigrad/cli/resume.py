@@ -43,7 +43,9 @@ def resumed_configuration(resume: str | None = None) -> Path | None:
     if file.is_file():
         return file
     if not folder.is_dir():
-        raise ConfigurationError(f"There is no run to resume in {folder}: it does not exist.")
+        raise ConfigurationError(
+            f"There is no run to resume in {folder}: the folder does not exist."
+        )
     if (folder / "config.json").is_file():
         raise ConfigurationError(
             f"The run in {folder} was started from Python. Resume it there, with"
