@@ -1,4 +1,4 @@
-"""Files that survive a crash whole, and folders with a single writer."""
+"""Files that a crash does not leave incomplete, and folders with a single writer."""
 
 import hashlib
 import os

@@ -69,7 +69,7 @@ class HostedLearner:
 
     @property
     def evidence(self) -> Evidence:
-        """Return the evidence of the network that is trained."""
+        """Return the evidence of the network that is being trained."""
         return self.learner.evidence
 
     @property

@@ -131,7 +131,8 @@ def kept_curvature(
 ) -> Float[Tensor, "N C C"]:
     """Return M_n, the part of Λ_n in a block that lists these root columns (−1 is padding).
 
-    Without a root it is the paper's sub-block: the rows and columns of Λ_n of the listed outputs.
+    Without a root, M_n is the paper's sub-block: the rows and columns of Λ_n for the listed
+    outputs.
     """
     if columns is None:
         return curvature
@@ -331,7 +332,7 @@ def anchored_log_det(
 
 
 def gradients(evidence: Evidence, block: Block, **settings: Any) -> dict[str, Tensor]:
-    """Return the gradient of −(log evidence + log hyperprior)/N in each hyperparameter, by name.
+    """Return the gradient of −(log evidence + log hyperprior)/N for each hyperparameter, by name.
 
     ``settings`` are the settings of ``log_evidence``.
     """

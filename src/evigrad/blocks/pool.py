@@ -19,7 +19,7 @@ MANY, POOL = 2**16, 2**14
 
 
 class Pool:
-    """A fixed subset of N examples, which are numbered by places 0, 1, ... in the subset.
+    """A fixed subset of N examples, whose members have places 0, 1, ... in the subset.
 
     It depends only on N: it is the start of a random permutation, which is computed on demand.
 

@@ -30,7 +30,7 @@ _IMPUTER = "sklearn.impute.SimpleImputer"
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table of any kind."""
+    """A column of any kind of table."""
 
     name: Hashable  # its number if the table has no names
     kind: str  # of ``NUMERIC``, or ``TEXT``, ``DATES``, ``DECLARED``, or the name of another type

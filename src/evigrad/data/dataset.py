@@ -1,4 +1,4 @@
-"""Data sets, how they are split, and how they are scaled."""
+"""Data sets, with functions that split and scale them."""
 
 from dataclasses import dataclass, replace
 from typing import Any

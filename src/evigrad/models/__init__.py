@@ -1,4 +1,4 @@
-"""Networks by name: small ones, the paper's residual networks with Fixup, and sequences."""
+"""Networks by name: small networks, the paper's residual networks with Fixup, and sequences."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence

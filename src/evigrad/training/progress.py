@@ -67,7 +67,7 @@ class RichProgress:
         self._progress.update(self._task, completed=row["epoch"] or 0, values=values)
 
     def close(self) -> None:
-        """Leave the last state of the bar on the screen."""
+        """Stop the bar, and leave its last state on the screen."""
         self._progress.stop()
 
 
