@@ -1,4 +1,4 @@
-"""Regression with Gaussian noise."""
+"""A likelihood for regression with Gaussian noise."""
 
 import math
 
@@ -18,11 +18,12 @@ class Gaussian(Noisy):
     Args:
         noise: Standard deviation σ in units of y (not the variance): one number for all outputs, or
             one per output. Default: 1.
-        num_outputs: Number of outputs C. Set it to learn one σ per output from a single number.
+        num_outputs: Number of outputs C. Set it to learn one σ per output, starting from a single
+            number.
         learnable: Whether ``log_noise`` = log σ, of shape () or (C,), is learned.
 
     Raises:
-        ConfigurationError: If a σ is not a positive number, there are not C of them, or
+        ConfigurationError: If a σ is not a positive number, the number of σ is not 1 or C, or
             ``learnable`` is not a bool.
 
     Examples:
@@ -48,7 +49,7 @@ class Gaussian(Noisy):
         return (-2.0 * self.log_noise.to(f)).exp().expand(f.shape).diag_embed()
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
-        """Return the residual over σ², also differentiable in ``log_noise``."""
+        """Return the residual divided by σ², also differentiable in ``log_noise``."""
         return (y.to(f) - f) * (-2.0 * self.log_noise.to(f)).exp()
 
     def noise_variance(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
@@ -66,7 +67,7 @@ class Gaussian(Noisy):
         columns: Int[Tensor, "m k"] | None = None,
         kind: str = "subblock",
     ) -> RootRows:
-        """Return unit vectors, with 1/σ as their scale."""
+        """Return unit vectors scaled by 1/σ."""
         check_root(kind)
         scale = self._diagonal_root(f)
         if columns is not None:

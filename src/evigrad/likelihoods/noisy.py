@@ -30,7 +30,7 @@ class Noisy(Likelihood):
             value = torch.as_tensor(noise, dtype=torch.float64, device=device).detach()
         except (TypeError, ValueError) as error:
             raise ConfigurationError(
-                f"noise must be a number or numbers, got {noise!r}."
+                f"noise must be one number or a sequence of numbers, got {noise!r}."
             ) from error
         if not value.numel() or not bool(((value > 0) & torch.isfinite(value)).all()):
             raise ConfigurationError(
@@ -40,8 +40,8 @@ class Noisy(Likelihood):
             value = value.expand(num_outputs)
         if value.ndim > 1 or (num_outputs is not None and value.shape != (num_outputs,)):
             raise ConfigurationError(
-                f"noise must be one number, or one per output, got the shape {tuple(value.shape)}"
-                f" with num_outputs={num_outputs}."
+                "noise must be one number or one number per output, got the shape"
+                f" {tuple(value.shape)} with num_outputs={num_outputs}."
             )
         log_noise = value.log().to(torch.get_default_dtype(), copy=True)
         if not isinstance(learnable, bool):
@@ -56,7 +56,7 @@ class Noisy(Likelihood):
             raise InputError(f"Targets must be floating point, got {y.dtype}. Use y.float().")
         if self.log_noise.ndim and len(self.log_noise) != f_shape[1]:
             raise InputError(
-                f"The likelihood must have a noise per output, got {len(self.log_noise)} for"
+                f"The likelihood must have one noise per output, got {len(self.log_noise)} for"
                 f" {f_shape[1]} outputs. Use {type(self).__name__}(num_outputs={f_shape[1]}), or one noise for"
                 " all."
             )
