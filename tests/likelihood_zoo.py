@@ -7,7 +7,15 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 
 from evigrad.core.roots import check_root
-from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson, RootRows
+from evigrad.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Likelihood,
+    Poisson,
+    RootRows,
+    StudentT,
+)
 
 
 class RelativeNoise(Likelihood):
@@ -53,6 +61,7 @@ LIKELIHOODS: dict[str, Callable[[int], Likelihood]] = {
     "gaussian of each output": lambda c: Gaussian(torch.linspace(0.5, 2.0, c)),
     "bernoulli": lambda _: Bernoulli(),
     "poisson": lambda _: Poisson(),
+    "student-t": lambda _: StudentT(0.6),
     "own": lambda _: RelativeNoise(),
 }
 

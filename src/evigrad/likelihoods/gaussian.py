@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from evigrad.core.roots import RootRows, check_root, one_hot
+from evigrad.core.roots import RootRows
 from evigrad.likelihoods.noisy import Noisy
 
 LOG_TWO_PI = math.log(2.0 * math.pi)
@@ -68,11 +68,7 @@ class Gaussian(Noisy):
         kind: str = "subblock",
     ) -> RootRows:
         """Return unit vectors scaled by 1/σ."""
-        check_root(kind)
-        scale = self._diagonal_root(f)
-        if columns is not None:
-            scale = scale.gather(1, columns.clamp(min=0).long())
-        return RootRows(one_hot(f, columns), scale)
+        return self._units(f, columns, kind)
 
     def _diagonal_root(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
         return (-self.log_noise.to(f)).exp().expand(f.shape)

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from evigrad.core.roots import RootRows, check_root, one_hot
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.likelihoods.base import Likelihood, by_entry, check_one_per_output, total
 
@@ -57,9 +58,18 @@ class Noisy(Likelihood):
         if self.log_noise.ndim and len(self.log_noise) != f_shape[1]:
             raise InputError(
                 f"The likelihood must have one noise per output, got {len(self.log_noise)} for"
-                f" {f_shape[1]} outputs. Use {type(self).__name__}(num_outputs={f_shape[1]}), or one noise for"
-                " all."
+                f" {f_shape[1]} outputs. Use {type(self).__name__}(num_outputs={f_shape[1]}), or one"
+                " noise for all."
             )
+
+    def _units(self, f: Tensor, columns: Tensor | None, kind: str) -> RootRows:
+        """Return a root of unit vectors, with the noise in its scale so that passes can be kept."""
+        check_root(kind)
+        scale = self._diagonal_root(f)
+        assert scale is not None
+        if columns is not None:
+            scale = scale.gather(1, columns.clamp(min=0).long())
+        return RootRows(one_hot(f, columns), scale)
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
         """Return sums: ``log_likelihood`` (nats) and ``squared_error`` (units of y, squared)."""

@@ -4,9 +4,10 @@ import math
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from evigrad.core.roots import RootRows
 from evigrad.errors import ConfigurationError
 from evigrad.likelihoods.noisy import Noisy
 
@@ -75,6 +76,15 @@ class StudentT(Noisy):
         nu, error = self.degrees, y.to(f) - f
         return (nu + 1) * error / (nu * (2.0 * self.log_noise.to(f)).exp() + error.square())
 
+    def root(
+        self,
+        f: Float[Tensor, "m C"],
+        columns: Int[Tensor, "m k"] | None = None,
+        kind: str = "subblock",
+    ) -> RootRows:
+        """Return unit vectors scaled by √((ν + 1) / (ν + 3)) / σ."""
+        return self._units(f, columns, kind)
+
     def moments(
         self, f: Float[Tensor, "m C"], covariance: Float[Tensor, "m C C"]
     ) -> tuple[Float[Tensor, "m C"], Float[Tensor, "m C"], Float[Tensor, "m C"]]:
@@ -87,7 +97,7 @@ class StudentT(Noisy):
         where = {"device": generator.device, "dtype": f.dtype}
         normal = torch.randn(f.shape, generator=generator, **where)
         shape = torch.full(f.shape, 0.5 * self.degrees, **where)
-        gamma = torch._standard_gamma(shape, generator=generator)
+        gamma = torch._standard_gamma(shape, generator)  # pyright: ignore[reportPrivateImportUsage]
         noise = normal * (0.5 * self.degrees / gamma).sqrt()
         return f.detach() + self.log_noise.detach().to(f).exp() * noise.to(f.device)
 

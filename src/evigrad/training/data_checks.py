@@ -30,6 +30,10 @@ _AT_ONCE = 1000
 # Number of examples that measure the targets' scale, and the factor beyond which we warn.
 _COMPARED = 100
 _FAR = 10.0
+# A column with at most this many different values is not a measurement, and at most this many
+# columns are looked at.
+_HANDFUL = 5
+_COLUMNS = 20
 # Weights whose mean is this near to 1 change a learned noise by less than estimates do.
 _MEAN_WEIGHT_TOLERANCE = 0.05
 
@@ -99,7 +103,8 @@ def _warn_of_real_targets(evidence: Evidence, data: RunData) -> None:
     likelihood, y, weights = _split(evidence.likelihood, y)
     _warn_of_scale(likelihood, f, y)
     has_two_values = bool(_columns_of_two_values(y))
-    if data.is_held and (has_two_values or weights is not None):
+    is_discrete = has_two_values or bool(_discrete_column(y))
+    if data.is_held and (is_discrete or weights is not None):
         # A sample may lack rare values.
         y = data.targets()
         y = y.flatten(0, len(positions))[counted(evidence.likelihood, positions, y).flatten()]
@@ -116,6 +121,8 @@ def _warn_of_real_targets(evidence: Evidence, data: RunData) -> None:
             EvigradWarning,
             stacklevel=7,  # the caller of fit
         )
+    elif is_discrete and (words := _discrete_column(y)):
+        warnings.warn(words, EvigradWarning, stacklevel=7)  # the caller of fit
     if weights is not None and isinstance(likelihood, Gaussian) and learns_likelihood(likelihood):
         _warn_of_weights(weights.double())
 
@@ -147,6 +154,27 @@ def _columns_of_two_values(y: Tensor) -> list[int]:
     is_least, is_largest = y == y.amin(0), y == y.amax(0)
     often = (is_least.sum(0) > 1) & (is_largest.sum(0) > 1) & ~(is_least & is_largest).any(0)
     return (often & (is_least | is_largest).all(0)).nonzero().flatten().tolist()
+
+
+def _discrete_column(y: Tensor) -> str:
+    """Return a warning about the first column (n, D) of a few values or of counts, or no text."""
+    for column in range(min(y.shape[1], _COLUMNS)):
+        values, times = y[:, column].unique(return_counts=True)
+        if 2 < len(values) <= _HANDFUL and int(times.min()) > 1:
+            return (
+                f"Column {column} of the targets has only {len(values)} different values. A"
+                " Gaussian treats them as real numbers. If they are classes, use"
+                ' likelihood="categorical". If they are ratings, check that the learned noise does'
+                " not fall far below the distance between two values."
+            )
+        is_count = float(values[0]) in (0.0, 1.0) and bool((values == values.round()).all())
+        if is_count and len(values) > _HANDFUL and int(times.max()) > 1:
+            return (
+                f"Column {column} of the targets has whole numbers from {float(values[0]):g} to"
+                f" {float(values[-1]):g}. If they are counts, use"
+                ' likelihood="poisson" (evigrad.likelihoods.Poisson), whose outputs are log rates.'
+            )
+    return ""
 
 
 def _warn_of_scale(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:

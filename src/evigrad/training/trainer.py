@@ -33,7 +33,7 @@ from evigrad.training.checkpoint import (
     restore,
     with_threads,
 )
-from evigrad.training.convergence import mode_columns, warn_of_distance
+from evigrad.training.convergence import mode_columns, warn_of_distance, warn_of_tails
 from evigrad.training.data import RunData, batches, derived_seed, stream
 from evigrad.training.history import Row, bracket_columns, evidence_columns, metric_columns
 from evigrad.training.learner import Learner
@@ -230,6 +230,7 @@ class Trainer:
         self.evidence.model.eval()
         gap = self.history[-1].get("mode_gap")
         warn_of_distance(gap)
+        warn_of_tails(self)
         return FitResult(
             model=self.evidence.model,
             evidence=self.evidence,
