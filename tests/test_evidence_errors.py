@@ -236,7 +236,7 @@ def test_predicted_memory_above_what_is_free() -> None:
 
 def test_nothing_to_learn() -> None:
     evidence = build(prior=GaussianPrior(learnable=False))
-    with pytest.raises(ConfigurationError, match="nothing to differentiate"):
+    with pytest.raises(ConfigurationError, match="no hyperparameter to learn"):
         evidence.backward(X[:4], Y[:4])
     assert evidence.estimate(X[:4], Y[:4]).log_evidence < 0
 

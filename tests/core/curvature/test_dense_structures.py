@@ -308,7 +308,7 @@ def test_groups_that_do_not_share_their_precision_are_refused():
     fake, root, precisions = ntk_case()
     groups = dict.fromkeys(precisions, "all")
     structure = Ntk(weights_of(fake), groups)
-    with pytest.raises(ConfigurationError, match="do not share one"):
+    with pytest.raises(ConfigurationError, match="have different precisions"):
         structure.log_det(accumulated(structure, fake, root), precisions)
     varying = {n: p.detach() for n, p in precisions_of("varying").items()}
     alone = Ntk(weights_of(fake), {name: name for name in precisions})
