@@ -593,8 +593,8 @@ class Evidence:
 
         Returns:
             True if steps on the prior need only inner products of the rows, if separate passes
-            would need at least as many inner products, and if their memory is allowed. The limits
-            are the memory budget and one gibibyte (or the memory of the rows).
+            would not need fewer of these products, and if their memory is allowed. The limits are
+            the memory budget, and one gibibyte or the memory of the rows.
         """
         if self._anchors is None or draws < 2:
             return False

@@ -468,10 +468,13 @@ def inside(module: Transparent) -> nn.Module:
 
 
 def bare_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Return, for each name, the name without the parts that wrappers of modules add.
+    """Return, by name, the names without the parts that module wrappers add.
 
     Such wrappers are ``DataParallel`` and ``torch.compile``. ``names`` are names of a model's
     parameters, buffers or modules. The model may be wrapped, or have wrapped modules.
+
+    Returns:
+        The name without such parts for each name.
     """
     # By paths, because a custom submodule may have the name ``module`` too.
     wrapped = {

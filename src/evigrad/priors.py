@@ -500,8 +500,8 @@ def _checked_learnable(learnable: object, structure: str) -> bool | dict[str, bo
     is_mapping = isinstance(learnable, Mapping)
     if is_mapping and structure == "diagonal":
         raise ConfigurationError(
-            "learnable of a diagonal prior must be True or False, because it has no groups, got a"
-            " mapping."
+            "learnable of a diagonal prior must be True or False, got a mapping. A diagonal prior"
+            " has no groups."
         )
     settings = {f"['{k}']": v for k, v in learnable.items()} if is_mapping else {"": learnable}
     for which, value in settings.items():

@@ -125,8 +125,8 @@ class Block:
     def share(self, data: slice, shares: int) -> "Block":
         """Return a block of only these examples, as one rank's part of this block.
 
-        Likelihood weights are scaled up by the number of ranks. So the mean of the parts' log
-        likelihoods, and the sum of their statistics, are those of this block.
+        Likelihood weights are scaled up by the number of ranks, so this block's log likelihood is
+        the mean over the parts. Its statistic is the sum over the parts.
         """
         return replace(
             self,

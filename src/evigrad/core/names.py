@@ -103,7 +103,7 @@ class Estimator:
             )
         if self.curvature == "mc" and self.outputs is None:
             raise ConfigurationError(
-                "'mc' samples labels, so OUTPUTS must be the number of labels per example, "
+                "'mc' samples labels. OUTPUTS must be an integer, the number of labels per example, "
                 f"as in '{self.structure}-{self.subset or 'N'}-1-mc'."
             )
 

@@ -22,7 +22,7 @@ def check_inputs(x: object, device: torch.device) -> Inputs:
     inputs = as_inputs(x)
     for part in tensors_of(each_once(inputs)):
         if part.ndim == 0 or len(part) == 0:
-            raise InputError("The inputs have no examples. Pass at least one along dimension 0.")
+            raise InputError("The inputs are empty. Pass at least one example along dimension 0.")
         if part.device != device:
             raise InputError(f"Inputs are on {part.device}, weights on {device}. Move one of them.")
         if part.is_floating_point() and not is_finite(part):

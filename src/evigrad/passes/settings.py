@@ -36,7 +36,7 @@ class Memory:
 
     Attributes:
         micro_batch: Number of examples per forward pass of an estimate, or auto to choose it by the
-            available memory. If a pass runs out of memory, later passes take half as many examples.
+            available memory. If a pass runs out of memory, later passes take half of the examples.
             Results do not depend on this number. Default: all examples of a block.
         memory_budget: Memory for a pass with micro_batch auto, in bytes or as an amount such as
             8GiB. Default: most of the free memory.

@@ -373,8 +373,8 @@ def test_describe():
     ("partition", "message"),
     [
         ("modul", "Did you mean 'module'"),
-        ({"x": ["a"]}, "In no group: 'b.weight', 'scalar'"),
-        ({"x": ["a", "b"], "y": ["scalar", "a.bias"]}, "'a.bias' is in several: x, y"),
+        ({"x": ["a"]}, "Weights without a group: 'b.weight', 'scalar'"),
+        ({"x": ["a", "b"], "y": ["scalar", "a.bias"]}, "'a.bias' is in several groups: x, y"),
         ({"x": ["a", "b.wieght", "scalar"]}, "Did you mean 'b.weight'"),
         ([["a", "b", "scalar"], []], "got none for '1'"),
     ],
