@@ -312,9 +312,7 @@ def test_one_pattern_needs_no_list() -> None:
 
 def test_each_weight_is_in_one_group() -> None:
     w = weights()
-    with pytest.raises(
-        ConfigurationError, match="Weights without a group: 'head.weight_v', 'head.bias'"
-    ):
+    with pytest.raises(ConfigurationError, match="without a group: 'head.weight_v', 'head.bias'"):
         GaussianPrior({"a": ["encoder"], "b": ["gain"]}).bind(w)
     with pytest.raises(ConfigurationError, match="'encoder.bias' is in several groups: a, b"):
         GaussianPrior({"a": ["encoder", "gain"], "b": ["head", "*.bias"]}).bind(w)

@@ -103,8 +103,8 @@ class Estimator:
             )
         if self.curvature == "mc" and self.outputs is None:
             raise ConfigurationError(
-                "'mc' samples labels. OUTPUTS must be an integer, the number of labels per example, "
-                f"as in '{self.structure}-{self.subset or 'N'}-1-mc'."
+                "'mc' samples labels, so OUTPUTS must be an integer, the number of labels per "
+                f"example, as in '{self.structure}-{self.subset or 'N'}-1-mc'."
             )
 
     def _check_rows(self) -> None:

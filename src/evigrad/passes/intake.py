@@ -63,7 +63,7 @@ class Batches:
         self._seen: list[list[int]] | None = None
         first = next((as_pair(batch) for batch in self._given), None)
         if first is None:
-            raise InputError("The data contain no batches. Pass at least one batch (x, y).")
+            raise InputError("The data are empty. Pass at least one batch (x, y).")
         _, _, self.plan = checked(problem, *first)
         num_data = problem.num_data
         self.part = problem.ranks.part(num_data) if problem.splits(self.plan) else None
