@@ -63,9 +63,11 @@ def problem(name: str, seed: int, data_dir: str | None) -> tuple[nn.Module, Pair
 def run(name: str, way: str, start: float, seed: int, data_dir: str | None) -> Result:
     """Return the evaluation of one training."""
     model, train, test, likelihood = problem(name, seed, data_dir)
-    decay = start if way == "fixed point" else plan.BURN_IN_DECAY
-    start_of_burn_in = {"BURN_IN_DECAY": decay, "BURN_IN_PRECISION": math.inf}
-    with Clock() as clock, patch.multiple(plan, **start_of_burn_in):
+    optimization = Optimization(prior_update="adam")
+    if way == "fixed point":
+        optimization = Optimization(start_decay=start)
+    # The same decay for any number of examples.
+    with Clock() as clock, patch.object(plan, "BURN_IN_DATA", math.inf):
         result = evigrad.fit(
             model,
             train,
@@ -73,7 +75,7 @@ def run(name: str, way: str, start: float, seed: int, data_dir: str | None) -> R
             likelihood=likelihood,
             precision=start if way == "adam" else None,
             schedule=SCHEDULE,
-            optimization=Optimization(prior_update="adam" if way == "adam" else "fixed_point"),
+            optimization=optimization,
             seed=seed,
             progress=False,
         )

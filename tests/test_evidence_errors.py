@@ -169,7 +169,7 @@ def test_subset_larger_than_the_data() -> None:
         (nn.Unflatten(1, (1, 2)), "trainable weights"),
         (
             nn.Sequential(nn.Linear(2, 4), nn.Unflatten(1, (2, 2))),
-            "at the positions of the outputs",
+            "the shape of the outputs' positions",
         ),
     ],
 )

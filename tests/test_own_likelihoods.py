@@ -152,7 +152,7 @@ VERBS: dict[str, tuple[str, Callable[[Evidence, Tensor], Any]]] = {
     ),
 }
 REFUSED: dict[str, tuple[Likelihood, Tensor, str]] = {
-    "mask": (Masked(), MASKED, "at target -100 it differs.*Remove masked examples"),
+    "mask": (Masked(), MASKED, "at target -100 it differs.*remove them"),
     "mask of a subclass": (MaskedCategorical(), MASKED, "at target -100 it differs"),
     "Student": (StudentT(), NUMBERS, "StudentT.log_prob depends on the targets"),
     "Student of a subclass": (InheritedStudentT(), NUMBERS, "inherits root"),

@@ -558,11 +558,11 @@ def test_block_of_a_large_index_set() -> None:
 def test_targets_elsewhere() -> None:
     x, y = text()
     one = evidence(tagger(), Categorical(), "ntk-6-1", 13)
-    with pytest.raises(InputError, match="at the positions of the outputs"):
+    with pytest.raises(InputError, match="the shape of the outputs' positions"):
         one.map_loss(x, y[:, :-1])
-    with pytest.raises(InputError, match="at the positions of the outputs"):
+    with pytest.raises(InputError, match="the shape of the outputs' positions"):
         one.blocks((x, y[:, :-1]))
-    with pytest.raises(InputError, match="at the positions of the outputs"):
+    with pytest.raises(InputError, match="the shape of the outputs' positions"):
         one.estimate(x, y[:, 0])
 
 
@@ -676,7 +676,10 @@ def test_targets_that_are_no_labels() -> None:
     for action in (one.map_loss, one.estimate, lambda x, y: one.blocks((x, y))):
         with pytest.raises(InputError, match="Class labels must have the shape"):
             action(x, one_hot)
-    for wrong, words in ((one_hot, "Class labels"), (y[:, 0], "at the positions of the outputs")):
+    for wrong, words in (
+        (one_hot, "Class labels"),
+        (y[:, 0], "the shape of the outputs' positions"),
+    ):
         with pytest.raises(InputError, match=words):
             evigrad.fit(tagger().float(), (x, wrong), progress=False)
 

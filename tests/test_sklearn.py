@@ -255,7 +255,7 @@ def test_tables_that_do_not_fit_are_refused_in_words() -> None:
     dates = X.assign(day=pandas.Timestamp("2026-01-01"))
     names = X.assign(name=[f"name {n}" for n in range(30)])
     for wrong, words in (
-        (lambda: fit(dates, y), "Column 'day' holds dates, and not numbers: convert them"),
+        (lambda: fit(dates, y), "Column 'day' holds dates instead of numbers: convert them"),
         (lambda: fit(pandas.concat([names.assign(name=names.name + str(n)) for n in range(4)]),
                      np.tile(y, 4)), "Column 'name' must hold at most 100 cat.* got 120"),
         (lambda: fit(X.assign(length=np.nan), y), "'length' lacks 30 of 30 .*SimpleImputer"),
@@ -445,7 +445,10 @@ def test_settings() -> None:
         ({"estimator": "kfac-N"}, "STRUCTURE-SUBSET-OUTPUTS"),
         ({"posterior": "kfca"}, "Did you mean 'kfac'"),
         ({"settings": {"epoch": 3}}, "got 'epoch'. Did you mean 'epochs'"),
-        ({"settings": {"schedule": evigrad.Schedule()}}, "fields of its groups, got 'schedule'"),
+        (
+            {"settings": {"schedule": evigrad.Schedule()}},
+            "fields of its groups of settings, got 'schedule'",
+        ),
         ({"prior": "diagonal"}, "posterior='kfac' needs one precision per weight matrix"),
     ):
         with pytest.raises(ConfigurationError, match=words):

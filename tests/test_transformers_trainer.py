@@ -286,7 +286,7 @@ def test_a_loss_of_something_else_is_noticed(tmp_path: Path) -> None:
     unshifted = callback(
         split=lambda b: ({n: v for n, v in b.items() if n != "labels"}, b["labels"])
     )
-    with pytest.warns(EvigradWarning, match="own loss of two examples"):
+    with pytest.warns(EvigradWarning, match="own loss on two examples"):
         trainer_of(gpt(), text(), tmp_path, unshifted, max_steps=1).train()
 
 

@@ -31,7 +31,7 @@ def check_plain(text: str) -> None:
             depth -= isinstance(event, yaml.CollectionEndEvent)
             if depth > DEEPEST:
                 raise ConfigurationError(
-                    f"{line} has a value inside a value's value: use plain values"
+                    f"{line} has values that are nested too deeply: use plain values"
                 )
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:

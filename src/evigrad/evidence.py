@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
@@ -52,7 +53,14 @@ from evigrad.passes.problem import ParameterReport, Problem, parameter_reports
 from evigrad.passes.replicas import mean_over_ranks
 from evigrad.passes.settings import Memory, Settings, check_model
 from evigrad.passes.sweep import MicroBatchSweep, predicted_bytes
-from evigrad.posterior import DEFAULT_STRUCTURE, Posterior, load_posterior, make_posterior
+from evigrad.posterior import (
+    DEFAULT_STRUCTURE,
+    STRUCTURES,
+    Posterior,
+    load_posterior,
+    make_posterior,
+    mode_gap,
+)
 from evigrad.priors import GaussianPrior
 
 # Settings that may differ between ranks, because they change no result. All others must be equal.
@@ -408,7 +416,7 @@ class Evidence:
 
     # ------------------------------------------------------------ the evidence
 
-    def estimate(self, x: Data, y: Tensor | None = None) -> Estimate:
+    def estimate(self, x: Data, y: Tensor | None = None, *, at_mode: bool = False) -> Estimate:
         """Estimate the log evidence of the whole data set.
 
         Args:
@@ -416,11 +424,15 @@ class Evidence:
                 ``blocks``, or the result of ``collect``. If the estimator's name has ``N``, also
                 an iterable of batches of all the data.
             y: Targets, if ``x`` holds inputs.
+            at_mode: Whether to set ``at_mode`` of the estimate, the log evidence of the linearized
+                model at its own mode, which is higher by the ``mode_gap``. It needs inputs and
+                targets of all data, and an estimator with ``N`` and a structure of ``posterior``.
 
         Returns:
             The estimate in nats, without a graph.
 
         Raises:
+            ConfigurationError: If ``at_mode`` is set and the estimator or the data do not fit it.
             InputError: If the data do not fit the model, the likelihood or the estimator.
             MemoryBudgetError: If the structure would not fit into the free memory.
         """
@@ -430,7 +442,18 @@ class Evidence:
                 estimates = estimates_of(passes)
             self._observe(passes, estimates)
             blocks = _blocks_of(passes)
-            return mean_over_ranks(self._problem, blocks, estimates)[0]
+            estimate = mean_over_ranks(self._problem, blocks, estimates)[0]
+        if not at_mode:
+            return estimate
+        structures = {name: s for s, name in STRUCTURES.items() if s != "last-layer"}
+        if self.spec.name not in structures or y is None:
+            raise ConfigurationError(
+                f"at_mode needs the inputs and targets of all data, and one of the estimators"
+                f" {', '.join(structures)}, got {self.spec.name}. Use"
+                " evidence.with_estimator(...), or mode_gap(data)."
+            )
+        gap = self.num_data * self.mode_gap((x, y), structure=structures[self.spec.name])
+        return replace(estimate, at_mode=estimate.log_evidence + gap)
 
     def backward(
         self, x: Data, y: Tensor | None = None, *, wrt: str | Sequence[str] | None = None
@@ -683,6 +706,48 @@ class Evidence:
             with self.ranks.together():
                 self._check_weights()
                 return make_posterior(self._problem, data, structure, rows)
+
+    def mode_gap(self, data: Any, *, structure: str = "ntk", rows: int | None = None) -> float:
+        """Return how much log evidence the weights lack because they are not at the mode.
+
+        The log evidence assumes weights at the mode of the log joint density. This is what one
+        Newton step of the linearized model would gain, ½ gᵀ(H + P0)⁻¹g / N with the gradient g of
+        the log joint density.
+
+        Args:
+            data: All N training examples, in a form that ``blocks`` takes.
+            structure: Structure of H that ``posterior`` takes. ``ntk`` with all rows and ``full``
+                are exact.
+            rows: Number of rows to keep for ``ntk`` with many examples. The result is then an upper
+                bound.
+
+        Returns:
+            Nats per example, 0 at the mode.
+
+        Raises:
+            ConfigurationError: If the structure does not exist, or does not fit prior or model.
+            InputError: If the data do not fit.
+            MemoryBudgetError: If the structure would not fit the free memory.
+
+        Examples:
+            >>> import torch
+            >>> from evigrad import Evidence
+            >>> from evigrad.likelihoods import Gaussian
+            >>> from evigrad.priors import GaussianPrior
+            >>> x, model = torch.ones(8, 1), torch.nn.Linear(1, 1)
+            >>> evidence = Evidence(
+            ...     model, Gaussian(), GaussianPrior(), estimator="ntk-N-C", num_data=8
+            ... )
+            >>> evidence.mode_gap((x, 2 + model(x).detach())) > 0.1
+            True
+        """
+        state = self.generator.get_state()
+        with torch.no_grad(), self._failing_by_name():
+            with self.ranks.together():
+                self._check_weights()
+                gap = mode_gap(self._problem, data, structure, rows) / self.num_data
+        self.generator.set_state(state)
+        return gap
 
     # ------------------------------------------------------------ other views of the same model
 

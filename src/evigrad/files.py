@@ -1,4 +1,4 @@
-"""Files that survive a crash whole, and folders with a single writer."""
+"""Files that a crash does not leave incomplete, and folders with a single writer."""
 
 import hashlib
 import os
@@ -33,9 +33,9 @@ def writing(path: Path) -> Iterator[None]:
 def replacing(path: Path, before: Path | None = None) -> Iterator[IO[bytes]]:
     """Open a file for writing and reading that replaces an old one only as a whole.
 
-    The old file is replaced at the end, and stays after an exception. The new file is synchronized
-    to the disk before it is renamed, so it survives a power cut. If the old one is intact by its
-    digest, it becomes ``before``.
+    The old file is replaced at the end, and is kept after an exception. The new file is
+    synchronized to the disk before it is renamed, so it survives a power cut. If the old file is
+    intact by its digest, it is renamed to ``before``.
 
     Yields:
         The open file.

@@ -32,7 +32,7 @@ class HostedLearner:
 
     The prior's decay is added to the gradients before each step of the optimizer. Rounds follow
     steps, not epochs, because fine-tuning has few epochs. Several processes that train replicas
-    take the same rounds from the same seed, and then use the numbers of the first one.
+    take the same rounds from the same seed, and then use the numbers of the first process.
     ``settings`` are the settings of ``fit``, without the number of epochs. ``loss`` is the loss
     that the trainer minimizes: ``nll``, or ``mse`` over examples and outputs.
     """
@@ -69,18 +69,18 @@ class HostedLearner:
 
     @property
     def evidence(self) -> Evidence:
-        """Return the evidence of the network that is trained."""
+        """Return the evidence of the network that is being trained."""
         return self.learner.evidence
 
     @property
     def learns_in_first_epoch(self) -> bool:
-        """Return whether a round follows a step of the first epoch, or came before it."""
+        """Return whether a round follows a step of the first epoch or has already taken place."""
         return bool(self.history) or planned(self.learner.schedule.burn_in) <= self._epoch
 
     def begin(
         self, network: nn.Module, data: Any, optimizer: Optimizer, *, steps: int, epoch: int
     ) -> None:
-        """Make the evidence for ``steps`` optimizer steps, ``epoch`` of them per epoch."""
+        """Create the evidence for ``steps`` optimizer steps, ``epoch`` of them per epoch."""
         s = self.settings.schedule
         check_burn_in(s.burn_in, -(-steps // epoch))
         schedule = replace(
@@ -109,9 +109,10 @@ class HostedLearner:
             self._state = None
 
     def before_step(self) -> None:
-        """Complete the gradients of a step: add the prior's decay, and drop other parts.
+        """Complete the gradients of a step: add the prior's decay, and remove other gradients.
 
-        The optimizer may hold hyperparameters of the model, which no training loss may change.
+        The optimizer may hold hyperparameters of the model, which the training loss must not
+        change.
         """
         for name, parameter in self.evidence.hyperparameters().items():
             if name.startswith("model."):
@@ -134,7 +135,7 @@ class HostedLearner:
         return self.history[-1]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to resume from, besides the network's and the optimizer's own states."""
+        """Return the state to resume from, besides the states of the network and the optimizer."""
         if self._learner is None:
             return {} if self._state is None else dict(self._state)
         return {"learner": self._learner.state_dict()}

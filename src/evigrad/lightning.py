@@ -1,6 +1,6 @@
 """A Lightning callback that learns weight decay, noise and hyperparameters.
 
-It needs Lightning, ``pip install 'evigrad[lightning]'``. Nothing else in evigrad imports it.
+It needs Lightning: ``pip install 'evigrad[lightning]'``. Nothing else in evigrad imports it.
 """
 
 import copy
@@ -41,24 +41,25 @@ class EvidenceCallback(pl.Callback):
 
     The learned prior replaces the optimizer's ``weight_decay``, which is set to 0. Before each
     step, and before gradients are clipped, the callback adds (T/N) δ (w − w₀) to the gradients,
-    with the learned precisions δ. Rounds follow optimizer steps: by default about twenty, after a
-    tenth of training. Your ``training_step`` does not change. It must minimize the mean negative
-    log likelihood or, with ``loss="mse"``, the mean squared error.
+    with the learned precisions δ. Rounds take place after optimizer steps. By default, there are
+    about twenty rounds, which begin after a tenth of training. Your ``training_step`` does not
+    change. It must minimize the mean negative log likelihood or, with ``loss="mse"``, the mean
+    squared error.
 
-    Each round sends the log evidence per example, precisions and noise to the trainer's loggers,
-    and at the end of an epoch to ``trainer.callback_metrics``. Lightning's checkpoints contain the
-    state, so ``ckpt_path=...`` resumes with the same numbers. Under DDP all processes take the same
-    rounds.
+    Each round sends the log evidence per example, precisions and noise to the trainer's loggers. At
+    the end of an epoch, these values also go to ``trainer.callback_metrics``. Lightning's
+    checkpoints contain the state, so ``ckpt_path=...`` resumes with the same numbers. Under DDP,
+    all processes take the same rounds.
 
     Args:
         network: Name of the module's submodule that maps inputs to outputs, such as ``"net"``, or a
             function from the module to the network, such as ``lambda module:
             evigrad.Outputs(module.net, channel_dim=1)``. Default: the ``LightningModule`` itself,
             by its ``forward``.
-        data: All training data; see ``evigrad.fit``. Set it if they are not the data of the
-            training loader, or to read them without random transforms.
-        split: Function from a batch of the training loader to inputs and targets (x, y). Default:
-            a pair is used as it is; in a dictionary ``labels`` or ``label`` are the targets.
+        data: All training data; see ``evigrad.fit``. Set it if the training loader has different
+            data, or to read the data without random transforms.
+        split: Function from a batch of the training loader to inputs and targets (x, y). Default: a
+            pair is used as it is, and in a dictionary ``labels`` or ``label`` are the targets.
         loss: Loss that ``training_step`` minimizes: ``nll`` (default) or ``mse``.
         likelihood: Likelihood of the targets; see ``evigrad.fit``.
         estimator: Name of the evidence estimator.
@@ -132,7 +133,7 @@ class EvidenceCallback(pl.Callback):
     # ------------------------------------------------------------ hooks of the trainer
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Make the evidence of the network and the training data."""
+        """Create the evidence of the network and the training data."""
         strategy = type(trainer.strategy).__name__
         if strategy not in STRATEGIES:
             raise ConfigurationError(
@@ -147,15 +148,15 @@ class EvidenceCallback(pl.Callback):
         steps = trainer.estimated_stepping_batches
         if steps == float("inf"):
             raise ConfigurationError(
-                "The Trainer must have an end, over which rounds are spread, got none. Set"
-                " max_epochs or max_steps."
+                "The Trainer must have an end, because rounds are spread over the whole training,"
+                " got none. Set max_epochs or max_steps."
             )
         (optimizer,) = trainer.optimizers
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
             raise ConfigurationError(
-                "The optimizer must not be fused in half precision: it unscales gradients inside"
-                " its step, too late to add the weight decay. Set fused=False."
+                "The optimizer must not be fused in half precision, because it unscales gradients"
+                " inside its step, which is too late to add the weight decay. Set fused=False."
             )
         batches = trainer.num_training_batches
         self._hosted.begin(
@@ -223,8 +224,8 @@ class EvidenceCallback(pl.Callback):
         if type(module).forward is pl.LightningModule.forward:
             names = ", ".join(name for name, _ in module.named_children())
             raise ConfigurationError(
-                "The module has no forward(x) that returns outputs. Name the submodule that has"
-                f" one: network=..., of {names}."
+                "The module has no forward(x) that returns outputs. Name a submodule with such a"
+                f" forward: network=..., one of {names}."
             )
         # It shares parameters and submodules. It has no trainer, because passes restore all that
         # a network holds.

@@ -6,9 +6,9 @@ Equation numbers refer to Immer et al. (2023), *Stochastic Marginal Likelihood G
 Neural Tangent Kernels*. The page ``theory`` of the documentation walks through this file.
 
 Notation: N examples, C outputs, P weights w, T the temperature. J_n is ∂f(x_n)/∂w (C × P), P0 the
-diagonal prior precision, Λ_n the curvature of −(1/T) log p(y_n|f) in the outputs (C × C). A block B
-lists columns of a root R_n of Λ_n for some examples. M_n = R_n[:, B] R_n[:, B]ᵀ is what it keeps of
-Λ_n, and M_n = Λ_n if it keeps all columns. Then
+diagonal prior precision, Λ_n the curvature of −(1/T) log p(y_n|f) with respect to the outputs (C ×
+C). A block B lists columns of a root R_n of Λ_n for some examples. M_n = R_n[:, B] R_n[:, B]ᵀ is
+what it keeps of Λ_n, and M_n = Λ_n if it keeps all columns. Then
 
     H_B = Σ_n J_nᵀ M_n J_n,    K_B = J P0⁻¹ Jᵀ M,    ℓ(B) = log|I + H_B P0⁻¹| = log|I + K_B|.
 """
@@ -131,7 +131,8 @@ def kept_curvature(
 ) -> Float[Tensor, "N C C"]:
     """Return M_n, the part of Λ_n in a block that lists these root columns (−1 is padding).
 
-    Without a root it is the paper's sub-block: the rows and columns of Λ_n of the listed outputs.
+    Without a root, M_n is the paper's sub-block: the rows and columns of Λ_n for the listed
+    outputs.
     """
     if columns is None:
         return curvature
@@ -213,7 +214,7 @@ def kfac_log_det(
     """Return Σ log|I + (B ⊗ A)/(count · δ)| over weight matrices, and exact blocks for the rest.
 
     With the inputs a_nt of a linear or convolutional layer at position t, and the Jacobian G_nt of
-    the network's outputs in the layer's output there,
+    the network's outputs with respect to the layer's output there,
 
         A = Σ_n Σ_t a_nt a_ntᵀ,    B = Σ_n Σ_t G_ntᵀ M_n G_nt,    count = number of pairs (n, t)
 
@@ -254,8 +255,8 @@ def log_evidence(
     """Return the estimate of log q(D|h) on a block, in nats, with a graph (Algorithm 1).
 
     Args:
-        evidence: Says the model, the likelihood, the prior and the estimator.
-        block: From ``evidence.blocks(...)``, with its inputs and targets.
+        evidence: Evidence with the model, the likelihood, the prior and the estimator.
+        block: Block from ``evidence.blocks(...)``, with its inputs and targets.
         groups: The ``parameter_partition`` of the evidence.
         sharing: The ``sharing`` of the evidence.
         curvature: Λ(f) at temperature 1, such as the Fisher information of a likelihood whose
@@ -271,7 +272,9 @@ def log_evidence(
     f = outputs(evidence.model, x)
     log_prob = likelihood.log_prob(f, y)
     if spec.curvature == "mc":
-        raise ConfigurationError("The labels that 'mc' samples are not part of a block.")
+        raise ConfigurationError(
+            "The labels that 'mc' samples are not part of a block. Use another curvature."
+        )
     if spec.curvature == "ef":  # M_n is the outer product of the score
         (score,) = torch.autograd.grad(log_prob.sum(), f, create_graph=True)
         whole, columns = score[:, :, None] * score[:, None, :], None
@@ -285,7 +288,7 @@ def log_evidence(
     jac = None if spec.structure == "kfac" else jacobian(evidence.model, weights, x)
 
     def entropy(listed: Int[Tensor, "m k"] | None) -> Float[Tensor, ""]:
-        """ℓ of the rows in these columns."""
+        """Return ℓ of the rows in these columns."""
         kept = kept_curvature(whole, listed, root) / temperature
         if jac is None:
             return kfac_log_det(evidence.model, weights, x, kept, precisions, sharing)
@@ -329,7 +332,7 @@ def anchored_log_det(
 
 
 def gradients(evidence: Evidence, block: Block, **settings: Any) -> dict[str, Tensor]:
-    """Return the gradient of −(log evidence + log hyperprior)/N in every hyperparameter by name.
+    """Return the gradient of −(log evidence + log hyperprior)/N for each hyperparameter, by name.
 
     ``settings`` are the settings of ``log_evidence``.
     """

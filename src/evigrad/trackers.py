@@ -1,8 +1,9 @@
-"""Trackers, which send the rows of a training to other tools while it runs.
+"""Trackers, which send the rows of a training run to other tools while it runs.
 
 A tracker is a function of a row: a dictionary of numbers with the epoch or the step, like the rows
-of ``fit``'s history. Pass it as ``fit(..., callbacks=[tracker])``. Any function will do. `Tracker`
-is the base of the trackers here; a tracker for another tool needs a ``write`` and a ``close``.
+of ``fit``'s history. Pass it as ``fit(..., callbacks=[tracker])``. Any such function is a tracker.
+`Tracker` is the base class of the trackers here. To write a tracker for another tool, define
+``write`` and ``close``.
 """
 
 import time
@@ -28,7 +29,7 @@ def numbers(row: Mapping[str, int | float | None]) -> dict[str, float]:
 
 
 class Tracker(ABC):
-    """A callback of ``fit`` that writes the numbers of each row, and closes in a ``with``.
+    """A callback of ``fit`` that writes the numbers of each row; use it in a ``with`` statement.
 
     Examples:
         >>> from evigrad.trackers import Tracker
@@ -45,7 +46,7 @@ class Tracker(ABC):
     """
 
     def __call__(self, row: Mapping[str, int | float | None]) -> None:
-        """Write a row, at the number that counts it."""
+        """Write a row under its epoch, round or step."""
         count = next((int(row[name] or 0) for name in COUNTERS if name in row), 0)
         self.write(numbers(row), count)
 
@@ -74,11 +75,11 @@ class Tracker(ABC):
 
 
 class TensorBoard(Tracker):
-    """Write each row for TensorBoard; ``tensorboard --logdir FOLDER`` shows them.
+    """Write each row for TensorBoard; ``tensorboard --logdir FOLDER`` shows the rows.
 
-    It needs ``pip install 'evigrad[tensorboard]'``. A ``with`` statement closes its file; rows are
-    in the file after each call. A resumed run continues in the same folder. For epochs that it
-    repeats, the later values count.
+    It needs ``pip install 'evigrad[tensorboard]'``. Each row is in the file after its call, and a
+    ``with`` statement closes the file. A resumed run continues in the same folder. If it repeats
+    epochs, their later values count.
 
     Args:
         folder: Folder to write to.
@@ -106,8 +107,9 @@ class TensorBoard(Tracker):
 class WandB(Tracker):
     """Write each row to a run of Weights & Biases, by default only on this machine.
 
-    It needs ``pip install 'evigrad[wandb]'``. To upload an offline run, use ``wandb sync
-    FOLDER/wandb/offline-run-...``. A ``with`` statement finishes the run, as failed after an error.
+    It needs ``pip install 'evigrad[wandb]'``. To upload an offline run, use
+    ``wandb sync FOLDER/wandb/offline-run-...``. A ``with`` statement finishes the run, and marks it
+    as failed after an error.
 
     Args:
         folder: Folder to write to.
@@ -134,8 +136,8 @@ class WandB(Tracker):
 class MLflow(Tracker):
     """Write each row as metrics of an MLflow run, separate from the script's active run.
 
-    It needs ``pip install 'evigrad[mlflow]'``. A ``with`` statement ends the run, as failed after
-    an error.
+    It needs ``pip install 'evigrad[mlflow]'``. A ``with`` statement ends the run, and marks it as
+    failed after an error.
 
     Args:
         store: Tracking URI: a server, ``"sqlite:///mlflow.db"``, or a folder, for which MLflow

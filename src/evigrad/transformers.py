@@ -1,6 +1,6 @@
 """A callback for Hugging Face's ``Trainer`` that learns weight decay and hyperparameters.
 
-It needs Transformers, ``pip install 'evigrad[transformers]'``. Nothing else in evigrad imports it.
+It needs Transformers: ``pip install 'evigrad[transformers]'``. Nothing else in evigrad imports it.
 """
 
 import warnings
@@ -49,22 +49,24 @@ class EvidenceCallback(_transformers.TrainerCallback):
 
     The learned prior replaces the optimizer's ``weight_decay``, which is set to 0. Before each step
     the callback adds (T/N) δ (w − w₀) to the gradients, with the learned precisions δ, and then
-    clips them to ``max_grad_norm``. (If the trainer clipped only the part of the loss, the decay
-    would be too strong.) Rounds follow optimizer steps: by default about twenty, after a tenth of
-    training. Weights are the parameters that require a gradient, in a PEFT model the adapters.
+    clips them to ``max_grad_norm``. (If the trainer clipped only the gradients of the loss, the
+    decay would be too strong.) Rounds take place after optimizer steps. By default, there are about
+    twenty rounds, which begin after a tenth of training. Weights are the parameters that require a
+    gradient, such as the adapters in a PEFT model.
 
-    Data and their collation are the trainer's. ``labels`` are the targets, one per sequence or per
-    position. For a causal language model, whose loss compares each output with the next label, they
-    are shifted. Positions with label −100 do not count.
+    The callback uses the trainer's data and its collation. ``labels`` are the targets, one per
+    sequence or per position. For a causal language model, whose loss compares each output with the
+    next label, the labels are shifted. Positions with label −100 do not count.
 
-    Each round adds a line to ``trainer.state.log_history``, with the lowest, median and highest of
-    more than three precisions; ``history`` has all. Set ``callback.log = trainer.log`` to also send
-    it to TensorBoard and other integrations. The file ``evigrad.pt`` of each checkpoint has the
-    state, so ``trainer.train(resume_from_checkpoint=True)`` resumes with the same numbers. Several
-    processes all take the same rounds.
+    Each round adds a line to ``trainer.state.log_history``. If there are more than three
+    precisions, the line has only the lowest, median and highest, and ``history`` has all. Set
+    ``callback.log = trainer.log`` to also send the line to TensorBoard and other integrations. The
+    file ``evigrad.pt`` of each checkpoint has the state, so
+    ``trainer.train(resume_from_checkpoint=True)`` resumes with the same numbers. If there are
+    several processes, all take the same rounds.
 
     Args:
-        data: All training data, if they are not the trainer's; see ``evigrad.fit``.
+        data: All training data, if the trainer has different data; see ``evigrad.fit``.
         split: Function from a collated batch to inputs and targets (x, y). Default: ``labels`` are
             the targets, shifted for a causal language model, and the rest are inputs.
         loss: Loss that the trainer minimizes: ``nll`` (default), the mean negative log likelihood,
@@ -146,7 +148,7 @@ class EvidenceCallback(_transformers.TrainerCallback):
     # ------------------------------------------------------------ events of the trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
-        """Make the evidence of the network and the training data, or resume it from a file."""
+        """Create the evidence of the network and the training data, or resume it from a file."""
         if args.deepspeed or args.fsdp:
             raise ConfigurationError(
                 "Every process must have all weights, got DeepSpeed or FSDP. Use one device, or"
@@ -220,8 +222,8 @@ def _saved(args: Any, step: int) -> dict[str, Any]:
         if (folder / FILE).is_file():
             return torch.load(folder / FILE, map_location="cpu", weights_only=True)
     raise ConfigurationError(
-        f"There is no {FILE} in {folders[0]}: the checkpoint was saved without this callback, or"
-        " is elsewhere. Set its folder by TrainingArguments(resume_from_checkpoint=FOLDER)."
+        f"There is no {FILE} in {folders[0]}: the checkpoint was saved without this callback, or is"
+        " elsewhere. Set its folder with TrainingArguments(resume_from_checkpoint=FOLDER)."
     )
 
 
@@ -274,8 +276,8 @@ def _compare_losses(
         model_loss: Any = getattr(model(**batch), "loss", None)
         if differs(model_loss):
             warn(
-                f"The model's own loss of two examples is {float(model_loss):.4g}, but the"
-                f" evidence assumes their mean negative log likelihood, {expected:.4g}. Targets or"
+                f"The model's own loss on two examples is {float(model_loss):.4g}, but the evidence"
+                f" assumes their mean negative log likelihood, {expected:.4g}. The targets or the"
                 " likelihood differ. Set split=..., likelihood=... or loss='mse'. (Ignore this if"
                 " the trainer computes its own loss as the mean negative log likelihood.)",
             )

@@ -87,7 +87,7 @@ class Endless(IterableDataset):
     [
         ((torch.zeros(3, 1), torch.zeros(2)), "x has 3 examples and y has 2"),
         ((torch.zeros(0, 1), torch.zeros(0)), "empty"),
-        ((torch.zeros(3, 1), torch.tensor(1.0)), "A scalar has none"),
+        ((torch.zeros(3, 1), torch.tensor(1.0)), "got a scalar"),
         ((torch.zeros(3),), "not (Tensor)"),
         ((torch.zeros(3), torch.zeros(3), torch.zeros(3)), "not (Tensor, Tensor, Tensor)"),
         ((np.zeros((3, 1)), np.array(["a", "b", "c"])), "not (Tensor, ndarray)"),

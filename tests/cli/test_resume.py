@@ -129,7 +129,7 @@ def test_what_cannot_be_resumed(capsys, tmp_path):
         resume(folder, code=2)
         return capsys.readouterr().err
 
-    assert "no such folder" in error_of(tmp_path / "nowhere")
+    assert "does not exist" in error_of(tmp_path / "nowhere")
     assert "no config.yaml" in error_of(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert "was started from Python" in error_of(tmp_path)
@@ -183,7 +183,7 @@ def test_a_signal_ends_the_epoch_and_says_how_to_go_on(
     monkeypatch.setattr(Trainer, "epoch", send(number, 3))
     run("train", *QUICK, "--no-figures", "--run-dir", folder, code=code)
     words = capfd.readouterr().err
-    assert "Stopping after this epoch. Press Ctrl-C again to stop at once." in words
+    assert "Stopping after this epoch. Press Ctrl-C again to stop now." in words
     assert "error: Interrupted. Stopped after epoch 3 of 4. To resume: evigrad train" in words
     assert f"--resume '{folder}'" in " ".join(words.split())
     assert signal.getsignal(number) == before

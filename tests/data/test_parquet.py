@@ -148,7 +148,7 @@ GOOD = png(pixels(1, (4, 5))[0])
 @pytest.mark.parametrize(
     ("images", "labels", "words"),
     [
-        ([GOOD, png(pixels(1, (5, 5))[0])], [0, 1], "must have one size"),
+        ([GOOD, png(pixels(1, (5, 5))[0])], [0, 1], "must have the same size"),
         ([GOOD, None], [0, 1], "row 1: the image holds no bytes"),
         ([GOOD, b"junk"], [0, 1], "row 1: the image cannot be decoded"),
         ([GOOD, png(pixels(1, (4, 5, 4))[0])], [0, 1], "mode 'RGBA'"),

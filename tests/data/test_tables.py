@@ -190,7 +190,7 @@ def test_what_a_target_is(tmp_path: Path) -> None:
         load(file, target="price", likelihood="poisson")
     assert load(file, target="garden").class_names == ("False", "True")
     for name, words in (
-        ("town", "'town' holds texts, and not numbers"),
+        ("town", "'town' holds texts instead of numbers"),
         ("prize", "Did you mean 'price'"),
     ):
         with pytest.raises(EvigradError, match=words):
@@ -224,7 +224,7 @@ def test_the_random_split_is_that_of_the_seed(tmp_path: Path) -> None:
             "'town' must hold at most 100 categories, got 150 different texts",
         ),
         ({"price": [None] + [1.5] * 49}, "'price' lacks 1 of 50 values"),
-        ({"area": [datetime.date(2020, 1, 1)] * 50}, "'area' holds dates, and not numbers"),
+        ({"area": [datetime.date(2020, 1, 1)] * 50}, "'area' holds dates instead of numbers"),
         ({"area": ["1.5", "?"] * 25}, r"'area' holds numbers, but also '\?': fill"),
         ({"area": ["1", "2", "-"] * 20}, "'area' holds numbers, but also '-': fill"),
         ({"area": ["1,5", "2"] * 25}, "'area' holds numbers with a comma, such as '1,5'"),

@@ -355,7 +355,7 @@ def test_the_fill_is_what_lies_beyond_the_borders() -> None:
 
 def test_fills_that_do_not_fit() -> None:
     for fill in (float("nan"), [], [0.0, float("inf")]):
-        with pytest.raises(ConfigurationError, match="finite, one number or one per channel"):
+        with pytest.raises(ConfigurationError, match="one finite number, or one per channel"):
             AffineInvariance(fill=fill)
     transform = AffineInvariance(fill=[0.0, 1.0])
     with pytest.raises(

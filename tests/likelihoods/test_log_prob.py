@@ -309,7 +309,7 @@ def test_noise_must_be_positive(noise: float | list[float]) -> None:
 
 @pytest.mark.parametrize("noise", [[1.0, 2.0], torch.ones(2, 2)])
 def test_noise_must_fit_the_number_of_outputs(noise: list[float] | Tensor) -> None:
-    with pytest.raises(ConfigurationError, match="one per output"):
+    with pytest.raises(ConfigurationError, match="one number per output"):
         Gaussian(noise=noise, num_outputs=3)
 
 
@@ -328,6 +328,7 @@ BAD = {
     "label too large": (Categorical(), (3, 4), torch.tensor([0, 4, 1]), r"4 at index 1.*0 … 3"),
     "label negative": (Categorical(), (2, 4), torch.tensor([-100, 1]), r"-100 at index 0"),
     "label float": (Categorical(), (2, 3), torch.tensor([0.0, 1.0]), r"y\.long\(\)"),
+    "label of one output": (Categorical(), (2, 1), torch.tensor([0, 1]), 'likelihood="gaussian"'),
     "label bool": (Categorical(), (2, 3), torch.tensor([True, False]), r"y\.long\(\)"),
     "label (m, 1)": (Categorical(), (2, 3), torch.tensor([[0], [1]]), r"y\.squeeze\(1\)"),
     "label one-hot": (Categorical(), (3, 3), torch.eye(3).long(), r"y\.argmax\(1\)"),
@@ -376,9 +377,9 @@ BAD = {
         Categorical(),
         (3, 3),
         torch.tensor([0, 1]),
-        "need 3 targets, one per example",
+        "need 3 targets .one per example",
     ),
-    "scalar target": (Categorical(), (3, 3), torch.tensor(1), "need 3 targets, one per example"),
+    "scalar target": (Categorical(), (3, 3), torch.tensor(1), "need 3 targets .one per example"),
     "outputs (m,)": (Gaussian(), (3,), torch.zeros(3), r"f\.unsqueeze\(1\)"),
     "outputs (m, T, C)": (Categorical(), (3, 2, 4), torch.zeros(3).long(), "flatten or average"),
     "default": (PlainPoisson(), (2, 1), torch.tensor([[0.0], [NAN]]), "not finite"),

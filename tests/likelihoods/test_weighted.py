@@ -167,7 +167,7 @@ def test_bad_weights() -> None:
         one.map_loss(x, weighted.targets(y, torch.full((N,), torch.nan)))
     with pytest.raises(InputError, match=r"targets\(y, weights\)"):
         one.map_loss(x, y)
-    with pytest.raises(InputError, match="one per target, got"):
+    with pytest.raises(InputError, match="one weight per target, got"):
         weighted.targets(y, torch.ones(N, C))
     with pytest.raises(InputError, match="outside 0"):
         one.map_loss(x, weighted.targets(y + C, torch.ones(N)))

@@ -349,9 +349,9 @@ def test_a_short_fit_learns(name: str) -> None:
     [
         ((2, 3, 4, 5), {}, "images (channels, height, width)"),
         ((5,), {"padding": 0}, "Set vocabulary=..."),
-        ((5, 2), {"vocabulary": 3}, "for inputs of shape (T,)"),
+        ((5, 2), {"vocabulary": 3}, "needs inputs of shape (T,)"),
         ((5,), {"vocabulary": 0}, "at least 1"),
-        ((5,), {"vocabulary": 3, "padding": 3}, "must be a token, 0 to 2"),
+        ((5,), {"vocabulary": 3, "padding": 3}, "must be a token from 0 to 2"),
         ((5,), {"width": 0}, "must be at least 1, got 0"),
         ((5,), {"layers": 0}, "must be at least 1, got 0"),
         ((5,), {"START": 0.0}, "must be a positive number"),

@@ -94,7 +94,7 @@ def test_the_default_estimator_is_exact_on_few_data_and_learns_in_few_epochs(epo
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"estimator": "ntk-100-1"}, "num_data is 12. Use a smaller subset, or N"),
+        ({"estimator": "ntk-100-1"}, "num_data is 12. Use 'ntk-N-1', which uses all"),
         ({"epochs": 5, "burn_in": 6}, "Lower burn_in or raise epochs"),
         ({"burn_in": 3000}, "at most epochs = 2000, got"),
     ],

@@ -19,15 +19,15 @@ MANY, POOL = 2**16, 2**14
 
 
 class Pool:
-    """A fixed subset of N examples, numbered 0, 1, … by places.
+    """A fixed subset of N examples, whose members have places 0, 1, ... in the subset.
 
     It depends only on N: it is the start of a random permutation, which is computed on demand.
 
     Args:
-        num_data: N.
+        num_data: Number of examples, N.
 
     Attributes:
-        num_data: N.
+        num_data: Number of examples, N.
         is_all: Whether the pool contains all examples. Places are then positions in the data set.
     """
 
@@ -51,7 +51,7 @@ class Pool:
         return self._order.at(POOL + places)
 
     def find(self, data: Int[Tensor, " m"]) -> tuple[Bool[Tensor, " m"], Int[Tensor, " k"]]:
-        """Return a mask of the examples that are in the pool, and their places there."""
+        """Return a mask of the examples that are in the pool, and the places of these examples."""
         if len(data) and not 0 <= int(data.min()) <= int(data.max()) < self.num_data:
             raise InputError(
                 f"Positions must lie between 0 and {self.num_data - 1}, got {int(data.min())} to"
@@ -64,12 +64,12 @@ class Pool:
         return is_member, self._places[near[is_member]]
 
     def restrict(self, data: Int[Tensor, " m"], values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the places of the examples in the pool, and their part of values (m, …)."""
+        """Return the places of the examples that are in the pool, and their ``values`` (m, …)."""
         is_member, places = self.find(data)
         return places, values if self.is_all else values[is_member.to(values.device)]
 
     def of(self, source: Source) -> Source:
-        """Return the examples of the pool as a source that is read by their places."""
+        """Return the examples of the pool as a source that is read by place."""
         return source if self.is_all else _Pooled(source, self)
 
 

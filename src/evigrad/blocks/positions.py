@@ -25,7 +25,8 @@ class PositionSource(Source):
         shape: Shape of the outputs for one example, (…, C).
 
     Raises:
-        InputError: If a target does not fit, no position has a target, or targets move later.
+        InputError: If a target does not fit, no position has a target, or targets move to other
+            positions later.
     """
 
     def __init__(self, source: Source, likelihood: Likelihood, shape: Sequence[int]) -> None:
@@ -62,11 +63,11 @@ class PositionSource(Source):
         return AtPositions(x, data, positions), y.flatten(1, self._dims)[data, positions]
 
     def _positions_of(self, y: Tensor) -> tuple[int, ...]:
-        """Return the shape of the positions: the length of a sequence may vary by batch."""
+        """Return the shape of the positions, because the length of a sequence may vary by batch."""
         return tuple(y.shape[1:2]) if self._dims == 1 and y.ndim > 1 else self._shape
 
     def has_the_places_of(self, other: "PositionSource") -> bool:
-        """Whether both have targets at the same positions of the same examples."""
+        """Return whether both sources have targets at the same positions of the same examples."""
         return self is other or (
             torch.equal(self._data, other._data) and torch.equal(self._positions, other._positions)
         )

@@ -16,8 +16,8 @@ from evigrad.errors import InputError
 from evigrad.inputs import Inputs, Tree, as_inputs, mapped, stacked, tensors_of
 
 _ACCEPTED = (
-    "a pair (x, y) of tensors, a TensorDataset, a map-style data set of pairs, or a DataLoader of"
-    " one (x may also be a dictionary or tuple of tensors)"
+    "a pair (x, y) of tensors, a TensorDataset, a map-style data set of pairs, or a DataLoader for"
+    " such pairs (x may also be a dictionary or tuple of tensors)"
 )
 _STREAM = (
     "Blocks and metrics read examples by position, which an IterableDataset does not support. Use"
@@ -139,7 +139,7 @@ class _LoaderSource(_DatasetSource):
 
 
 def put_together(items: list[Any], positions: Sequence[int]) -> tuple[Any, Tensor]:
-    """Return the inputs and targets of items (x, y). Errors name their ``positions``."""
+    """Return the inputs and targets of items (x, y). Errors name the items' ``positions``."""
     pairs = [_pair(item, n) for item, n in zip(items, positions, strict=True)]
     inputs, targets = zip(*pairs, strict=True)
     return as_inputs(stacked(list(inputs), "x")), stacked(list(targets), "y")
@@ -191,8 +191,8 @@ def _as_tensor(value: Any, name: str, index: int) -> Tensor:
     if isinstance(value, bool | int | float | np.ndarray | np.generic):
         return torch.as_tensor(value, device="cpu")
     raise InputError(
-        f"The {name} of item {index} is a {type(value).__name__}, not a tensor or a number. "
-        "Add a transform that returns tensors to the data set."
+        f"The {name} of item {index} is a {type(value).__name__}, not a tensor or a number. Add to"
+        " the data set a transform that returns tensors."
     )
 
 
@@ -201,16 +201,17 @@ def as_source(data: Any, dtype: torch.dtype | None = None) -> Source:
 
     Args:
         data: A pair (x, y) of tensors or NumPy arrays, a `TensorDataset`, a map-style data set of
-            pairs, a `DataLoader` of one, or a `Source`, which is returned unchanged. The first
-            dimension of x and y counts the examples. x may also be a dictionary, tuple or list of
-            tensors of any dtype. Items are read each time they are needed, so random transforms are
-            drawn again. A data set with ``__getitems__`` is read a batch at a time. A loader
-            provides its data set, ``collate_fn`` and workers. Its order and batches are ignored.
+            pairs, a `DataLoader` for such a data set, or a `Source`, which is returned unchanged.
+            The first dimension of x and y counts the examples. x may also be a dictionary, tuple or
+            list of tensors of any dtype. Items are read each time they are needed, so random
+            transforms are drawn again. A data set with ``__getitems__`` is read one batch at a
+            time. A loader provides its data set, ``collate_fn`` and workers. Its order and batches
+            are ignored.
         dtype: Type of the tensors that replace floating-point arrays. Default: PyTorch's.
 
     Raises:
-        InputError: If the data have another type, are empty, or differ in length, or if a sampler
-            omits or repeats examples.
+        InputError: If the data have an unsupported type, are empty, or differ in length, or if a
+            sampler omits or repeats examples.
     """
     if isinstance(data, Source):
         return data
@@ -277,7 +278,7 @@ def _tensor_source(pair: Any) -> Source:
         )
     inputs, targets = as_inputs(pair[0]), pair[1]
     if any(part.dim() == 0 for part in (*tensors_of(inputs), targets)):
-        raise InputError("The first dimension of x and y counts the examples. A scalar has none.")
+        raise InputError("The first dimension of x and y must count the examples, got a scalar.")
     if len(inputs) != len(targets):
         raise InputError(f"x has {len(inputs)} examples and y has {len(targets)}. They must match.")
     if len(inputs) == 0:

@@ -36,8 +36,9 @@ class Stream(Iterable[Block]):
         ranks: The processes that share the blocks. Default: one process.
 
     Attributes:
-        is_constant: Whether all blocks are identical: all examples and outputs, with nothing drawn.
-        period: How many consecutive iterations use the same anchors. 1 without anchors.
+        is_constant: Whether all blocks are identical, with all examples and outputs and nothing
+            drawn.
+        period: Number of consecutive iterations that use the same anchors. It is 1 without anchors.
     """
 
     is_constant: bool = False
@@ -64,7 +65,8 @@ class Stream(Iterable[Block]):
     def epoch(self) -> Iterator[Block]:
         """Return the blocks of exactly one partition, with their data.
 
-        All ranks get the same number of blocks. The last one may be empty, and is not counted.
+        All ranks get the same number of blocks. The last block may be empty, and then it is not
+        counted.
         """
 
     def _local(self, builders: Iterable[Callable[[], Block]]) -> Iterator[Block]:

@@ -30,7 +30,7 @@ _GONE = {
         ),
         _KEPT,
     ),
-    "step-budget": "It belonged to the estimator 'auto', which does not exist any more. Remove it."
+    "step-budget": "It belonged to the estimator 'auto', which no longer exists. Remove it."
     f" If the estimator is 'auto', name another, such as the default {DEFAULT_ESTIMATOR}.",
     "augerino-weight": "It belonged to Augerino, a baseline of another paper, which is"
     " experiments.augerino in evigrad's source. Remove it.",
@@ -156,7 +156,7 @@ class Parser(ArgumentParser):
 
 
 def chosen(function: Callable[..., Any], options: Namespace) -> dict[str, Any]:
-    """Return the keywords of a function, all of which are options."""
+    """Return the keyword arguments of a function, all of which are options."""
     return {name: options[name] for name in inspect.signature(function).parameters}
 
 
@@ -218,14 +218,14 @@ def _explained(text: str, options: list[str], command: str) -> str:
             return f"Options start with --, got '{typed}'.{help_hint}"
         typed = typed.partition("=")[0]
         if (name := typed.removeprefix("--")) in _GONE:
-            return f"The option {typed} does not exist any more. {_GONE[name]}"
+            return f"The option {typed} no longer exists. {_GONE[name]}"
         return f"There is no option {typed}.{nearest(typed, options)}{help_hint}"
     if match := re.search(r"(?:does not accept option|Option) '([^']+)'", text):
         key = match[1]
         if (gone := key.replace("_", "-")) in _GONE:
             others = ", ".join(name.replace("-", "_") for name in _GONE if name != gone)
             return (
-                f"The configuration has the key '{key}', which is not an option any more."
+                f"The configuration has the key '{key}', which is no longer an option."
                 f" {_GONE[gone]} (The same holds for {others}.)"
             )
         plain = [option.removeprefix("--").replace("-", "_") for option in options]
@@ -273,7 +273,7 @@ def _metavar(name: str, kind: Any) -> str:
 
 
 def check_needs(parser: ArgumentParser, options: Namespace, typed: Iterable[str]) -> None:
-    """Raise an error for ``typed`` options without effect; note the options in a file."""
+    """Raise an error for ``typed`` options without effect; show a note for options in a file."""
     typed_names = {
         word[2:].partition("=")[0].removeprefix("no-").replace("-", "_")
         for word in typed
@@ -298,13 +298,13 @@ def check_needs(parser: ArgumentParser, options: Namespace, typed: Iterable[str]
 
 
 def _uses(part: str, options: Namespace) -> bool:
-    """Return whether a word is in the name of a training's estimator."""
+    """Return whether a word is in the name of a training run's estimator."""
     names = options.get("estimators") or [options.estimator]
     return any(part in name.split("-") for name in names)
 
 
 def _evidence(options: Namespace) -> bool:
-    """Return whether a training takes steps on an estimate of the evidence."""
+    """Return whether a training run takes steps on an estimate of the evidence."""
     return options.get("estimator") != NO_ESTIMATOR
 
 

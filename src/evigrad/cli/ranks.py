@@ -32,7 +32,7 @@ def started_ranks(device: str) -> Iterator[Group | None]:
     except (RuntimeError, ValueError) as error:
         raise ConfigurationError(
             f"Could not connect the processes of WORLD_SIZE={os.environ['WORLD_SIZE']} ({error})."
-            " Start them by torchrun."
+            " Start them with torchrun."
         ) from error
     try:
         yield distributed.group.WORLD

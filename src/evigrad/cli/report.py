@@ -8,10 +8,10 @@ from evigrad.errors import ConfigurationError
 from evigrad.report import write_report
 
 _DESCRIPTION = """\
-Write one self-contained HTML page of a run: learning curves, learned hyperparameters (prior
+Write one self-contained HTML page about a run: learning curves, learned hyperparameters (prior
 precisions, noise, ranges of invariances), test images under the learned augmentation, metrics
-and settings. The page is RUN/report.html, and its figures are also in RUN/figures. A running
-training is shown up to its last epoch. Several runs share a page, RUN/comparison/report.html in
+and settings. The page is RUN/report.html, and its figures are also in RUN/figures. An unfinished
+run is shown up to its last epoch. Several runs share a page, RUN/comparison/report.html in
 the folder of the first run. --out sets another folder.
 
 examples:

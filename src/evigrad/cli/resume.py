@@ -1,4 +1,4 @@
-"""The end of a training by Ctrl-C or SIGTERM, and ``evigrad train --resume RUN``."""
+"""The end of a training run by Ctrl-C or SIGTERM, and ``evigrad train --resume RUN``."""
 
 import os
 import shlex
@@ -30,8 +30,8 @@ def resumed_configuration(resume: str | None = None) -> Path | None:
     """Return the file with the options of the run to resume, or None for a new run.
 
     Args:
-        resume: Folder of an interrupted run. Resumes it from its last checkpoint with its saved
-            options, and with the same results as without the interruption.
+        resume: Folder of an interrupted run. The run resumes from its last checkpoint with its
+            saved options. The results are the same as without the interruption.
 
     Raises:
         ConfigurationError: If the folder holds no run of ``evigrad train``.
@@ -43,7 +43,9 @@ def resumed_configuration(resume: str | None = None) -> Path | None:
     if file.is_file():
         return file
     if not folder.is_dir():
-        raise ConfigurationError(f"There is no run to resume in {folder}: no such folder.")
+        raise ConfigurationError(
+            f"There is no run to resume in {folder}: the folder does not exist."
+        )
     if (folder / "config.json").is_file():
         raise ConfigurationError(
             f"The run in {folder} was started from Python. Resume it there, with"
@@ -81,7 +83,7 @@ def _word(value: Any) -> str:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A command that a signal ended, with a text for its user and the process's ``exit_code``."""
+    """The end of a command by a signal, with a text for the user and the ``exit_code``."""
 
     def __init__(self, text: str, number: int) -> None:
         super().__init__(text)
@@ -89,7 +91,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interruption:
-    """Handler of signals, which end a command at once, and a training after its epoch."""
+    """Handler of signals, which end a command immediately and a training run after its epoch."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -112,7 +114,7 @@ class Interruption:
         if not (first and self._patient):
             raise KeyboardInterrupt
         # Without print, because the signal may have come in the middle of one.
-        words = "\nStopping after this epoch. Press Ctrl-C again to stop at once.\n"
+        words = "\nStopping after this epoch. Press Ctrl-C again to stop now.\n"
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, words.encode())
 
 

@@ -68,7 +68,7 @@ def read_invariance(
     """Return the invariance that options ask for, or None.
 
     ``text`` is ``affine``, or names of generators, each with an optional ``=`` and range.
-    ``initial`` is the range of names without one. The others are fields of ``Invariance``.
+    ``initial`` is the range of names without one. The other arguments are fields of ``Invariance``.
 
     Raises:
         ConfigurationError: If a name or a range does not exist.
@@ -215,7 +215,7 @@ def set_up(
         learn_invariance: Whether the estimator learns these ranges.
         flip: Whether to also mirror images left to right at random.
         samples: Number of transforms per image.
-        average: Average over the transforms of logits or probabilities.
+        average: Whether logits or probabilities are averaged over the transforms.
         seed: Seed of the subset, the initial weights and all random draws in training.
         device: Device: cpu, cuda, or auto (cuda if available).
         threads: Number of CPU threads. Default: PyTorch's choice, one per core.

@@ -89,7 +89,7 @@ def make_parser() -> Parser:
 
 
 def add_training(parser: Parser, with_estimator: bool = True) -> None:
-    """Add the options of a training, without options of its files and its machine."""
+    """Add the options for a training run, without options for its files and its machine."""
     add_problem(parser, with_estimator)
     names = [setting.name for setting in fields(Schedule) if setting.name not in _RECORD]
     parser.add_group("schedule", Schedule, names)
@@ -98,7 +98,7 @@ def add_training(parser: Parser, with_estimator: bool = True) -> None:
 
 
 def add_problem(parser: Parser, with_estimator: bool = True) -> None:
-    """Add the options of data, network, prior and estimator."""
+    """Add the options for data, network, prior and estimator."""
     prior = PRIOR if with_estimator else PRIOR[1:]
     parser.add_group("what to train", set_up, NETWORK)
     parser.add_group("invariance", set_up, INVARIANCE)
@@ -170,17 +170,18 @@ def run(parser: Parser, options: Namespace) -> int:
 
 @dataclass(frozen=True)
 class Results:
-    """Set the command's own results.
+    """Set the results of the command.
 
     Attributes:
         compare_map: Whether to train by MAP first, with the same settings but no hyperparameter
-            steps, and to show both. MAP learns the noise of a gaussian by the training loss.
+            steps, and to show both runs. MAP training learns the noise of a gaussian likelihood by
+            the training loss.
         evaluate_with: Estimator of the log evidence in the final table, the same for all rows. The
             value auto selects the tightest estimator that takes about 20 seconds, or the run's own
             if it has anchors or uses all data. The table also shows the run's own estimator.
         run_dir: Folder of the run. If it is not empty, the run uses the first free of NAME-2,
             NAME-3, ... Default: runs/DATA-MODEL-ESTIMATOR.
-        figures: Whether to draw learning curves and precisions into the folder.
+        figures: Whether to save figures of learning curves and precisions in the folder.
     """
 
     compare_map: bool = False
@@ -286,7 +287,7 @@ def settings_of(setup: Setup, options: Namespace) -> Settings:
 
 
 def prepare_runs(setup: Setup, options: Namespace, group: Group | None = None) -> list[Trainer]:
-    """The checked runs that options ask for; a MAP baseline, for ``compare_map``, comes first."""
+    """Return the checked runs that options ask for; for ``compare_map``, a MAP run comes first."""
     settings = settings_of(setup, options)
     all_settings = [settings]
     if options.compare_map:

@@ -334,6 +334,8 @@ class Estimate:
             with the same curvature. A single estimate can exceed it.
         num_data: N.
         estimator: Canonical name of the estimator.
+        at_mode: The log evidence of the linearized model at its own mode, if ``estimate`` was asked
+            for it.
         entropies: For an anchored block, ℓ(Z) of the anchors and ℓ(B_b|Z) of each drawn part, in
             nats. Empty for other blocks.
 
@@ -349,6 +351,7 @@ class Estimate:
     num_data: int
     estimator: str
     entropies: tuple[float, ...] = ()
+    at_mode: float | None = None
 
     @property
     def per_datum(self) -> float:

@@ -35,7 +35,7 @@ SHIPPED_TABLES: dict[str, Callable[[], tuple[Path, Any]]] = {"autompg": autompg}
 
 
 def available(data_dir: str | os.PathLike[str] | None = None) -> list[str]:
-    """Return the names that `load` accepts here, without names of variants.
+    """Return the names that `load` accepts here, without the names of variants.
 
     Every image set also has the variants NAME:rotated90, NAME:rotated180, NAME:translated8 and
     NAME:scaled.
@@ -44,8 +44,8 @@ def available(data_dir: str | os.PathLike[str] | None = None) -> list[str]:
         data_dir: Folder of Parquet files. Default: the environment variable ``EVIGRAD_DATA``.
 
     Returns:
-        Shipped sets, image sets of the folder, image sets of the Hugging Face hub (if its library
-        is installed), and tables of the folder, in this order.
+        Shipped sets, image sets in the folder, image sets on the Hugging Face hub (if its library
+        is installed), and tables in the folder, in this order.
 
     Raises:
         ConfigurationError: If the folder does not exist.
@@ -95,23 +95,25 @@ def load(
       uniform in ±90° or ±180°. ``translated8``: by up to 8 pixels in x and y. ``scaled``: by a
       factor exp(u), u uniform in ±log 2. An image has the same transform for every subset and seed.
 
-    Inputs and numeric targets are standardized with the statistics of the returned train data,
-    images per channel. The global random state is not touched.
+    Inputs and numeric targets are standardized with the statistics of the returned train data
+    (images per channel). The global random state is not touched.
 
     Args:
         name: NAME or NAME:VARIANT, or the path of a table.
         data_dir: Folder of Parquet files. Default: the environment variable ``EVIGRAD_DATA``.
-        subset: Number of train examples, drawn uniformly. Default: all. The test set stays whole.
+        subset: Number of train examples, drawn uniformly. The test set is not reduced. Default:
+            all.
         seed: Seed of the draw. If ``split`` is None, it also chooses a table's split.
         split: Index of a table's train/test split. Default: ``seed`` modulo the number of splits.
-            In a table without splits it is the seed of a random split with a fifth for the test.
-        target: Column of a table to predict. Default: the column that its metadata name.
+            If a table has no splits, it is the seed of a random split, with a fifth of the rows as
+            the test set.
+        target: Column of a table to predict. Default: the column that its metadata names.
         likelihood: Kind of a table's target: ``categorical`` (classes), ``gaussian`` (numbers),
             ``heteroscedastic`` or ``natural-gaussian`` (numbers, for a network with two outputs),
             or ``poisson`` (counts, not standardized). Default: text, yes/no, and at most 20
             different whole numbers are classes; other targets are ``gaussian``.
-        features: Columns of a table to use as features, as a list or a string with commas. Default:
-            the columns that its metadata name, or all others.
+        features: Columns of a table to use as features, as a list or a comma-separated string.
+            Default: the columns that its metadata names, or all others.
         drop: Columns of a table to ignore, in the same form.
         categorical: Features of a table whose numbers are categories, in the same form.
 
@@ -161,7 +163,7 @@ def load(
         if value is not None:
             raise ConfigurationError(
                 f"{option} is only for tables, got {option}={value} for '{name}', which is not a"
-                " table here. Remove it."
+                " table here. Remove this option."
             )
     return image_data_set(name, *_images(name, folder), subset, seed, variant)
 
@@ -192,7 +194,8 @@ def _folder(data_dir: str | os.PathLike[str] | None) -> Path | None:
     if not folder.is_dir():
         origin = "data_dir" if data_dir is not None else f"environment variable {DATA_DIR_VARIABLE}"
         raise ConfigurationError(
-            f"The data folder {folder} does not exist (set by {origin}). Use another folder."
+            f"The data folder {folder} does not exist (set by {origin}). Create it, or use another"
+            " folder."
         )
     return folder
 

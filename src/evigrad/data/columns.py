@@ -1,7 +1,7 @@
 """The kinds of a table's columns: one set of rules for files and for scikit-learn's tables.
 
-Texts are categories, and a missing text is a category. Numbers and yes/no are numbers, and none may
-be missing. Constant columns are left out, with a warning.
+Texts are categories, and a missing text is a category. Numbers and yes/no are numbers, and none of
+these may be missing. Constant columns are left out, with a warning.
 """
 
 import datetime
@@ -30,7 +30,7 @@ _IMPUTER = "sklearn.impute.SimpleImputer"
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table of any kind."""
+    """A column of any kind of table."""
 
     name: Hashable  # its number if the table has no names
     kind: str  # of ``NUMERIC``, or ``TEXT``, ``DATES``, ``DECLARED``, or the name of another type
@@ -52,7 +52,7 @@ class Column:
 
     @property
     def categories(self) -> list[Hashable]:
-        """Return the declared or the different values, sorted, and None if one is missing."""
+        """Return the declared categories or the sorted values, and None if a value is missing."""
         values = set(self.values.tolist())
         present = sorted(values - {None}, key=str) if self.declared is None else self.declared
         return [*present, None] if None in values else list(present)
@@ -78,7 +78,7 @@ def problem_of(column: Column, leave_out: str, *, must_be_numbers: bool = False)
         return problem
     if must_be_numbers or column.kind not in (TEXT, DECLARED):
         what = {TEXT: "texts", DATES: DATES}.get(column.kind, f"values of type {column.kind}")
-        return f"{column.label} holds {what}, and not numbers: convert them, or {leave_out}"
+        return f"{column.label} holds {what} instead of numbers: convert them, or {leave_out}"
     count = len(column.categories)
     if count <= MOST_CATEGORIES:
         return None
@@ -134,7 +134,7 @@ def _is_number(text: str) -> bool:
 
 
 def refuse(where: str, problems: Iterable[str | None]) -> None:
-    """Raise InputError with all problems of a table at once; ``where`` names the table."""
+    """Raise InputError with all problems of a table in one message; ``where`` names the table."""
     texts = [problem for problem in problems if problem]
     sentences = [f"{text[:1].upper()}{text[1:]}." for text in texts]
     if len(texts) == 1:

@@ -1,4 +1,4 @@
-"""Data sets, how they are split, and how they are scaled."""
+"""Data sets, with functions that split and scale them."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,10 +21,10 @@ class DataSet:
     """A data set in memory: n train and t test examples, normalized with the train statistics.
 
     Attributes:
-        name: Name by which it was loaded.
+        name: Name by which the data set was loaded.
         train: Inputs (n, *input_shape), and targets: labels (n,) int64 for classification, values
             (n, D) for regression.
-        test: Test data in the same format. Do not choose anything by them: use
+        test: Test data in the same format. Do not use them to choose anything. For choices, use
             ``split_validation``.
         num_outputs: Number of outputs C of a network for these data: classes, target dimensions D,
             or 2D for input-dependent noise.
@@ -66,7 +66,7 @@ class DataSet:
         return f"DataSet({self.describe()})"
 
     def split_validation(self, fraction: float = 0.2, seed: int = 0) -> tuple[Split, Split]:
-        """Split the train set, for choices that must not use the test set.
+        """Split the train set for choices that must not use the test set.
 
         The split is stratified by class for classification. The inputs stay normalized with the
         statistics of the whole train set.
@@ -97,12 +97,12 @@ class DataSet:
         return (x[train_rows], y[train_rows]), (x[validation_rows], y[validation_rows])
 
     def with_test_subset(self, count: int, seed: int = 0) -> "DataSet":
-        """Return the same train set with ``count`` random test examples, for cheap evaluations."""
+        """Return the data set with only ``count`` random test examples, for cheap evaluations."""
         x, y = self.test
         if not 1 <= count <= len(x):
             raise ConfigurationError(
-                f"test_subset must be between 1 and {len(x):,}, the test examples of {self.name},"
-                f" got {count}."
+                f"test_subset must be between 1 and {len(x):,}, the number of test examples of"
+                f" {self.name}, got {count}."
             )
         chosen = torch.from_numpy(np.sort(shuffled(len(x), seed)[:count]))
         return replace(self, test=(x[chosen], y[chosen]))
@@ -112,7 +112,7 @@ class DataSet:
     ) -> "DataSet":
         """Return a copy on another device, or with another type of inputs, targets and scales.
 
-        None changes nothing. Labels stay int64.
+        None leaves the device or type unchanged. Labels stay int64.
         """
 
         def moved(value: Any) -> Any:
@@ -145,8 +145,8 @@ class Scaling:
 
     Networks and priors expect inputs and targets of about unit scale. ``Scaling.of(y)`` computes
     the statistics of the training targets. Call the scaling to standardize targets, and ``undo`` to
-    convert predictions back. The log likelihood is larger for standardized than for original
-    targets, by the sum of log ``std``.
+    convert predictions back. The log likelihood of standardized targets exceeds the log likelihood
+    of the original targets by the sum of log ``std``.
 
     Attributes:
         mean: Mean to subtract, in the shape of one example.
@@ -168,7 +168,7 @@ class Scaling:
 
     @classmethod
     def of(cls, values: Float[Tensor, "n ..."]) -> "Scaling":
-        """Return the scaling that gives training data mean 0 and deviation 1, via float64."""
+        """Return the scaling that gives data mean 0 and standard deviation 1, via float64."""
         exact = values.double()
         std = exact.std(dim=0, correction=0)
         # Compared exactly, because rounding gives a constant column a tiny nonzero deviation.
@@ -195,14 +195,14 @@ class Scaling:
         shape = tuple(self.mean.shape)
         if values.shape[max(0, values.ndim - len(shape)) :] != shape:
             raise InputError(
-                f"values must have the shape {shape} per example, got {tuple(values.shape)}. If a"
-                " network predicts log variances too, pass only the means."
+                f"values must have the shape {shape} per example, got {tuple(values.shape)}. If the"
+                " network also predicts log variances, pass only the means."
             )
         return values * self.std.to(values) + self.mean.to(values)
 
 
 def shuffled(count: int, seed: int) -> np.ndarray:
-    """Return the numbers 0 to ``count - 1`` in random order, (count,) int64; seeds below 2^32."""
+    """Return 0 to ``count - 1`` in random order, (count,) int64; the seed must be below 2^32."""
     if not 0 <= seed < 2**32:
         raise ConfigurationError(f"seed must be between 0 and 2^32 - 1, got {seed}.")
     # RandomState, not default_rng: its stream is frozen by contract, so a split never changes.
@@ -210,7 +210,7 @@ def shuffled(count: int, seed: int) -> np.ndarray:
 
 
 def draw_subset(count: int, subset: int | None, seed: int) -> np.ndarray:
-    """Draw positions uniformly; subsets of a seed are nested. None returns all."""
+    """Draw positions uniformly. Subsets with the same seed are nested, and None returns all."""
     if subset is None:
         return np.arange(count, dtype=np.int64)
     if not 1 <= subset <= count:
@@ -224,8 +224,8 @@ def draw_subset(count: int, subset: int | None, seed: int) -> np.ndarray:
 def stratified_split(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, ...]:
     """Return the positions of two parts in which all classes have the same proportions.
 
-    The second part has ``round(fraction * n)`` members. If the classes do not divide evenly, those
-    with the largest remainders get one more. Each part is in increasing order.
+    The second part has ``round(fraction * n)`` members. If the classes do not divide evenly, the
+    classes with the largest remainders get one more member. Each part is in increasing order.
     """
     classes, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
     shares = fraction * counts

@@ -41,7 +41,7 @@ def hub_is_installed() -> bool:
 
 
 def hub_images(name: str, elsewhere: str) -> tuple[Images, Images]:
-    """Return train and test part of a set of `HUB`; ``elsewhere`` is another way to get it."""
+    """Return the train and test part of a `HUB` set; ``elsewhere`` is another way to get it."""
     place = HUB[name]
     if not hub_is_installed():
         raise ConfigurationError(

@@ -55,11 +55,11 @@ def image_data_set(
     seed: int,
     variant: str | None = None,
 ) -> DataSet:
-    """Return the data set, float32, of a train and a test part.
+    """Return the data set (float32) that consists of a train and a test part.
 
-    Only the drawn train images are read. If one image is RGB, gray ones are converted to RGB.
-    Pixels are scaled to [0, 1] and standardized per channel with the mean and deviation of the
-    drawn train images. Class names come from the train part if it has them. A ``variant`` of
+    Only the drawn train images are read. If any image is RGB, gray images are converted to RGB.
+    Pixels are scaled to [0, 1] and standardized per channel with the mean and standard deviation of
+    the drawn train images. Class names come from the train part if it has them. A ``variant`` of
     `evigrad.data.variants.VARIANTS` is applied before anything else.
 
     Raises:
@@ -123,13 +123,13 @@ def image_data_set(
 
 
 def _stack(where: str, images: list[np.ndarray], color: bool) -> np.ndarray:
-    """Return images of one size as (n, channels, h, w)."""
+    """Return images of the same size as (n, channels, h, w)."""
     sizes = {image.shape[:2] for image in images}
     if len(sizes) > 1:
         first, second = sorted(sizes)[:2]
         raise InputError(
-            f"{where}: all images must have one size (height, width), got {first} and {second}. "
-            "Resize them."
+            f"{where}: all images must have the same size (height, width), got {first} and"
+            f" {second}. Resize them."
         )
     if not color:
         return np.stack(images)[:, None]
@@ -141,7 +141,7 @@ def _stack(where: str, images: list[np.ndarray], color: bool) -> np.ndarray:
 
 
 def _channel_statistics(images: Tensor, largest: int) -> tuple[Tensor, Tensor]:
-    """Return mean and deviation of each channel of scaled images, (channels, 1, 1) float32."""
+    """Return mean and standard deviation per channel of scaled images, (channels, 1, 1) float32."""
     # In float64, over a few images at a time, without such a copy of the whole set.
     count = images[:, 0].numel()
     parts = images.split(BATCH)
@@ -156,7 +156,7 @@ def _channel_statistics(images: Tensor, largest: int) -> tuple[Tensor, Tensor]:
 
 
 def parquet_images(name: str, file: Path) -> Images:
-    """Return the images of a Parquet file, see `table_images`; its metadata may name classes."""
+    """Return the images of a Parquet file, whose metadata may name classes; see `table_images`."""
     table = read_parquet(name, file)
     try:
         metadata = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))
@@ -168,7 +168,7 @@ def parquet_images(name: str, file: Path) -> Images:
     except (AttributeError, RecursionError, TypeError, ValueError) as error:
         raise InputError(
             f"{file}: the metadata 'huggingface' must have the hub's format, got an error: {error}."
-            " Write the file without it."
+            " Write the file without this metadata."
         ) from error
     return table_images(str(file), table, names)
 
@@ -177,7 +177,7 @@ def table_images(where: str, table: Any, class_names: dict[str, Any]) -> Images:
     """Return the images of a table, decoded on demand.
 
     The ``pyarrow.Table`` has columns ``image`` (struct of bytes and path) and ``label`` (integers),
-    or ``img`` and ``fine_label`` as in the hub's CIFAR sets. ``where`` is its name in errors.
+    or ``img`` and ``fine_label`` as in the hub's CIFAR sets. ``where`` names the table in errors.
     ``class_names`` are the names of the classes by the label's column, if any.
 
     Raises:

@@ -44,7 +44,7 @@ from evigrad.errors import (
 SUFFIXES = (".parquet", ".csv", ".tsv")
 # Likelihoods of a table's target.
 TWO_OUTPUTS = ("heteroscedastic", "natural-gaussian")
-LIKELIHOODS = ("categorical", "gaussian", *TWO_OUTPUTS, "poisson")
+LIKELIHOODS = ("categorical", "gaussian", "student-t", *TWO_OUTPUTS, "poisson")
 SPLIT_PREFIX = "test_"
 # Names of columns: a string with commas, or several strings.
 Names = str | Sequence[str] | None
@@ -80,17 +80,17 @@ def table_data_set(
     drop: Names = None,
     categorical: Names = None,
 ) -> DataSet:
-    """Return the data set of a ``pyarrow.Table``; arguments as for `evigrad.data.load`.
+    """Return the data set of a ``pyarrow.Table``, with the arguments of `evigrad.data.load`.
 
     The schema metadata of a Parquet file may name the columns: ``features`` (comma-separated) and
     ``target``. Otherwise ``target`` names that column, and all others are features: numbers as they
     are, and one 0/1 column per value of a text column (see ``columns``). Constant columns are left
     out with a warning, unless they are named as features. Boolean columns ``test_00``, ``test_01``,
-    ... are splits: true rows are the split's test set. Without splits, the test set is a random
-    fifth of the rows, seeded by the split's number and stratified by class. Features and numeric
-    targets, but not counts, are standardized with the mean and deviation of the split's (drawn)
-    train rows. Whole numbers are classes only if metadata do not name the target. Inputs are (F,),
-    float32; the target is one number or a label. Errors name the file and all problems of its
+    ... are splits, whose true rows are the test set. Without splits, the test set is a random fifth
+    of the rows, seeded by the split's number and stratified by class. Features and numeric targets,
+    but not counts, are standardized with the mean and standard deviation of the split's (drawn)
+    train rows. Whole numbers are classes only if the metadata does not name the target. Inputs are
+    (F,), float32; the target is one number or a label. Errors name the file and all problems of its
     columns.
 
     Raises:
@@ -210,8 +210,8 @@ def _roles(
     declared = _names(file, "categorical", categorical, columns, target)
     if idle := [name for name in declared if name not in chosen]:
         raise ConfigurationError(
-            f"{file}: --categorical must name features, got '{idle[0]}'. Remove it there, or make"
-            " it a feature."
+            f"{file}: --categorical must name features, got '{idle[0]}'. Remove it from the option,"
+            " or make it a feature."
         )
     if not chosen:
         raise InputError(
@@ -226,7 +226,8 @@ def _names(file: Path, option: str, names: Names, columns: list[str], target: st
     _refuse_strange(ConfigurationError, file, listed, f"which --{option} names", columns)
     if target in listed:
         raise ConfigurationError(
-            f"{file}: --{option} must not name the target, got '{target}'. Remove it there."
+            f"{file}: --{option} must not name the target, got '{target}'. Remove it from the"
+            " option."
         )
     return list(dict.fromkeys(listed))
 
@@ -307,7 +308,7 @@ def _inputs(file: Path, columns: Sequence[Column], choose: bool) -> Tensor:
     if choose and (constant := [column for column in columns if column.is_constant]):
         if len(constant) == len(columns):
             raise InputError(
-                f"{file}: a feature must vary between rows, got only constant features."
+                f"{file}: at least one feature must vary between rows, got only constant features."
             )
         warnings.warn(
             f"{file.name}: {words_of_constants([column.name for column in constant])}",
@@ -367,7 +368,7 @@ def _test_rows(
 
 @contextmanager
 def reading(file: Path, kind: str = "Parquet") -> Iterator[None]:
-    """Turn errors of reading into an InputError that names the file and its kind."""
+    """Turn errors while reading into an InputError that names the file and its kind."""
     try:
         yield
     # The bases of pyarrow's own errors; a damaged length may ask for any amount of memory.

@@ -61,7 +61,7 @@ VARIANTS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
 
 
 def split_name(name: str) -> tuple[str, str | None]:
-    """Return name and variant of NAME:VARIANT, which must exist; None if there is no variant."""
+    """Return the name and the existing variant of NAME:VARIANT, or None if it has no variant."""
     base, colon, variant = name.partition(":")
     if not colon:
         return name, None
@@ -74,7 +74,7 @@ def split_name(name: str) -> tuple[str, str | None]:
 
 
 def uniform_draws(part: str, rows: np.ndarray) -> Float[Tensor, "n 2"]:
-    """Return draws on [−1, 1), float64, by ``train`` or ``test`` and the images' positions (n,)."""
+    """Return float64 draws on [−1, 1) for images of ``train`` or ``test``, by positions (n,)."""
     # The stream of RandomState is frozen by contract. It fills row by row, so an image's numbers do
     # not depend on how many are drawn after them.
     count = int(rows.max()) + 1
@@ -85,7 +85,7 @@ def uniform_draws(part: str, rows: np.ndarray) -> Float[Tensor, "n 2"]:
 def transformed(
     pixels: np.ndarray, variant: str, part: str, rows: np.ndarray
 ) -> Float[Tensor, "n channels height width"]:
-    """Return images (float32), each transformed once, bilinearly, with black beyond the borders.
+    """Return images (float32), each transformed once by bilinear interpolation, with black borders.
 
     ``rows`` (n,) are the positions of the uint8 ``pixels`` in the whole ``part``. The parts
     ``train`` and ``test`` have different draws.

@@ -34,24 +34,25 @@ _ORDER = 10
 
 
 class AffineInvariance(Transform):
-    """Resample an image under a random affine map exp(Σ_i u_i η_i G_i) with u_i uniform on ±1.
+    """Resample an image under a random affine map exp(Σ_i u_i η_i G_i), u_i uniform on [−1, 1].
 
-    The map takes each pixel of the result to the place in the image that it is read from, with
-    bilinear interpolation, and ``fill`` beyond the borders. Coordinates start at the center of the
-    image. A rotation does not distort an image that is not square.
+    The map takes each pixel of the result to the position in the image from which it is read, with
+    bilinear interpolation. Beyond the borders, the value is ``fill``. The origin is the center of
+    the image. A rotation does not distort an image that is not square.
 
-    The ranges η have units of half the image's width and height (translations), radians (rotation)
-    and natural logarithms (scales and shear). Each range is a parameter with the generator's name,
-    or a buffer if it is not learned. ``ranges`` returns η, which is the parameter reflected at 0
-    and at `LIMITS`. Its derivative is 1 or −1.
+    The ranges η are in units of half the image's width and height (translations), radians
+    (rotation) and natural logarithms (scales and shear). Each range is a parameter with the
+    generator's name, or a buffer if it is not learned. ``ranges`` returns η, which is the parameter
+    reflected at 0 and at `LIMITS`. Its derivative is 1 or −1.
 
     Args:
-        ranges: Initial ranges: one number for all, or some by name (`GENERATORS`). Generators
-            without a name are neither used nor learned. Default: 0.1.
-        learn: Whether the ranges are learned, or the names of those that are. Default: True.
+        ranges: Initial ranges: one number for all generators, or a dictionary by name
+            (`GENERATORS`). Generators that are not named are neither used nor learned. Default:
+            0.1.
+        learn: Whether the ranges are learned, or the names of the learned ranges. Default: True.
         flip: Whether to mirror each image left to right with probability 1/2. Default: False.
-        fill: Value beyond the borders, or one per channel. Default: 0, which is black in raw images
-            and the mean in normalized images, where black is −mean / std.
+        fill: Value beyond the borders: one number, or one per channel. Default: 0, which is black
+            in raw images and the mean in normalized images, where black is −mean / std.
 
     Raises:
         ConfigurationError: If a generator does not exist, a range is outside its limits, or
@@ -102,7 +103,7 @@ class AffineInvariance(Transform):
         values = torch.tensor(fill, dtype=torch.get_default_dtype(), device="cpu").reshape(-1, 1, 1)
         if len(values) == 0 or not bool(values.isfinite().all()):
             raise ConfigurationError(
-                f"fill must be finite, one number or one per channel, got {fill}."
+                f"fill must be one finite number, or one per channel, got {fill}."
             )
         self._is_filled = bool(values.any())  # here, because a later read from a GPU would block
         # On PyTorch's default device, like all other modules.
@@ -122,7 +123,7 @@ class AffineInvariance(Transform):
         return dict(zip(GENERATORS, self.ranges.tolist(), strict=True))
 
     def sample(self, n: int, generator: torch.Generator) -> Float[Tensor, "n u"]:
-        """Draw u, (n, 6) or (n, 7), uniform on [−1, 1). The last number is for the flip."""
+        """Draw u, (n, 6) or (n, 7), uniform on [−1, 1). The seventh number decides on the flip."""
         return 2 * torch.rand(n, 6 + self.flip, generator=generator, device="cpu") - 1
 
     def forward(
@@ -141,7 +142,7 @@ class AffineInvariance(Transform):
         return (F.grid_sample(x.to(dtype) - fill, grid, align_corners=False) + fill).to(x.dtype)
 
     def maps(self, eps: Float[Tensor, "n u"], height: int, width: int) -> Float[Tensor, "n 2 3"]:
-        """Return the affine maps, from places in the result to places in the image.
+        """Return the affine maps, from positions in the result to positions in the image.
 
         They are the first two rows of each map on (x, y, 1), in float64 (float32 on a device
         without it). The image's borders are at −1 and 1. ``eps`` is from ``sample``.
@@ -179,10 +180,10 @@ class AffineInvariance(Transform):
 
 
 def matrix_exponential(matrices: Float[Tensor, "n 3 3"]) -> Float[Tensor, "n 3 3"]:
-    """Return the exponential of each matrix with a 1-norm up to 7.2.
+    """Return the exponential of each matrix; its 1-norm must be at most 7.2.
 
-    It is as accurate as ``torch.matrix_exp`` there, with a derivative at a third of the cost. It
-    does not read the norms, for which a GPU would wait.
+    It is as accurate as ``torch.matrix_exp`` for such matrices, and its derivative costs a third.
+    It does not read the norms, because the CPU would have to wait for a GPU.
     """
     scaled = matrices / 2**_SQUARINGS
     one = torch.eye(3, dtype=matrices.dtype, device=matrices.device).expand_as(matrices)
@@ -197,9 +198,9 @@ def matrix_exponential(matrices: Float[Tensor, "n 3 3"]) -> Float[Tensor, "n 3 3
 def sampling_grid(
     maps: Float[Tensor, "n 2 3"], height: int, width: int
 ) -> Float[Tensor, "n height width 2"]:
-    """Return the place (x, y) that each pixel is read from, like ``F.affine_grid``, but faster.
+    """Return the position (x, y) from which each pixel is read, like ``F.affine_grid`` but faster.
 
-    ``maps`` act on (x, y, 1) with borders at −1 and 1, as ``align_corners=False`` has them.
+    ``maps`` act on (x, y, 1) with borders at −1 and 1, which is ``align_corners=False``.
     """
     x, y = (
         (2 * torch.arange(size, dtype=maps.dtype, device=maps.device) + 1) / size - 1

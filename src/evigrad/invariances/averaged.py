@@ -23,22 +23,22 @@ class Averaged(nn.Module):
 
     All S·n transformed inputs pass through the model in one batch, sorted by example. Noise comes
     from PyTorch's default generator, as in dropout, but in evaluation mode too. ``Evidence`` uses
-    its own generator: an example has the same noise in every micro-batch.
+    its own generator and gives an example the same noise in every micro-batch.
 
     Args:
-        model: Model from inputs (m, ...) to outputs (m, C). It must not draw noise by
-            `evigrad.invariances.noise.Stochastic`.
+        model: Model from inputs (m, ...) to outputs (m, C). It must not contain a module that draws
+            noise (`evigrad.invariances.noise.Stochastic`).
         invariance: A `Transform`, or any module with its ``sample`` and ``apply``.
         num_samples: Number S of transforms per input. You can change it at any time.
         average: ``"logits"`` averages the outputs. ``"probabilities"`` returns the logarithms of
             averaged class probabilities, log (1/S) Σ_s softmax(f_s), for a categorical likelihood.
         chunk: Number of samples per example in one pass of the model, to save memory in training.
-            It costs one more forward pass, because activations are recomputed for the gradient.
-            Evidence passes ignore it. Default: None, all samples.
+            Chunks cost one more forward pass, because activations are recomputed for the gradient.
+            Evidence passes ignore it. Default: None, which means all samples.
 
     Raises:
-        ConfigurationError: If an option does not exist, a number is below 1, the model draws, or
-            ``bounds`` of the transform do not fit its parameters.
+        ConfigurationError: If an option does not exist, a number is below 1, the model draws noise,
+            or ``bounds`` of the transform do not fit its parameters.
 
     Examples:
         >>> import torch
@@ -95,7 +95,7 @@ class Averaged(nn.Module):
 
     @contextmanager
     def held(self, noise: Tensor) -> Iterator[None]:
-        """Use noise (n, S, ...) of ``draw`` in every forward pass inside, instead of drawing."""
+        """Use noise (n, S, ...) from ``draw`` in every forward pass inside the context."""
         before, self._held = self._held, noise
         try:
             yield

@@ -1,11 +1,11 @@
 """Noise in a forward pass: each example has the same noise in every micro-batch.
 
-A module that draws (``Stochastic``) uses the evidence's generator. The noise of a block is drawn in
-pages of a fixed number of examples, each with its own seed. So noise is the same for every size of
-micro-batch and in every pass, and is held only for the examples at work. ``PackedModel`` turns a
-model, its inputs and its noise into a deterministic function of one tensor. The parts of an
-example's inputs and its noise are side by side there, and stay together when examples are split,
-vectorized or repeated.
+A module that draws noise (``Stochastic``) uses the evidence's generator. The noise of a block is
+drawn in pages of a fixed number of examples, each with its own seed. So noise is the same for every
+size of micro-batch and in every pass, and memory holds only the noise of the current examples.
+``PackedModel`` turns a model, its inputs and its noise into a deterministic function of one tensor.
+In this tensor, an example's inputs and noise are side by side, so they stay together when examples
+are split, vectorized or repeated.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,7 +41,7 @@ _samples: ContextVar[int] = ContextVar("samples", default=1)
 
 @runtime_checkable
 class Stochastic(Protocol):
-    """A module whose forward pass draws, such as ``evigrad.invariances.Averaged``."""
+    """A module whose forward pass draws noise, such as ``evigrad.invariances.Averaged``."""
 
     def draw(self, num_data: int, generator: torch.Generator) -> Tensor:
         """Return noise for each example, (num_data, ...), floating point, on the CPU."""
@@ -63,20 +63,20 @@ def sampled(num_samples: int) -> Iterator[None]:
 
 
 def current_samples() -> int:
-    """Return the number of samples per example in dimension 0; 1 outside of ``sampled``."""
+    """Return the number of samples per example in dimension 0, which is 1 outside ``sampled``."""
     return _samples.get()
 
 
 def stochastic_modules(model: nn.Module) -> list[Stochastic]:
-    """Return the modules of a model that draw, each once, in the model's order."""
+    """Return the modules of a model that draw noise, each once, in the model's order."""
     return [module for module in model.modules() if isinstance(module, Stochastic)]
 
 
 class Noise:
     """The noise of a block's examples, by their position in the block.
 
-    ``seed`` seeds all noise of the ``modules`` that draw. ``positions`` are the ascending positions
-    whose noise the examples use; None for their own.
+    ``seed`` seeds all noise of the ``modules`` that draw. The examples use the noise of the
+    ascending ``positions``. None stands for the examples' own positions.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class Noise:
 class PackedModel(Transparent):
     """A model as a function of one tensor, which holds all parts of its inputs and their noise.
 
-    ``x`` and ``noise`` give shapes and types. For inputs at positions, ``layer`` (if any) computes
-    the outputs and acts only on the positions.
+    ``x`` and ``noise`` determine shapes and types. For inputs at positions, ``layer`` (if any)
+    computes the outputs and acts only on the positions.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class PackedModel(Transparent):
         self._carrier = reduce(torch.promote_types, types)
 
     def fits(self, x: Inputs) -> bool:
-        """Return whether inputs have the parts, shapes and types of this model."""
+        """Return whether inputs have the parts, shapes and types that this model expects."""
         return layout(x) == self._inputs
 
     @property

@@ -17,15 +17,15 @@ class Transform(nn.Module, ABC):
     """A random transform of inputs, x' = g(x, ε; h), with learnable parameters h.
 
     To write your own transform, define ``sample`` and ``forward``. Noise is drawn separately from
-    its use. So an input keeps its noise in every batch, and the derivative in h is the derivative
-    of a deterministic function (the reparameterization trick).
+    its use. So an input keeps its noise in every batch, and the derivative with respect to h is the
+    derivative of a deterministic function (the reparameterization trick).
 
     Attributes:
-        bounds: Smallest and largest value of parameters by their names, such as
+        bounds: Smallest and largest value of each parameter by name, such as
             ``{"width": (0.0, 8.0)}``. One of the two may be infinite. After the first use of the
             transform, ``self.width`` is the parameter reflected at both bounds, with a derivative
             of 1 or −1. So it is within the bounds after every step of every optimizer.
-            ``get_parameter("width")`` is the parameter itself, which may be outside.
+            ``get_parameter("width")`` is the parameter itself, which may be outside the bounds.
 
     Examples:
         >>> import torch
@@ -77,8 +77,8 @@ class Transform(nn.Module, ABC):
                 )
             if not low < high or not (math.isfinite(low) or math.isfinite(high)):
                 raise ConfigurationError(
-                    f"The {whose} must be a number and a larger one, of which one may be infinite,"
-                    f" got {name}={(low, high)}."
+                    f"The {whose} must be a number and a larger number, one of which may be"
+                    f" infinite, got {name}={(low, high)}."
                 )
             value = parameters[name].detach()
             if bool(((value < low) | (value > high)).any()):
@@ -94,7 +94,7 @@ class Transform(nn.Module, ABC):
 
         Args:
             n: Number of inputs.
-            generator: CPU generator of all random numbers.
+            generator: CPU generator for all random numbers.
 
         Returns:
             ε (n, ...), floating point, on the CPU, with at least one number per input.
@@ -123,9 +123,10 @@ class Transform(nn.Module, ABC):
 def folded(raw: Tensor, limit: float) -> Tensor:
     """Return raw, reflected at 0 and at the limit (positive or infinite): a triangle wave.
 
-    The derivative is 1 or −1 everywhere. So an optimizer's step moves the number as far as without
-    bounds, and a step too far is led back. The range of a symmetric distribution may be reflected
-    at 0: u · η with u uniform on [−1, 1] has the same distribution for η and −η.
+    The derivative is 1 or −1 everywhere. So an optimizer's step moves the number as far as it would
+    without bounds, and a step beyond a bound is reflected back. The range of a symmetric
+    distribution may be reflected at 0: u · η with u uniform on [−1, 1] has the same distribution
+    for η and −η.
     """
     # Not ``abs``, whose derivative at 0, a likely start of a range, is 0.
     raw = torch.where(raw < 0, -raw, raw)
@@ -136,7 +137,7 @@ def folded(raw: Tensor, limit: float) -> Tensor:
 
 
 def reflected(raw: Tensor, low: float, high: float) -> Tensor:
-    """Return raw, reflected at ``low`` and ``high``, of which one may be infinite."""
+    """Return raw, reflected at ``low`` and ``high``, one of which may be infinite."""
     if math.isinf(low):
         return high - folded(high - raw, math.inf)
     # Inside, return the value itself and not one rounded from it.
@@ -149,14 +150,15 @@ class InputScale(Transform):
 
     The evidence shrinks the scales of features that do not help (MacKay, 1994). The transform is
     not random. Use it as a first layer of a network, or inside ``Averaged``. Learn the scales by
-    the evidence: the training loss cannot distinguish a scale from the first layer's weights.
+    the evidence, because the training loss cannot distinguish a scale from the first layer's
+    weights.
 
     Args:
         shape: Shape of one input, or of its last dimensions.
         scale: Initial scale of every feature. Default: 1.
 
     Attributes:
-        log_scale: Logarithms of the scales, of this shape.
+        log_scale: Logarithms of the scales, in this shape.
 
     Raises:
         ConfigurationError: If the initial scale is not positive and finite.
@@ -199,8 +201,8 @@ class AdditiveNoise(Transform):
         per_feature: Whether each feature has its own level. Default: False.
 
     Attributes:
-        raw_level: The level up to its sign, because a step may cross 0. Its shape is ``shape`` if
-            ``per_feature``, else ().
+        raw_level: The level, possibly with a negative sign, because a step may cross 0. Its shape
+            is ``shape`` if ``per_feature``, else ().
 
     Raises:
         ConfigurationError: If the initial level is negative or not finite.
@@ -248,7 +250,8 @@ def _sizes(shape: int | Sequence[int]) -> tuple[int, ...]:
 def ranged_modules(model: nn.Module) -> dict[str, Any]:
     """Return the modules of a model that have ranges, such as ``AffineInvariance``, by name.
 
-    ``ranges`` are half the widths of the distributions; ``named_ranges`` returns them as numbers.
+    A module's ``ranges`` are half the widths of the distributions, and its ``named_ranges`` returns
+    them as numbers.
     """
     named = {
         path: module
@@ -279,7 +282,7 @@ def range_values(model: nn.Module) -> dict[str, float]:
 
 
 def bounded_values(model: nn.Module) -> dict[int, Tensor]:
-    """Return the values within ``bounds`` of a model's parameters, by the parameters' ids."""
+    """Return a model's parameters with ``bounds``, reflected, by the parameters' ids."""
     return {
         id(parameter): getattr(module, name).detach()
         for module in model.modules()

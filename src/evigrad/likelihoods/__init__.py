@@ -1,14 +1,16 @@
-"""Likelihoods: log p(y|f), its Hessian in the outputs f, and roots of the Hessian.
+"""Likelihoods: log p(y|f), its Hessian with respect to the outputs f, and roots of the Hessian.
 
-Outputs f are (m, C), one row per example. Log probabilities are normalized (all constants
-included), in nats per example, and at temperature 1 (``Evidence`` applies the temperature).
-Λ = −∇²_f log p(y|f) is the Hessian of the negative log likelihood in the outputs (Immer et al.
-2023, section 2). If the Hessian depends on y, Λ is its mean over y, the Fisher information.
+Outputs f have the shape (m, C), with one row per example. Log probabilities are normalized (all
+constants included), in nats per example, and at temperature 1 (``Evidence`` applies the
+temperature). Λ = −∇²_f log p(y|f) is the Hessian of the negative log likelihood with respect to the
+outputs (Immer et al. 2023, section 2). If the Hessian depends on y, Λ is its mean over y, the
+Fisher information.
 
-A new likelihood is a class with ``log_prob`` and, if targets can be invalid, ``validate``. The
-other methods have defaults, except ``sample`` for estimator names with ``mc``. Override ``hessian``
-if it depends on the targets. ``LIKELIHOODS`` names the library's own classes. Their closed forms
-are not compared on the user's data, so tests/likelihoods must compare them.
+A new likelihood is a class with ``log_prob`` and, if targets can be invalid, ``validate``. All
+other methods have defaults, except ``sample``, which estimators with ``mc`` in their names need.
+Override ``hessian`` if the Hessian depends on the targets. ``LIKELIHOODS`` names the library's own
+classes. Their closed forms are not checked on the user's data, so tests/likelihoods must check
+them.
 """
 
 from evigrad.core.roots import ROOTS, RootRows
@@ -19,6 +21,7 @@ from evigrad.likelihoods.categorical import Categorical
 from evigrad.likelihoods.gaussian import Gaussian
 from evigrad.likelihoods.heteroscedastic import HeteroscedasticGaussian, NaturalGaussian
 from evigrad.likelihoods.poisson import Poisson
+from evigrad.likelihoods.student_t import StudentT
 from evigrad.likelihoods.weighted import Weighted
 
 __all__ = [
@@ -32,6 +35,7 @@ __all__ = [
     "NaturalGaussian",
     "Poisson",
     "RootRows",
+    "StudentT",
     "Weighted",
     "make_likelihood",
 ]
@@ -41,6 +45,7 @@ LIKELIHOODS: dict[str, type[Likelihood]] = {
     for likelihood in (
         Categorical,
         Gaussian,
+        StudentT,
         HeteroscedasticGaussian,
         NaturalGaussian,
         Bernoulli,
@@ -50,9 +55,9 @@ LIKELIHOODS: dict[str, type[Likelihood]] = {
 
 
 def make_likelihood(likelihood: str | Likelihood) -> Likelihood:
-    """Return the likelihood of a name in ``LIKELIHOODS``, with its default settings.
+    """Return the likelihood with a name in ``LIKELIHOODS`` and its default settings.
 
-    An instance is returned as it is.
+    A ``Likelihood`` object is returned unchanged.
 
     Raises:
         ConfigurationError: If there is no likelihood of this name.

@@ -44,8 +44,8 @@ class Likelihood(nn.Module, ABC):
     Attributes:
         name: Name of the likelihood in ``LIKELIHOODS``.
         couples_outputs: Whether Λ has entries off its diagonal.
-        is_classification: Whether targets are classes. If there are ``probabilities``, ``metrics``
-            counts correct predictions.
+        is_classification: Whether targets are classes. If the likelihood has ``probabilities``,
+            ``metrics`` counts correct predictions.
 
     Examples:
         >>> import torch
@@ -104,23 +104,23 @@ class Likelihood(nn.Module, ABC):
         return self.log_prob(f, y)
 
     def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
-        """Check the targets, before anything is computed.
+        """Check the targets before anything is computed.
 
-        Subclasses call this method first, and then check dtype, shape and range.
+        Subclasses call this method first and then check dtype, shape and range.
 
         Args:
             f_shape: Shape of the outputs, (m, C).
             y: Targets.
 
         Raises:
-            InputError: If the outputs are not (m, C), there are no examples, or y has another
-                number of examples, or NaN or infinite values.
+            InputError: If the outputs do not have the shape (m, C), there are no examples, y has a
+                different number of examples, or y has NaN or infinite values.
         """
         shape = tuple(f_shape)
         if len(shape) != 2:
-            hint = "return f.unsqueeze(1)" if len(shape) == 1 else "flatten or average the rest"
+            hint = "return f.unsqueeze(1)" if len(shape) == 1 else "flatten or average further axes"
             raise InputError(
-                f"Outputs must have the shape (m, C), one row per example, got {shape}. In the"
+                f"Outputs must have the shape (m, C) with one row per example, got {shape}. In the"
                 f" model, {hint}."
             )
         if not isinstance(y, Tensor):
@@ -133,17 +133,17 @@ class Likelihood(nn.Module, ABC):
             )
         if y.ndim == 0 or len(y) != shape[0]:
             raise InputError(
-                f"Outputs of shape {shape} need {shape[0]} targets, one per example, got targets of"
-                f" shape {tuple(y.shape)}. Use one target per example."
+                f"Outputs of shape {shape} need {shape[0]} targets (one per example), got targets"
+                f" of shape {tuple(y.shape)}. Use one target per example."
             )
         if y.is_floating_point() and not is_finite(y):
-            refuse_where(~torch.isfinite(y), y, "is not finite. Remove or impute such examples")
+            refuse_where(~torch.isfinite(y), y, "is not finite. Remove or impute such targets")
 
     def counted(self, y: Tensor) -> Bool[Tensor, " m"] | None:
         """Return which targets (m, ...) count, for outputs (m, …, C) with a target per position.
 
         False marks positions without a target, such as padding. The default, None, counts all. The
-        targets come before ``validate``.
+        targets have not been through ``validate`` yet.
         """
         return None
 
@@ -157,9 +157,9 @@ class Likelihood(nn.Module, ABC):
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
         """Return the curvature Λ(f) of the rows, positive semidefinite and differentiable.
 
-        Λ is −∇²_f log p(y|f) if that is the same for all y. Otherwise override this method with the
-        mean over y, the Fisher information. The default differentiates ``log_prob`` at the first of
-        ``reference_targets``.
+        Λ is −∇²_f log p(y|f) if this Hessian is the same for all y. Otherwise, override this method
+        to return the mean over y, which is the Fisher information. The default differentiates
+        ``log_prob`` at the first of ``reference_targets``.
 
         Args:
             f: Outputs.
@@ -181,21 +181,22 @@ class Likelihood(nn.Module, ABC):
         return -torch.func.jacrev(total_score)(f).transpose(0, 1)
 
     def check_derivatives(self, f: Float[Tensor, "m C"], y: Tensor, curvature: str = "ggn") -> None:
-        """Check that the rows of these data belong to ``log_prob``.
+        """Check that the rows for these data follow from ``log_prob``.
 
         If the Hessian of the density depends on the target, the class must override ``hessian``.
-        Masked examples, for instance, have a Hessian of zero. A ``hessian``, ``root`` or ``score``
-        from the class of ``log_prob``, or a subclass, is not checked. One from a base class was
-        written for another density, and is compared with derivatives of ``log_prob``.
+        For instance, the Hessian of a masked example is zero. A ``hessian``, ``root`` or ``score``
+        that is defined in the class of ``log_prob``, or in a subclass, is not checked. A method of
+        a base class was written for another density, so it is compared with derivatives of
+        ``log_prob``.
 
         Args:
             f: Outputs.
             y: Targets.
-            curvature: ``ggn`` if rows come from Λ, or the name of a curvature of scores.
+            curvature: ``ggn`` if rows come from Λ, or the name of a curvature that uses scores.
 
         Raises:
             ConfigurationError: If the Hessian depends on the targets, or an inherited ``root`` or
-                ``score`` does not belong to ``log_prob``.
+                ``score`` does not match ``log_prob``.
         """
         f = f.detach()
         with raised_in(
@@ -213,11 +214,11 @@ class Likelihood(nn.Module, ABC):
     def _refuse_inherited(self, name: str, what: str) -> None:
         raise ConfigurationError(
             f"{type(self).__name__} inherits {name}, which is not {what}. Override {name} too, or"
-            " derive the class from Likelihood only, which derives it from log_prob."
+            f" derive the class from Likelihood only, which computes {name} from log_prob."
         )
 
     def _check_root(self, f: Tensor) -> None:
-        """Compare a sub-block of R Rᵀ with that of Λ, for one example."""
+        """Compare a sub-block of R Rᵀ with the same sub-block of Λ, for one example."""
         outputs = torch.arange(min(f.shape[1], _COMPARED_OUTPUTS), device=f.device)
         with torch.no_grad():
             if "hessian" in self._inherited:
@@ -244,11 +245,11 @@ class Likelihood(nn.Module, ABC):
             worst = int((product - expected).abs().amax(1).argmax())
             target = y[worst].item() if y.ndim == 1 else y[worst].flatten()[:3].tolist()
             raise ConfigurationError(
-                f"The Hessian of {type(self).__name__}.log_prob depends on the targets: at"
-                f" target {target} it differs from the Hessian at reference_targets, which the rows"
-                " use. Remove masked examples from the data set (num_data counts the rest). If no"
-                " target is special, override hessian(f) with a matrix that does not depend on"
-                " targets, such as the Fisher information."
+                f"The Hessian of {type(self).__name__}.log_prob depends on the targets: at target"
+                f" {target} it differs from the Hessian at reference_targets, which the rows use."
+                " If some examples are masked, remove them from the data set (num_data counts the"
+                " rest). Otherwise, override hessian(f) to return a matrix that does not depend on"
+                " the targets, such as the Fisher information."
             )
 
     def _times_hessian(self, f: Tensor, y: Tensor, direction: Tensor) -> Tensor:
@@ -263,9 +264,10 @@ class Likelihood(nn.Module, ABC):
     def reference_targets(self, f: Float[Tensor, "m C"]) -> tuple[Tensor, Tensor]:
         """Return two sets of valid targets for the default ``hessian``.
 
-        It differentiates at the first set, and raises an error if the second has another Hessian.
-        The sets are labels 0 and C − 1 if the outputs are scores of one label, and else zeros and
-        ones (m, C). Override this method if these are not targets.
+        ``hessian`` differentiates at the first set. It raises an error if the Hessian differs at
+        the second set. If each target is a single label, the sets are labels 0 and C − 1.
+        Otherwise, they are zeros and ones (m, C). Override this method if these are not valid
+        targets.
         """
         if self.is_classification and self.couples_outputs:
             label = torch.zeros(len(f), dtype=torch.long, device=f.device)
@@ -284,11 +286,11 @@ class Likelihood(nn.Module, ABC):
             generator: Generator of all random numbers.
 
         Raises:
-            ConfigurationError: If the likelihood does not define it.
+            ConfigurationError: If the likelihood does not define this method.
         """
         raise ConfigurationError(
             f"{type(self).__name__} has no sample(f, generator), which the sampled Fisher ('mc')"
-            " needs. Define it, or use another curvature."
+            " needs. Define this method, or use another curvature."
         )
 
     def probabilities(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m K"] | None:
@@ -298,36 +300,36 @@ class Likelihood(nn.Module, ABC):
             f: Outputs.
 
         Returns:
-            Numbers in 0 … 1. The default, None, means that targets are not classes.
+            Probabilities between 0 and 1. The default, None, means that targets are not classes.
         """
         return None
 
     def noise_variance(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"] | None:
         """Return the variance of y if y is f plus independent Gaussian noise.
 
-        The posterior's predictions of y are then Gaussian, and need no ``moments``.
+        The posterior's predictions of y are then Gaussian and do not need ``moments``.
 
         Args:
             f: Outputs.
 
         Returns:
-            Variances in units of y squared. The default, None, means another density.
+            Variances in units of y squared. The default, None, stands for any other density.
         """
         return None
 
     def moments(
         self, f: Float[Tensor, "m C"], covariance: Float[Tensor, "m C C"]
     ) -> tuple[Float[Tensor, "m D"], Float[Tensor, "m D"], Float[Tensor, "m D"]] | None:
-        """Return mean and variance of numeric targets for uncertain outputs.
+        """Return the mean and variance of numeric targets for uncertain outputs.
 
         Args:
             f: Mean of Gaussian outputs.
             covariance: Covariance of the outputs of each example.
 
         Returns:
-            The mean of y, the variance of its mean E[y|f] (epistemic), and the mean of its variance
-            given f (noise), in units of y and y². The default, None, limits the posterior to the
-            mean and variance of the outputs.
+            The mean of y, the variance of E[y|f] (epistemic), and the mean variance of y given f
+            (noise), in units of y and y². The default, None, limits the posterior to the mean and
+            variance of the outputs.
         """
         return None
 
@@ -339,13 +341,14 @@ class Likelihood(nn.Module, ABC):
     ) -> RootRows:
         """Return columns of a root of Λ, the cotangents of the rows, at temperature 1.
 
-        The default computes them from ``hessian``. If that depends on the likelihood's parameters,
-        so do the columns.
+        The default computes them from ``hessian``. If the Hessian depends on the likelihood's
+        parameters, so do the columns.
 
         Args:
             f: Outputs.
-            columns: Root columns of each example, distinct, in 0 … C − 1. Padding of −1 gives a row
-                of zeros. None returns a root of the whole Λ of any kind, with ``num_rows`` columns.
+            columns: Distinct root columns of each example, from 0 to C − 1. Padding of −1 gives a
+                row of zeros. None returns a root of the whole Λ, of any kind, with ``num_rows``
+                columns.
             kind: Kind of root, one of ``ROOTS`` (see ``evigrad.core.roots``). If outputs are not
                 coupled, all kinds give the column e_d √λ_d for output d.
 
@@ -376,17 +379,17 @@ class Likelihood(nn.Module, ABC):
         return RootRows(diagonal_rows(f, root, columns))
 
     def num_rows(self, num_outputs: int) -> int:
-        """Return the number of columns of ``root`` without a list of columns.
+        """Return the number of columns of ``root`` if no columns are listed.
 
-        The default is C. It is smaller if Λ has a smaller rank. It affects planned memory, but not
-        the log-determinant.
+        The default is C. The number may be smaller if Λ has a lower rank. It affects the planned
+        memory but not the log-determinant.
         """
         return num_outputs
 
     def row_norms(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m C"]:
         """Return |R[:, d]|² of each column of a root of Λ, without a graph.
 
-        This is how much curvature each row can hold. ``kind`` is one of ``ROOTS``.
+        These numbers measure how much curvature each row can hold. ``kind`` is one of ``ROOTS``.
         """
         check_root(kind)
         if (closed := self._closed_root(f.detach())) is not None:
@@ -414,9 +417,10 @@ class Likelihood(nn.Module, ABC):
         return self._diagonal_root(f)
 
     def condensed(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m D"]:
-        """Return what ``row_scores`` needs of the outputs, small enough to keep for every example.
+        """Return what ``row_scores`` needs from the outputs.
 
-        The default returns the outputs themselves.
+        It must be small enough to keep for every example. The default returns the
+        outputs themselves.
         """
         check_root(kind)
         return f
@@ -424,24 +428,25 @@ class Likelihood(nn.Module, ABC):
     def row_scores(
         self, condensed: Float[Tensor, "m D"], kind: str
     ) -> tuple[Float[Tensor, "m K"], Float[Tensor, " m"] | None]:
-        """Return the norms of ``row_norms``, maybe approximate, from ``condensed`` outputs.
+        """Return the norms of ``row_norms``, possibly approximate, from ``condensed`` outputs.
 
-        These are the norms of the first columns, and the sum of all further ones. The sum is None
-        if the further norms are zero or there are none.
+        The results are the norms of the first columns, and the sum of the norms of all later
+        columns. The sum is None if the later norms are zero or there are no later columns.
         """
         return self.row_norms(condensed, kind), None
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
-        """Return sums over the batch, for reports.
+        """Return sums of metrics over the batch, for reports.
 
         Args:
             f: Outputs.
             y: Targets.
 
         Returns:
-            ``log_likelihood`` in nats. For classes with ``probabilities`` also ``correct``, the
-            number of examples whose most probable class is right. If each label has a probability,
-            it is the number of correct labels, divided by the number of labels per example.
+            ``log_likelihood`` in nats. For classes with ``probabilities``, also ``correct``, the
+            number of examples whose most probable class is right. If each label has its own
+            probability, ``correct`` is the number of correct labels divided by the number of labels
+            per example.
         """
         sums = {"log_likelihood": total(self.log_prob(f.detach(), y))}
         if self.is_classification and (correct := self._num_correct(f.detach(), y)) is not None:
@@ -449,7 +454,7 @@ class Likelihood(nn.Module, ABC):
         return sums
 
     def _num_correct(self, f: Tensor, y: Tensor) -> float | None:
-        """Return how many targets ``probabilities`` predict; None if it is of another density."""
+        """Return how many targets ``probabilities`` predict, or None if it has another density."""
         p = None if "probabilities" in self._inherited else self.probabilities(f)
         if p is None:
             return None
@@ -475,7 +480,7 @@ def by_entry(name: str, values: Tensor) -> dict[str, float]:
 
 
 def check_one_per_output(f_shape: Sequence[int], y: Tensor) -> None:
-    """Raise InputError unless targets are (m, C): a missing axis would broadcast to m × m."""
+    """Raise InputError unless targets are (m, C), as a missing axis would broadcast to m × m."""
     if tuple(y.shape) != tuple(f_shape):
         hint = " Use y.unsqueeze(-1)." if y.ndim == 1 and f_shape[1] == 1 else ""
         raise InputError(
@@ -485,7 +490,7 @@ def check_one_per_output(f_shape: Sequence[int], y: Tensor) -> None:
 
 
 def refuse_where(wrong: Tensor, y: Tensor, words: str) -> None:
-    """Raise InputError with the first wrong target, if there is one."""
+    """Raise InputError for the first wrong target, if there is one."""
     if bool(wrong.any()):
         where = [int(i) for i in wrong.nonzero()[0]]
         raise InputError(

@@ -1,4 +1,4 @@
-"""Independent yes-or-no labels."""
+"""A likelihood for independent yes-or-no labels."""
 
 from collections.abc import Sequence
 
@@ -49,7 +49,7 @@ class Bernoulli(Likelihood):
         return y.to(f) - f.sigmoid()
 
     def probabilities(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
-        """Return the probability that each label is 1, by the sigmoid."""
+        """Return the probability that each label is 1, the sigmoid of its output."""
         return f.sigmoid()
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Float[Tensor, "m C"]:

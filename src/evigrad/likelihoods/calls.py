@@ -1,4 +1,4 @@
-"""Calls of a likelihood. Errors in the code of a custom likelihood name it."""
+"""Calls of a likelihood's methods. Errors in a custom likelihood name its class and method."""
 
 from collections.abc import Sequence
 
@@ -13,11 +13,11 @@ from evigrad.likelihoods.base import Likelihood
 def check_targets(
     likelihood: Likelihood, f_shape: Sequence[int], y: object, device: torch.device
 ) -> None:
-    """Raise InputError for invalid targets, or targets on another device than the outputs."""
+    """Raise InputError for invalid targets, or targets on a different device than the outputs."""
     if isinstance(y, Tensor) and y.device != device:
         raise InputError(
-            f"Targets must be on the device of the outputs, {device}, got {y.device}. Move one of"
-            " them."
+            f"Targets must be on the device of the outputs, {device}, got {y.device}. Move the"
+            " targets or the model."
         )
     with raised_in(f"validate of {type(likelihood).__name__}, {_given(f_shape, y)},"):
         likelihood.validate(f_shape, y)  # pyright: ignore[reportArgumentType]
@@ -37,8 +37,8 @@ def check_finite(what: str, value: Tensor) -> None:
     if finite.any():
         raise NotFiniteOutputError(
             f"{what} hold NaN or infinite values for {int((~finite).sum())} of {len(finite)}"
-            " examples only. Fix their inputs or omit them. (A mask may leave nothing of an"
-            " example, and a mean or softmax over nothing is NaN.)"
+            " examples only. Fix the inputs of these examples, or omit the examples. (A mask may"
+            " remove all of an example, and a mean or softmax over nothing is NaN.)"
         )
     raise NotFiniteOutputError(
         f"{what} hold NaN or infinite values for all examples: training has diverged. Lower the"
@@ -51,20 +51,20 @@ def log_probabilities(
 ) -> Tensor:
     """Return log p(y_n|f_n) of each example, (m,), in nats.
 
-    ``alone`` also evaluates the first example by itself, and compares the results: targets of a
-    wrong shape can broadcast against other examples without an error.
+    ``alone`` also evaluates the first example by itself and compares the results, because targets
+    of a wrong shape can broadcast against other examples without an error.
 
     Raises:
         ConfigurationError: If the density does not return one number per example.
-        InputError: If the density depends on other examples, or raises an exception.
+        InputError: If the density depends on other examples or raises an exception.
         NotFiniteOutputError: If the outputs are not finite.
     """
     with raised_in(f"log_prob of {type(likelihood).__name__}, {_given(f.shape, y)},"):
         log_prob = likelihood.log_prob(f, y)
     if log_prob.shape != (len(f),):
         raise ConfigurationError(
-            f"log_prob of {type(likelihood).__name__} must return one number per example, shape"
-            f" ({len(f)},), got {tuple(log_prob.shape)}. Sum over the outputs, as in .sum(1)."
+            f"log_prob of {type(likelihood).__name__} must return one number per example, in the"
+            f" shape ({len(f)},), got {tuple(log_prob.shape)}. Sum over the outputs, as in .sum(1)."
         )
     if alone and not is_finite(f):
         raise NotFiniteOutputError(
@@ -80,7 +80,7 @@ def log_probabilities(
                 f"log_prob of {type(likelihood).__name__} must not depend on other examples, got"
                 f" {log_prob[0].item():.4g} for an example in a batch and {first.item():.4g} for"
                 f" the same example by itself. Targets of shape {tuple(y.shape)} broadcast against"
-                f" outputs {tuple(f.shape)}. Use targets of the outputs' shape, such as"
+                f" outputs {tuple(f.shape)}. Use targets with the outputs' shape, such as"
                 " y.unsqueeze(1), or fix log_prob."
             )
     return log_prob
@@ -93,21 +93,22 @@ def summed_metrics(likelihood: Likelihood, f: Tensor, y: Tensor) -> dict[str, fl
 
 
 def class_probabilities(likelihood: Likelihood, f: Tensor) -> Tensor:
-    """Return class probabilities at outputs (m, C), or raise ConfigurationError without any."""
+    """Return class probabilities at outputs (m, C); raise ConfigurationError if there are none."""
     name = type(likelihood).__name__
     with raised_in(f"probabilities of {name}"):
         is_other = "probabilities" in likelihood._inherited
         probabilities = None if is_other else likelihood.probabilities(f)
     if probabilities is None:
         raise ConfigurationError(
-            f"{name} has no class probabilities. For regression use mean and std; every likelihood"
-            " has log_prob(y). A custom likelihood for classes needs a method probabilities(f)."
+            f"{name} has no class probabilities. For regression, use mean and std. For every"
+            " likelihood, you can use log_prob(y). A custom likelihood for classes needs a method"
+            " probabilities(f)."
         )
     return probabilities.detach()
 
 
 def noise_variance(likelihood: Likelihood, f: Tensor) -> Tensor | None:
-    """Return the variance of Gaussian noise on outputs (m, C); None for other densities."""
+    """Return the variance of Gaussian noise on outputs (m, C), or None for other densities."""
     if "noise_variance" in likelihood._inherited:
         return None
     with raised_in(f"noise_variance of {type(likelihood).__name__}"):
@@ -118,7 +119,7 @@ def noise_variance(likelihood: Likelihood, f: Tensor) -> Tensor | None:
 def moments(
     likelihood: Likelihood, f: Tensor, covariance: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return mean of y, variance of E[y|f] and noise for uncertain outputs; None without them."""
+    """Return the mean of y, the variance of E[y|f] and the noise; None without ``moments``."""
     noise = noise_variance(likelihood, f)
     if noise is not None:
         return f, covariance.diagonal(dim1=1, dim2=2).clamp(min=0.0), noise

@@ -1,4 +1,4 @@
-"""One of C classes."""
+"""A likelihood for labels that are one of C classes."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ class Categorical(Likelihood):
     """One of C classes with logits f: p(y=c|f) = softmax(f)_c. Targets are integers (m,).
 
     Args:
-        ignore_index: Label of positions without a target, such as padding, if outputs (m, …, C)
+        ignore_index: Label for positions without a target, such as padding, if outputs (m, …, C)
             have labels (m, …). Default: −100.
 
     Examples:
@@ -60,8 +60,8 @@ class Categorical(Likelihood):
         if num_outputs == 1:
             raise InputError(
                 "Categorical needs at least two outputs, got one, whose softmax is always 1. For"
-                " two classes use Bernoulli() with y.float().unsqueeze(1), or a model with two"
-                " outputs."
+                ' numeric targets (regression), use likelihood="gaussian". For two classes, use'
+                " Bernoulli() with y.float().unsqueeze(1), or a model with two outputs."
             )
         if y.ndim != 1:
             hint = ""
@@ -88,8 +88,8 @@ class Categorical(Likelihood):
         refuse_where(
             (label < 0) | (label >= num_outputs),
             label,
-            f"is outside 0 … {num_outputs - 1} (the model has {num_outputs} outputs). Count labels"
-            " from 0",
+            f"is outside 0 … {num_outputs - 1} (the model has {num_outputs} outputs). Number the"
+            " labels from 0",
         )
 
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
@@ -127,7 +127,7 @@ class Categorical(Likelihood):
         return RootRows(softmax_rows(f, columns, kind))
 
     def num_rows(self, num_outputs: int) -> int:
-        """Return C − 1, as a constant on all logits changes nothing; C for an overridden root."""
+        """Return C − 1, because equal changes of all logits have no effect; C for other roots."""
         is_own = type(self).root is not Categorical.root
         return num_outputs if is_own else max(num_outputs - 1, 1)
 
@@ -142,14 +142,14 @@ class Categorical(Likelihood):
         return torch.cat([top_norms(p), _score_norms(p)[:, TOP_CLASSES:]], dim=1)
 
     def condensed(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m D"]:
-        """Return the logits of the likeliest classes, and one for all other classes together."""
+        """Return the logits of the most probable classes, and one logit for all other classes."""
         check_root(kind)
         return condensed_logits(f.detach()) if kind == "eigen" else f
 
     def row_scores(
         self, condensed: Float[Tensor, "m D"], kind: str
     ) -> tuple[Float[Tensor, "m K"], Float[Tensor, " m"] | None]:
-        """Return the scores without the last of C orthogonal columns, which is zero as Λ 1 = 0."""
+        """Return the scores without the last of C orthogonal columns, zero because Λ 1 = 0."""
         if kind != "eigen":
             return super().row_scores(condensed, kind)
         if condensed.shape[1] <= TOP_CLASSES:

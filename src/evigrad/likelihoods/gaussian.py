@@ -1,30 +1,29 @@
-"""Regression with Gaussian noise."""
+"""A likelihood for regression with Gaussian noise."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from evigrad.core.roots import RootRows, check_root, one_hot
-from evigrad.errors import ConfigurationError, InputError
-from evigrad.likelihoods.base import Likelihood, by_entry, check_one_per_output, total
+from evigrad.likelihoods.noisy import Noisy
 
 LOG_TWO_PI = math.log(2.0 * math.pi)
 
 
-class Gaussian(Likelihood):
+class Gaussian(Noisy):
     """Independent Gaussian noise on each output: y = f + σ·ε. Targets are (m, C), floating point.
 
     Args:
         noise: Standard deviation σ in units of y (not the variance): one number for all outputs, or
             one per output. Default: 1.
-        num_outputs: Number of outputs C. Set it to learn one σ per output from a single number.
+        num_outputs: Number of outputs C. Set it to learn one σ per output, starting from a single
+            number.
         learnable: Whether ``log_noise`` = log σ, of shape () or (C,), is learned.
 
     Raises:
-        ConfigurationError: If a σ is not a positive number, there are not C of them, or
+        ConfigurationError: If a σ is not a positive number, the number of σ is not 1 or C, or
             ``learnable`` is not a bool.
 
     Examples:
@@ -38,37 +37,6 @@ class Gaussian(Likelihood):
     """
 
     name = "gaussian"
-    couples_outputs = False
-
-    def __init__(
-        self,
-        noise: float | int | Sequence[float | int] | Tensor = 1.0,
-        num_outputs: int | None = None,
-        learnable: bool = True,
-    ) -> None:
-        super().__init__()
-        try:
-            device = noise.device if isinstance(noise, Tensor) else "cpu"
-            value = torch.as_tensor(noise, dtype=torch.float64, device=device).detach()
-        except (TypeError, ValueError) as error:
-            raise ConfigurationError(
-                f"noise must be a number or numbers, got {noise!r}."
-            ) from error
-        if not value.numel() or not bool(((value > 0) & torch.isfinite(value)).all()):
-            raise ConfigurationError(
-                f"noise must be positive and finite (a standard deviation), got {noise!r}."
-            )
-        if num_outputs is not None and value.ndim == 0 and num_outputs > 0:
-            value = value.expand(num_outputs)
-        if value.ndim > 1 or (num_outputs is not None and value.shape != (num_outputs,)):
-            raise ConfigurationError(
-                f"noise must be one number, or one per output, got the shape {tuple(value.shape)}"
-                f" with num_outputs={num_outputs}."
-            )
-        log_noise = value.log().to(torch.get_default_dtype(), copy=True)
-        if not isinstance(learnable, bool):
-            raise ConfigurationError(f"learnable must be True or False, got {learnable!r}.")
-        self.log_noise = nn.Parameter(log_noise, requires_grad=learnable)
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Float[Tensor, "m C"]) -> Float[Tensor, " m"]:
         log_noise = self.log_noise.to(f)
@@ -76,25 +44,12 @@ class Gaussian(Likelihood):
         constant = log_noise + 0.5 * LOG_TWO_PI
         return -(0.5 * standardized.square() + constant).sum(dim=1)
 
-    def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
-        """Check that there are C finite floating-point numbers per example."""
-        super().validate(f_shape, y)
-        check_one_per_output(f_shape, y)
-        if not y.is_floating_point():
-            raise InputError(f"Targets must be floating point, got {y.dtype}. Use y.float().")
-        if self.log_noise.ndim and len(self.log_noise) != f_shape[1]:
-            raise InputError(
-                f"The likelihood must have a noise per output, got {len(self.log_noise)} for"
-                f" {f_shape[1]} outputs. Use Gaussian(num_outputs={f_shape[1]}), or one noise for"
-                " all."
-            )
-
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
         """Return Λ = diag(σ⁻²), differentiable in ``log_noise``."""
         return (-2.0 * self.log_noise.to(f)).exp().expand(f.shape).diag_embed()
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
-        """Return the residual over σ², also differentiable in ``log_noise``."""
+        """Return the residual divided by σ², also differentiable in ``log_noise``."""
         return (y.to(f) - f) * (-2.0 * self.log_noise.to(f)).exp()
 
     def noise_variance(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
@@ -112,7 +67,7 @@ class Gaussian(Likelihood):
         columns: Int[Tensor, "m k"] | None = None,
         kind: str = "subblock",
     ) -> RootRows:
-        """Return unit vectors, with 1/σ as their scale."""
+        """Return unit vectors scaled by 1/σ."""
         check_root(kind)
         scale = self._diagonal_root(f)
         if columns is not None:
@@ -121,11 +76,3 @@ class Gaussian(Likelihood):
 
     def _diagonal_root(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
         return (-self.log_noise.to(f)).exp().expand(f.shape)
-
-    def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
-        """Return sums: ``log_likelihood`` (nats) and ``squared_error`` (units of y, squared)."""
-        return super().metrics(f, y) | {"squared_error": total((y.to(f) - f).square())}
-
-    def reported(self) -> dict[str, float]:
-        """Return σ in units of y, named ``noise`` or ``noise/OUTPUT``."""
-        return by_entry("noise", self.log_noise.detach().exp())

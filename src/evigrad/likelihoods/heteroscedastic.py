@@ -1,4 +1,4 @@
-"""Regression with noise that depends on the input."""
+"""Likelihoods for regression with noise that depends on the input."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -19,7 +19,7 @@ class HeteroscedasticGaussian(Likelihood):
     """Gaussian noise that depends on the input: y = μ + exp(s/2)·ε. Targets are (m, D).
 
     The outputs f are (m, 2D): D means μ, then D log variances s. Rows use the Fisher information,
-    diag(e^−s, ½), because the Hessian depends on the target. The network learns the noise, so the
+    diag(e^−s, ½), because the Hessian depends on the target. The network predicts the noise, so the
     likelihood has no parameters.
 
     Examples:
@@ -60,7 +60,7 @@ class HeteroscedasticGaussian(Likelihood):
             raise InputError(f"Targets must be floating point, got {y.dtype}. Use y.float().")
 
     def reference_targets(self, f: Float[Tensor, "m C"]) -> tuple[Tensor, Tensor]:
-        """Return zeros and ones (m, D), for classes with another density."""
+        """Return zeros and ones (m, D), for subclasses with another density."""
         mean = f.chunk(2, dim=1)[0]
         return torch.zeros_like(mean), torch.ones_like(mean)
 
@@ -71,7 +71,7 @@ class HeteroscedasticGaussian(Likelihood):
         return torch.cat([precision, constant], dim=1).diag_embed()
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
-        """Return the residual over the variance, and half of its standardized square minus 1."""
+        """Return the residual over the variance, and half of (residual² over variance − 1)."""
         mean, log_variance = f.chunk(2, dim=1)
         error, precision = y.to(f) - mean, (-log_variance).exp()
         return torch.cat([error * precision, 0.5 * (error.square() * precision - 1.0)], dim=1)
@@ -79,7 +79,7 @@ class HeteroscedasticGaussian(Likelihood):
     def moments(
         self, f: Float[Tensor, "m C"], covariance: Float[Tensor, "m C C"]
     ) -> tuple[Float[Tensor, "m D"], Float[Tensor, "m D"], Float[Tensor, "m D"]]:
-        """Return the outputs' moments, and E e^s = exp(s + variance/2) of a log-normal noise."""
+        """Return the moments of μ, and the mean exp(s + variance/2) of log-normal variances."""
         mean, log_variance = f.chunk(2, dim=1)
         epistemic, of_log = covariance.diagonal(dim1=1, dim2=2).chunk(2, dim=1)
         return mean, epistemic, (log_variance + 0.5 * of_log).exp()
@@ -102,11 +102,11 @@ class HeteroscedasticGaussian(Likelihood):
 
 
 class NaturalGaussian(HeteroscedasticGaussian):
-    """Gaussian noise that depends on the input, by natural parameters: y = μ + ε/√β.
+    """Gaussian noise that depends on the input, in natural parameters: y = μ + ε/√β.
 
     Targets are (m, D). The outputs f are (m, 2D): D numbers a = μβ, then D numbers b with the
     precision β = softplus(b). A small noise needs large outputs, which the prior penalizes, so
-    training does not treat its targets as free of noise. Rows use the Fisher information. Laplace
+    training does not treat the targets as free of noise. Rows use the Fisher information. Laplace
     approximations work better in these parameters (Immer et al. 2023, "Effective Bayesian
     heteroscedastic regression with deep neural networks").
 
@@ -129,7 +129,7 @@ class NaturalGaussian(HeteroscedasticGaussian):
         return a / precision, -precision.log()
 
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
-        """Return the Fisher information: 1/β of a, (μ²/β + 1/2β²) β'² of b, −μβ'/β between."""
+        """Return the Fisher information: 1/β for a, (μ²/β + 1/2β²) β'² for b, −μβ'/β between."""
         a, b = f.chunk(2, dim=1)
         precision, slope = _precision(b), b.sigmoid()
         mean = a / precision
@@ -139,7 +139,7 @@ class NaturalGaussian(HeteroscedasticGaussian):
         return torch.cat([upper, torch.cat([between, of_b.diag_embed()], dim=2)], dim=1)
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
-        """Return errors of y, and half of the errors of y² times −β'."""
+        """Return the errors of y, and the errors of y² times −β'/2."""
         a, b = f.chunk(2, dim=1)
         precision = _precision(b)
         mean, y = a / precision, y.to(f)

@@ -1,4 +1,4 @@
-"""Counts."""
+"""A likelihood for counts."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from evigrad.likelihoods.base import Likelihood, check_one_per_output, refuse_wh
 class Poisson(Likelihood):
     """C independent counts with log rates f: p(y_c|f) = Poisson(exp f_c). Targets are (m, C).
 
-    If examples were observed for different times or populations, add the logarithm of the exposure
+    If examples were observed over different times or populations, add the logarithm of the exposure
     to the outputs in the model.
 
     Examples:
@@ -51,7 +51,7 @@ class Poisson(Likelihood):
     def moments(
         self, f: Float[Tensor, "m C"], covariance: Float[Tensor, "m C C"]
     ) -> tuple[Float[Tensor, "m C"], Float[Tensor, "m C"], Float[Tensor, "m C"]]:
-        """Return the moments of log-normal rates, with mean exp(f + variance/2), and of counts."""
+        """Return the moments of counts with log-normal rates, whose mean is exp(f + variance/2)."""
         variance = covariance.diagonal(dim1=1, dim2=2)
         rate = (f + 0.5 * variance).exp()
         return rate, rate.square() * variance.expm1(), rate

@@ -1,9 +1,9 @@
 """Outputs (m, …, C) with several positions per example, each with its own target.
 
 Given the outputs, the targets of all positions are independent. So a position of a sequence, or a
-pixel, counts as one example in every likelihood and estimator. N then counts targets, without
-those that the likelihood leaves out (``Likelihood.counted``). A sequence without counted targets
-counts nothing, in a batch or by itself.
+pixel, counts as one example in every likelihood and estimator. N then counts targets, without those
+that the likelihood omits (``Likelihood.counted``). A sequence without counted targets contributes
+nothing, in a batch or by itself.
 """
 
 from collections.abc import Sequence
@@ -23,15 +23,17 @@ NO_TARGET = (
 
 
 def counted(likelihood: Likelihood, shape: Sequence[int], y: Tensor) -> Tensor:
-    """Return where targets (m, …) count, (m, T), over the ``shape`` of an example's positions."""
+    """Return a mask (m, T) of the targets (m, …) that count, for positions of this ``shape``."""
     target_shape = tuple(y.shape[1 : 1 + len(shape)])
     if target_shape != tuple(shape):
-        hint = "If positions have no target, such as the last one of a language model, use -100."
+        hint = (
+            "If positions have no target, such as the last one of a sequence, use the label -100."
+        )
         if target_shape[:1] == tuple(shape[1:2]):
             hint = "If the model's channels come second, use evigrad.Outputs(model, channel_dim=1)."
         raise InputError(
-            f"Targets must be at the positions of the outputs, {tuple(shape)} per example, got"
-            f" {target_shape}. {hint}"
+            f"Targets must have the shape of the outputs' positions, {tuple(shape)} per example,"
+            f" got {target_shape}. {hint}"
         )
     flat_targets = y.flatten(0, len(shape))
     counts = likelihood.counted(flat_targets)
@@ -47,7 +49,7 @@ def targets_at(
     device: torch.device,
     first_datum: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the checked targets (n, ...) at positions that count, and their places, (m, T)."""
+    """Return the checked targets (n, ...) at positions that count, and the mask (m, T) of these."""
     *shape, num_outputs = shape
     counts = counted(likelihood, shape, y)
     targets = y.flatten(1, len(shape))[counts]

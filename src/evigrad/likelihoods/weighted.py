@@ -1,4 +1,4 @@
-"""Examples with weights."""
+"""A likelihood with a weight for each example."""
 
 from collections.abc import Sequence
 
@@ -12,17 +12,17 @@ from evigrad.likelihoods.base import Likelihood, refuse_where
 
 
 class Weighted(Likelihood):
-    """Another likelihood with a weight w per example: its log density counts w times.
+    """Another likelihood with a weight w per example, whose log density counts w times.
 
-    A weight of two means that an example was seen twice, a weight of zero that it was not seen.
-    Sums over examples become weighted sums, of log likelihoods and of curvatures. N still counts
+    A weight of two means that an example was seen twice, and a weight of zero means that it was not
+    seen. Sums of log likelihoods and curvatures over examples become weighted sums. N still counts
     examples. ``targets`` combines targets and weights in one tensor, which you pass as targets.
     Metrics and predictions ignore the weights.
 
-    The normalizer of a density also counts w times. So the learned noise of a Gaussian is divided
-    by the root of the mean weight, compared with a known noise σ/√w of each example. Weights that
-    average 1 serve both meanings. In ``kfac`` only the factor of the gradients is weighted, so
-    weights and repeated examples differ there.
+    The normalizer of a density also counts w times. So if the weights mean a noise of σ/√w for each
+    example, the learned noise of a Gaussian is too small by the square root of the mean weight. If
+    the weights average 1, this meaning is correct too. In ``kfac``, only the factor of the
+    gradients is weighted, so a weight of two differs from a repeated example.
 
     Args:
         likelihood: Likelihood of the targets.
@@ -62,8 +62,8 @@ class Weighted(Likelihood):
         columns = y.unsqueeze(-1) if self._has_labels else y
         if weights.shape != columns.shape[:-1]:
             raise InputError(
-                f"Weights must have the shape {tuple(columns.shape[:-1])}, one per target, got"
-                f" {tuple(weights.shape)} for targets of shape {tuple(y.shape)}."
+                f"Weights must have the shape {tuple(columns.shape[:-1])}, one weight per"
+                f" target, got {tuple(weights.shape)} for targets of shape {tuple(y.shape)}."
             )
         return torch.cat([columns.double(), weights.to(y.device).double()[..., None]], -1)
 
@@ -73,7 +73,7 @@ class Weighted(Likelihood):
         return self.is_classification and self.couples_outputs
 
     def split(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return targets of the wrapped likelihood, and weights."""
+        """Return the targets of the wrapped likelihood, and the weights."""
         targets, weights = y[..., :-1], y[..., -1]
         return (targets.squeeze(-1).long() if self._has_labels else targets), weights
 
@@ -112,7 +112,7 @@ class Weighted(Likelihood):
         self.likelihood.check_derivatives(f, self._targets(f, y), curvature)
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
-        """Return the wrapped likelihood's score; ``weights`` weight the rows made of it."""
+        """Return the wrapped likelihood's score, unweighted, because ``weights`` scale the rows."""
         return self.likelihood.score(f, self._targets(f, y))
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Tensor:
@@ -152,7 +152,7 @@ class Weighted(Likelihood):
 
 
 def unweighted(likelihood: Likelihood) -> Likelihood:
-    """Return the likelihood of single examples."""
+    """Return the likelihood that ``Weighted`` wraps, or else the likelihood itself."""
     return likelihood.likelihood if isinstance(likelihood, Weighted) else likelihood
 
 

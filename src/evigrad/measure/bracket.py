@@ -37,7 +37,7 @@ class Bracket:
         upper: Upper bound.
         num_data: Number of examples N.
         rows: Number of rows in a block, anchors included.
-        blocks: Number of blocks that were used.
+        blocks: Number of blocks used.
         seconds: Time of the computation in seconds.
 
     See also: docs/anchored_bound.md.
@@ -73,17 +73,17 @@ def bracket(
     memory: Memory | None = None,
     seed: int = 0,
 ) -> Bracket:
-    """Return bounds on the exact log evidence of a model under its present hyperparameters.
+    """Return bounds on the exact log evidence of a model at its present hyperparameters.
 
-    Both bounds are on the value of ``full-N-C``, for any estimator of ``evidence``. If the model
-    draws random transforms, the bounds hold given one draw per example.
+    Both bounds are on the value of ``full-N-C``, whatever the estimator of ``evidence`` is. If the
+    model draws random transforms, the bounds hold given one draw per example.
 
     Args:
-        evidence: Evidence of the model; it does not change.
+        evidence: Evidence of the model, which is not changed.
         data: All N training examples.
-        rows: Number of rows in a block. More rows bring the bounds together, and all rows are
-            exact. Default: 1,000.
-        blocks: Number of blocks to use. None uses the whole partition, without a standard error.
+        rows: Number of rows in a block. More rows bring the bounds closer together, and with all
+            rows they are exact. Default: 1,000.
+        blocks: Number of blocks to use. None uses all blocks, so that there is no standard error.
             Default: 8.
         root: Root of the likelihood's curvature: fisher or eigen (default).
         anchoring: How many rows are anchors, and how they are chosen. Default: three quarters.
@@ -95,7 +95,7 @@ def bracket(
 
     Raises:
         ConfigurationError: If a number is not positive, or there are no rows for anchors.
-        InputError: If the data do not fit.
+        InputError: If the data do not fit the model or the likelihood.
         MemoryBudgetError: If the rows would not fit into free memory.
 
     Examples:

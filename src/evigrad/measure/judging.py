@@ -1,7 +1,7 @@
 """Evaluation of trained models: their log evidence, and times.
 
-Runs with different estimators show different bounds during training, which you cannot compare.
-After training, one estimator close to the exact value serves for all of them.
+Runs with different estimators record different bounds during training, and you cannot compare
+these. After training, one estimator close to the exact value evaluates all of the runs.
 """
 
 import math
@@ -67,9 +67,9 @@ def tight_estimator(
     """Return the name of the tightest estimator that evaluates all data within a given time.
 
     ``full-N-C`` and ``ntk-N-C`` both compute the exact log-determinant. If neither is affordable,
-    it is the estimator with all outputs on the largest subsets for which a whole partition is
-    affordable. ``seconds`` of one core have no limit by default; the result takes at most about two
-    minutes.
+    the function returns the estimator with all outputs on the largest subsets for which a whole
+    partition is affordable. ``seconds`` is the time on one core. By default, it is not limited, but
+    the result takes at most about two minutes.
     """
     most, most_of_subsets = (
         min(_MAX_OPERATIONS, rate * seconds) for rate in (_EXACT_RATE, _SUBSET_RATE)
@@ -102,25 +102,26 @@ def evaluate_evidence(
 ) -> EvidenceValue:
     """Evaluate the log evidence of a trained model with another estimator.
 
-    The estimate is averaged over all blocks of one random partition, or over ``blocks`` of them.
-    With ``N`` and ``C`` in the name it is the exact log evidence of the structure.
+    The estimate is averaged over all blocks of one random partition, or over ``blocks`` of them. If
+    the name has ``N`` and ``C``, the estimate is the exact log evidence of the structure.
 
     Args:
-        evidence: Evidence of the trained model, such as ``FitResult.evidence``; it does not change.
+        evidence: Evidence of the trained model, such as ``FitResult.evidence``. It is not changed.
         data: All training data, on the model's device.
         estimator: Name of the estimator.
         seed: Seed of the partition.
         blocks: Maximum number of blocks that are used. Default: all.
         memory: Batch sizes and data types of passes. Default: micro-batches that keep the rows of a
             pass below 100 MB.
-        **options: Other keywords of ``Evidence``: root, sharing, parameter_partition, and more.
+        **options: Other keyword arguments of ``Evidence``, such as root, sharing and
+            parameter_partition.
 
     Returns:
         The mean and its terms.
 
     Raises:
         ConfigurationError: If the estimator does not exist.
-        InputError: If the data do not fit.
+        InputError: If the data do not fit the model or the likelihood.
         MemoryBudgetError: If the rows would not fit into free memory.
     """
     start = time.perf_counter()
@@ -173,7 +174,7 @@ def step_seconds(evidence: Evidence, x: Tensor, y: Tensor) -> float:
 
 
 def median_seconds(action: Callable[[], Any], device: torch.device) -> float:
-    """Return the median time of at least three calls, or of one long one, after a warm-up call."""
+    """Return the median time of at least three calls, or of one long call, after a warm-up call."""
     action()  # the first call allocates and plans
     times: list[float] = []
     while len(times) < 3 or (sum(times) < SECONDS and len(times) < _MOST_REPETITIONS):

@@ -78,8 +78,8 @@ def evaluate(
                 batch_size = len(indices) // 2
             else:
                 raise MemoryBudgetError(
-                    "Out of memory in the evaluation of the network on a single example. Use a"
-                    " smaller network, or a machine with more memory."
+                    "Out of memory while evaluating the network on a single example. Use a smaller"
+                    " network, or a machine with more memory."
                 )
     names = _names_of_any_rank(list(totals), ranks)
     sums = torch.tensor(

@@ -1,4 +1,4 @@
-"""Networks by name: small ones, the paper's residual networks with Fixup, and sequences."""
+"""Networks by name: small networks, the paper's residual networks with Fixup, and sequences."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -47,8 +47,8 @@ def make_model(
         name: Name of the network, a key of `MODELS`.
         input_shape: Shape of one input.
         num_outputs: Number of outputs C.
-        seed: Seed of the initial weights, which does not touch the global random state. Default:
-            None, which draws from that state, like PyTorch.
+        seed: Seed of the initial weights. With a seed, the global random state is not touched.
+            Default: None, which draws from the global state, like PyTorch.
         **settings: Settings of the network, such as ``hidden=[100]`` of ``mlp``.
 
     Returns:
@@ -88,11 +88,11 @@ def make_model(
 
 
 def make_network(record: Mapping[str, Any], seed: int = 0) -> nn.Module:
-    """Return the network of a run, on the CPU, by its record in the run's configuration.
+    """Return the network of a run, on the CPU, from its record in the run's configuration.
 
     ``model`` in the record has the arguments of ``make_model``. ``invariance`` is None, or has
     ``num_samples``, ``average``, and in ``transform`` the arguments of ``AffineInvariance``.
-    Convolutions use the memory format channels last, which is faster (docs/performance.md).
+    Convolutions use the channels-last memory format, which is faster (docs/performance.md).
     """
     # Not in make_model, because FSDP2 needs contiguous weights.
     model: Any = make_model(**record["model"], seed=seed)

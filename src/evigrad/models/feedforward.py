@@ -28,12 +28,12 @@ def mlp(
     hidden: Sequence[int] = (64, 64),
     activation: str = "relu",
 ) -> nn.Sequential:
-    """Return a fully connected network; an input of several dimensions is flattened first.
+    """Return a fully connected network, which flattens inputs of several dimensions.
 
     Args:
         input_shape: Shape of one input.
         num_outputs: Number of outputs C.
-        hidden: Widths of the hidden layers; empty gives a linear model.
+        hidden: Widths of the hidden layers. An empty sequence gives a linear model.
         activation: Name of the non-linearity after each hidden layer, a key of `ACTIVATIONS`.
 
     Raises:
@@ -57,7 +57,7 @@ def mlp(
 
 
 def image_shape(model: str, input_shape: Sequence[int], smallest: int) -> tuple[int, int, int]:
-    """Return (channels, height, width), or raise ConfigurationError for other or small inputs."""
+    """Return (channels, height, width); raise ConfigurationError for other or too small inputs."""
     if len(input_shape) != 3 or min(input_shape[1:]) < smallest:
         raise ConfigurationError(
             f"'{model}' needs images (channels, height, width) of at least {smallest}x{smallest},"
@@ -142,14 +142,15 @@ def cnn(
 ) -> nn.Sequential:
     """Return a network of 3x3 convolutions with ReLU, the mean over the image, and a linear layer.
 
-    Pooling follows each of the first two convolutions if the image has at least 4 pixels. The mean
-    over the image follows the last one, so the size of the last layer depends only on the width.
+    Pooling follows each of the first two convolutions if height and width are still at least 4. The
+    mean over the image follows the last convolution, so the size of the last layer depends only on
+    ``width``.
 
     Args:
         input_shape: (channels, height, width).
         num_outputs: Number of outputs C.
         depth: Number of convolutions, at least 1.
-        width: Channels of each convolution, at least 1.
+        width: Number of channels of each convolution, at least 1.
 
     Raises:
         ConfigurationError: If the input is not an image, or depth or width is below 1.

@@ -1,6 +1,6 @@
 """Residual networks with Fixup instead of normalization, and a first layer for small images.
 
-With normalization a network does not depend on the scale of its weights, but a Gaussian prior is a
+With normalization, a network does not depend on the scale of its weights, but a Gaussian prior is a
 belief about this scale. Fixup needs no normalization (Zhang, Dauphin and Ma, 2019, *Fixup
 Initialization: Residual Learning Without Normalization*). Each residual branch starts at zero, its
 other layers are scaled down by the number of branches, and there are scalar biases and multipliers.
@@ -41,7 +41,7 @@ class Scale(nn.Module):
 
 
 def fixup_scalars(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return Fixup's biases and multipliers in a module, which learn at a tenth of the rate."""
+    """Return Fixup's biases and multipliers, which learn at a tenth of the learning rate."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -50,7 +50,7 @@ def fixup_scalars(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class Subsample(nn.Module):
-    """A shortcut without parameters: every stride-th pixel, and channels of zeros added."""
+    """A shortcut without parameters, which keeps every stride-th pixel and adds zero channels."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -63,7 +63,8 @@ class Subsample(nn.Module):
 class Block(nn.Module):
     """relu(shortcut + branch), with activations between the convolutions of the branch.
 
-    ``width`` channels are inside; the first 3x3 convolution and the shortcut have the ``stride``.
+    Inside, there are ``width`` channels. The first 3x3 convolution and the shortcut have the
+    ``stride``.
     """
 
     expansion = 1  # output channels / width
@@ -117,8 +118,8 @@ class Block(nn.Module):
 class Bottleneck(Block):
     """A block whose 3x3 convolution works on a quarter of the channels.
 
-    Shortcuts have weights, as in Fixup's networks for ImageNet. Only then ResNet-50 has the 23.9
-    million parameters of the paper.
+    Shortcuts have weights, as in Fixup's networks for ImageNet. Only then does ResNet-50 have the
+    23.9 million parameters of the paper.
     """
 
     expansion = 4
@@ -136,10 +137,10 @@ class WideBlock(Block):
 class ResNet(nn.Module):
     """A residual network (He et al., 2016) with Fixup instead of normalization.
 
-    It has a 3x3 convolution of stride 1, stages, the mean over the image and a linear layer. Each
-    stage but the first halves the image and doubles the channels. The outputs of a new network are
-    zero. ``counts`` are the numbers of blocks per stage, ``stem`` is the number of channels of the
-    first layer, and ``width`` the number inside the blocks of the first stage.
+    It has a 3x3 convolution of stride 1, several stages, a mean over the image and a linear layer.
+    Each stage but the first halves the image and doubles the channels. The outputs of a new network
+    are zero. ``counts`` are the numbers of blocks per stage, ``stem`` is the number of channels of
+    the first layer, and ``width`` is the number of channels inside the blocks of the first stage.
     """
 
     def __init__(
@@ -185,17 +186,17 @@ def resnet18(input_shape: Sequence[int], num_outputs: int, width: int = 16) -> R
     """Return the Fixup ResNet-18 of the paper's CIFAR-10 subsets (Figure 7): 8 blocks of 2 layers.
 
     With 16 initial channels it has 688,356 parameters for (3, 32, 32) and 10 classes. Height and
-    width are at least 8. ``width`` is the number of channels of the first layer.
+    width must be at least 8. ``width`` is the number of channels of the first layer.
     """
     channels, _, _ = image_shape("resnet18", input_shape, smallest=8)
     return ResNet(Block, (2, 2, 2, 2), channels, num_outputs, width, width)
 
 
 def resnet50(input_shape: Sequence[int], num_outputs: int, width: int = 16) -> ResNet:
-    """Return the Fixup ResNet-50 of the paper's TinyImageNet (Table 2), 16 bottlenecks.
+    """Return the Fixup ResNet-50 of the paper's TinyImageNet runs (Table 2), with 16 bottlenecks.
 
     For 200 classes it has 1,568,490 parameters with 16 initial channels and 23,857,146 with 64, for
-    images of any size. It has the arguments of `resnet18`.
+    images of any size. It takes the same arguments as `resnet18`.
     """
     channels, _, _ = image_shape("resnet50", input_shape, smallest=8)
     return ResNet(Bottleneck, (3, 4, 6, 3), channels, num_outputs, width, width)
@@ -204,16 +205,16 @@ def resnet50(input_shape: Sequence[int], num_outputs: int, width: int = 16) -> R
 def wide_resnet(
     input_shape: Sequence[int], num_outputs: int, depth: int = 16, widen_factor: int = 4
 ) -> ResNet:
-    """Return the Fixup Wide ResNet of the paper's CIFAR experiments (Table 1), there 16-4.
+    """Return a Fixup Wide ResNet, such as the paper's 16-4 for CIFAR (Table 1).
 
     It has three stages (Zagoruyko and Komodakis, 2016). As 16-4 it has 2,745,306 parameters for
     (3, 32, 32) and 10 classes.
 
     Args:
-        input_shape: (channels, height, width), height and width at least 8.
+        input_shape: (channels, height, width), with height and width of at least 8.
         num_outputs: Number of outputs C.
         depth: Number of layers with weights, 6 n + 4 for n blocks per stage: 10, 16, 22, 28, ...
-        widen_factor: Factor on the stages' 16, 32 and 64 channels.
+        widen_factor: Factor that multiplies the stages' 16, 32 and 64 channels.
 
     Raises:
         ConfigurationError: If the input is not an image or too small, or the depth is invalid.
@@ -228,7 +229,7 @@ def wide_resnet(
 
 
 def wrn16_4(input_shape: Sequence[int], num_outputs: int) -> ResNet:
-    """Return `wide_resnet` of depth 16 and widening 4, by its name in the literature."""
+    """Return `wide_resnet` with depth 16 and widening factor 4, by its name in the literature."""
     return wide_resnet(input_shape, num_outputs)
 
 

@@ -1,7 +1,7 @@
 """Networks for sequences of tokens or of real vectors: a transformer encoder and a GRU.
 
-In both, every weight has a closed form, and every matrix has Kronecker factors. Each network can
-have a hyperparameter of its forward pass that the evidence learns.
+In both networks, every weight has a closed form, and every matrix has Kronecker factors. Each
+network can have a hyperparameter of its forward pass that the evidence learns.
 """
 
 import math
@@ -21,7 +21,7 @@ _POSITION_SCALE = 0.1
 
 
 class Positive(nn.Module):
-    """Positive numbers, learned as logarithms ``log``; ``start`` are the initial values."""
+    """Positive numbers with initial values ``start``, learned as their logarithms ``log``."""
 
     def __init__(self, start: Tensor) -> None:
         super().__init__()
@@ -78,27 +78,28 @@ class Transformer(nn.Module):
     """A small transformer encoder: pre-norm blocks, mean pooling, a linear head.
 
     Inputs of shape (T,) with a ``vocabulary`` are T integer tokens. Other inputs are numbers: (T,)
-    is a series of numbers, (T, d) a series of vectors. An image (c, h, w) is the sequence of its h
-    rows, each with c·w numbers. A batch may have fewer than T tokens.
+    is a series of numbers, and (T, d) is a series of vectors. An image (c, h, w) is the sequence of
+    its h rows, each with c·w numbers. A batch may have fewer than T tokens.
 
     With ``attention_length`` the attention has a range. Positions i and j have the score
     qᵢ·kⱼ/√(width/heads) − |i − j|/length (Press et al., 2022, *Train Short, Test Long*, with slope
     1/length, here in both directions). The lengths, one per head and block, are the parameter
-    ``attention_length.log``. Learn it by ``hyperparameters=["attention_length"]``.
+    ``attention_length.log``. To learn it, pass ``hyperparameters=["attention_length"]``.
 
-    No normalization follows the last block. It would remove the scale of everything before it, and
-    make the prior precision of these weights meaningless.
+    No normalization follows the last block, because it would remove the scale of all earlier
+    weights and make their prior precision meaningless.
 
     Args:
         input_shape: Shape of one input.
         num_outputs: Number of outputs C.
         width: Size of a token's representation, a multiple of ``heads``.
-        heads: Attention heads in each block.
-        layers: Blocks.
-        hidden: Units of a block's feed-forward part. Default: twice the width.
+        heads: Number of attention heads in each block.
+        layers: Number of blocks.
+        hidden: Number of units in a block's feed-forward part. Default: twice the width.
         vocabulary: Number of different tokens; None for real inputs.
-        padding: A token that is not part of the sequence, wherever it stands.
-        attention_length: Range of the attention at the start, in positions; None does without.
+        padding: Token that is not part of the sequence, wherever it occurs.
+        attention_length: Initial range of the attention, in positions. None means that the range is
+            not limited.
 
     Raises:
         ConfigurationError: If sizes or settings do not fit each other.
@@ -163,23 +164,22 @@ class Transformer(nn.Module):
 class Recurrent(nn.Module):
     """One or several layers of gated recurrent units, and a linear head.
 
-    It has the inputs of ``Transformer``. Padding is at the end. Vectors are not embedded, because
-    the first layer multiplies them with a matrix.
+    It takes the same inputs as ``Transformer``. Padding must be at the end. Vectors are not
+    embedded, because the first layer multiplies them by a matrix.
 
-    The head uses the last state. With ``pooling_time`` it uses the mean of all states with weights
-    exp(−s/time), s steps before the end. A short time gives the last state, a long one the plain
-    mean. The time is the parameter ``pooling_time.log``. Learn it by
-    ``hyperparameters=["pooling_time"]``.
+    The head uses the last state. With ``pooling_time``, it uses the weighted mean of all states.
+    The weight of the state s steps before the end is exp(−s/time). A short time gives the last
+    state, and a long time gives the plain mean. The time is the parameter ``pooling_time.log``. To
+    learn it, pass ``hyperparameters=["pooling_time"]``.
 
     Args:
         input_shape: Shape of one input.
         num_outputs: Number of outputs C.
-        width: Units of each layer, and size of a token's embedding.
-        layers: Recurrent layers, one on top of the other.
+        width: Number of units in each layer, and size of a token's embedding.
+        layers: Number of recurrent layers.
         vocabulary: Number of different tokens; None for real inputs.
-        padding: A token that fills up the end of a sequence.
-        pooling_time: Time constant of the average at the start, in steps; None takes the last
-            state.
+        padding: Token that pads the end of a sequence.
+        pooling_time: Initial time constant of the average, in steps. None uses only the last state.
 
     Raises:
         ConfigurationError: If sizes or settings do not fit each other.
@@ -255,13 +255,17 @@ def _check_input(
             f" got inputs of shape {tuple(input_shape)}. Use 'mlp' for other shapes."
         )
     if vocabulary is None and padding is not None:
-        raise ConfigurationError("padding is a token. Set vocabulary=..., the number of tokens.")
+        raise ConfigurationError(
+            "padding needs a vocabulary, got none. Set vocabulary=..., the number of tokens."
+        )
     if vocabulary is not None and (vocabulary < 1 or len(input_shape) != 1):
         raise ConfigurationError(
-            f"vocabulary must be at least 1, for inputs of shape (T,), got {vocabulary} and inputs"
-            f" of shape {tuple(input_shape)}."
+            f"vocabulary must be at least 1 and needs inputs of shape (T,), got {vocabulary} and"
+            f" inputs of shape {tuple(input_shape)}."
         )
     if padding is not None and vocabulary is not None and not 0 <= padding < vocabulary:
-        raise ConfigurationError(f"padding must be a token, 0 to {vocabulary - 1}, got {padding}.")
+        raise ConfigurationError(
+            f"padding must be a token from 0 to {vocabulary - 1}, got {padding}."
+        )
     steps = input_shape[1] if len(input_shape) == 3 else input_shape[0]
     return steps, prod(input_shape) // steps

@@ -173,9 +173,10 @@ def check_model(
     """Raise an error for numbers and roots that are invalid or do not fit the estimator."""
     check_count("num_data", num_data)
     if estimator.subset is not None and not estimator.rows and estimator.subset > num_data:
+        of_all = estimator.name.replace(f"-{estimator.subset}-", "-N-", 1)
         raise ConfigurationError(
             f"{estimator.name} uses subsets of {estimator.subset} examples, but num_data is"
-            f" {num_data}. Use a smaller subset, or N for all examples."
+            f" {num_data}. Use {of_all!r}, which uses all examples, or a smaller subset."
         )
     check_choice("root", root, ROOTS)
     if anchoring is not None and not estimator.anchored:

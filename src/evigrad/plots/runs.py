@@ -42,7 +42,7 @@ _FEW = 40
 
 
 def series(history: History, column: str) -> tuple[list[float], list[float]]:
-    """Return epochs and values of a column, where its value is finite."""
+    """Return the epochs in which a column has a finite value, and these values."""
     pairs = [
         (float(epoch), float(row[column] or 0))
         for row in history
@@ -82,7 +82,7 @@ class Quantity:
         ]
 
     def is_logarithmic(self, histories: Mapping[str, History]) -> bool:
-        """Return whether its axis is logarithmic; the loss of a density can be negative."""
+        """Return whether the axis is logarithmic; the loss of a density can be negative."""
         return self.logarithmic and min(self.values(histories), default=0.0) > 0
 
     def limits(self, histories: Mapping[str, History]) -> tuple[float, float] | None:
@@ -174,10 +174,10 @@ def quantity_curves(
 ) -> "Figure":
     """Return curves of a quantity over the epochs, with shaded standard errors if known.
 
-    Each run has a color; if there is only one run, each kind of line has a color.
+    Each run has its own color. If there is only one run, each kind of line has its own color.
 
     Raises:
-        InputError: If no run has a value of it.
+        InputError: If no run has a value of the quantity.
     """
     if not quantity.values(histories):
         raise InputError(f"No run has a value of the {quantity.title}. Choose another quantity.")
@@ -278,8 +278,8 @@ def value_paths(
 ) -> "Figure":
     """Return a figure of hyperparameters over the epochs; the highest final value comes first.
 
-    If there are too many lines to tell apart, they have shades in their order, and only the first
-    and the last are named. Hyperparameters without a value are omitted. ``columns`` maps names of
+    If there are too many lines to tell apart, they are shaded in order, and only the first and the
+    last line are named. Hyperparameters without a value are omitted. ``columns`` maps names of
     lines to columns of the metrics. ``change`` converts their values for the figure. ``floor`` is
     the start of the vertical axis.
 
@@ -306,7 +306,7 @@ def value_paths(
         draw_line(axes, epochs, values, [], drawstyle="steps-post", marker=marker, **look)
         lines.append((values[-1], name, color, dash))
     if not lines:
-        raise InputError(f"The history has no value of {', '.join(columns)}. Use another history.")
+        raise InputError(f"The history has no values of {', '.join(columns)}. Use another history.")
     axes.margins(x=0)
     if log:
         axes.set_yscale("log")

@@ -71,7 +71,7 @@ DARK = Palette(
 
 
 def new_figure(width: float, height: float, palette: Palette = LIGHT) -> "Figure":
-    """Return an empty figure, in inches; raise ConfigurationError without matplotlib."""
+    """Return an empty figure, sized in inches; raise ConfigurationError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -88,7 +88,7 @@ def save(figure: "Figure", path: str | Path) -> Path:
 
 
 def shades_of(count: int, palette: Palette) -> list[str]:
-    """Return colors for an order, without the end of the map that resembles the background."""
+    """Return ordered colors, without the end of the map that resembles the background."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
@@ -167,10 +167,10 @@ def add_legend(
     palette: Palette = LIGHT,
     beside: bool = False,
 ) -> None:
-    """Name the lines (name, color, style) below the axes, and make the figure higher for it.
+    """Name the lines (name, color, style) below the axes, and make the figure taller to fit.
 
-    Names are in as many columns as fit. A name wider than the figure has several rows. ``beside``
-    puts the names at the right, one below the other, if there is room.
+    Names are in as many columns as fit. A name wider than the figure is broken into several lines.
+    ``beside`` puts the names on the right, one below the other, if there is room.
     """
     from matplotlib.lines import Line2D
 
@@ -212,10 +212,10 @@ def name_points(
     Args:
         axes: Axes whose figure was drawn without rendering, so that all positions are known.
         points: Name, x, y and color of the name.
-        places: Alignment, and steps to the right and up in points.
+        places: Alignments of a name, and its offsets to the right and up in points.
         half: Half of the size of a point, in pixels. Names stay clear of the points.
-        occupied: Other boxes in pixels to stay clear of.
-        fits: Whether a name may stand in a box.
+        occupied: Other boxes, in pixels, that names must not overlap.
+        fits: Function that returns whether a name may stand in a box.
         look: Other settings of the text.
     """
     from matplotlib.transforms import Bbox

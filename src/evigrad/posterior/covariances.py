@@ -188,15 +188,26 @@ class Covariance:
         self, linearization: Linearization, vectors: Float[Tensor, "m k C"]
     ) -> Float[Tensor, "m k k"]:
         """Return covariances of k linear forms of each example's outputs."""
-        (m, k), total, products = vectors.shape[:2], None, None
-        for block, rows in _rows(linearization, vectors, self.blocks):
+        m, k = vectors.shape[:2]
+        total = self._of_rows(_rows(linearization, vectors, self.blocks), k)
+        return vectors.new_zeros(m, k, k) if total is None else total
+
+    def of_vector(self, vector: Mapping[str, Tensor]) -> float:
+        """Return vᵀ Σ v of one vector of the weights, with a tensor for each parameter."""
+        row = {name: part[None, None] for name, part in vector.items()}
+        total = self._of_rows(((block, row) for block in self.blocks), 1)
+        return 0.0 if total is None else float(total)
+
+    def _of_rows(
+        self, rows_of_blocks: Iterable[tuple[Block, Mapping[str, Tensor]]], k: int
+    ) -> Float[Tensor, "m k k"] | None:
+        total, products = None, None
+        for block, rows in rows_of_blocks:
             white = block.whitened(rows)
             total = _sum(total, white @ white.mT)
             if self.explained is not None and isinstance(block, Diagonal):
                 products = _sum(products, self.explained.products(block, white))
-        if total is None:
-            return vectors.new_zeros(m, k, k)
-        if self.explained is None or products is None:
+        if total is None or self.explained is None or products is None:
             return total
         return total - self.explained.covariance(products, k)
 

@@ -182,6 +182,27 @@ class Posterior:
         check_count("n", n)
         return self(x).sample(n, generator)
 
+    def variance_of(self, vector: Mapping[str, Tensor]) -> float:
+        """Return the variance vᵀ Σ v of a linear function vᵀw of the uncertain weights.
+
+        Args:
+            vector: A tensor of the weight's shape for each of ``parameters``.
+
+        Raises:
+            ConfigurationError: If the weights have changed, or a tensor is missing or has another
+                shape.
+        """
+        self._check_weights(self._weights)
+        for name, weight in self._problem.weights.items():
+            if name not in vector or vector[name].shape != weight.shape:
+                shape = tuple(vector[name].shape) if name in vector else "nothing"
+                raise ConfigurationError(
+                    f"vector must have a tensor of shape {tuple(weight.shape)} for {name!r}, got"
+                    f" {shape}."
+                )
+        with torch.no_grad():
+            return self._covariance.of_vector(vector)
+
     def _moments(self, x: Any) -> tuple[Float[Tensor, "m ... C"], Float[Tensor, "m ... C C"]]:
         """Return outputs and their covariances."""
         fresh = torch.Generator().manual_seed(self._seed)

@@ -28,7 +28,7 @@ NOTHING = "–"
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure, whose file has its ``name``, and the facts in its caption."""
+    """A figure, the ``name`` of its file, and the facts in its caption."""
 
     name: str
     title: str  # for readers who cannot see the figure
@@ -106,18 +106,18 @@ class Group:
 
     @property
     def is_learned(self) -> bool:
-        """Return whether one of them changes over the epochs."""
+        """Return whether any of the hyperparameters changes over the epochs."""
         return any(len({*self.run.values(column)}) > 1 for column in self.columns.values())
 
     @property
     def ends(self) -> dict[str, tuple[str, str]]:
-        """Return the first and the last value of each, in words, by rising last value."""
+        """Return first and last value of each hyperparameter, in words, by rising last value."""
         values = {name: self.run.values(column) for name, column in self.columns.items()}
         names = sorted(values, key=lambda name: values[name][-1])
         return {name: (self.show(values[name][0]), self.show(values[name][-1])) for name in names}
 
     def drawing(self) -> Drawing:
-        """Return the figure of their paths over the epochs."""
+        """Return the figure of the hyperparameters' paths over the epochs."""
         title = self.run.titled(self.title)
 
         def make(palette: Palette) -> "Figure":

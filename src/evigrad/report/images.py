@@ -31,17 +31,18 @@ _LONGEST = 16  # maximum number of letters in a row's name
 def augmented_images(
     images: Tensor, transformed: Tensor, names: Sequence[str] = (), palette: Palette = LIGHT
 ) -> "Figure":
-    """Return a figure of n · (1 + draws) images next to their random transforms, one row per image.
+    """Return a figure of n images next to their random transforms, one row per image.
 
     Args:
-        images: (n, channels, height, width), from 0 (black) to 1, clipped there. Three channels are
-            red, green and blue; of any other number the mean is shown.
-        transformed: (n, draws, channels, height, width).
+        images: Images (n, channels, height, width) with values from 0 (black) to 1. Other values
+            are clipped. Three channels are red, green and blue. For any other number, the mean of
+            the channels is shown.
+        transformed: Transformed images (n, draws, channels, height, width).
         names: Names of the n rows, or none.
         palette: Colors.
 
     Raises:
-        InputError: If these are not images, or do not belong together.
+        InputError: If the shapes are not shapes of images, or do not fit each other.
 
     See also: docs/command_line.md.
     """
@@ -54,7 +55,10 @@ def augmented_images(
     if transformed.shape[:1] + transformed.shape[2:] != images.shape or (
         names and len(names) != len(images)
     ):
-        raise InputError("Images, their transforms and names must have one number and one shape.")
+        raise InputError(
+            "Images, their transforms and names must have the same number, and images and their"
+            " transforms must have the same shape."
+        )
     rows, draws = transformed.shape[:2]
     height, width = images.shape[-2:]
     aspect = height / width
@@ -103,7 +107,7 @@ def draw_transforms(images: Tensor, transform: nn.Module, draws: int = DRAWS) ->
 
 
 def rebuild(run: Run, data_dir: str | Path | None = None) -> tuple[DataSet, nn.Module]:
-    """Return data and network of a command-line run at its last checkpoint, on the CPU."""
+    """Return the data and network of a command-line run at its last checkpoint, on the CPU."""
     options = run.options
     if not options:
         raise ConfigurationError(
@@ -123,7 +127,7 @@ def rebuild(run: Run, data_dir: str | Path | None = None) -> tuple[DataSet, nn.M
 
 
 def find_transform(data: DataSet, model: nn.Module) -> nn.Module | None:
-    """Return the transform of a network's ``Averaged``; None without one or without images."""
+    """Return the transform of a network's ``Averaged``; None without a transform or images."""
     if len(data.input_shape) != 3:
         return None
     return next((part.invariance for part in model.modules() if isinstance(part, Averaged)), None)

@@ -1,4 +1,4 @@
-"""Readers of the folders of runs, for a report."""
+"""Functions that read the folders of runs, for a report."""
 
 import json
 import re
@@ -69,7 +69,7 @@ class Run:
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Run]:
-    """Return the runs with an epoch in some folders, each MAP run before the run that holds it."""
+    """Return the runs with a finished epoch in some folders, each after the MAP run in it."""
     folders = [Path(path) for path in paths]
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ConfigurationError(
@@ -96,7 +96,7 @@ def _read_with_map(folder: Path, label: str | None) -> list[Run]:
     """Return a run and its MAP run, named by their methods if there is no label."""
     if not folder.is_dir():
         raise ConfigurationError(
-            f"A report needs the folder of a run, got {folder}: no such folder."
+            f"A report needs the folder of a run, got {folder}, which does not exist."
         )
     options, results = _read(folder / "config.yaml"), _read(folder / "results.json")
     runs = []
@@ -111,7 +111,7 @@ def _read_with_map(folder: Path, label: str | None) -> list[Run]:
         settings = _read(path / "config.json")
         if not isinstance(epochs := settings.get("epochs"), int | None):
             raise ConfigurationError(
-                f"{path / 'config.json'}: epochs must be a number of epochs, got {epochs!r}."
+                f"{path / 'config.json'}: epochs must be a whole number, got {epochs!r}."
             )
         method = method_of(settings)
         of_run = results.get(method)

@@ -21,8 +21,8 @@ from evigrad.report.images import (
     rebuild,
 )
 from evigrad.report.runs import Run, read_runs
-from evigrad.training.plan import burn_in_precision
-from evigrad.training.settings import current_record
+from evigrad.training.plan import BURN_IN_DECAY, burn_in_precision
+from evigrad.training.settings import Optimization, current_record
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,23 +50,24 @@ def write_report(
     data_dir: str | Path | None = None,
     examples: int = 6,
 ) -> Path:
-    """Write one HTML page of a run, or of several runs, and its figures as PNGs.
+    """Write one HTML page about one or several runs, and its figures as PNGs.
 
     The page has learning curves, prior precisions, noise and ranges of invariances over the
     epochs, test images under the learned augmentation, and tables of metrics, hyperparameters and
     settings. It needs no other files. An unfinished run is shown up to its last epoch. A run with
     ``compare_map`` is shown with its MAP run.
 
-    Images are drawn for networks with random image transforms that ``evigrad train`` has trained.
-    They need the data that the run's ``config.yaml`` names, and the last checkpoint. If one is
-    missing, the page says so.
+    Test images are drawn for networks that ``evigrad train`` has trained with random image
+    transforms. They need the data that the run's ``config.yaml`` names, and the last checkpoint. If
+    either is missing, the page says so.
 
     Args:
         run_dir: Folder of the run.
         *others: Folders of other runs.
-        out: Folder for ``report.html``, and for PNGs in its folder ``figures``. Default: the folder
-            of the run, or its folder ``comparison`` if there are other runs.
-        data_dir: Folder of data sets, if the run's folder has moved. Default: the run's.
+        out: Folder for ``report.html``, and for PNGs in its subfolder ``figures``. Default: the
+            folder of the run, or its subfolder ``comparison`` if there are other runs.
+        data_dir: Folder of data sets, if it has moved since the run. Default: the run's folder of
+            data sets.
         examples: Maximum number of test images under the learned augmentation. 0 shows none.
 
     Returns:
@@ -175,7 +176,7 @@ def _png(make: "Callable[[Palette], Figure]", palette: Palette) -> bytes:
 
 
 def metrics(runs: Sequence[Run]) -> Rows:
-    """Return the final metrics: a row per metric, with its unit, and a cell per run."""
+    """Return the final metrics, with a row per metric and its unit, and a cell per run."""
 
     def last(column: str, factor: float = 1.0, digits: int = 0) -> Callable[[Run], str]:
         return lambda run: show(run.last(column), factor, digits)
@@ -212,6 +213,7 @@ def metrics(runs: Sequence[Run]) -> Rows:
             "training loss (nats per example)": last("loss", digits=_NATS),
             f"log evidence {judge} (nats per example)": common,
             "log evidence during training, last round (nats per example)": evidence,
+            "distance from the mode (nats per example)": last("mode_gap", digits=_NATS),
             "hyperparameter steps": last("hyper_steps"),
             "training time (seconds)": last("seconds"),
         },
@@ -276,7 +278,7 @@ def all_settings(run: Run) -> Rows:
 
 
 def _filled(runs: Sequence[Run], cells: dict[str, Callable[[Run], str]]) -> Rows:
-    """Return the rows in which a run has something to show."""
+    """Return the rows in which at least one run has something to show."""
     rows = [[words, *map(cell, runs)] for words, cell in cells.items()]
     return [row for row in rows if {*row[1:]} != {NOTHING}]
 
@@ -301,7 +303,9 @@ def _first_precision(run: Run) -> str:
         return show(s.get("precision"))
     if s.get("prior_mean") not in (None, "zero"):
         return "set by the burn-in"
-    return f"{show(burn_in_precision(num_data))} (set by the burn-in)"
+    decay = Optimization(start_decay=s.get("start_decay")).start_decays or (BURN_IN_DECAY,)
+    precisions = [show(burn_in_precision(start, num_data)) for start in decay]
+    return f"{' or '.join(precisions)} (set by the burn-in)"
 
 
 def _rounds(run: Run) -> str:

@@ -1,6 +1,6 @@
 """Scikit-learn estimators for tabular data, which learn their hyperparameters in one fit.
 
-They need scikit-learn, ``pip install 'evigrad[sklearn]'``. Nothing else in evigrad imports it.
+They need scikit-learn: ``pip install 'evigrad[sklearn]'``. Nothing else in evigrad imports it.
 """
 
 from evigrad.errors import require

@@ -1,4 +1,4 @@
-"""``EvidenceClassifier`` and ``EvidenceRegressor``."""
+"""The scikit-learn estimators ``EvidenceClassifier`` and ``EvidenceRegressor``."""
 
 import copy
 from collections import OrderedDict
@@ -70,7 +70,7 @@ def _refusing_unknown(init: Callable[P, None]) -> Callable[P, None]:
 
 
 class _EvidenceEstimator(BaseEstimator):
-    """Base of classifier and regressor. Their docstrings describe the settings."""
+    """Base class of the classifier and the regressor, whose docstrings describe the settings."""
 
     @_refusing_unknown
     def __init__(
@@ -116,7 +116,7 @@ class _EvidenceEstimator(BaseEstimator):
             The estimator itself.
 
         Raises:
-            ConfigurationError: If the estimator does not have one of them.
+            ConfigurationError: If the estimator does not have one of the parameters.
         """
         self._refuse_unknown(params)
         return super().set_params(**params)
@@ -160,8 +160,8 @@ class _EvidenceEstimator(BaseEstimator):
         counted = weights > 0
         if (weights < 0).any() or not counted.any():
             raise InputError(
-                "sample_weight must be 0 or more, and positive for some row. Remove negative"
-                " weights."
+                "sample_weight must be 0 or more, and positive for at least one row. Remove"
+                " negative weights."
             )
         X, y, weights = X[counted], y[counted], weights[counted]
         is_whole = (weights == weights.round()).all()
@@ -177,8 +177,8 @@ class _EvidenceEstimator(BaseEstimator):
             X: Table with the columns of the training table.
 
         Returns:
-            (n, inputs): standardized numbers first, then zeros and ones for categories, in the type
-            of the network and on its device.
+            Inputs (n, inputs), first standardized numbers and then zeros and ones for categories.
+            They have the network's type and are on its device.
 
         Raises:
             ValueError: If the table does not fit the training table.
@@ -220,8 +220,8 @@ class _EvidenceEstimator(BaseEstimator):
                     network = network(num_inputs, num_outputs)
             if not isinstance(network, nn.Module):
                 raise ConfigurationError(
-                    "module must be a torch module, or a function from the numbers of inputs and"
-                    f" outputs to one, got {network!r}."
+                    "module must be a torch module, or a function that maps the numbers of inputs"
+                    f" and outputs to a module, got {network!r}."
                 )
         if not any(True for _ in network.parameters()):
             raise ConfigurationError(
@@ -305,8 +305,8 @@ class _EvidenceEstimator(BaseEstimator):
         for name in settings:
             if name not in allowed_names:
                 raise ConfigurationError(
-                    f"settings must be keywords of evigrad.fit or fields of its groups, got"
-                    f" '{name}'.{nearest(name, allowed_names)}"
+                    "settings must be keyword arguments of evigrad.fit or fields of its groups of"
+                    f" settings, got '{name}'.{nearest(name, allowed_names)}"
                 )
         return settings
 
@@ -317,7 +317,7 @@ class _EvidenceEstimator(BaseEstimator):
 
 
 class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
-    """Classify rows of a table by a network that learns its own regularization.
+    """Classify rows of a table with a network that learns its own regularization.
 
     Numbers are standardized, and categories of a ``pandas.DataFrame`` (dtype ``category``,
     ``string`` or ``object``) become zeros and ones. The marginal likelihood of the training table
@@ -330,14 +330,14 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
         activation: Nonlinearity after each hidden layer: relu, tanh, silu, gelu, elu, softplus or
             sigmoid.
         module: Network to use instead of these layers: a torch module from inputs (n, inputs) to
-            outputs (n, classes), or a function from these two numbers to a module. A copy is
-            trained, in the module's type and on its device.
+            outputs (n, classes). You can also pass a function from the numbers of inputs and
+            classes to a module. A copy is trained, in the module's type and on its device.
         relevance: Whether the evidence learns a scale for each column, in front of the network.
         estimator: Name of the evidence estimator. None learns only the weights.
         prior: Which weights share a precision: layerwise, scalar, diagonal or a ``GaussianPrior``.
         posterior: Structure of the posterior over which ``predict_proba`` averages: kfac,
-            last-layer, diag, full or ntk. Default: None, predictions of the network itself, which
-            are better if it fits its data (docs/posterior.md).
+            last-layer, diag, full or ntk. Default: None, the predictions of the network itself,
+            which are better if the network fits its data (docs/posterior.md).
         epochs: Number of passes over the training table. Default: see ``evigrad.Schedule``.
         batch_size: Number of rows per optimizer step.
         learning_rate: Learning rate of the weights at the start. Default: see
@@ -373,7 +373,7 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
     """
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Train the network, and learn its precisions and relevances.
+        """Train the network and learn its precisions and relevances.
 
         Args:
             X: Table (n, d) of numbers, or a ``pandas.DataFrame`` of numbers and categories.
@@ -384,8 +384,8 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
             The estimator itself.
 
         Raises:
-            InputError: If the labels are of one class, or all weights are zero.
-            ValueError: If table, labels or settings do not fit.
+            InputError: If all labels are of one class, or all weights are zero.
+            ValueError: If the table, labels or settings do not fit.
         """
         numbers, y, weights = self._training_table(X, y, sample_weight)
         check_classification_targets(y)
@@ -435,7 +435,7 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
 
 
 class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
-    """Predict numbers from a table, with error bars, by a network that regularizes itself.
+    """Predict numbers from a table, with error bars, with a network that regularizes itself.
 
     Numbers and targets are standardized, and categories of a ``pandas.DataFrame`` (dtype
     ``category``, ``string`` or ``object``) become zeros and ones. The marginal likelihood of the
@@ -449,8 +449,8 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
         activation: Nonlinearity after each hidden layer: relu, tanh, silu, gelu, elu, softplus or
             sigmoid.
         module: Network to use instead of these layers: a torch module from inputs (n, inputs) to
-            outputs (n, targets), or a function from these two numbers to a module. A copy is
-            trained, in the module's type and on its device.
+            outputs (n, targets). You can also pass a function from the numbers of inputs and
+            targets to a module. A copy is trained, in the module's type and on its device.
         relevance: Whether the evidence learns a scale for each column, in front of the network.
         estimator: Name of the evidence estimator. None learns only the weights.
         prior: Which weights share a precision: layerwise, scalar, diagonal or a ``GaussianPrior``.
@@ -494,7 +494,7 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
     """
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Train the network, and learn its precisions, its relevances and the noise.
+        """Train the network and learn its precisions, its relevances and the noise.
 
         Args:
             X: Table (n, d) of numbers, or a ``pandas.DataFrame`` of numbers and categories.
@@ -505,7 +505,7 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
             The estimator itself.
 
         Raises:
-            ValueError: If table, targets or settings do not fit.
+            ValueError: If the table, targets or settings do not fit.
         """
         numbers, y, weights = self._training_table(
             X, y, sample_weight, multi_output=True, y_numeric=True
@@ -543,7 +543,7 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
                 and to uncertain weights.
 
         Returns:
-            Means in the shape of the targets; with ``return_std`` also standard deviations.
+            Means in the shape of the targets, and with ``return_std`` also standard deviations.
 
         Raises:
             ValueError: If the table does not fit.

@@ -38,14 +38,14 @@ def is_frame(X: Any) -> bool:
 
 
 class Columns:
-    """The columns of a training table as numbers: categories become their positions.
+    """The columns of a training table as numbers, with categories replaced by their positions.
 
     Columns of a frame are categories if their dtype is ``category``, ``string`` or ``object``
     (unless an ``object`` column holds only numbers). A declared ``category`` has all of its
-    categories; other columns have the training values, sorted. A missing value is a category
-    if the training data have one. ``evigrad.data.columns`` has the rules. ``categories`` are the
-    categories of each column by its position. ``ignore_unknown`` accepts values that are in no
-    category.
+    categories. The categories of other columns are the sorted training values. A missing value is a
+    category if the training data have missing values. ``evigrad.data.columns`` has the rules.
+    ``categories`` are the categories of each column by its position. ``ignore_unknown`` accepts
+    values that are in no category.
     """
 
     def __init__(self, X: Any, ignore_unknown: bool) -> None:
@@ -65,7 +65,7 @@ class Columns:
                 self.categories[position] = column.categories
 
     def numbers(self, X: Any) -> Any:
-        """Return a frame as numbers (n, d), −1 for no category; other tables as they are."""
+        """Return a frame as numbers (n, d) with −1 for no category, and other tables unchanged."""
         if not is_frame(X):
             if self.categories:
                 raise InputError(
@@ -82,7 +82,7 @@ class Columns:
                 column, problem = _read(name, series)
                 if problem is None and column.kind not in NUMERIC:
                     problem = (
-                        f"{column.label} held numbers in the training table, and now has dtype"
+                        f"{column.label} held numbers in the training table, but now has dtype"
                         f" {series.dtype}: convert it to numbers"
                     )
                 codes, problem = column.values, problem or problem_of(column, _LEAVE_OUT)
@@ -176,7 +176,8 @@ def refuse_targets(y: Any, is_classes: bool) -> None:
     if array.dtype.kind in "OUS":
         if missing := sum(map(is_missing, cells)):
             raise InputError(
-                f"y lacks {missing:,} of {len(cells):,} targets (None or NaN). Remove their rows."
+                f"y lacks {missing:,} of {len(cells):,} targets (None or NaN). Remove the rows"
+                " without a target."
             )
         kinds = kinds_of_cells(cells)
         if problem := problem_of_mixture("y", kinds):
@@ -200,7 +201,7 @@ def refuse_targets(y: Any, is_classes: bool) -> None:
 def in_order(
     numbers: np.ndarray, targets: np.ndarray, weights: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return the three with rows sorted, so that training does not depend on their order.
+    """Return the three arrays with sorted rows, so that their order does not affect training.
 
     Training amplifies rounding, and even a sum depends on the order of its terms.
     """
@@ -242,7 +243,7 @@ class Encoding:
 
 
 def check_constants(is_constant: np.ndarray, names: Iterable[Hashable], num_rows: int) -> None:
-    """Warn of columns that are the same in all rows; raise InputError if all columns are."""
+    """Warn about columns that are the same in all rows; raise InputError if all columns are."""
     if is_constant.all():
         rows = "one sample" if num_rows == 1 else f"{num_rows:,} rows"
         raise InputError(

@@ -99,10 +99,12 @@ def restore(trainer: "Trainer", state: Mapping[str, Any], where: str) -> None:
     for part in trainer.metrics:
         numbers = state["metrics"][part].items()
         trainer.metrics[part] = {name: float(value) for name, value in numbers}
-    trainer.history = unpacked_history(state["history"])
+    trainer.history[:] = unpacked_history(state["history"])
     for row in trainer.history:  # earlier versions did not count these
         row.setdefault("skipped_batches", 0)
         row.setdefault("skipped_steps", 0)
+        if trainer.learner is not None:
+            row.setdefault("mode_gap", None)
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The data of a run, held on the model's device or read in every epoch, and its random streams.
 
 A hash of the run's seed, the use and the epoch seeds each stream. So no stream depends on how much
-another has consumed: evaluating more often, or resuming from a later epoch, changes no draw. The
+another has consumed: evaluating more often or resuming from a later epoch changes no draw. The
 global random state is restored after every use.
 """
 
@@ -41,7 +41,7 @@ _USES: dict[Use, int] = {
 
 
 def derived_seed(seed: int, use: Use, epoch: int = 0, rank: int = 0) -> int:
-    """Return the seed, below 2^63, of one stream, for an epoch or a rank if each has its own."""
+    """Return the seed (below 2^63) of a stream, for an epoch or rank if each has its own stream."""
     sequence = np.random.SeedSequence([seed, _USES[use], epoch, *([rank] if rank else [])])
     return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
@@ -54,12 +54,12 @@ def stream(seed: int, use: Use, epoch: int = 0) -> torch.Generator:
 def batches(
     seed: int, epoch: int, num_data: int, epoch_size: int, batch_size: int
 ) -> Iterator[Int[Tensor, " m"]]:
-    """Yield the positions of the examples in each batch of an epoch, counted from 1.
+    """Yield the positions of the examples in each batch of an epoch. Epochs count from 1.
 
     Passes over all data follow each other, each in a new random order. An epoch is the next
     ``epoch_size`` examples. The seed and the number of the pass determine the order, which is not
-    written out for very many examples. All batches have about the same size, because a last batch
-    of one example would break batch normalization.
+    stored for very many examples. All batches have about the same size, because a last batch of one
+    example would break batch normalization.
     """
     count = -(-epoch_size // batch_size)
     place, order, present = (epoch - 1) * epoch_size, torch.empty(0, device="cpu"), -1
@@ -78,11 +78,11 @@ def batches(
 class RunData(Source):
     """Data (see ``evigrad.blocks.sources.as_source``) on the model's device.
 
-    Tensors are held there. Items of a data set are read when they are needed. Their draws from the
-    global generators of PyTorch, NumPy and Python are seeded by the run's seed, the present
-    ``epoch`` (0 before the first) and the positions that are read together. So a block is the same
-    at every reading in an epoch and differs in the next, and a resumed run repeats the same draws.
-    If ``is_column``, targets (m,) become (m, 1).
+    Tensors are kept on this device. Items of a data set are read when they are needed. Their draws
+    from the global generators of PyTorch, NumPy and Python are seeded by the run's seed, the
+    present ``epoch`` (0 before the first) and the positions that are read together. So a block is
+    the same at every reading in an epoch and differs in the next, and a resumed run repeats the
+    same draws. If ``is_column``, targets (m,) become (m, 1).
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Checks of data before training, and warnings of likely mistakes."""
+"""Checks of data before training, and warnings about likely mistakes."""
 
 import warnings
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ def check_data(evidence: Evidence, data: RunData, device: torch.device, count: i
 
 
 def warn_of_data(evidence: Evidence, data: RunData, outputs: Tensor) -> None:
-    """Warn of outputs and targets that probably do not fit the likelihood."""
+    """Warn about outputs and targets that probably do not fit the likelihood."""
     has_classes = isinstance(evidence.likelihood, Categorical) and outputs.shape[1] > 1
     sums = outputs.sum(1)
     if has_classes and bool((outputs >= 0).all()) and torch.allclose(sums, torch.ones_like(sums)):
@@ -89,7 +89,7 @@ def warn_of_data(evidence: Evidence, data: RunData, outputs: Tensor) -> None:
 
 
 def _warn_of_real_targets(evidence: Evidence, data: RunData) -> None:
-    """Warn of targets that are not numbers of about unit scale."""
+    """Warn about targets that are not numbers of about unit scale."""
     x, y = data.spread(_COMPARED)
     f = probe_outputs(evidence.model, x)
     positions = f.shape[1:-1]
@@ -108,10 +108,10 @@ def _warn_of_real_targets(evidence: Evidence, data: RunData) -> None:
         return
     if has_two_values and (columns := _columns_of_two_values(y)):
         warnings.warn(
-            f"Column {columns[0]} of the targets has only two values. A Gaussian takes them"
-            " for real numbers: its noise falls toward zero, and the network memorizes them. For"
-            ' yes or no, use likelihood="bernoulli" (evigrad.likelihoods.Bernoulli) with targets'
-            ' 0.0 and 1.0. For classes, use likelihood="categorical" or'
+            f"Column {columns[0]} of the targets has only two values. A Gaussian treats them"
+            " as real numbers, so its noise falls toward zero, and the network memorizes them."
+            ' For yes-or-no targets, use likelihood="bernoulli" with targets 0.0 and 1.0'
+            ' (evigrad.likelihoods.Bernoulli). For classes, use likelihood="categorical" or'
             " evigrad.sklearn.EvidenceClassifier.",
             EvigradWarning,
             stacklevel=7,  # the caller of fit
@@ -128,7 +128,7 @@ def _split(likelihood: Likelihood, y: Tensor) -> tuple[Likelihood, Tensor, Tenso
 
 
 def _warn_of_weights(weights: Tensor) -> None:
-    """Warn of positive weights that may mean known noise levels; only their ratios matter."""
+    """Warn about positive weights that may mean known noise levels; only their ratios matter."""
     mean = float(weights.mean())
     if bool((weights != weights.round()).any()) and abs(mean - 1.0) > _MEAN_WEIGHT_TOLERANCE:
         warnings.warn(
@@ -150,7 +150,7 @@ def _columns_of_two_values(y: Tensor) -> list[int]:
 
 
 def _warn_of_scale(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
-    """Warn of real targets far from unit scale, for which defaults are not made."""
+    """Warn about real targets far from unit scale, for which defaults are not made."""
     # One zero, as C² for each example may be gigabytes.
     certain = f.new_zeros(()).expand(*f.shape, f.shape[1])
     output_moments = moments(likelihood, f, certain)

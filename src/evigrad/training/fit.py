@@ -64,8 +64,8 @@ def fit(
     and the model's own hyperparameters use Adam. Training uses only ``train``.
 
     ``fit`` does not touch the global random state. The order of the data, the blocks and the
-    model's own draws (dropout) use separate streams, derived from ``seed``. The initial
-    weights are the model's.
+    model's own draws (dropout) use separate streams, derived from ``seed``. The initial weights are
+    the model's current weights.
 
     Args:
         model: Module that maps inputs (m, ...) to outputs (m, C), or to (m, …, C) with a target at
@@ -79,9 +79,9 @@ def fit(
             poisson (counts), heteroscedastic or natural-gaussian (input-dependent noise). Outputs
             of poisson are log rates. Outputs of heteroscedastic are a mean and a log variance per
             target. natural-gaussian is more robust on small data sets.
-        estimator: Evidence estimator STRUCTURE-SUBSET-OUTPUTS, such as ntk-100-1 or kfac-N-C.
-            ntk-400-rows-anchored is exact if the data have at most 400 Jacobian rows. None trains
-            by plain MAP, without hyperparameter steps.
+        estimator: Evidence estimator, named STRUCTURE-SUBSET-OUTPUTS, such as ntk-100-1 or
+            kfac-N-C. ntk-400-rows-anchored is exact if the data have at most 400 Jacobian rows.
+            None trains by plain MAP, without hyperparameter steps.
         prior: Which weights share a prior precision (weight decay): scalar (all weights),
             layerwise (each parameter tensor) or diagonal (none). Use a ``GaussianPrior`` for other
             groups, a hyperprior, or a nonzero mean (``mean="initial"`` for fine-tuning).
@@ -95,7 +95,7 @@ def fit(
         optimization: Optimizers and learning rates.
         memory: Batch sizes and data types of the estimates' passes.
         anchoring: How an anchored estimator chooses its anchors.
-        test: Test data in the format of ``train``. They are evaluated, and change nothing.
+        test: Test data in the format of ``train``. They are only evaluated and change nothing.
         seed: Seed of all random draws in training.
         run_dir: Folder for configuration, metrics (one row per epoch) and checkpoint. If it is not
             empty, the run uses the first free of NAME-2, NAME-3, ..., unless ``resume`` is set.
@@ -108,9 +108,10 @@ def fit(
         callbacks: Functions called after every epoch with its row of metrics. A resumed run calls
             them again for the epochs since the last checkpoint.
         process_group: Processes that train together, each on a part of every batch, as for
-            ``Evidence``. All call ``fit`` with the same model, data and settings, and get the same
-            result. Only the first one gives the parameters, writes, shows progress and calls back.
-            You can resume the run with another number of processes.
+            ``Evidence``. All processes call ``fit`` with the same model, data and settings, and get
+            the same result. Only the first process provides the parameters, writes files, shows
+            progress and calls ``callbacks``. You can resume the run with a different number of
+            processes.
 
     Returns:
         The trained model, its evidence, the history and the final metrics.
@@ -118,7 +119,7 @@ def fit(
     Raises:
         ConfigurationError: If a setting is invalid, before anything is computed or written.
         InputError: If the data do not fit the model, the likelihood or the estimator.
-        EvigradError: If training diverges. The metrics of the epochs before are kept.
+        EvigradError: If training diverges. The metrics of earlier epochs are kept.
 
     Examples:
         >>> import torch
@@ -160,10 +161,10 @@ def prepare(
     process_group: Group | None = None,
     make: Callable[..., T] = Trainer,
 ) -> T:
-    """Return a checked trainer, to be started by its ``train``; compute and write nothing.
+    """Return a checked trainer, which its ``train`` starts; compute and write nothing.
 
-    It has the arguments of ``fit``. ``network`` records how ``evigrad.models.make_network``
-    built the model, if it did. ``make`` makes a ``Trainer`` from the trainer's arguments.
+    It takes the arguments of ``fit``. ``network`` records how ``evigrad.models.make_network`` built
+    the model, if this function built it. ``make`` makes a ``Trainer`` from the trainer's arguments.
     """
     check_whole(model)
     place, seed, ranks = place_of(model), settings.seed, Ranks(process_group)

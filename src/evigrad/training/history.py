@@ -1,4 +1,4 @@
-"""The history of a training: a table with one row for each epoch, in memory and in a file."""
+"""The history of a training run: a table with a row for each epoch, in memory and in a file."""
 
 import csv
 import io
@@ -35,7 +35,7 @@ def known(row: Mapping[str, int | float | None]) -> dict[str, float]:
 
 
 def headlines(row: Mapping[str, int | float | None]) -> dict[str, float]:
-    """Return the values of a round for a log, with a summary of many precisions."""
+    """Return the values of a round for a log, in which many precisions are summarized."""
     values = known(row)
     precisions = sorted(v for name, v in values.items() if name.startswith("precision/"))
     if len(precisions) > _FEW_PRECISIONS:
@@ -64,7 +64,7 @@ def evidence_columns(learned: "Round | None") -> Row:
 
 
 def round_columns(learner: "Learner", hyper_round: "Round | None") -> Row:
-    """Return the columns of a history after a round, except the number that counts it."""
+    """Return the columns of a history after a round, except the number of the round."""
     return {
         **evidence_columns(hyper_round),
         "hyper_steps": learner.hyper_steps,
@@ -73,7 +73,7 @@ def round_columns(learner: "Learner", hyper_round: "Round | None") -> Row:
 
 
 def metric_columns(evidence: Evidence, metrics: Mapping[str, Mapping[str, float]]) -> Row:
-    """Return the columns of ``metrics`` on training and test data, empty if there are none."""
+    """Return the columns of ``metrics`` on training and test data; empty without metrics."""
     error = "accuracy" if evidence.likelihood.is_classification else "squared_error"
     return {
         f"{part}_{name}": metrics.get(part, {}).get(name)
@@ -97,7 +97,7 @@ def bracket_columns(trainer: "Trainer", epoch: int) -> Row:
 
 
 class MetricsFile:
-    """A CSV file with one row per epoch. Each row is flushed to the file at once.
+    """A CSV file with one row per epoch. Each row is flushed to the file immediately.
 
     The file is replaced if it holds anything but the columns' names and ``rows`` of earlier epochs.
     """
@@ -172,7 +172,7 @@ def unpacked_history(packed: Mapping[str, list[Any]]) -> list[Row]:
         is_name = isinstance(name, str) and name.isprintable()
         if not is_name or not isinstance(value, int | float | None):
             raise ConfigurationError(
-                f"The saved history must hold numbers, got {value!r} as {name!r}. Start a new run"
-                " in another folder."
+                f"The saved history must hold numbers, got the value {value!r} for {name!r}. Start"
+                " a new run in another folder."
             )
     return rows

@@ -196,9 +196,7 @@ class Learner:
             self.fixed_point: FixedPoint | None = None
             if optimization.prior_update == "fixed_point":
                 self.fixed_point = FixedPoint(evidence, FIRST_RATE)
-                if self.schedule.burn_in:
-                    zero = burn_in_precision(evidence.num_data)
-                    self.fixed_point.start(zero, PRETRAINED_DECAY * evidence.num_data)
+                self.start(optimization.start_decays[0])
             if self.schedule.prior_blocks is not None:
                 x, _ = self.data.first(PROBE_SIZE)
                 evidence.check_collect(x, wrt=self.step_groups[0].names)
@@ -243,6 +241,13 @@ class Learner:
         learned = self.learn(self.count)
         self.history.append({"step": self.count, **round_columns(self, learned)})
         return learned
+
+    def start(self, decay: float) -> None:
+        """Set the precisions of the burn-in, if there is one, by a weight decay."""
+        if self.fixed_point is not None and self.schedule.burn_in:
+            num_data = self.evidence.num_data
+            zero = burn_in_precision(decay, num_data)
+            self.fixed_point.start(zero, PRETRAINED_DECAY * num_data)
 
     def is_due(self, epoch: int) -> bool:
         """Return whether a round follows an epoch, counted from 1."""
@@ -376,6 +381,7 @@ class Learner:
             self.history = [dict(row) for row in state.get("rounds", [])]
             self._runaways.starts |= state.get("starts", {})
             self._runaways.best = float(state.get("best", self._runaways.best))
+        self._blocks = None  # its position belongs to the epochs before
 
 
 def warn_of_unused(evidence: Evidence) -> None:

@@ -60,7 +60,7 @@ def load(
 
     The run may be finished or interrupted. Its data are not loaded. ``load`` builds the network if
     the run was started on the command line. ``fit`` does not record how to build its network, so
-    pass one as ``model``. Loading runs no code from the folder.
+    pass the network of such a run as ``model``. Loading runs no code from the folder.
 
     Args:
         run: Folder of the run.
@@ -75,7 +75,7 @@ def load(
 
     Raises:
         ConfigurationError: If the folder has no run with a checkpoint, or a part of the run is
-            missing or does not fit. The weights of ``model`` then stay as they were.
+            missing or does not fit. The weights of ``model`` then remain unchanged.
 
     Examples:
         >>> import torch
@@ -93,12 +93,14 @@ def load(
     """
     path = Path(run)
     if not path.is_dir():
-        raise ConfigurationError(f"run must be the folder of a run, got {path}: no such folder.")
+        raise ConfigurationError(
+            f"run must be the folder of a run, got {path}, which does not exist."
+        )
     state = RunDirectory(path, resume=True).read_checkpoint()
     if state is None:
         raise ConfigurationError(
-            f"run must be a folder with a checkpoint, got {path}: it has none, as no run started"
-            " there. Use the folder of a run."
+            f"run must be a folder with a checkpoint, got {path}: it has none, because no run"
+            " started there. Use the folder of a run."
         )
     with fitting(f"The checkpoint in {path}"):
         check_format(state, path)

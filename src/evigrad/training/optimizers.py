@@ -19,7 +19,7 @@ SCALAR_RATE = 0.1
 
 
 def cosine(progress: float, start: float, end: float) -> float:
-    """Return a cosine from ``start`` at ``progress`` 0 to ``end`` at 1."""
+    """Return a value on a cosine from ``start`` at ``progress`` 0 to ``end`` at 1."""
     return end + 0.5 * (start - end) * (1.0 + math.cos(math.pi * progress))
 
 
@@ -28,7 +28,7 @@ def make_weight_optimizer(
     settings: Optimization,
     scalars: Collection[nn.Parameter] = (),
 ) -> Optimizer:
-    """Return the checked optimizer of the weights; ``scalars`` learn at ``SCALAR_RATE`` times."""
+    """Return the checked optimizer of the weights; ``scalars`` learn more slowly."""
     if isinstance(settings.optimizer, str):
         slow, rate = {id(p) for p in scalars}, planned(settings.lr)
         groups: list[dict[str, Any]] = [
@@ -44,13 +44,13 @@ def make_weight_optimizer(
     held = [id(p) for group in optimizer.param_groups for p in group["params"]]
     if sorted(held) != sorted(id(p) for p in weights.values()):
         raise ConfigurationError(
-            "The optimizer must hold each weight that it gets exactly once, and nothing else. Pass"
+            "The optimizer must hold exactly the weights that it is given, each of them once. Pass"
             " all the named weights to it."
         )
     if any(group.get("weight_decay") for group in optimizer.param_groups):
         raise ConfigurationError(
             "The optimizer must not have weight decay, because the prior in the loss is the weight"
-            " decay. Set weight_decay=0, and precision=... instead."
+            " decay. Set weight_decay=0 and use precision=... instead."
         )
     # Adam turns weights in half precision into NaN with its first step, at any learning rate.
     eps = min((group["eps"] for group in optimizer.param_groups if "eps" in group), default=1.0)

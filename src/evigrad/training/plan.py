@@ -15,8 +15,13 @@ LEARNED_PRECISION = 1.0
 # the network fits noisy labels and targets before their noise is learned, and precisions recover
 # slowly. With a much stronger one, networks on few data end at zero (benchmarks/start.py).
 BURN_IN_DECAY = 1e-2
-# Maximum of the burn-in's precision, so that the decay for few data does not restrain many.
-BURN_IN_PRECISION = 15.0
+# A second start for regression. The first one can end far below the evidence of a network that fits
+# the data, because large noise keeps weights small and small weights keep the noise large. Where
+# targets are noise, this one overfits, so the evidence decides (benchmarks/convergence.py).
+WEAK_DECAY = 1e-3
+# The burn-in's precision does not grow further with N, so that the decay for few data does not
+# restrain many.
+BURN_IN_DATA = 1500
 # Weight decay of the burn-in for weights with a nonzero prior mean, such as pretrained ones. With a
 # weak one, few data are fitted before it is learned how close the weights should stay.
 PRETRAINED_DECAY = 1.0
@@ -65,7 +70,7 @@ def plan_schedule(schedule: Schedule, num_data: int) -> Schedule:
 def plan_optimization(
     optimization: Optimization, classifies: bool, prior: str | GaussianPrior
 ) -> Optimization:
-    """Return the optimization with numbers for ``lr`` and a name for ``prior_update``."""
+    """Return the optimization with values for ``lr``, ``prior_update`` and ``start_decay``."""
     lr, update = optimization.lr, optimization.prior_update
     if lr is None:
         lr = max(CLASSIFICATION_LR if classifies else REGRESSION_LR, optimization.lr_min)
@@ -73,7 +78,11 @@ def plan_optimization(
         is_prior_object = isinstance(prior, GaussianPrior)
         has_fixed_point = not is_prior_object or (prior.learnable and prior.hyperprior is None)
         update = "fixed_point" if has_fixed_point else "adam"
-    return replace(optimization, lr=lr, prior_update=update)
+    starts = optimization.start_decay
+    if starts is None:
+        tries_two = update == "fixed_point" and not classifies
+        starts = (BURN_IN_DECAY, WEAK_DECAY) if tries_two else (BURN_IN_DECAY,)
+    return replace(optimization, lr=lr, prior_update=update, start_decay=starts)
 
 
 def planned(value: T | None) -> T:
@@ -82,6 +91,6 @@ def planned(value: T | None) -> T:
     return value
 
 
-def burn_in_precision(num_data: int) -> float:
-    """Return the precision of the burn-in, for weights whose prior mean is zero."""
-    return min(BURN_IN_DECAY * num_data, BURN_IN_PRECISION)
+def burn_in_precision(decay: float, num_data: int) -> float:
+    """Return the precision of a burn-in with a weight decay, for a prior mean of zero."""
+    return decay * min(num_data, BURN_IN_DATA)

@@ -12,7 +12,7 @@ _WIDE = 120
 
 
 class PlainProgress:
-    """Print about ten lines of text over a run to standard error."""
+    """Print about ten lines of text to standard error over a run."""
 
     def __init__(self, title: str, epochs: int) -> None:
         self.title, self.epochs = title, epochs
@@ -30,7 +30,7 @@ class PlainProgress:
             print(line, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Do nothing: there is nothing to close."""
+        """Do nothing, because there is nothing to close."""
 
 
 class RichProgress:
@@ -67,7 +67,7 @@ class RichProgress:
         self._progress.update(self._task, completed=row["epoch"] or 0, values=values)
 
     def close(self) -> None:
-        """Leave the last state of the bar on the screen."""
+        """Stop the bar, and leave its last state on the screen."""
         self._progress.stop()
 
 

@@ -25,9 +25,9 @@ def blocks_of_a_round(
     """Return a block or kept passes for each step of a round, and whether all steps share them.
 
     Several steps that learn nothing but prior and noise share passes. If one block holds all data,
-    it is the only pass. If anchors are chosen for a round, it is the pass over the anchors.
-    ``prior_blocks`` is the number of blocks whose passes all steps share. None means a block for
-    each step.
+    the pass over this block is the only pass. If anchors are chosen for a round, the shared pass is
+    the pass over the anchors. ``prior_blocks`` is the number of blocks whose passes all steps
+    share. None means one block for each step.
     """
     anchored = isinstance(blocks, AnchoredStream)
     keepable = (anchored or blocks.is_constant) and is_keepable(evidence, x, names)
@@ -51,7 +51,8 @@ def passes_over(
 ) -> Iterator[KeptPass]:
     """Yield kept passes over draws, in order, each over as many draws as fit into memory.
 
-    Each is computed when it is requested. Memory changes neither these draws nor later ones.
+    Each pass is computed when it is requested. The available memory changes neither these draws nor
+    later draws.
     """
 
     def collect(block: Block) -> KeptPass:

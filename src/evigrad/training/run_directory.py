@@ -161,10 +161,16 @@ class RunRecord:
         self._metrics: MetricsFile | None = None
         self._written = time.monotonic()  # time of the last checkpoint
         self._cost = 0.0  # seconds that the last checkpoint took
+        self.rewrite(history)
+
+    def rewrite(self, history: Sequence[Row]) -> None:
+        """Replace the rows of all epochs so far."""
+        self.close()
+        self._metrics = None
         if history:
-            self._metrics = MetricsFile(directory.metrics, list(history[0]), history)
+            self._metrics = MetricsFile(self._directory.metrics, list(history[0]), history)
         else:
-            directory.metrics.unlink(missing_ok=True)
+            self._directory.metrics.unlink(missing_ok=True)
 
     def write_row(self, row: Row) -> None:
         """Append an epoch's metrics."""

@@ -1,7 +1,7 @@
-"""Warnings of hyperparameters that grow without limit, although the network does not improve.
+"""Warnings about hyperparameters that grow without limit, although the network does not improve.
 
-Large inputs make the outputs of a network certain. Certain outputs have no curvature, so the
-estimated log evidence is high, although the network has learned nothing.
+Large inputs make the outputs of a network certain. Such outputs have no curvature, so the estimated
+log evidence is high, although the network has learned nothing.
 """
 
 import math
@@ -24,10 +24,10 @@ LOST_NATS = 0.5
 
 
 class Runaways:
-    """Watch the learned hyperparameters of a model from round to round; warn once of each.
+    """Watch the learned hyperparameters of a model from round to round; warn once about each.
 
-    ``starts`` are the values at the start by name. ``best`` is the highest mean log likelihood per
-    example of a round. A checkpoint stores both.
+    ``starts`` are the initial values by name. ``best`` is the highest mean log likelihood per
+    example of a round. A checkpoint stores ``starts`` and ``best``.
     """
 
     def __init__(self, evidence: Evidence) -> None:
@@ -38,7 +38,7 @@ class Runaways:
         self._warned_of: set[str] = set()  # hyperparameters, and the log likelihood
 
     def check(self, epoch: int, names: Sequence[str], estimates: Sequence[Estimate]) -> None:
-        """Warn of values far from their start, and of a log likelihood that fell in two rounds.
+        """Warn about values far from their start, and about a log likelihood that fell twice.
 
         Args:
             epoch: Number of the epoch before the round.
@@ -98,9 +98,9 @@ def _growth(name: str, start: Tensor, value: Tensor) -> str:
 def _warn(what: str) -> None:
     warnings.warn(
         f"{what} Estimates can reward a transform that grows without limit, because huge inputs"
-        " make certain outputs, which have no curvature. Give the transform bounds"
-        " (Transform.bounds), lower hyper_lr, or use a kfac estimator such as kfac-100-1. Compare"
-        " test data.",
+        " make the outputs certain, and certain outputs have no curvature. Give the transform"
+        " bounds (Transform.bounds), lower hyper_lr, or use a kfac estimator such as kfac-100-1."
+        " Compare the metrics on test data.",
         EvigradWarning,
         stacklevel=5,
     )

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch.optim import SGD
 from evigrad.blocks.pool import Pool
 from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning, listed, memory_for
 from evigrad.evidence import Evidence
-from evigrad.likelihoods import Gaussian
+from evigrad.likelihoods.noisy import Noisy
 from evigrad.measure.metrics import evaluate, hyperparameter_values
 from evigrad.models import fixup_scalars
 from evigrad.network.modes import seeded
@@ -33,6 +33,7 @@ from evigrad.training.checkpoint import (
     restore,
     with_threads,
 )
+from evigrad.training.convergence import mode_columns, warn_of_distance
 from evigrad.training.data import RunData, batches, derived_seed, stream
 from evigrad.training.history import Row, bracket_columns, evidence_columns, metric_columns
 from evigrad.training.learner import Learner
@@ -41,6 +42,7 @@ from evigrad.training.plan import planned
 from evigrad.training.progress import make_progress
 from evigrad.training.run_directory import RunDirectory, RunRecord, naming_files
 from evigrad.training.settings import Settings, method_of
+from evigrad.training.starts import Starts
 
 Callback = Callable[[Row], None]
 
@@ -62,6 +64,11 @@ class FitResult:
             example, and ``accuracy`` or ``squared_error``.
         test_metrics: The same metrics on the test data; empty without test data.
         seconds: Time of training in seconds, without evaluation and files.
+        starts: Log evidence of each ``start_decay`` that was tried, in nats per example, after a
+            third of the epochs. Empty if there was one start.
+        mode_gap: How much log evidence the weights lack because they are not at the mode, in nats
+            per example (see ``Evidence.mode_gap``). None without an estimator, or if it could not
+            be computed.
         run_dir: Folder of the run on the first rank, or None.
         estimator: Name of the estimator, or None for training without one.
 
@@ -76,6 +83,8 @@ class FitResult:
     seconds: float
     run_dir: Path | None
     estimator: str | None
+    starts: Mapping[float, float] = field(default_factory=dict)
+    mode_gap: float | None = None
 
     def __repr__(self) -> str:
         """Return the final state in one line."""
@@ -147,6 +156,7 @@ class Trainer:
         self.history: list[Row] = []  # one row for each epoch so far
         self.metrics: dict[str, dict[str, float]] = {"train": {}, "test": {}}
         self.seconds = 0.0  # time of training so far
+        self.starts = Starts(self)
 
     @property
     def name(self) -> str:
@@ -214,8 +224,12 @@ class Trainer:
             if progress and len(self.history) < self.epochs:
                 bar = stack.enter_context(closing(make_progress(self.name, self.epochs)))
                 watchers.append(bar.update)
-            self._run(record, [*watchers, *callbacks], stop)
+            self._run(record, watchers, callbacks, stop)
+            if progress and self.starts.scores:
+                print(f"{self.name}: {self.starts}", file=sys.stderr, flush=True)
         self.evidence.model.eval()
+        gap = self.history[-1].get("mode_gap")
+        warn_of_distance(gap)
         return FitResult(
             model=self.evidence.model,
             evidence=self.evidence,
@@ -225,6 +239,8 @@ class Trainer:
             seconds=self.seconds,
             run_dir=None if directory is None else directory.path,
             estimator=None if self.learner is None else self.evidence.spec.name,
+            starts=self.starts.scores,
+            mode_gap=gap,
         )
 
     def _begin(
@@ -255,6 +271,7 @@ class Trainer:
                 check_format(state, where)
                 stack.enter_context(with_threads(int(state["machine"]["threads"])))
                 restore(self, state, where)
+                self.starts.load_state_dict(state.get("starts"))
             if progress:
                 epoch, epochs = len(self.history), self.epochs
                 words = f"resuming after epoch {epoch} of {epochs}"
@@ -267,17 +284,33 @@ class Trainer:
         self,
         record: RunRecord | None,
         watchers: Sequence[Callback],
+        callbacks: Sequence[Callback],
         stop: Callable[[], bool] | None,
     ) -> None:
-        """Train for the remaining epochs; call ``watchers`` with the row of each epoch."""
+        """Train for the remaining epochs; call ``watchers`` with the row of each epoch.
+
+        ``callbacks`` only get the rows of the start that continues.
+
+        Raises:
+            ConfigurationError: If a checkpoint's history has other columns.
+            EvigradError: If training diverges from every start.
+            KeyboardInterrupt: If ``stop`` returned True.
+        """
         ranks = self.evidence.ranks
         with ranks.together():
             if record is not None and not self.history:
                 # Before the first epoch too: the initial weights are kept nowhere else.
-                record.write_checkpoint(packed(self))
+                record.write_checkpoint(self._state())
                 record.check_readable()
-        for epoch in range(len(self.history) + 1, self.epochs + 1):
-            row = self.epoch(epoch)
+        self.starts.begin(self)
+        while (epoch := len(self.history) + 1) <= self.epochs:
+            try:
+                row = self.epoch(epoch)
+            except EvigradError as error:
+                if not self.starts.are_tried:
+                    raise
+                self._next_start(record, callbacks, error)
+                continue
             if self.history and row.keys() != self.history[0].keys():
                 raise ConfigurationError(
                     "The checkpoint's history has other columns than this run"
@@ -290,17 +323,43 @@ class Trainer:
             with ranks.together():
                 for watcher in watchers:
                     watcher(row)
+            if self.starts.is_due(epoch):
+                self._next_start(record, callbacks)
+            elif not self.starts.are_tried:
+                with ranks.together():
+                    for callback in callbacks:
+                        callback(row)
+            with ranks.together():
                 stopped = stop is not None and not is_last and stop()
             stopped = ranks.any(stopped)
             # After the callbacks, because they may draw or change what the next epoch depends on.
             with ranks.together():
                 every = self.schedule.checkpoint_every
                 if record is not None and (stopped or is_last or record.is_due(epoch, every)):
-                    record.write_checkpoint(packed(self))
+                    record.write_checkpoint(self._state())
             if stopped:
                 raise KeyboardInterrupt(f"Stopped after epoch {epoch} of {self.epochs}.")
         if record is not None:
             record.finish()
+
+    def _state(self) -> dict[str, Any]:
+        return packed(self) | {"starts": self.starts.state_dict()}
+
+    def _next_start(
+        self,
+        record: RunRecord | None,
+        callbacks: Sequence[Callback],
+        error: EvigradError | None = None,
+    ) -> None:
+        """End the trial of a start; after the last one, show the rows of the best."""
+        self.starts.advance(self, error)
+        with self.evidence.ranks.together():
+            if record is not None:
+                record.rewrite(self.history)
+            if not self.starts.are_tried:
+                for row in self.history:
+                    for callback in callbacks:
+                        callback(row)
 
     def epoch(self, epoch: int) -> Row:
         """Train the weights, take a due round, evaluate if due, and return all numbers."""
@@ -324,6 +383,7 @@ class Trainer:
             "hyper_steps": 0 if learner is None else learner.hyper_steps,
             **metric_columns(self.evidence, self.metrics if evaluated else {}),
             **bracket_columns(self, epoch),
+            **mode_columns(self, epoch),
             **hyperparameter_values(self.evidence),
         }
 
@@ -421,17 +481,17 @@ class Trainer:
         )
 
     def _noise_variance(self) -> float:
-        """Return σ² of Gaussian noise that rounds learn (geometric mean over outputs), or 1.
+        """Return σ² of noise that rounds learn (geometric mean over outputs), or 1.
 
         The gradient of the negative log likelihood grows as 1/σ², and a round can divide σ² by ten.
         Adam's running mean of squared gradients needs a thousand steps to catch up. Until then the
         steps would be several times too large, and training can diverge (docs/start.md). With the
         loss times σ², a round changes nothing but the share of the prior.
         """
-        gaussians = [m for m in self.evidence.likelihood.modules() if isinstance(m, Gaussian)]
-        if self.learner is None or not gaussians:
+        noisy = [m for m in self.evidence.likelihood.modules() if isinstance(m, Noisy)]
+        if self.learner is None or not noisy:
             return 1.0
-        return gaussians[0].log_noise.detach().double().mul(2).mean().exp().item()
+        return noisy[0].log_noise.detach().double().mul(2).mean().exp().item()
 
     def _stepping(self) -> list[nn.Parameter]:
         """Return the parameters that a step on the training loss changes."""

@@ -33,8 +33,8 @@ class TuneResult:
 
     Attributes:
         evidence: Evidence of the model, with the learned hyperparameters.
-        history: One row per round: the mean log evidence over its steps, and the hyperparameters
-            after it (see ``FitResult.history``).
+        history: One row per round, with the mean log evidence over its steps and the
+            hyperparameters after the round (see ``FitResult.history``).
 
     See also: docs/tune_and_load.md.
     """
@@ -68,9 +68,9 @@ def tune(
 ) -> TuneResult:
     """Learn the prior, noise and hyperparameters of a trained model without changing its weights.
 
-    It takes the rounds of ``fit``, without epochs between them. The steps of a round on prior and
-    noise share network passes. If the estimator uses all examples and outputs, such as ``ntk-N-C``,
-    a round needs one pass, and the precisions converge to the optimum.
+    It takes the rounds of ``fit``, without epochs between them. In a round, the steps on the prior
+    and the noise share network passes. If the estimator, such as ``ntk-N-C``, uses all examples and
+    outputs, a round needs one pass, and the precisions converge to the optimum.
 
     Args:
         model: Model with trained weights, which do not change.
@@ -78,7 +78,7 @@ def tune(
         likelihood: Likelihood of the targets; see ``fit``.
         estimator: Name of the evidence estimator. It cannot be None.
         prior: Prior of the weights; see ``fit``.
-        precision: Prior precision at the start, for Adam.
+        precision: Initial prior precision. Only Adam uses it.
         hyperparameters: Names of model parameters to learn.
         rounds: Number of rounds. Each round chooses new anchors and passes over the data again.
         steps: Number of hyperparameter steps per round.
@@ -91,7 +91,7 @@ def tune(
         seed: Seed of the blocks.
 
     Returns:
-        The evidence, and the history of the rounds.
+        The evidence and the history of the rounds.
 
     Raises:
         ConfigurationError: If a setting is invalid, before anything changes.
@@ -150,7 +150,7 @@ def _check_deviations(evidence: Evidence) -> None:
     deviating_names = [name for name in prior.means() if bool(deviations[name].any())]
     if prior.means() and not deviating_names and prior.learnable:
         raise ConfigurationError(
-            "The weights equal the prior's mean, so their precision has no finite optimum. Pass the"
-            " weights at the start of training, GaussianPrior(mean={name: tensor, ...}), or the"
-            " prior of the training run (result.evidence.prior)."
+            "The weights equal the prior's mean, so their precision has no finite optimum. Pass a"
+            " prior whose mean is the weights at the start of training, GaussianPrior(mean={name:"
+            " tensor, ...}), or the prior of the training run (result.evidence.prior)."
         )

@@ -1,7 +1,8 @@
 """Choose anchors greedily by a kernel, by their scores, or spread over the inputs.
 
-The kernel comes from the network's last layer W φ_n + b, so a forward pass compares rows.
-In this layer the row (n, d) is the derivative R_n[:, d] ⊗ (φ_n, 1), and two rows have the product
+The kernel comes from the network's last layer W φ_n + b, so a forward pass is enough to compare
+rows. In this layer the row (n, d) is the derivative R_n[:, d] ⊗ (φ_n, 1), and two rows have the
+product
 
     (R_n[:, d]ᵀ R_n'[:, d']) (φ_nᵀ φ_n' / δ_W + 1 / δ_b).
 
@@ -48,18 +49,18 @@ class Anchoring:
 
     Attributes:
         share: Share of anchors among the rows of a block, in [0, 1).
-        choice: Which rows become anchors. ``greedy`` adds one row at a time, with the largest
-            conditional variance under the kernel of the last layer, or by score if that layer is
-            not linear. ``score`` takes the rows with the largest scores, where the network is most
-            uncertain. ``k-centre`` spreads anchors over the inputs, and ``random`` ignores both.
-            ``auto`` is ``k-centre`` if all examples have the same scores, as in regression, and
-            ``greedy`` otherwise.
+        choice: Which rows become anchors. ``greedy`` adds one row at a time, the row with the
+            largest conditional variance under the kernel of the last layer. If this layer is not
+            linear, rows are added by score. ``score`` takes the rows with the largest scores, where
+            the network is most uncertain. ``k-centre`` spreads anchors over the inputs, and
+            ``random`` ignores scores and inputs. ``auto`` is ``k-centre`` if all examples have the
+            same scores, as in regression, and ``greedy`` otherwise.
         refresh: Number of streams of blocks (in training: rounds) that use the same anchors.
         grouped: Whether a block contains rows that are similar given the anchors, under the kernel
             of the last layer. Otherwise blocks are stratified by scores only.
 
     Raises:
-        ConfigurationError: If a value is out of its range.
+        ConfigurationError: If a value is out of range.
 
     Examples:
         >>> from evigrad import Anchoring
@@ -101,7 +102,7 @@ def choose(
     """Return the anchors among all rows, as n D + d in ascending order.
 
     ``scores`` are |R_n[:, d]|² of every row (n, d). ``centres`` returns examples spread over all
-    inputs, or None if the inputs have no distances. The anchors are then random. Without a
+    inputs, or None if the inputs have no distances. In this case, the anchors are random. Without a
     ``kernel``, the greedy choice is by score.
     """
     num_data, num_columns = scores.shape
@@ -155,7 +156,7 @@ class Centres:
 
     If all rows have the same score, as in regression, scores do not show where the network is
     uncertain. Anchors should then represent the other rows well. Repeatedly choosing the example
-    farthest from the chosen ones covers all of them within twice the smallest possible radius
+    farthest from the chosen ones covers all examples within twice the smallest possible radius
     (Gonzalez, 1985).
     """
 
@@ -213,7 +214,8 @@ class LastLayer:
     """The linear layer that computes the outputs.
 
     Attributes:
-        features: φ of each example, the layer's input, or the mean of its inputs if it has several.
+        features: φ of each example: the layer's input, or the mean of its inputs if the layer has
+            several.
         of_weight: 1/δ_W over the temperature, averaged if weights have separate precisions.
         of_bias: 1/δ_b over the temperature, or 0 without a bias.
     """

@@ -51,7 +51,7 @@ class Scores:
 
     @property
     def num_rows(self) -> int:
-        """The number of all rows."""
+        """The total number of rows."""
         return self.head.numel() + len(self.tail) * self.behind
 
 
@@ -84,8 +84,8 @@ class Groups:
 
     Attributes:
         parts: The rows of each part, as n K + d.
-        shares: The share of each part in their total entropy given the anchors, by the last layer's
-            kernel. If all scores are equal, by number of rows.
+        shares: The share of each part in the total entropy of all parts given the anchors, by the
+            last layer's kernel. If all scores are equal, the shares follow the numbers of rows.
     """
 
     parts: list[Int[Tensor, " _"]] = field(default_factory=list)
@@ -147,9 +147,9 @@ def grouped(
 ) -> tuple[list[Int[Tensor, " _"]], Float[Tensor, " G"]]:
     """Return groups of row numbers and the entropy log det(1 + S_gg) of each, in float64.
 
-    A group contains the remaining row of largest variance, and the rows that correlate most with
-    it given unit noise. It has ``size`` rows, except for the last one. The kernel must be symmetric
-    positive semidefinite.
+    A group contains the remaining row of largest variance, and the rows that correlate most with it
+    given unit noise. Each group has ``size`` rows, except for the last one. The kernel must be
+    symmetric positive semidefinite.
     """
     variance = kernel.diagonal().clamp(min=0.0)
     shrunk = (1.0 + variance).rsqrt()

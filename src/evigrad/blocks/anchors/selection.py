@@ -23,8 +23,8 @@ from evigrad.likelihoods.calls import check_finite, log_probabilities
 class OutputMemory:
     """The latest outputs of each example of a pool, as computed by training and estimates.
 
-    They may be a few steps old, or belong to another random transform. The estimate is a bound for
-    any choice of anchors.
+    They may be a few steps old, or belong to another random transform. This does no harm, because
+    the estimate is a bound for any choice of anchors.
     """
 
     def __init__(self, num_data: int) -> None:
@@ -47,7 +47,7 @@ class OutputMemory:
 
     @property
     def outputs(self) -> Float[Tensor, "N C"]:
-        """The latest outputs of all examples, on the CPU. Raises an error if some are missing."""
+        """Return all examples' latest outputs, on the CPU; raise an error if some are missing."""
         if self._outputs is None or not bool(self._seen.all()):
             raise InputError(
                 "The outputs of some examples have not been computed yet. Call update first."
@@ -124,7 +124,7 @@ class AnchorSelection:
             self._predictor.observe(int(key), guess, seen)
 
     def refresh(self, source: Source) -> float:
-        """Choose anchors by current outputs. Return log p(D|w,h) of all examples in nats."""
+        """Choose anchors by current outputs, and return log p(D|w,h) of all examples in nats."""
         log_likelihood = self._look(source, torch.arange(self.pool.num_data, device="cpu"))
         self._anchors = None
         return log_likelihood
@@ -133,7 +133,7 @@ class AnchorSelection:
         """Store outputs that were computed elsewhere, for the examples at positions (m,)."""
         if indices.shape != (len(f),):
             raise InputError(
-                f"{len(f)} outputs need {len(f)} positions in the data set, got the shape"
+                f"{len(f)} outputs need {len(f)} positions in the data set, got positions of shape"
                 f" {tuple(indices.shape)}."
             )
         self._num_outputs = f.shape[1]

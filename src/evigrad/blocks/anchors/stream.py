@@ -1,9 +1,9 @@
 """The endless stream of anchored blocks, whose parts are drawn by their predicted entropy.
 
 The prediction for a part with scores λ_r is Σ_r log(1 + λ_r/λ_Z), with a typical score λ_Z of an
-anchor. Estimates of ℓ(B|Z) calibrate its ratio to the true value, for each column of the root and
-for all groups. Predictions only determine how often each part is drawn. The expectation of the
-estimate is the same bound for any prediction.
+anchor. Estimates of ℓ(B|Z) calibrate the ratio of the true value to the prediction, for each column
+of the root and for all groups. Predictions only determine how often each part is drawn. The
+expectation of the estimate is the same bound for any prediction.
 """
 
 import math
@@ -75,7 +75,7 @@ def probabilities(
 ) -> Float[Tensor, " M"]:
     """Return π of the parts in float64: proportional to the predictions, plus a uniform floor.
 
-    ``counts`` are the numbers of parts that each prediction stands for. None stands for one each.
+    ``counts`` are the numbers of parts that each prediction stands for. None means one part each.
     """
     uniform = torch.ones_like(expected) if counts is None else counts
     uniform = uniform / uniform.sum()
@@ -126,8 +126,9 @@ class AnchoredStream(Stream):
         source: The examples.
         period: Number of iterations between choices of anchors.
         num_rows: Number of rows in a block.
-        prepare: Called at the start of an iteration. Returns a function that draws partitions.
-        predictor: Predicts the entropies of parts.
+        prepare: Function that is called at the start of an iteration, and returns a function that
+            draws partitions.
+        predictor: Predictor of the entropies of parts.
         generator: A CPU generator.
         ranks: As for ``Stream``. All ranks draw from one partition, given the same anchors.
     """

@@ -1,0 +1,158 @@
+"""Does regression with the defaults of ``fit`` converge, and what do two starts gain?
+
+Each training runs twice: from one start, the weight decay 0.01, and with the default, which also
+tries 0.001 and continues from the start with the higher log evidence after a third of the epochs.
+
+* ``sinusoid``: 150 points of sin(3x) with noise of standard deviation 0.3, and no points for
+  −0.6 < x < 0.6. One hidden layer of 50 tanh units.
+* UCI data sets: networks and splits of ``rivals.py``.
+* ``normal noise`` and ``heavy noise``: 900 examples with 20 features and targets that do not depend
+  on them, normal or cubes of normal numbers. ``half signal``: half of the variance is a function of
+  three features. Two hidden layers of 50.
+
+The log evidence is evaluated after training, exactly. The test set is only evaluated. The script
+stores every finished run and resumes where it was stopped.
+
+    python benchmarks/convergence.py --data-dir DIR --results docs/results --pages docs/start.md
+"""
+
+import math
+from statistics import fmean
+
+import torch
+from learning import Result, Results, make_parser, parse
+from measure import Clock, mean_and_error, show, with_error
+from rivals import SCHEDULE, make_task
+from start import Pair, exact
+from tables import UCI
+from torch import Tensor, nn
+
+import evigrad
+from evigrad import FitResult, Optimization
+from evigrad.measure import evaluate_evidence
+from evigrad.models import make_model
+
+WAYS = {"one start": (0.01,), "default": None}
+TABLES = ("normal noise", "heavy noise", "half signal")
+SETS = ("sinusoid", *UCI, *TABLES)
+POINTS, NOISE, GAP, END = 150, 0.3, 0.6, 2.0
+ROWS, TEST_ROWS, FEATURES = 900, 2000, 20
+KEYS = ("log_evidence", "mode_gap", "log_likelihood", "noise", "gap_ratio", "start", "seconds")
+COLUMNS = ("row", "seed", *KEYS, "threads")
+
+
+def sinusoid(seed: int) -> tuple[Pair, Pair]:
+    """Return points on both sides of the gap, and as many others for the test."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw() -> Pair:
+        x = GAP + (END - GAP) * torch.rand(POINTS, 1, generator=generator)
+        x = torch.where(torch.rand(x.shape, generator=generator) < 0.5, x, -x)
+        noise = torch.randn(x.shape, generator=generator)
+        return x, torch.sin(3 * x) + NOISE * noise / noise.std()
+
+    return draw(), draw()
+
+
+def table(name: str, seed: int) -> tuple[Pair, Pair]:
+    """Return normal features, and targets of unit variance that are noise or half noise."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(ROWS + TEST_ROWS, FEATURES, generator=generator)
+    y = torch.randn(len(x), 1, generator=generator)
+    if name == "heavy noise":
+        y = y**3 / math.sqrt(15)
+    if name == "half signal":
+        signal = torch.sin(2 * x[:, :1]) + x[:, 1:2] * x[:, 2:3]
+        y = (signal / signal.std() + y) / math.sqrt(2)
+    return (x[:ROWS], y[:ROWS]), (x[ROWS:], y[ROWS:])
+
+
+def problem(name: str, seed: int, data_dir: str | None) -> tuple[nn.Module, Pair, Pair]:
+    """Return the network, training and test data of a seed."""
+    if name == "sinusoid":
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 1)), *sinusoid(seed)
+    if name in TABLES:
+        return make_model("mlp", (FEATURES,), 1, seed), *table(name, seed)
+    task = make_task(name, seed, data_dir)
+    return task.network(), task.data.train, task.data.test
+
+
+def run(name: str, way: str, seed: int, data_dir: str | None) -> Result:
+    """Return the evaluation of one training."""
+    model, train, test = problem(name, seed, data_dir)
+    with Clock() as clock:
+        result = evigrad.fit(
+            model,
+            train,
+            test=test,
+            likelihood="gaussian",
+            schedule=SCHEDULE,
+            optimization=Optimization(start_decay=WAYS[way]),
+            seed=seed,
+            progress=False,
+        )
+    return {
+        "log_evidence": evaluate_evidence(result.evidence, train, exact(model, train)).per_datum,
+        "mode_gap": result.mode_gap,
+        "log_likelihood": result.test_metrics["log_likelihood"],
+        "noise": result.history[-1]["noise"],
+        "gap_ratio": gap_ratio(result, train) if name == "sinusoid" else None,
+        "start": max(result.starts, key=result.starts.__getitem__) if result.starts else 0.01,
+        "seconds": clock.seconds,
+    }
+
+
+def gap_ratio(result: FitResult, train: Pair) -> float:
+    """Return the predicted standard deviation in the middle of the gap, divided by that at data."""
+    posterior = result.evidence.posterior(train, structure="full")
+    at_data: Tensor = posterior(train[0]).std
+    return float(posterior(torch.zeros(1, 1)).std / at_data.mean())
+
+
+def table_of(runs: list[Result]) -> str:
+    """Return the means over seeds of both ways, as Markdown."""
+    lines = [
+        "| data | starts | log evidence | distance from the mode | test log likelihood | noise"
+        " | from 0.001 | seconds, ratio |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name in SETS:
+        by_way = {way: [run for run in runs if run["row"] == f"{name}: {way}"] for way in WAYS}
+        if not all(by_way.values()):
+            continue
+        before = fmean(run["seconds"] for run in by_way["one start"])
+        for way, of_way in by_way.items():
+            evidence, distance, likelihood = (
+                with_error(*mean_and_error([run[key] for run in of_way]), 3)
+                for key in ("log_evidence", "mode_gap", "log_likelihood")
+            )
+            noises = [run["noise"] for run in of_way]
+            noise = f"{min(noises):.3f} to {max(noises):.3f}"
+            weak = f"{sum(run['start'] == 0.001 for run in of_way)} of {len(of_way)}"
+            ratio = f"{fmean(run['seconds'] for run in of_way) / before:.2f}"
+            cells = [name, way, evidence, distance, likelihood, noise, weak, ratio]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run what is missing, then print the table and insert it into the pages."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
+    given = parse(parser, arguments)
+    results = Results(given.results / "convergence.csv", COLUMNS)
+    for name in given.sets:
+        for seed in range(5) if name == "sinusoid" and given.seeds else given.seeds:
+            for way in WAYS:
+                row = f"{name}: {way}"
+                if results.has(row, seed):
+                    continue
+                measured = run(name, way, seed, given.data_dir)
+                results.add({"row": row, "seed": seed, "threads": given.threads} | measured)
+                print(row, seed, {key: measured[key] for key in KEYS}, flush=True)
+    show("convergence", table_of(results.read()), given.pages)
+
+
+if __name__ == "__main__":
+    main()

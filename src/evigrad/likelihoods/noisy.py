@@ -1,0 +1,70 @@
+"""Real targets with noise of a learnable scale."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from evigrad.errors import ConfigurationError, InputError
+from evigrad.likelihoods.base import Likelihood, by_entry, check_one_per_output, total
+
+
+class Noisy(Likelihood):
+    """Independent noise on each output, y = f + σ·ε, with one σ or one per output.
+
+    ``log_noise`` = log σ has the shape () or (C,). Subclasses define the distribution of ε.
+    """
+
+    couples_outputs = False
+
+    def __init__(
+        self,
+        noise: float | int | Sequence[float | int] | Tensor = 1.0,
+        num_outputs: int | None = None,
+        learnable: bool = True,
+    ) -> None:
+        super().__init__()
+        try:
+            device = noise.device if isinstance(noise, Tensor) else "cpu"
+            value = torch.as_tensor(noise, dtype=torch.float64, device=device).detach()
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"noise must be one number or a sequence of numbers, got {noise!r}."
+            ) from error
+        if not value.numel() or not bool(((value > 0) & torch.isfinite(value)).all()):
+            raise ConfigurationError(
+                f"noise must be positive and finite (a standard deviation), got {noise!r}."
+            )
+        if num_outputs is not None and value.ndim == 0 and num_outputs > 0:
+            value = value.expand(num_outputs)
+        if value.ndim > 1 or (num_outputs is not None and value.shape != (num_outputs,)):
+            raise ConfigurationError(
+                "noise must be one number or one number per output, got the shape"
+                f" {tuple(value.shape)} with num_outputs={num_outputs}."
+            )
+        log_noise = value.log().to(torch.get_default_dtype(), copy=True)
+        if not isinstance(learnable, bool):
+            raise ConfigurationError(f"learnable must be True or False, got {learnable!r}.")
+        self.log_noise = nn.Parameter(log_noise, requires_grad=learnable)
+
+    def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
+        """Check that there are C finite floating-point numbers per example."""
+        super().validate(f_shape, y)
+        check_one_per_output(f_shape, y)
+        if not y.is_floating_point():
+            raise InputError(f"Targets must be floating point, got {y.dtype}. Use y.float().")
+        if self.log_noise.ndim and len(self.log_noise) != f_shape[1]:
+            raise InputError(
+                f"The likelihood must have one noise per output, got {len(self.log_noise)} for"
+                f" {f_shape[1]} outputs. Use {type(self).__name__}(num_outputs={f_shape[1]}), or one noise for"
+                " all."
+            )
+
+    def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
+        """Return sums: ``log_likelihood`` (nats) and ``squared_error`` (units of y, squared)."""
+        return super().metrics(f, y) | {"squared_error": total((y.to(f) - f).square())}
+
+    def reported(self) -> dict[str, float]:
+        """Return σ in units of y, named ``noise`` or ``noise/OUTPUT``."""
+        return by_entry("noise", self.log_noise.detach().exp())

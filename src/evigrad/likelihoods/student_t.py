@@ -1,0 +1,96 @@
+"""Regression with heavy-tailed noise."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from evigrad.errors import ConfigurationError
+from evigrad.likelihoods.noisy import Noisy
+
+
+class StudentT(Noisy):
+    """Independent heavy-tailed noise on each output: y = f + σ·ε, where ε has Student's t.
+
+    A few large errors then change the network little, while a Gaussian fits them. The Hessian of
+    the density depends on the targets, and is negative for large errors. Λ is therefore the Fisher
+    information, its mean over the targets: (ν + 1) / (ν + 3) / σ² for each output.
+
+    Args:
+        noise: Scale σ in units of y: one number for all outputs, or one per output. The standard
+            deviation of the noise is σ √(ν / (ν − 2)). Default: 1.
+        num_outputs: Number of outputs C. Set it to learn one σ per output from a single number.
+        learnable: Whether ``log_noise`` = log σ, of shape () or (C,), is learned.
+        degrees: Degrees of freedom ν, larger than 2 so that the noise has a variance. A smaller
+            number gives heavier tails. It is not learned. Default: 4.
+
+    Raises:
+        ConfigurationError: If a σ is not a positive number, there are not C of them, ``learnable``
+            is not a bool, or ``degrees`` is not larger than 2.
+
+    Examples:
+        >>> from evigrad.likelihoods import StudentT
+        >>> StudentT(noise=0.5).reported()
+        {'noise': 0.5}
+
+    See also: docs/likelihoods.md.
+    """
+
+    name = "student-t"
+
+    def __init__(
+        self,
+        noise: float | int | Sequence[float | int] | Tensor = 1.0,
+        num_outputs: int | None = None,
+        learnable: bool = True,
+        degrees: float | int = 4.0,
+    ) -> None:
+        super().__init__(noise, num_outputs, learnable)
+        is_number = isinstance(degrees, float | int) and not isinstance(degrees, bool)
+        if not (is_number and 2 < degrees < math.inf):
+            raise ConfigurationError(
+                f"degrees must be a finite number larger than 2, got {degrees!r}."
+            )
+        self.degrees = float(degrees)
+
+    def extra_repr(self) -> str:
+        """Show the degrees of freedom."""
+        return f"degrees={self.degrees:g}"
+
+    def log_prob(self, f: Float[Tensor, "m C"], y: Float[Tensor, "m C"]) -> Float[Tensor, " m"]:
+        nu, log_noise = self.degrees, self.log_noise.to(f)
+        standardized = (y.to(f) - f) * (-log_noise).exp()
+        constant = math.lgamma((nu + 1) / 2) - math.lgamma(nu / 2) - 0.5 * math.log(nu * math.pi)
+        tails = 0.5 * (nu + 1) * (standardized.square() / nu).log1p()
+        return (constant - log_noise - tails).sum(dim=1)
+
+    def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
+        """Return the Fisher information, differentiable in ``log_noise``."""
+        return self._diagonal_root(f).square().diag_embed()
+
+    def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
+        """Return (ν + 1) e / (ν σ² + e²) of the errors e = y − f."""
+        nu, error = self.degrees, y.to(f) - f
+        return (nu + 1) * error / (nu * (2.0 * self.log_noise.to(f)).exp() + error.square())
+
+    def moments(
+        self, f: Float[Tensor, "m C"], covariance: Float[Tensor, "m C C"]
+    ) -> tuple[Float[Tensor, "m C"], Float[Tensor, "m C"], Float[Tensor, "m C"]]:
+        """Return the mean f, the variance of the outputs, and the noise variance σ² ν / (ν − 2)."""
+        noise = (2.0 * self.log_noise.to(f)).exp() * (self.degrees / (self.degrees - 2))
+        return f, covariance.diagonal(dim1=1, dim2=2), noise.expand(f.shape)
+
+    def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Float[Tensor, "m C"]:
+        """Draw targets f + σ·ε, with ε a normal number over the root of a scaled χ² number."""
+        where = {"device": generator.device, "dtype": f.dtype}
+        normal = torch.randn(f.shape, generator=generator, **where)
+        shape = torch.full(f.shape, 0.5 * self.degrees, **where)
+        gamma = torch._standard_gamma(shape, generator=generator)
+        noise = normal * (0.5 * self.degrees / gamma).sqrt()
+        return f.detach() + self.log_noise.detach().to(f).exp() * noise.to(f.device)
+
+    def _diagonal_root(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
+        share = math.sqrt((self.degrees + 1) / (self.degrees + 3))
+        return (share * (-self.log_noise.to(f)).exp()).expand(f.shape)

@@ -1,0 +1,86 @@
+"""How far the weights are from the mode of the posterior, in nats of log evidence.
+
+The Laplace approximation assumes that the weights are at the mode of the log joint density. With
+its gradient g elsewhere, the mode of the linearized model is at w + (H + P0)⁻¹ g. There its log
+joint density, and so its log evidence, is higher by
+
+    ½ gᵀ (H + P0)⁻¹ g,      g = Jᵀ ∇_f log p(y|f) / T − P0 (w − w₀).
+
+This is exact for a Gaussian likelihood, and second order in the Newton step for others. H and the
+log-determinant do not change (J. Antorán et al., 2022, arXiv:2206.08900, section 4).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evigrad.blocks.sources import as_source
+from evigrad.errors import MemoryBudgetError
+from evigrad.likelihoods.calls import log_probabilities
+from evigrad.likelihoods.positions import flattened
+from evigrad.network import model_outputs
+from evigrad.network.modes import evaluation_mode
+from evigrad.passes.checks import check_inputs
+from evigrad.passes.memory import fits
+from evigrad.passes.problem import Problem
+from evigrad.posterior.posterior import make_posterior
+
+# Number of examples per backward pass, halved when memory runs out.
+_AT_ONCE = 1000
+
+
+def mode_gap(problem: Problem, data: Any, structure: str, rows: int | None = None) -> float:
+    """Return ½ gᵀ (H + P0)⁻¹ g in nats, for all N training examples.
+
+    The posterior with this ``structure`` and ``rows`` approximates H.
+    """
+    posterior = make_posterior(problem, data, structure, rows)
+    gradient = log_joint_gradient(problem, data)
+    return 0.5 * posterior.variance_of({name: gradient[name] for name in posterior.parameters})
+
+
+def log_joint_gradient(problem: Problem, data: Any) -> dict[str, Tensor]:
+    """Return the gradient g of the log joint density of all data in the weights.
+
+    The model is in evaluation mode, and its own draws have seed 0.
+
+    Raises:
+        MemoryBudgetError: If the gradient of a single example does not fit into memory.
+    """
+    source, ranks, weights = as_source(data), problem.ranks, problem.weights
+    totals = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    generator = torch.Generator().manual_seed(0)
+
+    def add(indices: Tensor) -> None:
+        x, y = source.fetch(indices)
+        f = model_outputs(problem.model, check_inputs(x, problem.device), positions=True)
+        f, y = flattened(problem.likelihood, f, y)
+        if not len(f):
+            return
+        value = log_probabilities(problem.likelihood, f, y, alone=False).sum()
+        gradients = torch.autograd.grad(value, list(weights.values()), allow_unused=True)
+        for name, gradient in zip(weights, gradients, strict=True):
+            if gradient is not None:
+                totals[name] += gradient
+
+    with evaluation_mode(problem.model, generator), torch.enable_grad():
+        part, size = ranks.part(len(source)), _AT_ONCE
+        start = part.start
+        while start < part.stop:
+            indices = torch.arange(start, min(start + size, part.stop), device="cpu")
+            if fits(lambda batch=indices: add(batch)):
+                start += len(indices)
+            elif len(indices) > 1:
+                size = len(indices) // 2
+            else:
+                raise MemoryBudgetError(
+                    "The gradient of one example does not fit into the free memory.",
+                    "Use a smaller network, or a machine with more memory.",
+                )
+    sums = ranks.sum(list(totals.values()))
+    precisions, deviations = problem.prior.precisions(), problem.prior.deviations(weights)
+    return {
+        name: total / problem.temperature - precisions[name] * deviations[name]
+        for name, total in zip(totals, sums, strict=True)
+    }

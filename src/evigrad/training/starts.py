@@ -1,0 +1,133 @@
+"""Several starts of one training, of which the one with the highest log evidence continues.
+
+Weights and precisions depend on each other, so that training can end in several places: large noise
+and precisions keep weights small, and small weights leave the noise large. Each start trains from
+the same weights, on the same batches and blocks, until the evidence tells the starts apart.
+"""
+
+import copy
+import math
+from collections.abc import Mapping
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from evigrad.errors import EvigradError
+from evigrad.training.checkpoint import fitting, packed, restore
+from evigrad.training.plan import planned
+from evigrad.training.settings import Schedule
+
+if TYPE_CHECKING:
+    from evigrad.training.trainer import Trainer
+
+# Share of the epochs after which starts are compared. At a fifth, weak starts still win on data
+# where they end with less evidence (benchmarks/convergence.py).
+SHARE = 1 / 3
+# Number of rounds whose log evidence is averaged, because weights move at large learning rates.
+ROUNDS = 3
+
+
+class Starts:
+    """The starts of a training: which one runs, and how well the others did.
+
+    Attributes:
+        decays: Weight decays of the burn-in, in the order of the trials.
+        scores: Log evidence in nats per example of each start that was tried, by its decay. −inf if
+            training diverged.
+    """
+
+    def __init__(self, trainer: "Trainer") -> None:
+        optimization, learner = trainer.settings.optimization, trainer.learner
+        decays, evidence = optimization.start_decays, trainer.evidence
+        around_zero = len(evidence.prior.means()) < len(evidence.weights())
+        self.until = _comparison(trainer.schedule)
+        has_several = learner is not None and learner.fixed_point is not None and around_zero
+        if not (has_several and self.until and trainer.schedule.burn_in):
+            decays = decays[:1]
+        self.decays = list(decays)
+        self.scores: dict[float, float] = {}
+        self._initial: dict[str, Any] | None = None
+        self._best: dict[str, Any] | None = None
+
+    @property
+    def are_tried(self) -> bool:
+        """Return whether a trial still runs, so that the present history may be dropped."""
+        return len(self.decays) > 1 and len(self.scores) < len(self.decays)
+
+    def begin(self, trainer: "Trainer") -> None:
+        """Keep the state before the first epoch."""
+        if self.are_tried and self._initial is None:
+            self._initial = _state(trainer)
+
+    def is_due(self, epoch: int) -> bool:
+        """Return whether the trial of a start ends after an epoch, counted from 1."""
+        return self.are_tried and epoch == self.until
+
+    def advance(self, trainer: "Trainer", error: EvigradError | None = None) -> None:
+        """End the trial of a start: begin the next one, or restore the best.
+
+        Args:
+            trainer: The trainer at the end of a trial.
+            error: The error that ended the trial, if training diverged.
+
+        Raises:
+            EvigradError: The given one, if all starts diverged.
+        """
+        best = max(self.scores.values(), default=-math.inf)
+        score = _score(trainer) if error is None else -math.inf
+        self.scores[self.decays[len(self.scores)]] = score
+        if score > best:
+            self._best = _state(trainer)
+        if self.are_tried:
+            self._load(trainer, self._initial)
+            assert trainer.learner is not None
+            trainer.learner.start(self.decays[len(self.scores)])
+            return
+        if self._best is None:
+            assert error is not None
+            raise error
+        if score <= best:
+            self._load(trainer, self._best)
+        self._initial = self._best = None
+
+    def __str__(self) -> str:
+        """Return the result of the trials in one line."""
+        values = [f"{decay:g}: {score:.3f}" for decay, score in self.scores.items()]
+        chosen = max(self.scores, key=lambda decay: self.scores[decay])
+        return f"start_decay {chosen:g} has the highest log evidence ({', '.join(values)})"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scores, and what running trials need."""
+        states = {"initial": self._initial, "best": self._best}
+        return {"decays": list(self.scores), "scores": list(self.scores.values()), **states}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Load a ``state_dict``. None comes from a version without trials, and ends them."""
+        if state is None:
+            self.decays = self.decays[:1]
+            return
+        with fitting("The saved state"):
+            self.scores = dict(zip(state["decays"], state["scores"], strict=True))
+            self._initial, self._best = state["initial"], state["best"]
+
+    def _load(self, trainer: "Trainer", state: Mapping[str, Any] | None) -> None:
+        assert state is not None
+        seconds = trainer.seconds  # the trials count
+        restore(trainer, copy.deepcopy(dict(state)), "this run")
+        trainer.seconds = seconds
+
+
+def _comparison(schedule: Schedule) -> int:
+    """Return the epoch after which starts are compared, or 0 if the run has too few rounds."""
+    burn_in, every, epochs = map(planned, (schedule.burn_in, schedule.every, schedule.epochs))
+    rounds = range(burn_in + (ROUNDS - 1) * every, epochs, every)
+    return next((epoch for epoch in rounds if epoch >= SHARE * epochs), 0)
+
+
+def _score(trainer: "Trainer") -> float:
+    values = [row["log_evidence"] for row in trainer.history]
+    last = [value for value in values if value is not None][-ROUNDS:]
+    return fmean(last) if last and all(map(math.isfinite, last)) else -math.inf
+
+
+def _state(trainer: "Trainer") -> dict[str, Any]:
+    return copy.deepcopy(packed(trainer))

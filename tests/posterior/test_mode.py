@@ -1,0 +1,119 @@
+"""The distance from the mode, against dense Newton steps."""
+
+import pytest
+import torch
+from posterior.cases import LIKELIHOODS, Case, case
+from torch import Tensor, nn
+
+from evigrad import Evidence, reference
+from evigrad.errors import ConfigurationError
+from evigrad.likelihoods import Gaussian
+from evigrad.priors import GaussianPrior
+
+
+def gradient(of: Case) -> Tensor:
+    """Return the gradient of the log joint density by automatic differentiation, (P,)."""
+    x, y = of.train
+    f = of.evidence.model(x)
+    log_prob = of.evidence.likelihood.log_prob(f, y).sum() / of.evidence.temperature
+    deviations = of.evidence.prior.deviations(of.weights)
+    precisions = of.evidence.prior.precisions()
+    decay = sum((precisions[n] * d.square()).sum() for n, d in deviations.items())
+    parts = torch.autograd.grad(log_prob - 0.5 * decay, list(of.weights.values()))
+    return torch.cat([part.flatten() for part in parts])
+
+
+def expected(of: Case) -> float:
+    """Return ½ gᵀ (H + P0)⁻¹ g by dense matrices."""
+    g, matrix = gradient(of), of.hessian() + of.precision().diag()
+    return 0.5 * float(g @ torch.linalg.solve(matrix, g))
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_exact_structures_agree_with_a_dense_newton_step(likelihood, temperature):
+    of = case(likelihood, temperature=temperature)
+    for structure in ("full", "ntk"):
+        gap = of.evidence.mode_gap(of.train, structure=structure) * len(of.train[0])
+        assert gap == pytest.approx(expected(of), rel=1e-8)
+    assert expected(of) > 1e-3
+
+
+@pytest.mark.parametrize("structure", ["kfac", "diag"])
+def test_approximations_are_exact_for_one_weight(structure):
+    model = nn.Linear(1, 1, bias=False).double()
+    x, y = torch.randn(7, 1).double(), torch.randn(7, 1).double()
+    prior = GaussianPrior(precision=0.3)
+    evidence = Evidence(model, Gaussian(0.5), prior, estimator="full-N-C", num_data=7)
+    exact = evidence.mode_gap((x, y), structure="full")
+    assert evidence.mode_gap((x, y), structure=structure) == pytest.approx(exact, rel=1e-8)
+
+
+def test_fewer_rows_give_an_upper_bound():
+    of = case("categorical")
+    gaps = [of.evidence.mode_gap(of.train, rows=rows) for rows in (3, 9, 18, 27)]
+    exact = of.evidence.mode_gap(of.train)
+    assert all(gap >= exact - 1e-12 for gap in gaps)
+    assert gaps[-1] == pytest.approx(exact, rel=1e-8)
+    assert gaps[0] > gaps[-1]
+
+
+def test_a_linear_model_gains_what_the_gap_says_and_then_nothing():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    x, y = torch.randn(11, 3).double(), torch.randn(11, 2).double()
+    prior = GaussianPrior("layerwise", precision=0.7)
+    evidence = Evidence(model, Gaussian(0.4), prior, estimator="ntk-N-C", num_data=11)
+    before = evidence.estimate(x, y, at_mode=True)
+    assert before.at_mode is not None
+    gap = evidence.mode_gap((x, y))
+    assert before.at_mode == pytest.approx(before.log_evidence + 11 * gap, rel=1e-12)
+    # One Newton step reaches the mode of a model that is linear in its weights.
+    step = Case(evidence, (x, y), x)
+    move = torch.linalg.solve(step.hessian() + step.precision().diag(), gradient(step))
+    with torch.no_grad():
+        for weight, part in zip(
+            evidence.weights().values(),
+            move.split([w.numel() for w in evidence.weights().values()]),
+            strict=True,
+        ):
+            weight += part.view_as(weight)
+    after = evidence.estimate(x, y, at_mode=True)
+    assert after.log_evidence == pytest.approx(before.at_mode, rel=1e-10)
+    assert evidence.mode_gap((x, y)) == pytest.approx(0.0, abs=1e-12)
+    # At the mode of a linear Gaussian model, the log evidence is the exact log marginal likelihood.
+    jacobian = reference.jacobian(model, evidence.weights(), x).detach().flatten(0, 1)
+    covariance = (
+        jacobian @ step.precision().reciprocal().diag() @ jacobian.T + 0.4**2 * torch.eye(22)
+    ).double()
+    normal = torch.distributions.MultivariateNormal(torch.zeros(22).double(), covariance)
+    assert after.log_evidence == pytest.approx(float(normal.log_prob(y.flatten())), rel=1e-6)
+
+
+def test_the_generator_and_the_mode_of_the_model_stay():
+    of = case("gaussian")
+    of.evidence.model.train()
+    state = of.evidence.generator.get_state()
+    of.evidence.mode_gap(of.train, rows=9)
+    assert torch.equal(of.evidence.generator.get_state(), state)
+    assert of.evidence.model.training
+    assert all(weight.grad is None for weight in of.weights.values())
+
+
+def test_at_mode_names_the_estimators_that_have_it():
+    of = case("gaussian")
+    x, y = of.train
+    for estimator, size in (("ntk-3-1", 3), ("blockdiag-N-C", len(x))):
+        evidence = of.evidence.with_estimator(estimator)
+        with pytest.raises(ConfigurationError, match=f"ntk-N-C, got {estimator}"):
+            evidence.estimate(x[:size], y[:size], at_mode=True)
+    assert of.evidence.estimate(*of.train).at_mode is None
+
+
+def test_a_vector_needs_all_weights_in_their_shapes():
+    of = case("gaussian")
+    posterior = of.evidence.posterior(of.train, structure="diag")
+    with pytest.raises(ConfigurationError, match="vector must have a tensor of shape"):
+        posterior.variance_of({})
+    zeros = {name: torch.zeros_like(weight) for name, weight in of.weights.items()}
+    assert posterior.variance_of(zeros) == 0.0
