@@ -698,9 +698,7 @@ def test_outputs_of_another_shape() -> None:
     block = next(iter(one.blocks((x, y))))
     one.estimate(block)
     model.averages = nn.Identity()
-    with pytest.raises(
-        InputError, match="one shape for inputs|same shape for inputs|one target|position"
-    ):
+    with pytest.raises(InputError, match="same shape for inputs|one target|position"):
         one.estimate(block)
     with pytest.raises(InputError, match=r"\(5,\)"):
         one.map_loss(x, y)

@@ -200,7 +200,7 @@ def test_the_mean_is_that_of_the_first_binding_and_moves_with_the_prior() -> Non
     ("mean", "words"),
     [
         ("intial", "Did you mean 'initial'"),
-        ({"gain": 0.0}, "The mean of 'gain' must be zero, initial, or .* got 0.0"),
+        ({"gain": 0.0}, "The mean of 'gain' must be 'zero', 'initial', or .* got 0.0"),
         ({"gain": torch.ones((), dtype=torch.long)}, r"int64 tensor \(\)"),
         ({"gain": torch.tensor(math.nan)}, "a finite floating-point tensor"),
         (torch.ones(2), r"mean of 'encoder.weight' must .*\(3, 2\), got \(2,\)"),
@@ -232,7 +232,7 @@ def test_a_mean_is_kept_in_the_state(structure) -> None:
         found = other.means()
         assert list(found) == ["encoder.weight", "encoder.bias", "gain"]
         assert all(torch.equal(found[name], each) for name, each in prior.means().items())
-    for other, words in (("zero", "this one for no weight"), ("initial", "'head.weight_v'")):
+    for other, words in (("zero", "this prior for no weight"), ("initial", "'head.weight_v'")):
         unlike = GaussianPrior(structure, mean=other)
         with pytest.raises(ConfigurationError, match=f"{words}.*Use the same mean="):
             unlike.load_state_dict(state)
@@ -282,7 +282,7 @@ def test_precisions_must_name_the_groups() -> None:
     with pytest.raises(ConfigurationError, match="Did you mean 'first'"):
         GaussianPrior(GROUPS, precision={"frist": 1.0, "rest": 1.0})
     with pytest.raises(
-        ConfigurationError, match="must have a value per group, got none for 'rest'"
+        ConfigurationError, match="must have a value for each group, got none for 'rest'"
     ):
         GaussianPrior(GROUPS, precision={"first": 1.0})
     with pytest.raises(
@@ -312,11 +312,11 @@ def test_one_pattern_needs_no_list() -> None:
 
 def test_each_weight_is_in_one_group() -> None:
     w = weights()
-    with pytest.raises(ConfigurationError, match="In no group: 'head.weight_v', 'head.bias'"):
+    with pytest.raises(ConfigurationError, match="without a group: 'head.weight_v', 'head.bias'"):
         GaussianPrior({"a": ["encoder"], "b": ["gain"]}).bind(w)
-    with pytest.raises(ConfigurationError, match="'encoder.bias' is in several: a, b"):
+    with pytest.raises(ConfigurationError, match="'encoder.bias' is in several groups: a, b"):
         GaussianPrior({"a": ["encoder", "gain"], "b": ["head", "*.bias"]}).bind(w)
-    with pytest.raises(ConfigurationError, match="'encodr' names.*Did you mean 'encoder'"):
+    with pytest.raises(ConfigurationError, match="'encodr' matches.*Did you mean 'encoder'"):
         GaussianPrior({"a": ["encodr"], "b": ["*"]}).bind(w)
     # Twice in one group is no contradiction.
     prior = GaussianPrior({"a": ["encoder", "*.bias"], "b": ["head.weight_v", "gain"]})
@@ -536,7 +536,7 @@ def test_an_unbound_state_round_trips() -> None:
 def test_a_state_of_another_prior_is_refused() -> None:
     state = bound("layerwise").state_dict()
     with pytest.raises(
-        ConfigurationError, match="saved prior must be scalar like this one, got layerwise"
+        ConfigurationError, match="saved prior must be scalar like this prior, got layerwise"
     ):
         GaussianPrior("scalar").load_state_dict(state)
     other = GaussianPrior("layerwise")

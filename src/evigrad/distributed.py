@@ -1,6 +1,7 @@
-"""Processes that share the work on one evidence; the only module that uses ``torch.distributed``.
+"""Processes that share the work on one evidence.
 
-Each process is a *rank* of R. With one process, nothing here does anything.
+Only this module uses ``torch.distributed``. Each of the R processes is a *rank*. With one process,
+nothing is communicated.
 """
 
 import re
@@ -49,11 +50,11 @@ class Ranks:
         rank: Number of this process, from 0.
         count: Number of processes R.
         sent: Number of bytes that this rank has sent, without the headers of messages. A sum of n
-            bytes sends 2n(R − 1)/R (a ring), and a gathered tensor or shard n(R − 1). Rank 0 counts
-            n(R − 1) for what it gives to all.
+            bytes sends 2n(R − 1)/R bytes (a ring), and a gathered tensor or shard sends n(R − 1).
+            Rank 0 counts n(R − 1) for n bytes that it gives to all ranks.
 
     Raises:
-        ConfigurationError: If it is another object, or this process is not in the group.
+        ConfigurationError: If ``group`` is another object, or this process is not in the group.
     """
 
     def __init__(self, group: Group | None = None) -> None:
@@ -75,8 +76,8 @@ class Ranks:
             group = mesh.get_group()
         if not isinstance(group, distributed.ProcessGroup):
             raise ConfigurationError(
-                f"process_group must be a process group or a device mesh, got {group!r}. Use"
-                " torch.distributed.group.WORLD in a process of the group."
+                "process_group must be a process group that contains this process, or a device"
+                f" mesh, got {group!r}. Use torch.distributed.group.WORLD."
             )
         self._group = group
         self.rank, self.count = distributed.get_rank(group), distributed.get_world_size(group)
@@ -89,7 +90,7 @@ class Ranks:
         return self.rank == 0
 
     def part(self, count: int, rank: int | None = None) -> slice:
-        """Return the part of a rank (default: this one) in ``count`` items."""
+        """Return a rank's part of ``count`` items, by default for this rank."""
         first = self.rank if rank is None else rank
         start, stop = (-(-count * index // self.count) for index in (first, first + 1))
         return slice(start, stop)
@@ -97,7 +98,7 @@ class Ranks:
     # ------------------------------------------------------------ tensors
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sums over the ranks, without a graph; tensors of one type travel together."""
+        """Return the sums over the ranks, without a graph, in one message for each data type."""
         if self.count == 1:
             return list(tensors)
         sums = [tensor.detach() for tensor in tensors]
@@ -112,11 +113,11 @@ class Ranks:
         return sums
 
     def any(self, value: bool) -> bool:
-        """Return whether a value is true on a rank; raise what another rank has raised before."""
+        """Return whether a value is true on any rank, or raise what another rank has raised."""
         return value if self.count == 1 else any(self._exchange(b"", int(value)))
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks, in order; they may differ in length (dimension 0)."""
+        """Return the tensors of all ranks, in order. Their lengths (dimension 0) may differ."""
         if self.count == 1:
             return [tensor]
         length = torch.tensor([len(tensor)], device=self._place)
@@ -138,7 +139,7 @@ class Ranks:
             self.sent += sent.nbytes * (self.count - 1) if self.is_first else 0
 
     def shared(self, value: T) -> T:
-        """Return rank 0's tensors and plain values on all ranks; tensors arrive on the CPU."""
+        """Return rank 0's tensors and plain values on all ranks, with tensors on the CPU."""
         if self.count == 1:
             return value
         file = BytesIO()
@@ -164,16 +165,16 @@ class Ranks:
     # ------------------------------------------------------------ errors
 
     def agree(self) -> None:
-        """Raise what another rank has raised, before a call that would wait for this rank."""
+        """Raise what another rank has raised, before a call in which ranks wait for each other."""
         with self.together():
             pass
 
     @contextmanager
     def together(self) -> Iterator[dict[str, object]]:
-        """Raise on all ranks what one rank raises inside, so that no rank waits for ever.
+        """Raise on all ranks what one rank raises inside, so that no rank waits forever.
 
-        Inside, ranks may compute different things, and enter it again. The other ranks raise a
-        ``RankError`` with the text of the exception.
+        Inside, ranks may compute different things, and enter this context again. If one rank raises
+        an exception, the other ranks raise a ``RankError`` with the exception's text.
 
         Yields:
             A dictionary for values that must be equal on all ranks, by name.
@@ -200,7 +201,7 @@ class Ranks:
         is_same = (rank_digests == rank_digests[0]).all(0)
         names = [name for name, same in zip(alike, is_same, strict=True) if not same]
         raise ConfigurationError(
-            f"The {self.count} ranks differ in the {', '.join(names)}. All must make the same"
+            f"The {self.count} ranks differ in the {', '.join(names)}. All ranks must make the same"
             " calls, with the same model, data and settings."
         )
 
@@ -237,8 +238,8 @@ class Ranks:
         except RuntimeError as error:
             reason = _PLACE.sub("", str(error)).strip().partition(". ")[0].partition("\n")[0]
             raise RankError(
-                f"Rank {self.rank} of {self.count} has lost the others ({reason}). One may have"
-                " been killed, or did not answer in time."
+                f"Rank {self.rank} of {self.count} has lost the other ranks ({reason}). One of them"
+                " may have been killed, or did not answer in time. Look for its error."
             ) from error
 
 
@@ -253,7 +254,7 @@ def check_whole(model: nn.Module) -> None:
     """Raise ConfigurationError if a model is wrapped or sharded for several processes."""
     if isinstance(model, DistributedDataParallel):
         raise ConfigurationError(
-            "The model is a DistributedDataParallel, which averages gradients in every pass. Use"
+            "The model is a DistributedDataParallel, which averages gradients in every pass. Pass"
             " the model inside it, model.module."
         )
     kinds = {"FullyShardedDataParallel": "FSDP1", "FSDPModule": "FSDP2"}
@@ -262,8 +263,8 @@ def check_whole(model: nn.Module) -> None:
     if wrapped or sharded:
         raise ConfigurationError(
             f"The model's parameters are shards ({wrapped[0] if wrapped else 'DTensor'}), and"
-            " estimates need whole parameters. Use the model as it was before it was sharded."
-            ' docs/machines.md, "Weights in shards", has a loop for FSDP2.'
+            " estimates need whole parameters. Use the model before it is sharded. For a loop with"
+            ' FSDP2, see "Weights in shards" in docs/machines.md.'
         )
 
 

@@ -38,14 +38,14 @@ class EvigradError(Exception):
 
 
 class InputError(EvigradError, ValueError):
-    """Data that cannot be used: wrong shapes, labels out of range, NaN, too few or too many.
+    """Data that cannot be used: wrong shapes or labels, NaN, too few or too many examples.
 
     See also: docs/faq.md.
     """
 
 
 class ConfigurationError(EvigradError, ValueError):
-    """A setting that does not exist, or does not fit the others.
+    """A setting that does not exist, or does not fit the other settings.
 
     See also: docs/faq.md.
     """
@@ -55,11 +55,11 @@ class MemoryBudgetError(EvigradError, MemoryError):
     """The predicted memory of a structure exceeds the free memory.
 
     Args:
-        need: Needed memory and free memory, in words.
-        cheaper: Advice on what to use instead. It ends the message.
+        need: Sentence about the needed and the free memory.
+        cheaper: Advice on what to use instead, at the end of the message.
 
     Attributes:
-        need: The argument, for callers with other advice.
+        need: The argument ``need``, for callers that give other advice.
 
     See also: docs/faq.md.
     """
@@ -77,7 +77,7 @@ class NotFiniteError(EvigradError, ArithmeticError):
 
 
 class NotFiniteOutputError(InputError, NotFiniteError):
-    """Outputs of the model are NaN or infinite, due to its inputs, weights or hyperparameters.
+    """The model's outputs are NaN or infinite, due to inputs, weights or hyperparameters.
 
     See also: docs/faq.md.
     """
@@ -91,7 +91,7 @@ class NotPositiveDefiniteError(EvigradError, ArithmeticError):
 
 
 class RankError(EvigradError, RuntimeError):
-    """Another process of the process group failed, or was lost.
+    """Another process of the process group failed, or lost its connection.
 
     See also: docs/faq.md.
     """
@@ -105,14 +105,14 @@ class EvigradWarning(UserWarning):
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
-    """Return ``" Did you mean 'x'?"`` for the nearest candidate; an empty string if none is."""
+    """Return ``" Did you mean 'x'?"`` for a similar candidate, or an empty string without one."""
     best = max(candidates, key=lambda candidate: _likeness(name, candidate), default="")
     return f" Did you mean '{best}'?" if _likeness(name, best) else ""
 
 
 def _likeness(name: str, other: str) -> float:
-    """Return how similar two names are, from 0 to 1; 0 if they differ by more than a slip."""
-    # A common start, such as the hyphens of options or a folder, says nothing.
+    """Return how similar two names are, from 0 to 1, and 0 if they differ by more than a typo."""
+    # A common start, such as the hyphens of options or a folder, is not evidence of a typo.
     shared = max(commonprefix([name, other]).rfind(mark) for mark in "-/") + 1
     one, two = name[shared:].lower(), other[shared:].lower()
     short, long = sorted((one, two), key=len)
@@ -125,7 +125,7 @@ def _likeness(name: str, other: str) -> float:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return names in words as ``'a', 'b'``, the first five of many."""
+    """Return names as text such as ``'a', 'b'``, with at most five names and a count."""
     shown = ", ".join(f"'{name}'" for name in names[:5])
     return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
@@ -141,10 +141,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_for(what: str, cheaper: str) -> Iterator[None]:
-    """Turn an allocator's error into one that says ``what`` did not fit and what is ``cheaper``.
+    """Turn an allocator's error into one that names ``what`` did not fit and what is ``cheaper``.
 
     Raises:
-        MemoryBudgetError: From an allocator's error.
+        MemoryBudgetError: If an allocator raised an error inside.
     """
     try:
         yield
@@ -158,11 +158,11 @@ def memory_for(what: str, cheaper: str) -> Iterator[None]:
 def raised_in(whose: str) -> Iterator[None]:
     """Turn an exception of the user's code into an error that names the code.
 
-    evigrad's own errors and out-of-memory errors pass unchanged. ``whose`` is the code and its
-    arguments, the subject of the error's sentence.
+    evigrad's own errors and out-of-memory errors pass unchanged. ``whose`` names the code and its
+    arguments. It is the subject of the error's sentence.
 
     Raises:
-        InputError: From any other exception.
+        InputError: If any other exception was raised inside.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The log evidence of a network and its gradient in the hyperparameters (Algorithm 1)."""
+"""The log evidence of a network and its hyperparameter gradient (Algorithm 1)."""
 
 import math
 import warnings
@@ -63,17 +63,17 @@ from evigrad.posterior import (
 )
 from evigrad.priors import GaussianPrior
 
-# Settings that ranks may have of their own, as they change no number; others are compared by name.
+# Settings that may differ between ranks, because they change no result. All others must be equal.
 _OF_A_RANK = ("micro_batch", "memory_budget", "rows_device")
 
 
 class Evidence:
-    """The log evidence of a model by a linearized Laplace approximation, with its gradients.
+    """Estimates a model's log evidence and its gradients by a linearized Laplace approximation.
 
     The weights are the trainable parameters of the model that are not hyperparameters. The prior is
     bound to them. Every random choice comes from the evidence's own generator, and the global
     random state does not change. Estimates turn dropout off and use the running statistics of
-    batch normalization, in whichever mode the model is.
+    batch normalization, whether the model is in training or evaluation mode.
 
     Examples:
         >>> import torch
@@ -113,8 +113,8 @@ class Evidence:
         """Bind a prior and a likelihood to a model.
 
         Args:
-            model: Module that maps inputs (m, ...) to outputs (m, C), each example by itself. With
-                outputs (m, …, C) there is a target at each position, which counts as an example.
+            model: Module that maps inputs (m, ...) to outputs (m, C), each example independently.
+                If the outputs are (m, …, C), each position has a target and counts as an example.
             likelihood: Log density of the targets given the outputs.
             prior: Gaussian prior, bound here to the weights.
             estimator: Name of the estimator, such as ``ntk-100-1`` or ``kfac-N-C``. Default:
@@ -122,36 +122,38 @@ class Evidence:
             num_data: N, the number of training examples, or of positions with a target.
             hyperparameters: Names, or prefixes of names, of the model's parameters to learn from
                 the evidence instead of the training loss.
-            root: Split of the curvature of an example into rows, if a block holds some of the
-                outputs: ``subblock``, ``fisher`` or ``eigen``. Default: depends on the estimator.
+            root: How the curvature of an example is split into rows if a block holds only some of
+                the outputs: ``subblock``, ``fisher`` or ``eigen``. Default: depends on the
+                estimator.
             sharing: Weight sharing in KFAC, ``expand`` or ``reduce``.
-            parameter_partition: Blocks of ``blockdiag``: ``tensor``, ``module`` or groups of name
+            parameter_partition: Blocks for ``blockdiag``: ``tensor``, ``module`` or groups of name
                 prefixes.
-            temperature: T of the likelihood p^(1/T).
-            memory: Sizes and types of passes, such as ``Memory(micro_batch="auto")``. Default: all
-                data in one pass, in the type of the weights.
-            anchoring: Division of the rows by an anchored estimator. Default: nine tenths are
-                anchors, chosen greedily for every third stream of blocks.
-            curvature: Custom curvature. The name of the estimator begins with its ``name``, for
-                example ``traces-100-C``. Default: the curvature that the estimator names.
+            temperature: Temperature T, which raises the likelihood to the power 1/T.
+            memory: Sizes and data types of passes, such as ``Memory(micro_batch="auto")``. Default:
+                all data in one pass, in the data type of the weights.
+            anchoring: How an anchored estimator divides the rows. Default: nine tenths of the rows
+                are anchors, chosen greedily for every third stream of blocks.
+            curvature: Custom curvature. The estimator's name must begin with the curvature's
+                ``name``, for example ``traces-100-C``. Default: the curvature that the estimator
+                names.
             generator: CPU generator or seed. Default: PyTorch's initial seed.
             process_group: Processes that share the work, each with the same model, data and calls:
                 ``torch.distributed.group.WORLD``, or a device mesh of one dimension. Each process
-                evaluates different blocks, or its part of the data if the name has ``N``. Estimates
-                and gradients are means over the processes, and the generator comes from rank 0.
-                Default: one process.
+                evaluates different blocks, or its part of the data if the estimator's name has
+                ``N``. Estimates and gradients are means over the processes, and the generator comes
+                from rank 0. Default: one process.
 
         Raises:
-            ConfigurationError: If a name or a value does not exist or does not fit, or if the ranks
-                of a process group have different values.
+            ConfigurationError: If a name is unknown, if a value does not fit, or if the ranks of a
+                process group have different values.
         """
         check_type("model", model, nn.Module, "an nn.Module")
         check_whole(model)
-        check_type("likelihood", likelihood, Likelihood, "a Likelihood, as Categorical()")
+        check_type("likelihood", likelihood, Likelihood, "a Likelihood, such as Categorical()")
         check_type("prior", prior, GaussianPrior, "a GaussianPrior")
-        check_type("estimator", estimator, str, "a name, as 'ntk-100-1'")
+        check_type("estimator", estimator, str, "a name, such as 'ntk-100-1'")
         if memory is not None:
-            check_type("memory", memory, Memory, "a Memory, as Memory(micro_batch='auto')")
+            check_type("memory", memory, Memory, "a Memory, such as Memory(micro_batch='auto')")
         if curvature is not None:
             check_type("curvature", curvature, Curvature, "a Curvature")
         spec = Estimator.parse(estimator, curvature)
@@ -165,7 +167,7 @@ class Evidence:
         partition_names(list(self._weights), parameter_partition)
         prior.bind(self._weights)
         first = next(iter(self._weights.values()))
-        # A noise in half precision would not move by a small step: float32 at least, as precisions.
+        # A small step would not change a noise in half precision, so use float32 or more.
         likelihood.to(first.device, torch.promote_types(first.dtype, torch.float32))
         self._problem = Problem(
             weights=self._weights,
@@ -185,7 +187,7 @@ class Evidence:
         warn_of_normalisation(model)
         warn_of_averaged(model, self._weights)
         self._decay = DecayWatch(self._weights.values())
-        self._positions: PositionSource | None = None  # which anchors and kept outputs count
+        self._positions: PositionSource | None = None  # that anchors and kept outputs refer to
         self._anchors = None
         if spec.anchored:
             self._anchors = AnchorSelection(
@@ -200,7 +202,7 @@ class Evidence:
             )
 
     def _begin_together(self, anchoring: Anchoring | None) -> None:
-        """Check that all ranks have the same evidence, and take the generator of the first."""
+        """Check that all ranks have the same evidence, and copy the generator of rank 0."""
         if self.ranks.count == 1:
             return
         with self.ranks.together() as alike:
@@ -213,7 +215,7 @@ class Evidence:
             device = self._problem.device
             alike["likelihood"] = contents(self.likelihood, device)
             alike["prior"] = [self.prior.group_of, *contents(self.prior, device)]
-            # Not the buffers: each rank may have running statistics of its own.
+            # Buffers are not compared, because each rank may have its own running statistics.
             values = [p for p in self.model.parameters() if p.layout == torch.strided]
             alike["parameters"] = checksums(values, device)
         state = self.generator.get_state()
@@ -222,7 +224,7 @@ class Evidence:
 
     # ------------------------------------------------------------ what it was made with
 
-    # One home for each fact, or ``map_loss`` would follow an assignment and ``estimate`` would not.
+    # Read-only: after an assignment, ``map_loss`` would use the new value but ``estimate`` the old.
 
     @property
     def model(self) -> nn.Module:
@@ -251,7 +253,7 @@ class Evidence:
 
     @property
     def temperature(self) -> float:
-        """T of the likelihood p^(1/T)."""
+        """The temperature T, which raises the likelihood to the power 1/T."""
         return self._problem.temperature
 
     @property
@@ -270,17 +272,17 @@ class Evidence:
         return self._problem.ranks
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set a private attribute, and refuse to replace what the evidence was made with.
+        """Set a private attribute. Public attributes are read-only.
 
         Raises:
-            ConfigurationError: If it is a public attribute.
+            ConfigurationError: If the attribute is public.
         """
         if isinstance(getattr(type(self), name, None), property):
             received = repr(value) if isinstance(value, str | Real) else type(value).__name__
             raise ConfigurationError(
-                f"{name} of an evidence cannot be replaced, here by {received}. Make a new"
-                " Evidence. evidence.with_estimator(...) makes one of the same model with another"
-                " estimator, prior, likelihood or temperature."
+                f"{name} of an evidence cannot be replaced, got {received}. Make a new Evidence, or"
+                " call evidence.with_estimator(...) to use the same model with another estimator,"
+                " prior, likelihood or temperature."
             )
         super().__setattr__(name, value)
 
@@ -313,28 +315,30 @@ class Evidence:
     ) -> Tensor:
         """Return the training loss: mean NLL + (T/2N) (w−w₀)ᵀP0(w−w₀), in nats per example.
 
-        It is −(T/N) times the log joint density, up to constants in the weights. The model runs in
-        its present mode. Hyperparameters outside of ``wrt`` get no gradient.
+        It equals −(T/N) times the log joint density, up to terms that do not depend on the weights.
+        The model runs in its current mode. Hyperparameters that are not in ``wrt`` get no gradient.
 
         Args:
             x: Inputs (m, ...): a tensor, or dictionaries, tuples or lists of tensors. A dictionary
                 becomes keyword arguments if ``forward`` takes all of its keys. A tuple becomes
-                positional arguments if ``forward`` takes that many.
-            y: Targets in the likelihood's form.
-            wrt: Hyperparameters to learn on the training loss, by names or prefixes as for
-                ``backward``. The evidence needs none.
-            indices: Places (m,) of the examples in the data set that ``blocks`` gets. An anchored
-                estimator keeps their outputs and needs no extra pass to choose anchors. Outputs at
-                positions are kept if ``blocks`` was called with the data set before.
-            optimizer: As for ``add_weight_decay``: no decay is larger than 1/lr.
-            scale: Factor of the loss whose gradients are taken.
+                positional arguments if ``forward`` requires this number of them.
+            y: Targets in the form that the likelihood takes.
+            wrt: Hyperparameters to learn from the training loss, by names or prefixes as for
+                ``backward``. Default: none, because the others are learned from the evidence.
+            indices: Indices (m,) of the examples in the data set that ``blocks`` gets. With them,
+                an anchored estimator keeps the outputs and needs no extra pass to choose anchors.
+                Outputs at positions are kept only after you have called ``blocks``.
+            optimizer: Optimizer of the weights. If given, no decay is larger than 1/lr, as in
+                ``add_weight_decay``.
+            scale: Factor by which you multiply the loss before you take its gradients. Only the
+                limit of the decay depends on it.
 
         Returns:
             The scalar loss. It is 0 if outputs (m, …, C) have no target that counts.
 
         Raises:
-            InputError: If inputs, outputs and targets do not fit, or the outputs have no derivative
-                in any weight.
+            InputError: If inputs, outputs and targets do not fit together, or if no weight has a
+                derivative of the outputs.
         """
         x = check_inputs(x, self._problem.device)
         self._decay.note_decay(optimizer)
@@ -362,13 +366,13 @@ class Evidence:
         return -log_prob.mean() + 0.5 * factor * decay
 
     def weight_decay(self) -> dict[str, Tensor]:
-        """Return the present weight decay (T/N) δ of each weight tensor, for a mean loss.
+        """Return the current weight decay (T/N) δ of each weight tensor, for a mean loss.
 
         It is the factor of (w − w₀) in the gradient of ``map_loss``. If w₀ is zero, it is the
-        ``weight_decay`` of optimizers that add it to the gradient (SGD, Adam).
+        ``weight_decay`` of optimizers that add the decay to the gradient (SGD, Adam).
 
         Returns:
-            0-dimensional tensors by name; of the weight's shape if the prior is diagonal.
+            Tensors by name: 0-dimensional, or of the weight's shape if the prior is diagonal.
         """
         self._decay.note_decay()
         with torch.no_grad():
@@ -385,18 +389,19 @@ class Evidence:
 
         Use it in a custom loop whose loss is the mean negative log likelihood. Call it once per
         optimizer step, after ``backward`` and before you clip gradients. If you accumulate
-        gradients, divide each loss by their number. With a ``GradScaler``, unscale first. The
-        optimizer needs ``weight_decay=0``. The decay of AdamW is not a Gaussian prior, because
-        AdamW does not divide it by the second moments of the gradients.
+        gradients, divide each loss by the number of losses. With a ``GradScaler``, unscale the
+        gradients first. The optimizer needs ``weight_decay=0``. The decay of AdamW does not
+        correspond to a Gaussian prior, because AdamW does not divide the decay by the second
+        moments of the gradients.
 
         Args:
-            optimizer: The optimizer of the weights. Set its own ``weight_decay`` to 0, which is
-                0.01 by default in ``AdamW``: if you pass the optimizer, a warning names another
-                value. No decay is then larger than 1/lr. In plain SGD a decay of 1/lr moves a
-                weight onto the prior mean in one step, and a larger one overshoots. Adam is not
+            optimizer: Optimizer of the weights. Set its own ``weight_decay``, which is 0.01 by
+                default in ``AdamW``, to 0. If you pass the optimizer, evigrad warns about any other
+                value and limits each decay to 1/lr. In plain SGD, a decay of 1/lr moves a weight
+                onto the prior mean in one step, and a larger decay overshoots. Adam is not
                 affected.
-            scale: How many times the negative log likelihood the loss is, up to a constant: 2σ²/C
-                for the mean squared error of C outputs with noise σ.
+            scale: Ratio of your loss to the mean negative log likelihood, up to an additive
+                constant. It is 2σ²/C for the mean squared error of C outputs with noise σ.
         """
         self._decay.note_decay(optimizer)
         decay, means = self.weight_decay(), self.prior.means()
@@ -415,13 +420,13 @@ class Evidence:
         """Estimate the log evidence of the whole data set.
 
         Args:
-            x: Inputs (m, ...) of a uniformly random subset of the data; or a ``Block`` of
-                ``blocks``; or, for names with ``N``, an iterable of batches of all the data; or
-                what ``collect`` returned.
-            y: Targets, where ``x`` are inputs.
+            x: Inputs (m, ...) of a uniformly random subset of the data, a ``Block`` from
+                ``blocks``, or the result of ``collect``. If the estimator's name has ``N``, also
+                an iterable of batches of all the data.
+            y: Targets, if ``x`` holds inputs.
             at_mode: Whether to set ``at_mode`` of the estimate, the log evidence of the linearized
-                model at its own mode. It is higher by the ``mode_gap``. Only for inputs and targets
-                of all data, and estimators with ``N`` and a structure of ``posterior``.
+                model at its own mode, which is higher by the ``mode_gap``. It needs inputs and
+                targets of all data, and an estimator with ``N`` and a structure of ``posterior``.
 
         Returns:
             The estimate in nats, without a graph.
@@ -429,7 +434,7 @@ class Evidence:
         Raises:
             ConfigurationError: If ``at_mode`` is set and the estimator or the data do not fit it.
             InputError: If the data do not fit the model, the likelihood or the estimator.
-            MemoryBudgetError: If the structure would not fit the free memory.
+            MemoryBudgetError: If the structure would not fit into the free memory.
         """
         with torch.no_grad(), self._failing_by_name():
             with self.ranks.together():
@@ -453,34 +458,34 @@ class Evidence:
     def backward(
         self, x: Data, y: Tensor | None = None, *, wrt: str | Sequence[str] | None = None
     ) -> Estimate:
-        """Estimate, and add the gradient of −log evidence / N to the hyperparameters' ``.grad``.
+        """Estimate the log evidence and add the gradient of −log evidence / N to ``.grad``.
 
-        It includes the log hyperprior of the prior, if there is one. Only the ``.grad`` of the
-        hyperparameters changes, and nothing changes if an exception is raised.
+        The gradient includes the prior's log hyperprior, if there is one. Only the ``.grad`` of the
+        hyperparameters changes. If an exception is raised, nothing changes.
 
         Args:
             x: As for ``estimate``.
             y: As for ``estimate``.
-            wrt: Hyperparameters to differentiate in: names, or prefixes of names, from
+            wrt: Hyperparameters that get gradients: names, or prefixes of names, from
                 ``hyperparameters()``, such as ``["prior", "likelihood"]``. Precisions need one
-                pass over the data, and hyperparameters of the model two. Default: all.
+                pass over the data, and hyperparameters of the model need two. Default: all.
 
         Returns:
             The estimate in nats, without a graph.
 
         Raises:
-            ConfigurationError: If there is no such hyperparameter, or a kept pass does not follow
-                it.
+            ConfigurationError: If ``wrt`` matches no hyperparameter, or if a kept pass has no
+                gradient for it.
             EvigradError: If a gradient is not finite.
             InputError: If the data do not fit the model, the likelihood or the estimator.
-            MemoryBudgetError: If the structure would not fit the free memory.
+            MemoryBudgetError: If the structure would not fit into the free memory.
         """
         problem = self._problem
         learnable, others = divided(self.hyperparameters(), wrt)
         if not learnable:
             raise ConfigurationError(
-                "There is nothing to differentiate in: the prior and the likelihood are fixed"
-                " and no parameter of the model is named in hyperparameters=[...]."
+                "There is no hyperparameter to learn: the prior and the likelihood are fixed, and"
+                " hyperparameters=[...] names no parameter of the model. Make one learnable."
             )
         self._decay.check()
         with torch.enable_grad(), self._failing_by_name():
@@ -497,24 +502,26 @@ class Evidence:
         return estimate
 
     def blocks(self, data: Any) -> BlockStream | AnchoredStream:
-        """The estimator's own blocks of a data set, drawn uniformly.
+        """Return the estimator's blocks of a data set, drawn uniformly.
 
-        Anchors are chosen when a stream is iterated, by the outputs that ``map_loss`` has kept;
-        missing outputs are computed.
+        Anchors are chosen when you iterate over the stream, from the outputs that ``map_loss`` has
+        kept. Missing outputs are computed.
 
         Args:
-            data: All N data: a pair (x, y), a map-style data set of (x, y) items, a ``DataLoader``
-                of one.
+            data: All N examples: a pair (x, y), a map-style data set of (x, y) items, or a
+                ``DataLoader`` of such a data set.
 
         Returns:
-            An endless stream of blocks; ``.take(n)`` ends it, ``.epoch()`` is one partition.
+            An endless stream of blocks. ``.take(n)`` ends it after n blocks, and ``.epoch()`` after
+            one partition.
 
         Raises:
-            ConfigurationError: If the likelihood cannot make rows, as where its Hessian depends on
-                the targets.
-            InputError: If ``data`` does not hold N data, or they do not fit the model and the
-                likelihood. Targets in memory are all checked here, other data as they are read.
-                With anchors also if targets are at other positions than in an earlier data set.
+            ConfigurationError: If the likelihood cannot make rows, for example because its Hessian
+                depends on the targets.
+            InputError: If ``data`` does not hold N examples, or does not fit the model and the
+                likelihood. Targets in memory are all checked here, but other data only when they
+                are read. With anchors, also if targets are at other positions than in an earlier
+                data set.
         """
         with self.ranks.together():
             source = CheckedSource(self._problem, data)
@@ -530,10 +537,10 @@ class Evidence:
     ) -> KeptPass:
         """Pass over a block once, for many estimates and steps on the prior and the noise.
 
-        ``estimate`` and ``backward`` take the result instead of the block, or a list of results for
-        their mean, and then skip the network. The result is valid until the weights or the
-        hyperparameters outside of ``wrt`` change. If an anchored block holds several draws, call
-        ``draws()`` of the result to get one for each draw.
+        Give the result to ``estimate`` or ``backward`` instead of the block, or a list of results
+        for their mean. Both methods then skip the network. The result is valid until the weights,
+        or hyperparameters that are not in ``wrt``, change. If an anchored block holds several
+        draws, the result's ``draws()`` returns one result for each draw.
 
         Args:
             x: As for ``estimate``.
@@ -545,8 +552,8 @@ class Evidence:
             The block's statistic.
 
         Raises:
-            ConfigurationError: If the statistic depends on a hyperparameter that will change: one
-                of the model, or a noise that does more than scale the rows.
+            ConfigurationError: If the statistic depends on a hyperparameter that will change: a
+                hyperparameter of the model, or a noise that does more than scale the rows.
             InputError: If the data do not fit the model, the likelihood or the estimator.
         """
         changing, others = divided(self.hyperparameters(), wrt)
@@ -561,31 +568,31 @@ class Evidence:
         return kept(self._problem, block_pass, self.hyperparameters(), changing)
 
     def check_collect(self, x: Any, *, wrt: str | Sequence[str] | None = None) -> None:
-        """Raise the errors of ``collect`` now, without a pass over a block.
+        """Raise the errors that ``collect`` would raise, without a pass over a block.
 
         Args:
-            x: Some inputs.
+            x: Inputs of a few examples.
             wrt: As for ``collect``.
 
         Raises:
-            ConfigurationError: If ``collect`` would; the text says why.
+            ConfigurationError: If ``collect`` would raise it. The message says why.
             InputError: If the inputs do not fit the model.
         """
         if reason := self._not_kept(x, wrt):
             raise ConfigurationError(reason)
 
     def can_collect(self, x: Any, *, wrt: str | Sequence[str] | None = None) -> bool:
-        """Whether ``collect`` can keep a pass while these hyperparameters change.
+        """Return whether a pass of ``collect`` stays valid while these hyperparameters change.
 
         Args:
-            x: Some inputs.
+            x: Inputs of a few examples.
             wrt: As for ``collect``.
 
         Returns:
             False if ``check_collect`` raises for the hyperparameters of ``wrt``.
 
         Raises:
-            ConfigurationError: If ``wrt`` names no hyperparameter, or the model does not fit.
+            ConfigurationError: If ``wrt`` matches no hyperparameter, or the model does not fit.
             InputError: If the inputs do not fit the model.
         """
         return self._not_kept(x, wrt) is None
@@ -598,19 +605,19 @@ class Evidence:
             return not_keepable(self._problem, plan, list(changing))
 
     def shares_anchors(self, x: Any, draws: int) -> bool:
-        """Whether several draws with the same anchors are cheaper in one kept pass.
+        """Return whether several draws with the same anchors are cheaper in one kept pass.
 
-        If so, ``collect`` a block of ``blocks(data).drawn(n).blocks(draws)``; ``draws()`` of the
-        result gives a pass for each.
+        If so, call ``collect`` with a block of ``blocks(data).drawn(n).blocks(draws)``. The
+        result's ``draws()`` returns a pass for each draw.
 
         Args:
-            x: Some inputs.
+            x: Inputs of a few examples.
             draws: Number of draws, each from a different part.
 
         Returns:
             True if steps on the prior need only inner products of the rows, if separate passes
-            would need at least that many, and if they fit into a gibibyte (or the memory of the
-            rows) and into the memory budget.
+            would not need fewer of these products, and if their memory is allowed. The limits are
+            the memory budget, and one gibibyte or the memory of the rows.
         """
         if self._anchors is None or draws < 2:
             return False
@@ -628,9 +635,9 @@ class Evidence:
     def _given(
         self, x: Data, y: Tensor | None, learnable: Iterable[str]
     ) -> MicroBatchSweep | Sequence[KeptPass]:
-        """Return kept passes, or the block that the data are, checked and drawn, to evaluate.
+        """Return what to evaluate: kept passes, or a sweep over the block of the checked data.
 
-        A rank may have nothing to evaluate where others have.
+        A rank may have nothing to evaluate while other ranks do.
         """
         self._check_weights()
         if self._problem.ranks.count > 1 and _is_empty(x):
@@ -640,7 +647,7 @@ class Evidence:
 
     @contextmanager
     def _failing_by_name(self) -> Iterator[None]:
-        """Restore what an error leaves, and name hyperparameters of the model in it."""
+        """After an error, restore the state, and name the model's hyperparameters in the error."""
         with self._problem.restored_on_error(), named_in_errors(self.hyperparameters()):
             yield
 
@@ -651,7 +658,7 @@ class Evidence:
     def _observe(
         self, passes: MicroBatchSweep | Sequence[KeptPass], estimates: Sequence[Estimate]
     ) -> None:
-        """From anchored blocks, learn what to expect of the next ones."""
+        """Improve the predictions for later anchored blocks by the estimates of these."""
         if self._anchors is not None:
             pairs = zip(_blocks_of(passes), estimates, strict=True)
             self._anchors.observe((block, e.entropies) for block, e in pairs)
@@ -668,7 +675,7 @@ class Evidence:
     ) -> Posterior:
         """Return the posterior of the weights given all data, for predictions with error bars.
 
-        It is N(w*, (H + P0)⁻¹). Here w* are the present weights, and H is the Gauss-Newton matrix
+        It is N(w*, (H + P0)⁻¹). Here w* are the current weights, and H is the Gauss-Newton matrix
         of all data at the evidence's temperature, for every estimator. Matrices are float64 unless
         you set ``Memory(gram_dtype=...)``.
 
@@ -677,21 +684,21 @@ class Evidence:
             structure: Approximation of H. ``kfac``: Kronecker factors, for networks of any size.
                 ``last-layer``: the weights of the last layer, with all other weights fixed.
                 ``diag``: the diagonal. ``full``: the whole matrix, for a few thousand weights.
-                ``ntk``: the whole matrix by a kernel of all rows, for few examples.
+                ``ntk``: the whole matrix through a kernel of all rows, for few examples.
             rows: Number of rows to keep for ``ntk`` with many examples, chosen as in
                 ``ntk-ROWS-rows-anchored``. The variance is then an upper bound on the exact one.
-            state: Result of ``state_dict`` of a posterior, instead of the data.
+            state: Result of a posterior's ``state_dict``, instead of the data.
 
         Returns:
-            The posterior: ``posterior(x)`` predicts.
+            The posterior. Call ``posterior(x)`` to predict.
 
         Raises:
-            ConfigurationError: If the structure does not exist, or does not fit prior or model.
-            InputError: If the data do not fit.
-            MemoryBudgetError: If the structure would not fit the free memory.
+            ConfigurationError: If the structure is unknown, or does not fit the prior or the model.
+            InputError: If the data do not fit the model or the likelihood.
+            MemoryBudgetError: If the structure would not fit into the free memory.
         """
         if (data is None) == (state is None):
-            raise ConfigurationError("posterior takes the data, or state=... in their place.")
+            raise ConfigurationError("posterior needs either the data or state=..., and not both.")
         with torch.no_grad(), self._failing_by_name():
             if state is not None:
                 self._check_weights()
@@ -752,27 +759,30 @@ class Evidence:
         likelihood: Likelihood | None = None,
         **changes: Any,
     ) -> "Evidence":
-        """The same model, likelihood and prior, which are shared, under another estimator.
+        """Return an evidence of the same model with another estimator, prior or likelihood.
+
+        The two evidences share the model, and the prior and likelihood that you do not replace.
 
         Args:
-            estimator: Its name.
-            prior: Another prior on the same weights. Default: the same one.
-            likelihood: Another likelihood of the same outputs. Default: the same one.
-            **changes: Other keywords of ``Evidence``. Without them the temperature and the sizes
-                of micro-batches stay as they are here; all else has its default.
+            estimator: Name of the estimator.
+            prior: Prior on the same weights. Default: the prior of this evidence.
+            likelihood: Likelihood of the same outputs. Default: the likelihood of this evidence.
+            **changes: Other keyword arguments of ``Evidence``. Default: the temperature and the
+                sizes of micro-batches of this evidence, and the defaults of ``Evidence`` for
+                everything else.
 
         Returns:
-            Another evidence.
+            The new evidence.
 
         Raises:
-            ConfigurationError: If a name or a value does not exist or does not fit.
+            ConfigurationError: If a name is unknown or a value does not fit.
         """
         settings = self._problem.settings
         sizes = Memory(settings.micro_batch, settings.memory_budget)
         keywords: dict[str, Any] = {"temperature": self.temperature, "memory": sizes}
         keywords |= {name: value for name, value in changes.items() if value is not None}
         with TURN, warnings.catch_warnings():
-            # Its warnings about the model were given when this evidence was made.
+            # The warnings about the model were given when this evidence was made.
             warnings.simplefilter("ignore", EvigradWarning)
             other = Evidence(
                 self.model,
@@ -783,32 +793,32 @@ class Evidence:
                 hyperparameters=list(self._model_hyperparameters),
                 **keywords,
             )
-        other._decay = self._decay  # a loop may train by one and learn by the other
+        other._decay = self._decay  # a loop may train with one evidence and learn with the other
         return other
 
     def num_outputs(self, x: Any) -> int:
-        """C, the number of the model's outputs.
+        """Return C, the number of the model's outputs.
 
         Args:
-            x: Some inputs.
+            x: Inputs of a few examples.
 
         Returns:
-            The number.
+            The number of outputs.
         """
         return self._problem.plan_of(x).num_outputs
 
     def refresh_anchors(self, data: Any) -> float:
-        """Choose anchors again, by the outputs of the present weights for all the data.
+        """Choose the anchors again, from the outputs of the current weights for all the data.
 
         Args:
             data: As for ``blocks``.
 
         Returns:
-            (1/T) log p(D|w,h) of all the data in nats, which the same outputs give.
+            (1/T) log p(D|w,h) of all the data in nats, computed from the same outputs.
 
         Raises:
             ConfigurationError: If the estimator has no anchors.
-            InputError: If the data do not fit; nothing changes then.
+            InputError: If the data do not fit. Nothing changes then.
         """
         if self._anchors is None:
             raise ConfigurationError(f"{self.spec.name} has no anchors.")
@@ -818,7 +828,7 @@ class Evidence:
             return self._anchors.refresh(source) / self.temperature
 
     def _count_positions(self, source: CheckedSource) -> None:
-        """Let anchors and outputs of ``map_loss`` count the positions of the first data set.
+        """Use the positions of the first data set for the anchors and the outputs of ``map_loss``.
 
         Raises:
             InputError: If a later data set has its targets at other positions.
@@ -827,9 +837,9 @@ class Evidence:
             self._positions = source.positions
         elif source.positions is None or not self._positions.has_the_places_of(source.positions):
             raise InputError(
-                "These examples have their targets at other positions than the data set that the"
-                f" anchors of {self.spec.name} were chosen from. Give the first data set again, in"
-                " its order, or make an evidence for these examples by with_estimator(...)."
+                "These examples have targets at other positions than the data set from which the"
+                f" anchors of {self.spec.name} were chosen. Pass the first data set again, in the"
+                " same order, or make an evidence for these examples with with_estimator(...)."
             )
 
     # ------------------------------------------------------------ telling and keeping
@@ -838,27 +848,28 @@ class Evidence:
         """Describe each weight tensor: the path of its derivatives, its curvature and precision.
 
         Args:
-            x: Some inputs; needed before the first estimate.
+            x: Inputs of a few examples, required before the first estimate.
 
         Returns:
             One report for each weight tensor, in the model's order.
 
         Raises:
-            ConfigurationError: If no input was seen yet and none is given.
+            ConfigurationError: If you give no inputs before the first estimate.
         """
         return parameter_reports(self._problem, x)
 
     def predicted_bytes(self, x: Any) -> int:
-        """Memory that an estimate is predicted to take at once, without weights and data.
+        """Return the predicted peak memory of an estimate, without weights and data.
 
-        The statistic and its log-determinant follow a formula. The passes are measured on one and
-        on two examples. Gradients in hyperparameters of the model take more.
+        The memory of the statistic and its log-determinant follows from a formula. The memory of
+        the passes is measured with one and with two examples. Gradients with respect to
+        hyperparameters of the model need more memory.
 
         Args:
-            x: Some inputs, at least two. One batch if the estimator takes all data (``N``).
+            x: Inputs of at least two examples. One batch if the estimator takes all data (``N``).
 
         Returns:
-            Bytes of the larger of both.
+            Bytes of the statistic or of the passes, whichever need more.
         """
         x = check_inputs(x, self._problem.device)
         plan = self._problem.network.plan(x)
@@ -866,7 +877,10 @@ class Evidence:
             return predicted_bytes(self._problem, plan, x)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of prior, likelihood, generator and automatic choices; the model keeps its own."""
+        """Return the state of the prior, likelihood, generator and automatic choices.
+
+        It does not include the model, which has its own ``state_dict``.
+        """
         anchors = {} if self._anchors is None else {"anchors": self._anchors.state_dict()}
         return {
             "estimator": self.spec.name,
@@ -879,16 +893,16 @@ class Evidence:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a state of ``state_dict``.
+        """Load a state that ``state_dict`` returned.
 
         Args:
-            state: What ``state_dict`` returned.
+            state: Result of ``state_dict``.
 
         Raises:
-            ConfigurationError: If it is the state of another estimator, or does not fit; nothing
+            ConfigurationError: If the state belongs to another estimator, or does not fit. Nothing
                 changes then.
         """
-        # Of a model that is wrapped, as by torch.compile, names were those with the wrapper once.
+        # Older states of a wrapped model, as by torch.compile, have names with the wrapper.
         state = with_bare_names(self.model, state)
         modules = {"prior": self.prior, "likelihood": self.likelihood}
         check_state(state, self.state_dict(), modules)
@@ -913,11 +927,11 @@ def _blocks_of(passes: MicroBatchSweep | Sequence[KeptPass]) -> list[Block]:
 
 
 def _is_empty(x: Data) -> bool:
-    """Whether this is what a stream, or ``collect`` of it, leaves to a rank without blocks."""
+    """Return whether this is what a stream or ``collect`` gives to a rank without blocks."""
     return (isinstance(x, Block) and not len(x.indices)) or (isinstance(x, list) and not x)
 
 
 def _largest_decays(optimizer: Optimizer | None) -> dict[int, float]:
-    """1/lr by the identity of each weight that an optimiser moves."""
+    """Return 1/lr by the identity of each weight that an optimizer updates."""
     groups = [] if optimizer is None else optimizer.param_groups
     return {id(w): 1 / float(g["lr"]) for g in groups for w in g["params"] if g["lr"] > 0}

@@ -25,7 +25,7 @@ DATA_MIX = (
 )
 # PyTorch's message if a batch of one has no statistics.
 _BATCH_STATISTICS = "Expected more than 1 value per channel"
-# Numbers of other types pass through a model's inputs as float64, which can hold these integers.
+# Numbers of other types reach a model as float64, which can hold integers up to this one.
 _LARGEST_INTEGER = 2**53
 # Minimum number of dimensions of outputs (m, …, C).
 _WITH_POSITIONS = 3
@@ -70,7 +70,7 @@ class _Joined:
 
 
 class Tree(_Joined):
-    """Nested containers of tensors that share dimension 0; ``as_inputs`` makes it."""
+    """Nested containers of tensors that share dimension 0, made by ``as_inputs``."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -99,9 +99,10 @@ class Tree(_Joined):
 class AtPositions(_Joined):
     """Inputs for outputs (m, …, C) at single positions. Each position counts as one example.
 
-    ``whole`` are the inputs, each once. ``data`` (n,) is the index of the input of each position,
-    or None if each position has its own input. The ``positions`` (n,) count through all dimensions
-    between the first and the last. ``count`` is the number of positions per example, if known.
+    ``whole`` contains each input once. ``data`` (n,) is the index of the input of each position, or
+    None if each position has its own input. The ``positions`` (n,) count through all dimensions of
+    the outputs between the first and the last. ``count`` is the number of positions per example, if
+    known.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class AtPositions(_Joined):
 
     @classmethod
     def every(cls, whole: Tensor | Tree, count: int) -> "AtPositions":
-        """Return all of ``count`` positions of all examples."""
+        """Return all ``count`` positions of each example."""
         number = torch.arange(len(whole) * count, device=whole.device)
         return cls(whole, number // count, number % count)
 
@@ -137,7 +138,7 @@ class AtPositions(_Joined):
         return AtPositions(whole, None, leaves[-1], self.count)
 
     def of_outputs(self, f: object) -> Float[Tensor, "n C"]:
-        """Return the outputs at the positions from checked outputs of the whole inputs."""
+        """Return the outputs at the positions, from the outputs of the whole inputs."""
         if (
             not isinstance(f, Tensor)
             or f.dim() < _WITH_POSITIONS
@@ -146,8 +147,9 @@ class AtPositions(_Joined):
         ):
             description = tuple(f.shape) if isinstance(f, Tensor) else type(f).__name__
             raise InputError(
-                f"The model must return one shape for inputs of one shape, got {description} for"
-                f" {len(self.whole)} examples, and outputs (m, …, C) before."
+                "The model must always return the same shape for inputs of the same shape. It"
+                f" returned outputs (m, …, C) before, and now {description} for {len(self.whole)}"
+                " examples."
             )
         f = f.flatten(1, -2)
         if self.data is not None:
@@ -206,11 +208,11 @@ def as_inputs(value: Any) -> Inputs:
             )
         if part.is_complex():
             raise InputError(
-                f"{name} of the inputs must be real, got complex numbers. Pass torch.view_as_real"
-                " of it, and call torch.view_as_complex in forward."
+                f"{name} of the inputs must be real, got complex numbers. Pass the result of"
+                " torch.view_as_real, and call torch.view_as_complex in forward."
             )
     if not parts:
-        raise InputError("Inputs must hold a tensor, got none.")
+        raise InputError("Inputs must contain at least one tensor, got none.")
     (first, one), *other_parts = parts
     for name, part in other_parts:
         if len(part) != len(one):
@@ -220,8 +222,8 @@ def as_inputs(value: Any) -> Inputs:
             )
         if part.device != one.device:
             raise InputError(
-                f"All parts of the inputs must be on one device, got {one.device} for {first} and"
-                f" {part.device} for {name}. Move one."
+                f"All parts of the inputs must be on the same device, got {one.device} for {first}"
+                f" and {part.device} for {name}. Move one of them."
             )
     return tree
 
@@ -250,13 +252,13 @@ def layout(x: Inputs) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
 
 
 def stacked(values: list[Any], what: str) -> Any:
-    """Return one tensor, or containers of tensors; ``what`` is x or y, for errors."""
+    """Return one tensor, or containers of tensors. ``what`` is x or y, for errors."""
     if all(isinstance(value, Tensor) for value in values):
         shapes = {tuple(value.shape) for value in values}
         if len(shapes) > 1:
             raise InputError(
-                f"All {what} must have one shape to be stacked, got {sorted(shapes)[:3]}. Pad them,"
-                " or pass a DataLoader whose collate_fn does."
+                f"All {what} must have the same shape to be stacked, got {sorted(shapes)[:3]}. Pad"
+                " them, or pass a DataLoader whose collate_fn pads."
             )
         return torch.stack(values)
     first = values[0]
@@ -266,7 +268,10 @@ def stacked(values: list[Any], what: str) -> Any:
         return _made(first, (stacked(list(parts), what) for parts in zip(*values, strict=True)))
     if all(value is None for value in values):
         return None
-    raise InputError(f"All {what} must have the same parts. Check the items of the data set.")
+    raise InputError(
+        f"All {what} must have the same parts, such as dictionary keys. Check the items of the data"
+        " set."
+    )
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -296,7 +301,7 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _made(like: Any, parts: Any) -> Any:
-    """Return a container of the same kind; a named tuple takes its fields one by one."""
+    """Return a container of the same kind. A named tuple takes its fields one by one."""
     return type(like)(*parts) if hasattr(like, "_fields") else type(like)(parts)
 
 
@@ -308,7 +313,7 @@ def check_integers(x: Inputs) -> None:
             (part.abs() > _LARGEST_INTEGER).any()
         ):
             raise InputError(
-                f"{name} of the inputs must hold integers of at most 2^53, got larger ones, which"
+                f"{name} of the inputs must hold integers of at most 2^53, because larger integers"
                 " would be rounded. Number the categories from 0."
             )
 
@@ -346,7 +351,7 @@ def _result(model: nn.Module, x: Tensor | Tree) -> Any:
 
 @contextmanager
 def _raised_by(model: nn.Module, whose: str) -> Iterator[None]:
-    """Act as ``raised_in``, with an error of its own for batch statistics in evaluation mode."""
+    """Act as ``raised_in``, with a special error for batch statistics in evaluation mode."""
     with raised_in(whose):
         try:
             yield
@@ -404,7 +409,7 @@ def called_at(model: nn.Module, layer: nn.Linear, x: AtPositions) -> object:
 
 
 def scores_of(output: object) -> Any:
-    """Return the ``logits`` of an object that has them, or the object."""
+    """Return the ``logits`` of an object that has them, or else the object itself."""
     logits = getattr(output, "logits", None)
     return logits if isinstance(logits, Tensor) else output
 
@@ -413,7 +418,8 @@ def arguments(model: nn.Module, value: Any) -> tuple[tuple[Any, ...], dict[str, 
     """Return positional and named arguments of ``forward`` for the value of a ``Tree``.
 
     A dictionary becomes keyword arguments if ``forward`` accepts all of its keys. A tuple becomes
-    positional arguments if ``forward`` requires this number. Otherwise each is one argument.
+    positional arguments if ``forward`` requires this number of them. Any other value is one
+    argument.
     """
     parameters = inspect.signature(model.forward).parameters.values()
     kinds = {parameter.name: parameter.kind for parameter in parameters}
@@ -457,15 +463,18 @@ class Transparent(nn.Module):
 
 
 def inside(module: Transparent) -> nn.Module:
-    """Return the model, which is not an attribute: its submodules may have any name."""
+    """Return the model. It is not an attribute, because its submodules may have any name."""
     return module.__dict__[_MODEL]
 
 
 def bare_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Return names without the parts that ``DataParallel`` and ``torch.compile`` add, by name.
+    """Return, by name, the names without the parts that module wrappers add.
 
-    ``names`` are names of a model's parameters, buffers or modules. The model may be wrapped, or
-    have wrapped modules.
+    Such wrappers are ``DataParallel`` and ``torch.compile``. ``names`` are names of a model's
+    parameters, buffers or modules. The model may be wrapped, or have wrapped modules.
+
+    Returns:
+        The name without such parts for each name.
     """
     # By paths, because a custom submodule may have the name ``module`` too.
     wrapped = {
@@ -492,14 +501,14 @@ def _is_parallel(module: nn.Module) -> bool:
 
 
 def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> dict[str, nn.Parameter]:
-    """Return a model's parameters by ``bare_names``; shared ones once, or under each name."""
+    """Return a model's parameters by ``bare_names``, and shared ones once or under each name."""
     named = dict(model.named_parameters(remove_duplicate=remove_duplicate))
     bare = bare_names(model, named)
     return {bare[name]: parameter for name, parameter in named.items()}
 
 
 def with_bare_names(model: nn.Module, state: Any) -> Any:
-    """Return a state of containers with a wrapped model's tensors by their ``bare_names``."""
+    """Return a state in which a wrapped model's tensors have their ``bare_names``."""
     buffers = (name for name, _ in model.named_buffers(remove_duplicate=False))
     names = bare_names(model, [*model.state_dict(), *buffers])
     if all(name == bare for name, bare in names.items()):
@@ -520,8 +529,8 @@ def with_bare_names(model: nn.Module, state: Any) -> Any:
 class Outputs(Transparent):
     """Select the outputs from what a model returns, or move their channels last.
 
-    Pass it instead of the model to ``fit`` and ``Evidence``. It has the model's parameters and
-    buffers by the same names. Wrappers such as ``Averaged`` must be applied outside it.
+    Pass this wrapper instead of the model to ``fit`` and ``Evidence``. It has the model's
+    parameters and buffers by the same names. Apply other wrappers, such as ``Averaged``, outside.
 
     Args:
         model: Any module.
@@ -531,7 +540,8 @@ class Outputs(Transparent):
             Default: −1, the last.
 
     Raises:
-        ConfigurationError: If ``output`` or ``channel_dim`` is something else.
+        ConfigurationError: If ``output`` or ``channel_dim`` has another type, or ``channel_dim`` is
+            0.
 
     Examples:
         >>> import torch
@@ -556,14 +566,14 @@ class Outputs(Transparent):
             )
         if not isinstance(channel_dim, int) or channel_dim == 0:
             raise ConfigurationError(
-                f"channel_dim must be a dimension of the outputs other than 0, which counts"
-                f" examples, got {channel_dim!r}."
+                f"channel_dim must be a dimension of the outputs, got {channel_dim!r}. It cannot be"
+                " 0, because dimension 0 counts the examples."
             )
-        # Not registered, because a module that is given as a function has its own place.
+        # Not registered, because a module that is given as a function belongs elsewhere.
         self.__dict__["_output"], self.__dict__["_channel_dim"] = output, channel_dim
 
     def forward(self, *positional: Any, **named: Any) -> Any:
-        """Return the outputs for arguments of the model."""
+        """Return the outputs for the arguments that the model takes."""
         return _part(self, inside(self)(*positional, **named))
 
 

@@ -1,9 +1,9 @@
 """Gaussian priors over the weights, with learnable precisions and groups of weights.
 
-p(w|h) = N(w; w₀, P0⁻¹), P0 diagonal: one precision for all weights, for each parameter tensor, for
-each group of tensors, or for each single weight. Precisions are learned as logarithms, so they stay
-positive and a step changes them by a factor. The mean w₀ is fixed: zero, the weights at the start
-(fine-tuning), or tensors.
+The prior is p(w|h) = N(w; w₀, P0⁻¹). The diagonal P0 has one precision for all weights, for each
+parameter tensor, for each group of tensors, or for each single weight. Precisions are learned as
+logarithms, so they stay positive and a step changes them by a factor. The mean w₀ is fixed: zero,
+the weights at the start (fine-tuning), or tensors.
 """
 
 import math
@@ -67,9 +67,10 @@ class GaussianPrior(nn.Module):
     A prior has no parameters until ``Evidence`` calls ``bind`` with the weights. Before that, all
     other methods raise a ConfigurationError.
 
-    For fine-tuning use ``mean="initial"``, which draws weights to their present values. A larger
-    learned precision keeps weights closer to the pretrained ones. ``mean={"backbone": "initial"}``
-    does so for a backbone, and draws all other weights to zero.
+    For fine-tuning, use ``mean="initial"``, which draws weights to their initial values. A larger
+    learned precision keeps weights closer to the pretrained weights. With
+    ``mean={"backbone": "initial"}``, only a backbone is drawn to its initial weights, and all other
+    weights are drawn to zero.
 
     Args:
         structure: ``"scalar"`` (one precision), ``"layerwise"`` (one per parameter tensor, the
@@ -79,8 +80,8 @@ class GaussianPrior(nn.Module):
             ``*``, ``?`` and ``[…]``. Each weight must be in exactly one group.
         precision: Initial precision: one number, or one per group by name. (The groups of
             ``"scalar"`` and ``"layerwise"`` are ``"all"`` and the parameters' names.) Default: 1.
-        learnable: Whether the precisions are learned: one bool, or one for some groups by name.
-            Other groups are learned. Default: True.
+        learnable: Whether the precisions are learned: one bool, or a dict from names of some groups
+            to bools. Groups that are not in the dict are learned. Default: True.
         hyperprior: Function from the log precisions (G,) to their joint log density (a scalar, in
             nats), such as ``NormalHyperprior``. Default: None, a flat density.
         mean: Mean w₀: ``"zero"``, ``"initial"`` (the weights at the first ``bind``), or a dict from
@@ -90,9 +91,9 @@ class GaussianPrior(nn.Module):
 
     Attributes:
         log_precision: Log precisions of the learned groups, (G,), or of all groups if none is
-            learned; of the weights, (P,), if diagonal; None before ``bind``.
-        group_names: Names of the groups; empty if diagonal.
-        group_of: Index into ``group_names`` for each weight tensor; empty if diagonal.
+            learned. If diagonal, log precisions of the weights, (P,). None before ``bind``.
+        group_names: Names of the groups. Empty if diagonal.
+        group_of: Index into ``group_names`` for each weight tensor. Empty if diagonal.
 
     Raises:
         ConfigurationError: If the structure or the mean is unknown, a precision is not positive, or
@@ -137,7 +138,7 @@ class GaussianPrior(nn.Module):
         if isinstance(precision, Mapping):
             if self.structure == "diagonal":
                 raise ConfigurationError(
-                    "precision of a diagonal prior must be one number, got a mapping. Use a number."
+                    "precision of a diagonal prior must be one number, got a mapping by groups."
                 )
             self._precision = {
                 group: _positive(value, f"precision of '{group}'")
@@ -181,19 +182,20 @@ class GaussianPrior(nn.Module):
             weights: Weights by name. A shared weight must occur once.
 
         Raises:
-            ConfigurationError: If there are no weights, the prior is bound to others, a weight
-                is not in exactly one group, or a setting does not fit the groups. Also if the
-                hyperprior does not return a scalar.
+            ConfigurationError: If there are no weights, the prior is bound to other weights, a
+                weight is not in exactly one group, or a setting does not fit the groups. Also if
+                the hyperprior does not return a scalar.
         """
         if not weights:
             raise ConfigurationError(
-                "A prior needs trainable weights, and the model has none. Call"
-                " requires_grad_(True) on some."
+                "A prior needs trainable weights, but the model has none. Call"
+                " requires_grad_(True) on some parameters."
             )
         wrong = [name for name, w in weights.items() if not w.is_floating_point()]
         if wrong:
             raise ConfigurationError(
-                f"Weights must be floating point, got other types for {listed(wrong)}."
+                f"Weights must be floating-point tensors, got other types for {listed(wrong)}."
+                " Convert or freeze them."
             )
         shapes = {name: w.shape for name, w in weights.items()}
         # A small step would not change a log precision in half precision, so use float32 or more.
@@ -203,7 +205,7 @@ class GaussianPrior(nn.Module):
             if shapes != self._shapes:
                 raise ConfigurationError(
                     f"This prior is bound to other weights ({_difference(self._shapes, shapes)})."
-                    " Make a new prior."
+                    " Make a new prior for these weights."
                 )
             # In place, because an optimizer may hold the parameter already.
             self.to(device=device, dtype=dtype)
@@ -240,22 +242,22 @@ class GaussianPrior(nn.Module):
         return order, {name: order.index(group) for name, group in owners.items()}
 
     def _check_groups(self, names: Sequence[str]) -> None:
-        """Check that settings by group name groups of this prior."""
+        """Check that settings by group use the names of this prior's groups."""
         for what, setting in (("precision", self._precision), ("learnable", self.learnable)):
             for name in setting if isinstance(setting, dict) else ():
                 if name not in names:
                     raise ConfigurationError(
-                        f"{what} must name groups of the prior, {listed(names)}, got '{name}'."
+                        f"{what} must name groups of the prior ({listed(names)}), got '{name}'."
                         f"{nearest(name, names)}"
                     )
         if isinstance(precision := self._precision, dict):
             if missing := [name for name in names if name not in precision]:
                 raise ConfigurationError(
-                    f"precision must have a value per group, got none for {listed(missing)}."
+                    f"precision must have a value for each group, got none for {listed(missing)}."
                 )
 
     def _set(self, values: Tensor) -> None:
-        """Store the log precisions of all groups, learned and fixed ones apart."""
+        """Store the log precisions of all groups, with learned and fixed groups apart."""
         learnable = self.learnable
         if isinstance(learnable, dict):
             chosen = [i for i, name in enumerate(self.group_names) if learnable.get(name, True)]
@@ -289,7 +291,7 @@ class GaussianPrior(nn.Module):
                 if name in key_of:
                     raise ConfigurationError(
                         f"mean has two values for '{name}', from '{key_of[name]}' and '{key}'. Name"
-                        " each weight once. Weights without a name have mean zero."
+                        " each weight at most once. Weights that you do not name have mean zero."
                     )
                 if isinstance(value, Tensor) and value.shape != shapes[name]:
                     raise ConfigurationError(
@@ -304,7 +306,7 @@ class GaussianPrior(nn.Module):
         return self._learned_index.tolist() or list(range(len(self.group_names)))
 
     def _log_precisions(self) -> Tensor:
-        """Return the log precision of each group, learned or not; of each weight if diagonal."""
+        """Return the log precision of each group, learned or not, or of each weight if diagonal."""
         if self.log_precision is None:
             raise ConfigurationError("The prior is not bound to weights yet. Call bind(weights).")
         if not len(self._learned_index):
@@ -316,7 +318,7 @@ class GaussianPrior(nn.Module):
     def precisions(self) -> dict[str, Tensor]:
         """Return the precision of each weight tensor by name, differentiable in ``log_precision``.
 
-        They are 0-dimensional, or have the weight's shape if diagonal.
+        Each precision is 0-dimensional, or has the weight's shape if the prior is diagonal.
         """
         precision = self._log_precisions().exp()
         if self.structure == "diagonal":
@@ -351,8 +353,8 @@ class GaussianPrior(nn.Module):
         shapes = {name: w.shape for name, w in weights.items()}
         if shapes != self._shapes:
             raise ConfigurationError(
-                f"The prior is bound to other weights ({_difference(self._shapes, shapes)}). Use"
-                " these, or a new prior."
+                f"The prior is bound to other weights ({_difference(self._shapes, shapes)}). Pass"
+                " the bound weights, or make a new prior."
             )
         deviations = self.deviations(weights)
         terms = [(precisions[name] * d.square()).sum() for name, d in deviations.items()]
@@ -369,7 +371,7 @@ class GaussianPrior(nn.Module):
         return (log_precision * log_precision.new_tensor(counts)).sum()
 
     def log_hyperprior(self) -> Float[Tensor, ""]:
-        """Return the log density of the log precisions, in nats; 0 without a hyperprior.
+        """Return the log density of the log precisions in nats, or 0 without a hyperprior.
 
         Raises:
             ConfigurationError: If the hyperprior does not return a scalar.
@@ -385,12 +387,12 @@ class GaussianPrior(nn.Module):
         return value
 
     def constant_groups(self) -> dict[str, str]:
-        """Return the group of each weight tensor, by their names; empty if diagonal."""
+        """Return the name of each weight tensor's group, or an empty dict if diagonal."""
         self._log_precisions()
         return {name: self.group_names[index] for name, index in self.group_of.items()}
 
     def group_name(self, name: str) -> str:
-        """Return the name of the group of a weight tensor; its own name if diagonal.
+        """Return the name of a weight tensor's group, or the tensor's own name if diagonal.
 
         Raises:
             ConfigurationError: If there is no weight of this name.
@@ -405,7 +407,7 @@ class GaussianPrior(nn.Module):
     # ------------------------------------------------------------------ state
 
     def get_extra_state(self) -> dict[str, Any] | None:
-        """Return the bound weights in plain types, to check a checkpoint; None before ``bind``."""
+        """Return the bound weights in plain types, or None before ``bind``, for checkpoints."""
         if self.log_precision is None:
             return None
         return {
@@ -426,7 +428,7 @@ class GaussianPrior(nn.Module):
         if saved is not None:
             if saved["structure"] != self.structure:
                 raise ConfigurationError(
-                    f"The saved prior must be {self.structure} like this one, got"
+                    f"The saved prior must be {self.structure} like this prior, got"
                     f" {saved['structure']}."
                 )
             shapes = {name: torch.Size(shape) for name, shape in saved["shapes"].items()}
@@ -442,7 +444,7 @@ class GaussianPrior(nn.Module):
                     )
             if (names, group_of) != (saved["group_names"], saved["group_of"]):
                 raise ConfigurationError(
-                    "The saved prior has other groups than this one. Use the same groups."
+                    "The saved prior has other groups than this prior. Use the same groups."
                 )
             mean_of = list(self._assigned_means(shapes, names, group_of))
             if (there := saved.get("mean_of", [])) != mean_of:
@@ -450,7 +452,7 @@ class GaussianPrior(nn.Module):
                     listed(mean_names) or "no weight" for mean_names in (mean_of, there)
                 )
                 raise ConfigurationError(
-                    f"The saved prior has a nonzero mean for {saved_text}, and this one for"
+                    f"The saved prior has a nonzero mean for {saved_text}, but this prior for"
                     f" {expected_text}. Use the same mean=... as for the saved prior."
                 )
             if self.log_precision is None:
@@ -498,14 +500,15 @@ def _checked_learnable(learnable: object, structure: str) -> bool | dict[str, bo
     is_mapping = isinstance(learnable, Mapping)
     if is_mapping and structure == "diagonal":
         raise ConfigurationError(
-            "learnable of a diagonal prior must be True or False, got a mapping: it has no groups."
+            "learnable of a diagonal prior must be True or False, got a mapping. A diagonal prior"
+            " has no groups."
         )
     settings = {f"['{k}']": v for k, v in learnable.items()} if is_mapping else {"": learnable}
     for which, value in settings.items():
         if not isinstance(value, bool):
             raise ConfigurationError(
-                f"learnable{which} must be True or False, got {value!r}. For some groups use a"
-                " mapping, such as {'head': False}."
+                f"learnable{which} must be True or False, got {value!r}. To fix only some groups,"
+                " use a mapping such as {'head': False}."
             )
     return dict(learnable) if is_mapping else bool(learnable)
 
@@ -520,14 +523,14 @@ def _checked_mean(mean: object) -> dict[str, str | Tensor | None]:
             means[key] = None if value == "zero" else value
         else:
             raise ConfigurationError(
-                f"The mean of '{key}' must be zero, initial, or a finite floating-point tensor of"
-                f" the weight's shape, got {_in_words(value)}.{nearest(str(value), MEANS)}"
+                f"The mean of '{key}' must be 'zero', 'initial', or a finite floating-point tensor"
+                f" of the weight's shape, got {_in_words(value)}.{nearest(str(value), MEANS)}"
             )
     return means
 
 
 def _in_words(mean: object) -> str:
-    """Return a mean in words, without the numbers of its tensor."""
+    """Return a mean in words, without the entries of a tensor."""
     if isinstance(mean, Tensor):
         return f"{str(mean.dtype).removeprefix('torch.')} tensor {tuple(mean.shape)}"
     return repr("zero" if mean is None else mean)
@@ -546,13 +549,13 @@ def _difference(bound: Mapping[str, torch.Size], other: Mapping[str, torch.Size]
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a name, a module above it or a wildcard matches a parameter."""
+    """Return whether a pattern is a parameter's name, a module above it or a matching wildcard."""
     above = pattern if pattern.endswith(".") else f"{pattern}."
     return name == pattern or name.startswith(above) or fnmatchcase(name, pattern)
 
 
 def checked_groups(groups: Mapping[str, Sequence[str]], what: str) -> dict[str, list[str]]:
-    """Return the list of patterns of each group; ``what`` names the groups' owner in errors."""
+    """Return the list of patterns of each group. ``what`` names the groups' owner in errors."""
     taken = {
         name: [patterns] if isinstance(patterns, str) else list(patterns)
         for name, patterns in groups.items()
@@ -560,7 +563,7 @@ def checked_groups(groups: Mapping[str, Sequence[str]], what: str) -> dict[str, 
     empty = [name for name, patterns in taken.items() if not patterns]
     if empty or not taken:
         raise ConfigurationError(
-            f"Groups of {what} must name weights, got none for {listed(empty) or 'all'}."
+            f"Each group of {what} must name weights, got none for {listed(empty) or 'all'}."
         )
     return taken
 
@@ -571,27 +574,27 @@ def _known(names: Iterable[str]) -> list[str]:
 
 
 def assign(names: Sequence[str], groups: Mapping[str, Sequence[str]], what: str) -> dict[str, str]:
-    """Return the group of each weight; ``what`` names the groups' owner in errors."""
+    """Return the group of each weight. ``what`` names the groups' owner in errors."""
     owners = {
         name: [g for g, patterns in groups.items() if any(matches(p, name) for p in patterns)]
         for name in names
     }
     candidates = _known(names)
     problems = [
-        f"'{pattern}' names no weight.{nearest(pattern, candidates)}"
+        f"'{pattern}' matches no weight.{nearest(pattern, candidates)}"
         for patterns in groups.values()
         for pattern in patterns
         if not any(matches(pattern, name) for name in names)
     ]
     if missing := [name for name, group_names in owners.items() if not group_names]:
-        problems.append(f"In no group: {listed(missing)}.")
+        problems.append(f"Weights without a group: {listed(missing)}.")
     problems += [
-        f"'{name}' is in several: {', '.join(group_names)}."
+        f"'{name}' is in several groups: {', '.join(group_names)}."
         for name, group_names in owners.items()
         if len(group_names) > 1
     ]
     if problems:
         raise ConfigurationError(
-            f"Each weight must be in one group of {what}. " + " ".join(problems)
+            f"Each weight must be in exactly one group of {what}. " + " ".join(problems)
         )
     return {name: group_names[0] for name, group_names in owners.items()}

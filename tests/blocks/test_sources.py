@@ -117,5 +117,5 @@ def test_data_that_cannot_be_used(data, words):
 
 def test_items_of_different_shapes():
     source = as_source([(torch.zeros(2), 0), (torch.zeros(3), 1)])
-    with pytest.raises(InputError, match="All x must have one shape to be stacked"):
+    with pytest.raises(InputError, match="All x must have the same shape to be stacked"):
         source.fetch(torch.tensor([0, 1]))

@@ -274,7 +274,7 @@ def test_default_hessian_refuses_one_that_depends_on_targets() -> None:
 
 @pytest.mark.parametrize("kind", ["subblock", "fisher", "eigen"])
 def test_default_root_refuses_an_indefinite_hessian(kind: str) -> None:
-    with pytest.raises(NotPositiveDefiniteError, match="Override hessian"):
+    with pytest.raises(NotPositiveDefiniteError, match="Override the likelihood's hessian"):
         Concave().root(outputs(), None, kind)
 
     class Independent(Concave):

@@ -138,7 +138,7 @@ def gradient(evidence: Evidence, x: Tensor, y: Tensor) -> Tensor:
     ("function", "words"),
     [
         (OnceSquare, "'OnceSquare' cannot be differentiated twice.*'model.scale'"),
-        (DetachedSquare, "gradient in 'model.scale' would be wrong.*backward of 'DetachedSquare'"),
+        (DetachedSquare, "gradient for 'model.scale' would be wrong.*backward of 'DetachedSquare'"),
     ],
 )
 def test_a_backward_that_cannot_be_differentiated(
@@ -172,7 +172,7 @@ def test_cotangents_without_a_graph(function: Any) -> None:
 
 def test_a_constant_derivative_in_the_cotangents() -> None:
     x, y = data()
-    with pytest.raises(ConfigurationError, match="rows in their cotangents.*'DetachedTriple'"):
+    with pytest.raises(ConfigurationError, match="linear in its cotangents.*'DetachedTriple'"):
         build(behind(DetachedTriple.apply)).backward(x, y)
     # A Gaussian's cotangents depend on nothing, and the gradient is right.
     y = torch.zeros(N, 3, dtype=torch.float64)
@@ -224,7 +224,7 @@ def test_a_model_that_takes_float32_alone(function: Any) -> None:
     if function is Square:
         assert gradient(evidence, x, y).isfinite()
         return
-    with pytest.raises(ConfigurationError, match="gradient in 'model.scale' would be wrong"):
+    with pytest.raises(ConfigurationError, match="gradient for 'model.scale' would be wrong"):
         evidence.backward(x, y)
 
 

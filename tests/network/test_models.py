@@ -303,7 +303,7 @@ def test_frozen_and_unused_layers() -> None:
 
 def test_output_without_any_weight() -> None:
     net: Any = Net(lambda self, x: x.sin(), w=parameter(2))
-    with pytest.raises(InputError, match="no derivative in any weight"):
+    with pytest.raises(InputError, match="No weight has a derivative"):
         check(net, random(4, 3), {"w": "unused"})
 
 

@@ -114,7 +114,7 @@ def test_parameter_used_otherwise_than_planned() -> None:
         check_rows(model, made, x + shift)
     linearization = Linearization(model, weights_of(model), x + 200, made, False)
     linearization.factors(random(4, 1, 2), ["model.2.weight"])
-    with pytest.raises(InputError, match="uses it differently than in the plan"):
+    with pytest.raises(InputError, match="uses this parameter differently than in the plan"):
         linearization.factors(random(4, 1, 2), ["model.0.weight"])
 
 
@@ -169,7 +169,7 @@ def test_unknown_name() -> None:
     "forward, message",
     [
         (lambda model, x: model(x)[:, 0], r"f\[:, None\]"),
-        (lambda model, x: model(x)[:, :, None], "one shape for inputs"),
+        (lambda model, x: model(x)[:, :, None], "the same shape for inputs"),
         (lambda model, x: model(x).T, "count the examples"),
         (lambda model, x: model(x).sum(), "count the examples"),
         (lambda model, x: (model(x), x), "a tuple"),
@@ -226,7 +226,7 @@ def test_weights_that_are_none() -> None:
             lambda w: plan(model, w, x),
             lambda w: Linearization(model, w, x, made, False),
         ):
-            with pytest.raises(ConfigurationError, match="not that parameter"):
+            with pytest.raises(ConfigurationError, match="not the same parameter"):
                 call(weights)
     weights = weights_of(model)
     weights["0.weight"].requires_grad_(False)

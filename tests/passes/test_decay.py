@@ -124,7 +124,7 @@ def test_an_optimizer_with_a_decay_of_its_own(by: str) -> None:
         else:
             evidence.add_weight_decay(optimizer)
 
-    with pytest.warns(EvigradWarning, match=r"weight_decay=0.01 on weights that the prior"):
+    with pytest.warns(EvigradWarning, match=r"weight_decay=0.01 for weights that the prior"):
         decay()
     decay()  # once
     # A decay of other parameters is the caller's.

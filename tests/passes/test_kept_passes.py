@@ -205,7 +205,7 @@ def test_a_block_of_ones_own_with_several_outputs() -> None:
 @pytest.mark.parametrize("estimator", ["ntk-4-1-ef", "kfac-4-2-mc"])
 def test_rows_that_depend_on_the_noise(estimator: str) -> None:
     learned = make(estimator, Gaussian(0.6))
-    assert_refused(learned, r"likelihood\.log_noise changes it")
+    assert_refused(learned, r"likelihood\.log_noise changes the pass")
     fixed = make(estimator, Gaussian(0.6, learnable=False))
     fixed.check_collect(data()[0])
     block = next(iter(fixed.blocks(data())))
@@ -227,7 +227,7 @@ class Gated(nn.Module):
 
 def test_hyperparameters_of_the_model() -> None:
     evidence = make("ntk-4-1", Gaussian(0.6), model=Gated(), hyperparameters=["gate"])
-    assert_refused(evidence, r"but model\.gate changes it")
+    assert_refused(evidence, r"but model\.gate changes the pass")
 
 
 def test_passes_of_another_evidence_or_of_other_weights() -> None:

@@ -162,8 +162,8 @@ def test_many_outputs_without_positions_get_a_hint(num_outputs, shape, monkeypat
     with pytest.raises(MemoryBudgetError, match="'ntk' with 2 rows needs about") as caught:
         evidence.estimate(block)
     hint = (
-        "If outputs belong to positions (pixels, words), return (m, …, C). Then only drawn"
-        " positions go through the last layer."
+        "If outputs belong to positions (pixels, words), return the shape (m, …, C). Then only"
+        " drawn positions go through the last layer."
     )
     assert str(caught.value).endswith(hint) == (num_outputs == 1000 and not shape)
 

@@ -153,7 +153,7 @@ def test_a_given_size_that_does_not_fit_is_halved_with_a_word() -> None:
     evidence, model, x, y = build(memory=Memory(micro_batch=4))
     model.limit = 3
     with pytest.warns(
-        EvigradWarning, match="over 4 examples did not fit into memory. From now on it takes 2"
+        EvigradWarning, match="over 4 examples did not fit into memory. Later passes take 2"
     ):
         found = gradients(evidence, x, y)
     torch.testing.assert_close(found, expected)

@@ -68,7 +68,7 @@ def test_settings_that_do_not_exist_or_fit():
     posterior = own.evidence.posterior
     refused: tuple[tuple[dict[str, Any], str], ...] = (
         ({"structure": "kronecker"}, "structure must be one of kfac, last-layer, diag, full, ntk"),
-        ({"structure": "full", "rows": 5}, "Remove rows"),
+        ({"structure": "full", "rows": 5}, "Omit rows"),
         ({"structure": "ntk", "rows": 0}, "rows must be a positive integer"),
         ({"structure": "kfac"}, "varies inside"),
         ({"state": {}}, "or state"),
@@ -76,16 +76,16 @@ def test_settings_that_do_not_exist_or_fit():
     for options, words in refused:
         with pytest.raises(ConfigurationError, match=words):
             posterior(own.train, **options)
-    with pytest.raises(ConfigurationError, match="takes the data"):
+    with pytest.raises(ConfigurationError, match="needs either the data or state"):
         posterior()
-    with pytest.raises(ConfigurationError, match="state must be from posterior.state_dict"):
+    with pytest.raises(ConfigurationError, match="must be the result of posterior.state_dict"):
         posterior(state={})
     made = posterior(own.train, structure="diag")
     with pytest.raises(ConfigurationError, match="link must be one of monte-carlo"):
         made(own.test, link="mackay")
     with pytest.raises(ConfigurationError, match="n must be"):
         made.sample(own.test, 0)
-    with pytest.raises(ConfigurationError, match="must be of 'diag'"):
+    with pytest.raises(ConfigurationError, match="must belong to a 'diag' posterior"):
         made.load_state_dict(posterior(own.train, structure="full").state_dict())
     with pytest.raises(ConfigurationError, match="lacks covariance"):
         made.load_state_dict({k: v for k, v in made.state_dict().items() if k != "covariance"})
@@ -118,7 +118,7 @@ def test_inputs_with_other_outputs_are_refused():
 
     own = case("bernoulli", model=Ends())
     posterior = own.evidence.posterior(own.train, structure="full")
-    with pytest.raises(InputError, match="4 outputs of the model instead of 3"):
+    with pytest.raises(InputError, match="4 outputs for these inputs, but had 3"):
         posterior(torch.ones(2, 1, 5).double())
 
 

@@ -340,10 +340,10 @@ class Gated(nn.Module):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"hyperparameters": ["gate"], "prior_blocks": 2}, r"model\.gate changes it"),
+        ({"hyperparameters": ["gate"], "prior_blocks": 2}, r"model\.gate changes the pass"),
         (
             {"likelihood": Gaussian(0.7), "estimator": "ntk-20-1-ef", "prior_blocks": 2},
-            r"likelihood\.log_noise changes it",
+            r"likelihood\.log_noise changes the pass",
         ),
         (
             {

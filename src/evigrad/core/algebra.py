@@ -42,7 +42,7 @@ def is_finite(value: Tensor) -> bool:
 
 
 def dot(a: Tensor, b: Tensor) -> Float[Tensor, ""]:
-    """Return Σ a b for tensors of the same shape, in float32 or wider."""
+    """Return Σ a b over all entries of two tensors of the same shape, in float32 or wider."""
     if a.dtype.itemsize < torch.float32.itemsize:
         a, b = a.float(), b.float()
     # (a * b).sum() would first allocate a tensor of the same size.
@@ -57,7 +57,7 @@ def add_gram(gram: Float[Tensor, "G n n"], rows: Float[Tensor, "G n R"]) -> None
 
 
 def mirrored(gram: Float[Tensor, "G n n"]) -> Float[Tensor, "G n n"]:
-    """Copy the entries of an ``add_gram`` above the diagonal to those below it, in place."""
+    """Copy the entries above the diagonal of an ``add_gram`` to the entries below, in place."""
     for strip in _strips(gram.shape[1]):
         gram[:, strip.stop :, strip] = gram[:, strip, strip.stop :].mT
     return gram

@@ -73,8 +73,8 @@ def run_pass(
 
     Args:
         model: The model.
-        curvature: Turns rows into a statistic.
-        sweep: Takes the block through the network.
+        curvature: The curvature that turns rows into a statistic.
+        sweep: The sweep that takes the block through the network.
         condense: Whether to keep only what log-determinants need.
         keep_outputs: Whether to keep the outputs, and unscaled rows, for steps on the likelihood's
             parameters.
@@ -205,7 +205,7 @@ def _rescaled(
 def one_pass(
     model: LinearizedModel, curvature: Curvature[Any], sweep: Sweep, learned: Mapping[str, Tensor]
 ) -> tuple[Estimate, list[Tensor]]:
-    """Return the gradient in the precisions and a scale of the rows, from one pass."""
+    """Return the gradient with respect to the precisions and a scale of the rows, from one pass."""
     beside = any(not name.startswith("prior.") for name in learned)
     block_pass = run_pass(model, curvature, sweep, condense=True, keep_outputs=beside)
     estimate, loss = log_evidence(block_pass)
@@ -215,7 +215,7 @@ def one_pass(
 def two_passes(
     model: LinearizedModel, curvature: Curvature[Any], sweep: Sweep, learned: Mapping[str, Tensor]
 ) -> tuple[Estimate, list[Tensor]]:
-    """Return the gradient in hyperparameters of the forward pass, with a graph per micro-batch.
+    """Return the gradient for hyperparameters of the forward pass, with a graph per micro-batch.
 
     The statistic 𝒯 is a sum over micro-batches, and so is its part of the gradient:
 
@@ -278,7 +278,7 @@ def _pulled_back(
 
 
 def gradients_of(value: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of a scalar in parameters, or zeros if it does not depend on one."""
+    """Return the gradients of a scalar, with zeros for parameters on which it does not depend."""
     if not parameters:
         return []
     return list(torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True))

@@ -35,7 +35,7 @@ class Conditioning:
     """Which rows of a block are anchors, and which belong to the drawn parts.
 
     Attributes:
-        parts: For each row of the statistic 0 for an anchor, b for part B_b, -1 for neither.
+        parts: For each row of the statistic: 0 for an anchor, b for part B_b, and -1 for neither.
         weights: w_1, w_2, …, the inverse probabilities of the parts.
     """
 
@@ -48,8 +48,8 @@ class Anchored:
     """Which columns of a block are anchors, and which parts of the other rows were drawn.
 
     Attributes:
-        labels: For each column 0 for an anchor, b = 1, 2, … for a row of the b-th of ``parts``, and
-            -1 for padding and rows that do not count.
+        labels: For each column: 0 for an anchor, b = 1, 2, … for a row of the b-th of ``parts``,
+            and -1 for padding and rows that do not count.
         draws: The draws whose mean estimates the log-determinant of all rows. Several may have the
             same part. Empty if all rows are anchors.
         likelihood_weights: Weights (d, m) of the likelihood data of each draw, with the block's
@@ -96,7 +96,7 @@ class Block:
         anchored: The anchors and drawn parts of an anchored block, whose ``scale`` is 1.
         origin: In a block from ``expanded`` or ``share``, the earlier position of each example.
         seed: Seed of random draws in passes over the block, if ranks have different blocks.
-        shares: Number of ranks that pass over parts of the block, see ``share``.
+        shares: Number of ranks that pass over parts of the block (see ``share``).
 
     See also: docs/custom_loop.md.
     """
@@ -123,10 +123,10 @@ class Block:
         )
 
     def share(self, data: slice, shares: int) -> "Block":
-        """Return some of the examples, as the part of one of several ranks.
+        """Return a block of only these examples, as one rank's part of this block.
 
-        Likelihood weights are scaled up by the number of ranks, so the block has the mean of the
-        parts' log likelihoods. It has the sum of their statistics.
+        Likelihood weights are scaled up by the number of ranks, so this block's log likelihood is
+        the mean over the parts. Its statistic is the sum over the parts.
         """
         return replace(
             self,
@@ -145,7 +145,8 @@ class Block:
         Examples with equal numbers of rows go through the network together, and a few repetitions
         cost less than another pass. Use it only if the rows of an example do not depend on the
         block's other rows, and if the curvature does not count examples. The result has an
-        ``origin``. It is this block if that has no padding, or too many examples have several rows.
+        ``origin``. If this block has no padding, or too many examples have several rows, it is
+        returned unchanged.
         """
         if self.columns is None or self.origin is not None or self._counts is None:
             return self
@@ -205,7 +206,7 @@ class Block:
         return replace(self, likelihood_weights=weights, anchored=one_draw)
 
     def rows_of(self, position: int) -> int:
-        """Return the largest number of rows of an example from a position on, or 0 for all C."""
+        """Return the largest number of rows of any example from a position on, or 0 for all C."""
         if self.columns is None:
             return 0
         return self.columns.shape[1] if self._counts is None else self._counts[position]

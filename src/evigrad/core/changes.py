@@ -16,8 +16,9 @@ def likelihood_changes(
 ) -> Literal["rows", "sums", "scales"]:
     """Return what the likelihood's learnable parameters change. There must be at least one.
 
-    ``rows``: the vectors depend on them, so the data must be passed again. ``sums``: they change
-    the scales of summed rows by different factors. ``scales``: a kept statistic can be rescaled.
+    ``rows``: the vectors depend on the parameters, so another pass over the data is needed.
+    ``sums``: the parameters change the scales of summed rows by different factors. ``scales``: a
+    kept statistic can be rescaled.
     """
     estimator, likelihood = model.estimator, model.likelihood
     if estimator.curvature != "ggn":

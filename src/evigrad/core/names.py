@@ -28,8 +28,8 @@ CURVATURES = ("ggn", "ef", "mc")
 
 GRAMMAR = (
     "A name is STRUCTURE-SUBSET-OUTPUTS[-MODIFIER...]: "
-    f"STRUCTURE {' | '.join(STRUCTURES)}, SUBSET an integer or N, OUTPUTS an integer, C or rows, "
-    f"MODIFIER {' | '.join(MODIFIERS)}. Examples: 'kfac-150-1' and 'ntk-N-C'."
+    f"STRUCTURE is {' | '.join(STRUCTURES)}. SUBSET is an integer or N. OUTPUTS is an integer, C "
+    f"or rows. MODIFIER is {' | '.join(MODIFIERS)}. Examples: 'kfac-150-1' and 'ntk-N-C'."
 )
 
 # docs/estimators.md describes when another estimator is better.
@@ -45,9 +45,9 @@ class Estimator:
 
     Attributes:
         structure: One of `STRUCTURES`.
-        subset: Number of examples in a block, or of rows if `rows`. ``None`` is all N.
-        outputs: Number of outputs in a block. ``None`` is all C. For ``ef`` it is 1, and for ``mc``
-            the number of labels sampled for each example.
+        subset: Number of examples in a block, or of rows if `rows`. ``None`` means all N.
+        outputs: Number of outputs in a block. ``None`` means all C. For ``ef`` it is 1, and for
+            ``mc`` it is the number of labels sampled for each example.
         rows: Whether a block contains single rows (example, output), drawn independently of their
             examples.
         iid: Whether each example of a block draws its own outputs.
@@ -93,8 +93,8 @@ class Estimator:
             )
         if self.iid and (self.outputs is None or self.curvature != "ggn"):
             raise ConfigurationError(
-                "'iid' draws outputs for each example, so OUTPUTS must be an integer, without 'ef' "
-                "or 'mc'."
+                "'iid' draws outputs for each example, so OUTPUTS must be an integer, and 'ef' and "
+                "'mc' are not allowed."
             )
         if self.curvature == "ef" and self.outputs != 1:
             raise ConfigurationError(
@@ -103,8 +103,8 @@ class Estimator:
             )
         if self.curvature == "mc" and self.outputs is None:
             raise ConfigurationError(
-                "'mc' samples labels, so OUTPUTS must be an integer, the number per example, "
-                f"as in '{self.structure}-{self.subset or 'N'}-1-mc'."
+                "'mc' samples labels, so OUTPUTS must be an integer, the number of labels per "
+                f"example, as in '{self.structure}-{self.subset or 'N'}-1-mc'."
             )
 
     def _check_rows(self) -> None:
@@ -164,14 +164,14 @@ class Estimator:
         parts = name.removeprefix(structure).split("-")[1:]
         if not parts:
             raise ConfigurationError(
-                "SUBSET and OUTPUTS are missing, "
-                f"as in '{structure}-100-1', '{structure}-100-C' or '{structure}-N-C'."
+                "SUBSET and OUTPUTS are missing. Use, for example, "
+                f"'{structure}-100-1', '{structure}-100-C' or '{structure}-N-C'."
             )
         subset = _read_size("SUBSET", parts[0], "N")
         if len(parts) == 1 or parts[1] in MODIFIERS:
             raise ConfigurationError(
-                f"OUTPUTS is missing, as in '{structure}-{parts[0]}-1' (one random output per "
-                f"block) or '{structure}-{parts[0]}-C' (all outputs)."
+                f"OUTPUTS is missing. Use, for example, '{structure}-{parts[0]}-1' (one random "
+                f"output per block) or '{structure}-{parts[0]}-C' (all outputs)."
             )
         rows = parts[1] == "rows"
         outputs = None if rows else _read_size("OUTPUTS", parts[1], "C")
@@ -204,7 +204,7 @@ class Estimator:
     def family(self) -> tuple[str, str]:
         """The name without its size, and the size, such as ``("ntk-m-1", "50")``.
 
-        A full-batch estimator has its name twice.
+        For a full-batch estimator, both are the whole name.
         """
         if self.is_full_batch:
             return self.name, self.name
@@ -267,7 +267,7 @@ def _read_modifiers(modifiers: list[str]) -> dict[str, Any]:
         if modifier == "hessian":
             raise ConfigurationError(
                 "the exact Hessian is not a modifier. Use a custom curvature instead:"
-                " Evidence(..., curvature=ExactHessian(...)), see docs/layers.md."
+                " Evidence(..., curvature=ExactHessian(...)). See docs/layers.md."
             )
         if modifier not in MODIFIERS:
             raise ConfigurationError(

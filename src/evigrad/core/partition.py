@@ -30,13 +30,13 @@ class Partition:
     All randomness comes from the generators that methods receive, not from the global state.
 
     Args:
-        spec: The estimator. A SUBSET of more rows than there are uses all of them.
+        spec: The estimator. If SUBSET exceeds the total number of rows, all rows are used.
         num_data: N.
         num_outputs: C.
-        num_rows: Rows of an example whose outputs are all in one block. Default: C.
+        num_rows: Number of rows of an example whose outputs are all in one block. Default: C.
 
     Attributes:
-        rows_per_datum: Rows of an example in a block, unless the estimator counts rows.
+        rows_per_datum: Number of rows of an example in a block, unless the estimator counts rows.
         num_blocks: M, the number of blocks in a partition.
         splits_outputs: Whether the rows of an example belong to several blocks. If not, blocks have
             `columns` ``None``, unless the curvature has its own rows.

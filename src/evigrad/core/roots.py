@@ -263,8 +263,9 @@ def check_not_negative(eigenvalues: Tensor) -> None:
     if bool((eigenvalues < floor).any()):
         raise NotPositiveDefiniteError(
             f"The negative log likelihood is not convex in the outputs: its Hessian Λ has the"
-            f" eigenvalue {eigenvalues.min().item():.3g}, so it has no root. Override hessian(f) of"
-            " the likelihood with a positive semidefinite matrix, such as its Fisher information."
+            f" eigenvalue {eigenvalues.min().item():.3g}, so it has no root. Override the"
+            " likelihood's hessian(f) to return a positive semidefinite matrix, such as the Fisher"
+            " information."
         )
 
 
@@ -276,8 +277,9 @@ def _descending_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """
     if not is_finite(matrix):
         raise NotFiniteError(
-            "The curvature Λ of the outputs contains NaN or infinite values, so outputs are not"
-            " finite or too large. Look for weights, inputs or hyperparameters that have diverged."
+            "The curvature Λ of the outputs contains NaN or infinite values, because outputs are"
+            " not finite or too large. Look for weights, inputs or hyperparameters that have"
+            " diverged."
         )
     if matrix.dtype.itemsize < torch.float32.itemsize:
         matrix = matrix.float()
@@ -287,6 +289,6 @@ def _descending_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
             if bool(values.isfinite().all()):
                 return values.flip(-1).to(matrix.dtype), vectors.flip(-1).to(matrix.dtype)
     raise NotFiniteError(
-        "LAPACK finds no eigenvalues of the curvature Λ of the outputs, which are too large. Look"
-        " for weights, inputs or hyperparameters that have diverged."
+        "LAPACK cannot compute eigenvalues of the curvature Λ, because the outputs are too large."
+        " Look for weights, inputs or hyperparameters that have diverged."
     )

@@ -329,7 +329,7 @@ class Estimate:
         log_likelihood: Estimate of (1/T) log p(D|w,h).
         log_prior: −½ (w−w₀)ᵀP0(w−w₀), exact. The rest of log p(w|h) cancels in the determinant.
         log_det: Estimate of ℓ(I) = log|I + S|, scaled to the whole data set.
-        log_hyperprior: Log density of the hyperparameters, not part of ``log_evidence``.
+        log_hyperprior: Log density of the hyperparameters, which ``log_evidence`` excludes.
         is_bound: Whether the expectation of ``log_evidence`` is a lower bound on the log evidence
             with the same curvature. A single estimate can exceed it.
         num_data: N.

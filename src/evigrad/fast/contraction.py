@@ -28,7 +28,7 @@ _STRIP = 2**21
 
 @dataclass(frozen=True)
 class MatrixUse:
-    """Sizes of a use of a weight as a matrix.
+    """Sizes of one use of a weight as a matrix.
 
     Attributes:
         positions: T, how often the matrix is applied to an example, over all its augmentation
@@ -45,7 +45,7 @@ class MatrixUse:
 
     @property
     def numbers(self) -> int:
-        """How many numbers represent the single row of an example."""
+        """The count of numbers that represent an example with a single row."""
         return self.positions * (self.inputs + (1 if self.looked_up else self.outputs))
 
 
@@ -252,7 +252,7 @@ def _products_with_lookup(
 
 @dataclass(frozen=True)
 class _Entries:
-    """What examples looked up, with each row of the matrix once per example.
+    """The rows of a matrix that examples looked up, each row once per example.
 
     Attributes:
         data: The example of each entry, (E,).
@@ -301,7 +301,10 @@ def lookup_gram(
 def uses_cotangents(
     uses: Sequence[tuple[Tensor, Tensor]], cotangent: Float[Tensor, "R R"]
 ) -> list[tuple[Tensor | None, Tensor]]:
-    """Return cotangents of the pairs of ``uses_gram``, None for numbers, for a symmetric one."""
+    """Return cotangents of the pairs of ``uses_gram``, or None for row numbers.
+
+    ``cotangent`` must be symmetric.
+    """
     if len(uses) == 1 and uses[0][0].is_floating_point():
         return [contraction_cotangents(*uses[0], cotangent)]
     with torch.enable_grad():

@@ -14,9 +14,9 @@ from evigrad.errors import ConfigurationError, EvigradError, InputError, listed,
 from evigrad.inputs import Inputs, called, named_parameters
 
 NO_DERIVATIVE = (
-    "The model's outputs have no derivative in any weight. Its forward runs under torch.no_grad()"
-    " or torch.inference_mode(), or uses .detach(), .data or .item(). Remove that from forward. To"
-    " fix single weights, set requires_grad=False."
+    "No weight has a derivative of the model's outputs. The forward method runs under"
+    " torch.no_grad() or torch.inference_mode(), or uses .detach(), .data or .item(). Remove these"
+    " from forward. To fix single weights, set their requires_grad=False."
 )
 # Common operations without a derivative, and their replacements.
 _WAYS_OUT = {
@@ -36,8 +36,8 @@ def derivatives_named() -> Iterator[None]:
     """Turn PyTorch's error about a missing derivative into one that names a replacement.
 
     Raises:
-        ConfigurationError: If an operation inside has no derivative, or no second one.
-        RuntimeError: Any other one, unchanged.
+        ConfigurationError: If an operation inside has no derivative, or no second derivative.
+        RuntimeError: Any other RuntimeError, unchanged.
     """
     try:
         yield
@@ -67,8 +67,8 @@ def without_derivative(error: BaseException) -> ConfigurationError | None:
     instead = f"Use instead: {way_out}." if way_out else "Use other operations instead."
     if second:
         return ConfigurationError(
-            f"The model uses '{name}', which has no second derivative in PyTorch. The gradient in"
-            " hyperparameters of the model needs it, and so does an exact Hessian."
+            f"The model uses '{name}', which has no second derivative in PyTorch. The gradient for"
+            " hyperparameters of the model, and an exact Hessian, need second derivatives."
             f" {instead} Or fix the hyperparameters of the model (requires_grad=False)."
         )
     return ConfigurationError(
@@ -83,20 +83,21 @@ def check_call(model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor)
         raise InputError("There are no data. Pass at least one example along dimension 0 of x.")
     if torch.is_inference_mode_enabled():
         raise ConfigurationError(
-            "There are no gradients inside torch.inference_mode(). Remove it, or use"
-            " torch.no_grad()."
+            "There are no gradients inside torch.inference_mode(). Remove this context, or use"
+            " torch.no_grad() instead."
         )
     parameters = named_parameters(model)
     for name, p in weights.items():
         if parameters.get(name) is not p:
             raise ConfigurationError(
-                f"{name!r} is not that parameter of this model, whose parameters may have been"
-                f" replaced.{nearest(name, parameters)}"
+                f"{name!r} is not the same parameter as in this model. It may have been replaced"
+                f" there. Pass the model's current parameters.{nearest(name, parameters)}"
             )
         if not p.is_floating_point() or not p.requires_grad:
             raise ConfigurationError(
-                f"{name!r} cannot be a weight of the evidence. It must be a real floating-point"
-                " parameter that requires a gradient. Freeze it first, or let it require one."
+                f"{name!r} cannot be a weight of the evidence, because it is not a real"
+                " floating-point parameter that requires a gradient. Freeze it before you create"
+                " the evidence, or call its requires_grad_()."
             )
         if p._backward_hooks:
             raise ConfigurationError(
@@ -182,7 +183,7 @@ def check_output(output: object, m: int, positions: bool = False) -> Tensor:
         elif output.dim() == 1:
             hint = "Add a dimension for the single output, such as f[:, None]."
         else:
-            hint = "It must return one shape for inputs of one shape."
+            hint = "It must return the same shape for inputs of the same shape."
         raise InputError(
             f"For {m} examples the model returned a tensor of shape {tuple(output.shape)}, but"
             f" evigrad needs ({m}, C), or ({m}, …, C) with a target at each position. {hint}"

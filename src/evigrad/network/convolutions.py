@@ -55,7 +55,7 @@ class Geometry:
         )
 
     def of_all(self, m: int) -> "Geometry":
-        """Return the convolution of m examples at once, each of which is a channel group."""
+        """Return one convolution for m examples, each of which becomes a channel group."""
         return replace(self, groups=m * self.groups)
 
     def convolve(
@@ -74,7 +74,7 @@ class Geometry:
         weight: Float[Tensor, "o i *kernel"],
         gradient: Float[Tensor, "n o *positions"],
     ) -> Float[Tensor, "n c *space"]:
-        """Return the gradient in the input, which has this shape."""
+        """Return the gradient with respect to the input, which has this shape."""
         # Only the shape of this input is used. ``torch.nn.grad`` would copy the input.
         return self._backward(gradient, gradient.new_empty(shape), weight, (True, False, False))[0]
 
@@ -84,7 +84,7 @@ class Geometry:
         weight: Float[Tensor, "o i *kernel"],
         gradient: Float[Tensor, "n o *positions"],
     ) -> Float[Tensor, "o i *kernel"]:
-        """Return the gradient in the weight. Values of the contiguous ``weight`` are not read."""
+        """Return the gradient with respect to the weight, whose values are not read."""
         return self._backward(gradient, x, weight, (False, True, False))[1]
 
     def _backward(
@@ -100,7 +100,7 @@ class Geometry:
 def convolution_patches(
     x: Float[Tensor, "mF c *space"], parts: int, g: Geometry
 ) -> Float[Tensor, "m G i FT"]:
-    """Return the inputs that the kernel is multiplied with at each of T output positions.
+    """Return the inputs that the kernel multiplies at each of T output positions.
 
     ``parts`` is F, the number of entries of dimension 0 per example. i counts a group's channels
     times the kernel's entries, in the weight's order.
@@ -121,7 +121,7 @@ def convolution_patches(
 def convolution_rows(
     x: Float[Tensor, "mF c *space"], gradient: Float[Tensor, "m k F o *positions"], g: Geometry
 ) -> Tensor:
-    """Return the rows (m, k, o, c / groups, *kernel) in the weight, from output gradients."""
+    """Return the rows (m, k, o, c / groups, *kernel) of the weight, from output gradients."""
     m, k, parts, out = gradient.shape[:4]
     inner = (x.shape[1] // g.groups, *g.kernel)
     graph = torch.is_grad_enabled() and (x.requires_grad or gradient.requires_grad)
@@ -198,7 +198,7 @@ def _pulled_back(
     g: Geometry,
     at_once: int,
 ) -> Float[Tensor, "mF c *space"]:
-    """Return the gradient of ``_convolved`` in its input, which has this shape."""
+    """Return the gradient of ``_convolved`` with respect to its input, which has this shape."""
     pieces = []
     for chunk, weight_chunk in zip(gradient.split(at_once), weights.split(at_once), strict=True):
         m, parts = len(weight_chunk), chunk.shape[2]

@@ -4,12 +4,13 @@ All other checks compare one use of autograd with another. They miss a backward 
 derivative of its forward, or that cannot be differentiated. Three checks find these, each once and
 on a few examples:
 
-- Derivatives of outputs in the weights, when a plan is made for a model with custom functions or
-  with hooks on tensors. Differences are often intended, as in straight-through estimators, and
-  cause a warning. If a hook causes them, they are an error.
-- Derivatives of rows in hyperparameters of the model and in cotangents, before the first gradient
-  that needs them. Differences are an error, because the gradient would be silently wrong.
-- Functions that are marked as not differentiable twice, by name.
+- Derivatives of outputs with respect to the weights are compared when a plan is made for a model
+  with custom functions or with hooks on tensors. Differences are often intended, as in
+  straight-through estimators, and cause a warning. If a hook causes them, they are an error.
+- Derivatives of rows with respect to hyperparameters of the model and to cotangents are compared
+  before the first gradient that needs them. Differences are an error, because the gradient would
+  be silently wrong.
+- Functions that are marked as not differentiable twice are found by name.
 
 Differences are computed in float64 on a copy of the model. Its weights are perturbed, because a
 head initialized to zero would hide everything before it.
@@ -80,18 +81,18 @@ def refuse_once_differentiable(
         x: A few inputs.
 
     Raises:
-        ConfigurationError: If there is one.
+        ConfigurationError: If there is such a function.
     """
     with evaluation_run(model), torch.enable_grad():
         nodes = _nodes_of_rows(model_outputs(model, x), weights.values())
     names = sorted({name for node in nodes if (name := _once_differentiable(node))})
     if names:
-        needed = f"in {listed(learned)}" if learned else "of the exact Hessian"
+        needed = f"for {listed(learned)}" if learned else "of the exact Hessian"
         raise ConfigurationError(
             f"{listed(names)} cannot be differentiated twice, because the backward is marked with"
             f" @once_differentiable. The derivative {needed} needs the second derivative, and would"
-            " be silently wrong. Write the backward in differentiable operations without that"
-            " mark, or fix these hyperparameters (requires_grad=False)."
+            " be silently wrong without it. Write the backward in differentiable operations without"
+            " that mark, or fix these hyperparameters (requires_grad=False)."
         )
 
 
@@ -158,9 +159,10 @@ def check_outputs(
     nodes: Collection[Node],
     hooked: bool,
 ) -> None:
-    """Compare autograd's derivative of the outputs in the weights with finite differences.
+    """Compare autograd's derivative of the outputs, for the weights, with finite differences.
 
-    Models without custom functions and hooks are skipped. They may detach tensors on purpose.
+    Models without custom functions and hooks are skipped, because they may detach tensors on
+    purpose.
 
     Args:
         moved: A copy of the model, with perturbed weights.
@@ -170,7 +172,7 @@ def check_outputs(
         hooked: Whether the forward pass registers hooks on tensors.
 
     Raises:
-        ConfigurationError: If they differ because of a hook.
+        ConfigurationError: If the derivatives differ because of a hook.
     """
     functions = _custom_functions(nodes)
     if not functions and not hooked:
@@ -214,8 +216,9 @@ def check_rows(
 ) -> None:
     """Compare autograd's derivatives of the rows with finite differences.
 
-    If autograd's derivative of the outputs in a hyperparameter is not their difference, skip it
-    with a warning. The model then defines custom derivatives, which differences cannot check.
+    If autograd's derivative of the outputs with respect to a hyperparameter differs from the finite
+    difference, warn and skip this hyperparameter. The model then defines custom derivatives, which
+    finite differences cannot check.
 
     Args:
         model: The model, which is not changed.
@@ -226,7 +229,7 @@ def check_rows(
         varies: Whether the rows' cotangents depend on these hyperparameters.
 
     Raises:
-        ConfigurationError: If they differ, or an operation has no second derivative.
+        ConfigurationError: If the derivatives differ, or an operation has no second derivative.
     """
     x = x[:CHECKED_EXAMPLES].detach()
     paths = {id(p): path for path, p in model.named_parameters()}
@@ -246,9 +249,9 @@ def check_rows(
         undefined_in = _first_result(undefined)
     if undefined_in:
         warnings.warn(
-            f"Autograd's derivative of the outputs in {listed(undefined_in)} differs from a finite"
-            " difference. Straight-through estimators and detached tensors cause this. The"
-            " gradient of the evidence uses autograd's derivative.",
+            f"Autograd's derivative of the outputs with respect to {listed(undefined_in)} differs"
+            " from a finite difference. Straight-through estimators and detached tensors cause"
+            " this. The gradient of the evidence uses autograd's derivative.",
             EvigradWarning,
             stacklevel=2,
         )
@@ -400,7 +403,7 @@ def _verdict(copied: _Copy, x: Tensor, function: str, tensors: Sequence[nn.Param
 
 
 def _outputs_verdict(copied: _Copy, x: Tensor) -> _Verdict:
-    """Return the verdict for the outputs' derivative in all weights that are in their graph."""
+    """Return the verdict for the outputs' derivative in all weights of their graph together."""
     model, weights = copied
     with _computing(model, x):
         nodes = graph_nodes(model_outputs(model, _RandomSums(copied, x, 0).x))
@@ -409,7 +412,7 @@ def _outputs_verdict(copied: _Copy, x: Tensor) -> _Verdict:
 
 
 def _check_row(name: str, copied: _Copy, p: nn.Parameter, x: Tensor) -> bool:
-    """Return False if autograd's derivative of the outputs in a parameter is wrong.
+    """Return False if autograd's derivative of the outputs is wrong for a parameter.
 
     Raises:
         ConfigurationError: If it is correct, but the derivative of a row is wrong.
@@ -422,11 +425,11 @@ def _check_row(name: str, copied: _Copy, p: nn.Parameter, x: Tensor) -> bool:
     second = _verdict(copied, x, "of_row", [p])
     if second.differs:
         raise ConfigurationError(
-            f"The gradient in {name!r} would be wrong. It needs the derivative of Jacobian rows in"
-            f" {name!r}. Along a random direction, autograd's derivative is"
-            f" {second.autograd:.4g}, and a finite difference is {second.difference:.4g}."
-            f" {_culprits(copied, x)} Write that backward in differentiable operations on its"
-            f" inputs and saved tensors, or fix {name!r} (requires_grad=False)."
+            f"The gradient for {name!r} would be wrong, because the derivative of Jacobian rows is"
+            f" wrong. Along a random direction, autograd's derivative is {second.autograd:.4g}, but"
+            f" a finite difference is {second.difference:.4g}. {_culprits(copied, x)} Write that"
+            " backward in differentiable operations on its inputs and saved tensors, or fix"
+            f" {name!r} (requires_grad=False)."
         )
     return True
 
@@ -443,8 +446,8 @@ def _check_cotangents(copied: _Copy, x: Tensor, learned: Sequence[str]) -> None:
     tolerance = _SETTINGS.get(value.dtype, _COARSE_SETTINGS)[1]
     if abs(derivative - float(value.detach())) > tolerance * size:
         raise ConfigurationError(
-            f"The gradient in {listed(learned)} would be wrong. It needs the derivative of Jacobian"
-            " rows in their cotangents, the derivatives of the likelihood. A random row has the"
+            f"The gradient for {listed(learned)} would be wrong. A Jacobian row is linear in its"
+            " cotangents, so its derivative along them must equal its value. A random row has the"
             f" value {float(value.detach()):.4g}, but autograd's derivative is {derivative:.4g}."
             f" {_culprits(copied, x)} Write that backward in differentiable operations on its"
             " inputs and saved tensors, or fix these hyperparameters (requires_grad=False)."

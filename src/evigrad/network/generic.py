@@ -2,7 +2,7 @@
 
 ``loop_rows`` is the reference: one forward pass of the model per example, and one backward pass per
 row. Other algorithms must agree with it up to rounding (``close``). ``vmap_rows`` computes the rows
-of all examples at once, if the module's operations can be vectorized.
+of all examples in one call, if the module's operations can be vectorized.
 """
 
 import warnings
@@ -35,7 +35,7 @@ def loop_rows(
     """Return rows by plain automatic differentiation, for each example and row.
 
     They are ``vectors[n, j]ᵀ ∂f(x_n)/∂parameter`` (m, k, *parameter shape) by parameter name. If
-    ``differentiable``, they have a graph into everything else.
+    ``differentiable``, they have a graph into everything except the parameters.
     """
     m, k, _ = vectors.shape
     rows: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -125,7 +125,7 @@ def vmap_rows(
 
 
 def close(value: Tensor, expected: Tensor, norm: Tensor | float = 0.0, factor: float = 1.0) -> bool:
-    """Return whether two tensors agree in norm up to rounding. False if one is not finite."""
+    """Return whether two tensors are finite and agree in norm up to rounding."""
     # ``norm`` belongs to the tensors from which rounding errors came, if it is larger.
     relative, rounding = tolerances(expected)
     allowed = relative * expected.norm() + rounding * norm

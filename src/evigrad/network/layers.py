@@ -43,12 +43,14 @@ class Match:
     """A function call with a closed form.
 
     Attributes:
-        input: The tensor on which the parameters act, or one computed from the call's arguments,
-            such as a padded input. Its dimension 0 has F consecutive entries per example. It is
-            checked for in-place changes, cast under autocast and cut to single examples.
+        input: The tensor on which the parameters act, such as a padded input. It is an argument of
+            the call, or computed from the arguments. Its dimension 0 has F consecutive entries per
+            example. It is checked for in-place changes, cast under autocast, and cut to single
+            examples.
         slots: The call's parameters by role, such as "weight" or "bias".
         settings: Everything else on which the rows depend, which must be the same in every batch.
-        computed: Returns a tensor with the dimension 0 of ``input`` when rows are formed, or None.
+        computed: Function that returns a tensor with the dimension 0 of ``input`` when rows are
+            formed, or None.
     """
 
     input: Tensor
@@ -61,14 +63,14 @@ class Rule(ABC):
     """The closed form of one function.
 
     Dimension 0 of the input counts m examples times F consecutive parts of each, such as
-    augmentation samples or patches. F is 1 if it counts only examples. Output gradients have
+    augmentation samples or patches. F is 1 if each example has one part. Output gradients have
     separate dimensions for the two, and the rows of an example are sums over its parts.
 
     Attributes:
         name: Name in ``JacobianPlan.describe()``.
         kronecker: Slots for which ``factors`` and ``matrix`` are defined.
         at_positions: Whether the function acts separately on the entries of all dimensions between
-            the first and the last. Several calls are then equivalent to one with more entries.
+            the first and the last. Several calls are then equivalent to one call with more entries.
         transposed: Whether the weights are (in, out) instead of (out, in).
     """
 
@@ -121,7 +123,7 @@ class Rule(ABC):
 
     def factors(self, match: Match, gradient: Float[Tensor, "m k F *out"]) -> KroneckerUse:
         """Return the Kronecker factors of the rows of the weight."""
-        raise NotImplementedError(f"{self.name} has no Kronecker factors")
+        raise NotImplementedError(f"{self.name} has no Kronecker factors.")
 
     def matrix(self, use: Use, shape: Sequence[int]) -> MatrixUse | None:
         """Return the sizes of a use of the weight as one matrix, or None."""
@@ -227,7 +229,7 @@ class Product(Rule):
 
     Args:
         name: The name of the rule.
-        arguments: Returns the operands (x, W) or (x, W, b) of a call.
+        arguments: Function that returns the operands (x, W) or (x, W, b) of a call.
     """
 
     kronecker = frozenset({"weight"})
@@ -410,7 +412,8 @@ class Normalisation(Rule):
     """z = W x̂ + b, where x̂ is the result of the function without parameters.
 
     Args:
-        function: Standardizes its first argument. It has arguments ``weight`` and maybe ``bias``.
+        function: Function that standardizes its first argument. Its other arguments are ``weight``
+            and possibly ``bias``.
         channels: Whether parameters have one number per channel, as in group norm. Otherwise they
             have the trailing dimensions of the output, as in layer norm.
     """

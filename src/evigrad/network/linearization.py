@@ -40,7 +40,7 @@ class Linearization:
     changed. The object keeps the autograd graph of the pass.
 
     Args:
-        model: Maps m inputs to (m, C).
+        model: Module that maps m inputs to outputs (m, C).
         weights: Trainable parameters of the model by name. They are the columns of the Jacobian.
         x: The m inputs. Dimension 0 counts the examples.
         plan: A plan that ``plan`` made for the same model and weights.
@@ -103,7 +103,7 @@ class Linearization:
 
         Returns:
             ``vectors[n, j]ᵀ ∂f(x_n)/∂parameter`` (m, k, *parameter shape) by name. They are zero if
-            the outputs do not use the parameter. No two of them share memory. If
+            the outputs do not use the parameter. No two tensors share memory. If
             ``differentiable``, they have a graph into the vectors, the inputs and the parameters
             that are not in ``weights``.
 
@@ -225,8 +225,8 @@ class Linearization:
     ) -> dict[str, list[KroneckerUse]]:
         """Return the Kronecker factors of each use of the named parameters.
 
-        ``average`` takes the mean over an example's augmentation samples. Otherwise samples count
-        as positions, so that rows are sums of products.
+        If ``average``, take the mean over an example's augmentation samples. Otherwise samples
+        count as positions, so that rows are sums of products.
 
         Raises:
             ConfigurationError: If a parameter has no Kronecker factors.
@@ -236,14 +236,14 @@ class Linearization:
         for name in names:
             if name not in self.plan.kronecker:
                 raise ConfigurationError(
-                    f"{name!r} has no Kronecker factors ({self.plan.words[name]}). Call rows for"
-                    " this parameter."
+                    f"{name!r} has no Kronecker factors ({self.plan.words[name]}). Call rows(...)"
+                    " for this parameter instead."
                 )
             if not self.is_closed(name):
                 raise InputError(
-                    f"{name!r} has no Kronecker factors for this batch. The model uses it"
-                    " differently than in the plan, or changes the order of the examples before it."
-                    " Plan with inputs of the same shape, or choose a structure other than kfac."
+                    f"{name!r} has no Kronecker factors for this batch. The model uses this"
+                    " parameter differently than in the plan, or reorders the examples before using"
+                    " it. Plan with inputs of the same shape, or use another structure than kfac."
                 )
         with self._computing():
             gradients = self._gradients(vectors)
@@ -291,12 +291,12 @@ class Linearization:
 
     @property
     def may_mix(self) -> bool:
-        """Whether examples may have affected each other, by the calls or by the graph."""
+        """Whether examples may have affected each other, judging by the calls and the graph."""
         return self._recorder_doubts or bool(self._as_planned[1])
 
     @cached_property
     def _as_planned(self) -> tuple[set[str], set[str]]:
-        """Return the names used as planned, whose rows have known examples, or unknown ones."""
+        """Return names that are used as planned: with known examples of rows, and with unknown."""
         uses = {name: self._uses[name] for name in self.weights if self._is_as_planned(name)}
         calls = {id(call): call for pairs in uses.values() for call, _ in pairs}
         owned_ids = self._owned
@@ -337,7 +337,7 @@ class Linearization:
                 )
 
     def _paths(self, names: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Return the names with closed forms, and of the generic path. Others are not used."""
+        """Return the names with closed forms, and those on the generic path. Others are unused."""
         self._check_names(names)
         closed = [name for name in names if self.is_closed(name)]
         # Demoted parameters count as used.
@@ -362,7 +362,7 @@ class Linearization:
         names: Sequence[str],
         index: int | None = None,
     ) -> dict[str, Tensor]:
-        """Return rows of all examples, or of one, from the gradients in the outputs of calls."""
+        """Return rows of all examples, or of one example, from the calls' output gradients."""
         rows: dict[str, Tensor] = {}
         for name in names:
             # Rows of biases are sums. For other rows, each piece would repeat work on the input.
@@ -404,7 +404,7 @@ class Linearization:
         return [(call, slot, [gradient]) for call, slot, gradient in joined(uses)]
 
     def _gradients(self, vectors: Float[Tensor, "m k C"]) -> "dict[int, _Columns | None]":
-        """Return the gradients of the k rows in the output of each call, by id(call)."""
+        """Return the k rows' gradients with respect to the output of each call, by id(call)."""
         # One backward pass computes the gradients of all closed forms. The next request is mostly
         # for the same vectors.
         if self._kept is None or self._kept[0] is not vectors:
@@ -465,7 +465,7 @@ class Linearization:
 
 @dataclass
 class _Columns:
-    """The gradients of k rows in the output of a call.
+    """The gradients of k rows with respect to the output of a call.
 
     Attributes:
         pieces: One tensor of all rows (m, k, F, *out), or k tensors of one row per example.
@@ -474,7 +474,7 @@ class _Columns:
     pieces: Sequence[Tensor]
 
     def stacked(self) -> Float[Tensor, "m k F *out"]:
-        """Return the gradients in one piece, which replaces the others in memory."""
+        """Return the gradients in one piece, which replaces the separate pieces in memory."""
         if len(self.pieces) > 1:
             self.pieces = [torch.cat(list(self.pieces), 1)]
         return self.pieces[0]

@@ -135,9 +135,9 @@ def warn_of_normalisation(model: nn.Module) -> None:
     _WARNED_OF[id(model)] = model
     named = ", ".join(layers[:3]) + (", …" if len(layers) > 3 else "")
     warnings.warn(
-        f"The model has normalization layers ({named}), which undo the scale of the weights before"
-        " them. Train as usual and judge the network by its predictions, not by the precisions of"
-        " these weights.",
+        f"The model has normalization layers ({named}), which undo the scale of the preceding"
+        " weights. Train as usual, but judge the network by its predictions and not by the"
+        " precisions of these weights.",
         EvigradWarning,
         stacklevel=3,  # the caller of Evidence
     )
@@ -151,7 +151,7 @@ def model_run(model: nn.Module) -> Iterator[None]:
     """Set the context of every forward or backward pass of rows.
 
     Attributes and buffers that a pass changes are restored on exit, even after an exception. Fused
-    kernels without a first or second derivative are replaced by plain ones in the whole process.
+    kernels without a first or second derivative are replaced by plain kernels in the whole process.
     Other threads that call this function wait. ``scale_grad_by_freq`` of embeddings is switched
     off, because their gradient would belong to another function.
     """
@@ -180,7 +180,7 @@ def model_run(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluation_run(model: nn.Module, seed: int | None = 0) -> Iterator[Callable[[], bool]]:
-    """Combine ``model_run`` with ``evaluation_mode``, for a generator with this seed or None."""
+    """Combine ``model_run`` with ``evaluation_mode``, with a generator of this seed if any."""
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     with evaluation_mode(model, generator) as has_drawn, model_run(model):
         yield has_drawn
@@ -197,7 +197,7 @@ def without_autocast(device: torch.device) -> Iterator[None]:
 
 
 def _holders(model: nn.Module) -> list[Any]:
-    """Return the attribute dictionaries of the model, and all containers in them."""
+    """Return the attribute dictionaries of the model's modules, and all containers in them."""
     containers: list[Any] = []
     seen: set[int] = {id(module) for module in model.modules()}
     stack = [(module.__dict__, 0) for module in model.modules()]

@@ -70,7 +70,7 @@ class InputPlan:
 
 
 class Network:
-    """A model with the plans for computing its Jacobian in the weights.
+    """A model with the plans for computing its Jacobian with respect to the weights.
 
     Args:
         model: The user's model.
@@ -91,7 +91,10 @@ class Network:
         self._passes = 0
 
     def plan(self, x: Inputs) -> InputPlan:
-        """Return the plan for inputs of this shape, or for their single positions. Make it once."""
+        """Return the plan for inputs of this shape, or for their single positions.
+
+        Each plan is made only once.
+        """
         check_hooks(self.model)
         key = self._key(x)
         if key in self._plans:
@@ -141,7 +144,7 @@ class Network:
         return f"{layout(x)} {drawn} {x.device}"
 
     def _output_layer(self, x: Tensor | Tree) -> tuple[tuple[int, ...], nn.Linear | None]:
-        """Return the shape … of outputs (m, …, C) and the output layer, by a small pass."""
+        """Return the shape … of outputs (m, …, C) and the output layer, found by a small pass."""
         few = x[:PROBE_SIZE].detach()
         with evaluation_run(self.model), torch.no_grad():
             f, layer = output_layer(self.model, few)
@@ -165,8 +168,8 @@ class Network:
     def checked(self, input_plan: InputPlan, x: Tensor) -> InputPlan:
         """Return the plan without the fast derivatives that are wrong for a random example.
 
-        They are compared with plain automatic differentiation of this example. ``x`` are packed
-        inputs.
+        The fast derivatives are compared with plain automatic differentiation of this example.
+        ``x`` are packed inputs.
         """
         with torch.enable_grad():
             linearization = Linearization(
@@ -181,9 +184,9 @@ class Network:
         if not wrong:
             return input_plan
         warnings.warn(
-            f"The fast derivatives of {listed(sorted(wrong))} are wrong for this model. It may"
-            " reorder the examples, or use a weight in an unusual way. From now on these"
-            " derivatives are computed one example at a time. Earlier estimates may be wrong.",
+            f"The fast derivatives of {listed(sorted(wrong))} are wrong for this model. The model"
+            " may reorder the examples, or use a weight in an unusual way. From now on, these"
+            " derivatives are computed one example at a time, but earlier estimates may be wrong.",
             EvigradWarning,
             stacklevel=2,
         )

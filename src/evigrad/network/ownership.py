@@ -34,8 +34,8 @@ _ROUNDING_FACTOR = 10.0
 def placed(outputs: Tensor, calls: Sequence[Call]) -> tuple[Sequence[Call], set[int], set[Node]]:
     """Return the calls, the ids of calls with known examples, and all nodes of the graph.
 
-    ``traced`` finds the examples. Calls with the examples in dimension 1, as in networks with time
-    in dimension 0, are transposed.
+    ``traced`` finds the examples. Calls with examples in dimension 1 are transposed, as in networks
+    with time in dimension 0.
     """
     owned_ids, nodes, turned = traced(outputs, calls)
     data_first_calls = [call.data_first() if id(call) in turned else call for call in calls]
@@ -215,7 +215,7 @@ class _Edge:
     of_input: Sequence[int]
 
     def signed(self, dim: int, further: int = 0) -> int:
-        """Return a dimension counted from the front, for ``further`` dimensions more than input."""
+        """Return a dimension counted from the front, of ``further`` dimensions more than input."""
         dim = dim - 2**64 if dim >= 2**63 else dim  # autograd stores -1 as 2^64 - 1
         return dim + len(self.of_input) + further if dim < 0 else dim
 

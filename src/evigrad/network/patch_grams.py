@@ -1,4 +1,4 @@
-"""Compute the Gram matrix of a convolution's patches, and its gradient in the input.
+"""Compute the Gram matrix of a convolution's patches, and its gradient for the input.
 
 A patch has a row of entries for each row of the kernel. With vertical stride and dilation 1, all
 pairs of kernel rows at distance d share the products of image rows y and y + d:
@@ -62,7 +62,7 @@ def patch_gram(x: Float[Tensor, "M c *space"], g: Geometry) -> Float[Tensor, "G 
 def patch_gram_pull(
     x: Float[Tensor, "M c *space"], matrix: Float[Tensor, "G i i"], g: Geometry
 ) -> Float[Tensor, "M c *space"]:
-    """Return half the gradient of ⟨matrix, ``patch_gram``⟩ in x, without a graph.
+    """Return half the gradient of ⟨matrix, ``patch_gram``⟩ with respect to x, without a graph.
 
     The matrix must be symmetric.
     """

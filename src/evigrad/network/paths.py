@@ -1,4 +1,4 @@
-"""Plans: how the rows in each parameter are computed."""
+"""Plans: how the rows of each parameter are computed."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +16,12 @@ class Use(NamedTuple):
     """One use of a parameter, which must be the same in every batch.
 
     Attributes:
-        rule: Name of its closed form.
+        rule: Name of the closed form.
         slot: The parameter's role in the call.
         parts: F, the number of entries of dimension 0 per example.
         samples: The number of augmentation samples of each example.
         input: Shape of the call's input, without dimension 0.
-        output: Shape of its output, without dimension 0.
+        output: Shape of the call's output, without dimension 0.
         settings: The call's other settings, as text.
     """
 
@@ -36,13 +36,13 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class JacobianPlan:
-    """How the rows in each parameter are computed. Call ``plan`` to make a plan.
+    """How the rows of each parameter are computed. Call ``plan`` to make a plan.
 
     Attributes:
         words: A description for each name, in the order of the weights. See ``describe``.
         uses: The uses of each parameter with a closed form, by name.
-        vectorised: Names whose generic rows may be computed for all examples at once.
-        kronecker: Names of which every use has Kronecker factors.
+        vectorised: Names whose generic rows may be computed for all examples in one call.
+        kronecker: Names of parameters whose uses all have Kronecker factors.
         datum_shape: Shape of one input.
         demoted: Names that take the plain loop in every pass. See ``demote``.
         operations: Names of the nodes in the autograd graph that the plan was checked on. Empty if
@@ -92,7 +92,7 @@ def _use(record: Sequence[Any]) -> Use:
 
 
 def demote(plan: JacobianPlan, names: Collection[str]) -> JacobianPlan:
-    """Return the plan with these parameters on the plain loop, which is slow and always correct."""
+    """Return the plan with these parameters on the plain loop, which is slow but always correct."""
     for name in names:
         if name not in plan.words:
             raise ConfigurationError(

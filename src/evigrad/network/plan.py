@@ -1,4 +1,4 @@
-"""Choose how to compute the rows in each parameter, and check this before it is used."""
+"""Choose how to compute the rows of each parameter, and check this choice before its first use."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,8 +49,8 @@ class _Recording:
     """What the recorder found in every forward pass of the probe.
 
     Attributes:
-        uses: The uses of parameters of which every use has a closed form, by name.
-        kronecker: Names in ``uses`` of which every use has Kronecker factors.
+        uses: The uses of parameters whose uses all have closed forms, by name.
+        kronecker: Names in ``uses`` whose uses all have Kronecker factors.
         idle: Names of parameters that are not used.
         without_effect: Names of parameters that are used, but do not affect the outputs.
         operations: Names of the nodes in the outputs' graph.
@@ -74,22 +74,22 @@ def plan(model: nn.Module, weights: Mapping[str, nn.Parameter], x_probe: Tensor)
 
     Other parameters take the generic path, vectorized over examples if the results agree. Rows are
     compared on a copy of the model with perturbed parameters, because a head initialized to zero
-    would make them zero. If the probe has fewer than 3 different examples, they are varied.
+    would make the rows zero. If the probe has fewer than 3 different examples, they are varied.
 
     The model must be in evaluation mode. Its attributes, buffers, hooks and gradients are not
     changed. Autocast is switched off during planning. The plan is also valid under autocast.
 
     Args:
-        model: Maps m inputs to (m, C).
+        model: Module that maps m inputs to outputs (m, C).
         weights: Trainable parameters of the model by name.
-        x_probe: Typical inputs, if possible 3 different ones. Dimension 0 counts the examples.
+        x_probe: Typical inputs, if possible of 3 different examples, which dimension 0 counts.
 
     Returns:
         The plan, for inputs of this shape.
 
     Raises:
-        InputError: If there are no data, or if the outputs are not finite, not of the shape
-            (m, C), or without a derivative in any weight.
+        InputError: If there are no data, or if the outputs are not finite, do not have the shape
+            (m, C), or do not depend on any weight.
         ConfigurationError: If the rows would not be defined. This is the case if the output for an
             example is random or depends on other examples, or if gradients are disabled. A weight
             must be a real parameter of the model that requires a gradient. It must not share
@@ -157,8 +157,8 @@ def adapted(
     """Return the first of the plans that fits inputs of another length, or None.
 
     This takes two passes. The check of a plan shows that first and second derivatives are correct
-    for certain operations with certain settings. It does not depend on the length. It remains valid
-    if the same functions with the same settings use each weight, and the graph has the same
+    for certain operations with certain settings, whatever the length. The check remains valid if
+    the same functions with the same settings use each weight, and the graph has the same
     operations. Every pass checks everything that may depend on the length: the example of each row,
     other uses of a weight, and in-place changes.
     """
@@ -227,8 +227,8 @@ def _independent_outputs(model: nn.Module, x: Tensor) -> Tensor:
     if not joint.isfinite().all():
         raise NotFiniteOutputError(
             "The model's outputs hold NaN or infinite values for these inputs, so derivatives"
-            " cannot be computed. Fix the inputs (a mask may cover all of an example), or the"
-            " weights (training may have diverged)."
+            " cannot be computed. Fix the inputs (a mask may hide a whole example), or the weights"
+            " (training may have diverged)."
         )
     if not close(joint, alone):
         raise ConfigurationError(DATA_MIX)

@@ -56,10 +56,10 @@ class Call:
     """A recorded call.
 
     Attributes:
-        rule: Its closed form.
-        match: Its arguments.
+        rule: The closed form of the call.
+        match: The arguments of the call.
         names: Names of the tracked parameters among the arguments, by slot.
-        edge: The edge of the graph for gradients in the output, even after in-place changes.
+        edge: The edge of the graph for gradients of the output, even after in-place changes.
         output_shape: Shape of the output.
         version: The input's count of in-place changes at the time of the call.
         num_data: m, the number of examples in the pass.
@@ -119,7 +119,7 @@ class Call:
         )
 
     def rows(self, slot: str, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
-        """Return this call's part of the rows in a parameter, (m, k, *parameter shape)."""
+        """Return this call's part of a parameter's rows, (m, k, *parameter shape)."""
         return self.rule.rows(slot, self._match_in(gradient), gradient).to(
             self.match.slots[slot].dtype
         )
@@ -130,7 +130,7 @@ class Call:
         gradient: Float[Tensor, "m k F *out"],
         cotangent: Float[Tensor, "m k *parameter"],
     ) -> Float[Tensor, ""]:
-        """Return the inner product of cotangents with this call's part of rows in a parameter."""
+        """Return the inner product of cotangents and this call's part of a parameter's rows."""
         match = self._match_in(gradient)
         if cotangent.dtype == gradient.dtype:
             return self.rule.inner(slot, match, gradient, cotangent)
@@ -151,8 +151,8 @@ class Call:
     def factors(self, gradient: Float[Tensor, "m k F *out"], average: bool) -> KroneckerUse:
         """Return the Kronecker factors of this call's part of the rows, from output gradients.
 
-        ``average`` takes the mean input and the summed gradient over the samples of each example.
-        Otherwise samples count as positions, as other parts always do.
+        If ``average``, take the mean input and the summed gradient over the samples of each
+        example. Otherwise samples count as positions, as other parts always do.
         """
         match = self._match_in(gradient)
         if average and self.samples > 1 and self.parts % self.samples == 0:
@@ -287,7 +287,7 @@ class Recorder(TorchFunctionMode):
         )
 
     def _uses_weights(self, args: Sequence[Any]) -> bool:
-        """Return whether gradients are on, and tracked parameters among arguments or in lists."""
+        """Return whether gradients are on and the arguments, or lists in them, have parameters."""
         has_weight = any(
             id(p) in self._names for a in args for p in (a if isinstance(a, list | tuple) else [a])
         )

@@ -235,7 +235,7 @@ def _move(parameters: list[nn.Parameter]) -> None:
 
 
 def refuse_reentrant(model: nn.Module, x: Tensor) -> None:
-    """Raise an error for reentrant checkpoints, which have no gradient in single parameters."""
+    """Raise an error for reentrant checkpoints, which have no gradient of single parameters."""
     x = x.clone()
     if x.is_floating_point():  # the checkpoint has a node only if its input requires a gradient
         x = x.requires_grad_().clone()
@@ -247,7 +247,7 @@ def refuse_reentrant(model: nn.Module, x: Tensor) -> None:
     if any(node.name() == _REENTRANT for node in graph_nodes(output)):
         raise ConfigurationError(
             "The model uses torch.utils.checkpoint with use_reentrant=True, which cannot compute"
-            " gradients in single parameters. Pass use_reentrant=False, which gives equal results."
+            " gradients of single parameters. Pass use_reentrant=False, which gives equal results."
         )
 
 
@@ -262,8 +262,8 @@ def spot_check(
     This takes a forward pass and k backward passes of the example, and k backward passes of the
     batch. It does nothing if every parameter takes the loop. The model must be in the same mode as
     in the checked pass, and ``vectors`` are the cotangents of its rows. Below double precision,
-    rows must also disagree for the next example. A rounding error can move a unit across the kink
-    of its activation.
+    rows must also disagree for the next example, because a rounding error can move a unit across
+    the kink of its activation.
 
     Raises:
         ConfigurationError: If the output for the example differs from the output in the batch.

@@ -39,9 +39,9 @@ def kept_memory() -> Iterator[None]:
     ``fit`` and the command line use it automatically. Use it around a custom training loop. It has
     no effect if tensors do not come from glibc's allocator, or if the environment configures the
     allocator (``ENVIRONMENT``). In threads other than the main one, it works only for tensors of up
-    to 64 MB. Blocks may be nested and run in several threads. The last one to end returns all free
-    memory. Afterwards, the thresholds of mallopt(3) stay fixed at glibc's largest values, even if
-    the process had set others.
+    to 64 MB. Blocks may be nested and run in several threads. The last block to end returns all
+    free memory. Afterwards, the thresholds of mallopt(3) stay fixed at glibc's largest values, even
+    if the process had set other values.
 
     Yields:
         Nothing.

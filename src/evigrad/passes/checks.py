@@ -22,7 +22,7 @@ def check_inputs(x: object, device: torch.device) -> Inputs:
     inputs = as_inputs(x)
     for part in tensors_of(each_once(inputs)):
         if part.ndim == 0 or len(part) == 0:
-            raise InputError("The set of inputs is empty. Pass at least one example, (m, ...).")
+            raise InputError("The inputs are empty. Pass at least one example along dimension 0.")
         if part.device != device:
             raise InputError(f"Inputs are on {part.device}, weights on {device}. Move one of them.")
         if part.is_floating_point() and not is_finite(part):
@@ -43,16 +43,16 @@ def _check_masks(inputs: Tree) -> None:
                 raise InputError(
                     f"{name} of the inputs is zero everywhere for {int(empty.sum())} of"
                     f" {len(empty)} examples, the first at position {int(empty.int().argmax())}."
-                    " Omit these examples, or keep a token of each."
+                    " Omit these examples, or keep at least one token of each."
                 )
 
 
 def not_data(x: object) -> InputError:
     """Return the error for an object that does not contain data."""
     return InputError(
-        f"Inputs must be a tensor, or a dictionary or tuple of tensors, not {type(x).__name__}."
-        " Call estimate(x, y), or pass a block of blocks(data). For names with N, you can also pass"
-        " an iterable of batches (x, y)."
+        f"Inputs must be a tensor, or a dictionary or tuple of tensors, got {type(x).__name__}."
+        " Call estimate(x, y), or pass a block from blocks(data). If the estimator's name has N,"
+        " you can also pass an iterable of batches (x, y)."
     )
 
 
@@ -110,7 +110,7 @@ def as_generator(generator: torch.Generator | int | None) -> torch.Generator:
     """Return a CPU generator, from a seed if necessary. Default: PyTorch's initial seed."""
     if isinstance(generator, torch.Generator):
         if generator.device.type != "cpu":
-            raise ConfigurationError("The generator must be a CPU generator.")
+            raise ConfigurationError("generator must be on the CPU. Use torch.Generator().")
         return generator
     seed = torch.initial_seed() if generator is None else generator
     if not isinstance(seed, int):
@@ -143,13 +143,15 @@ def check_block(block: Block, partition: Partition) -> None:
 def check_state(
     state: Mapping[str, Any], current_state: Mapping[str, Any], modules: Mapping[str, nn.Module]
 ) -> None:
-    """Raise an error for a state of another evidence, after loading it into copies."""
+    """Raise an error for a state of another evidence, which is first loaded into copies."""
     if missing := current_state.keys() - state.keys() - {"micro_batches", "preparation", "anchors"}:
-        raise ConfigurationError(f"The state lacks {', '.join(sorted(missing))}.")
+        raise ConfigurationError(
+            f"The state lacks {', '.join(sorted(missing))}. Use the result of state_dict()."
+        )
     if state["estimator"] != current_state["estimator"]:
         raise ConfigurationError(
-            f"The state is from {state['estimator']}, but this evidence uses"
-            f" {current_state['estimator']}."
+            f"The state is from the estimator {state['estimator']}, but this evidence uses"
+            f" {current_state['estimator']}. Use the same estimator."
         )
     for key, module in modules.items():
         try:

@@ -34,8 +34,8 @@ class DecayWatch:
             if decay and any(id(p) in ids for p in group["params"]):
                 self._told.add("optimizer")
                 warnings.warn(
-                    f"The optimizer has weight_decay={float(decay):g} on weights that the prior"
-                    " decays too. Set weight_decay=0, because the prior replaces it.",
+                    f"The optimizer has weight_decay={float(decay):g} for weights that the prior"
+                    " decays too. Set weight_decay=0, because the prior replaces this decay.",
                     EvigradWarning,
                     stacklevel=3,
                 )
@@ -68,7 +68,7 @@ class DecayWatch:
 
 
 def warn_of_averaged(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
-    """Warn if ranges of random transforms are weights, which the training loss would learn."""
+    """Warn if ranges of random transforms are weights, so that the training loss learns them."""
     names = {id(weight): name for name, weight in weights.items()}
     trained = [
         names[id(parameter)]
@@ -80,9 +80,9 @@ def warn_of_averaged(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> N
     if trained:
         prefix = trained[0].rpartition(".")[0] or trained[0]
         warnings.warn(
-            f"The training loss would learn {listed(trained)} of the random transform, and usually"
-            f" prefers no transform. Set hyperparameters=['{prefix}'] to use the evidence, or fix"
-            " the transform with requires_grad_(False).",
+            f"The training loss would learn {listed(trained)} of the random transform, but usually"
+            f" prefers no transform. Set hyperparameters=['{prefix}'] to learn from the evidence,"
+            " or fix the transform with requires_grad_(False).",
             EvigradWarning,
             stacklevel=3,  # the caller of Evidence
         )

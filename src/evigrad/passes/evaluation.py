@@ -35,7 +35,7 @@ def estimates_of(passes: MicroBatchSweep | Sequence[KeptPass]) -> list[Estimate]
 def pass_over(sweep: MicroBatchSweep, *, beside: bool) -> Pass:
     """Return a condensed pass over a block, in a type that is accurate enough.
 
-    ``beside`` keeps the outputs, for steps on the likelihood in addition to the prior.
+    If ``beside``, keep the outputs, for steps on the likelihood in addition to the prior.
     """
 
     def work(sweep: MicroBatchSweep) -> Pass:
@@ -52,7 +52,7 @@ def gradients_of(
 ) -> tuple[list[Estimate], list[Tensor]]:
     """Return the estimates of ``estimates_of``, and the gradient of their mean.
 
-    The gradient is in the order of the ``learned`` hyperparameters. No others need gradients.
+    The gradient has the order of the ``learned`` hyperparameters. Others need no gradients.
     """
     parameters = list(learned.values())
     if not isinstance(passes, MicroBatchSweep):

@@ -50,8 +50,8 @@ class Batches:
         part: The positions of this rank's part, or None for all.
 
     Raises:
-        InputError: If there is no batch, a batch does not fit or differs in a later iteration, or
-            the sampler of a loader omits or repeats examples.
+        InputError: If there is no batch, if a batch does not fit or differs in a later iteration,
+            or if the sampler of a loader omits or repeats examples.
     """
 
     def __init__(self, problem: Problem, batches: Iterable[Batch]) -> None:
@@ -63,7 +63,7 @@ class Batches:
         self._seen: list[list[int]] | None = None
         first = next((as_pair(batch) for batch in self._given), None)
         if first is None:
-            raise InputError("The data are empty: there are no batches.")
+            raise InputError("The data are empty. Pass at least one batch (x, y).")
         _, _, self.plan = checked(problem, *first)
         num_data = problem.num_data
         self.part = problem.ranks.part(num_data) if problem.splits(self.plan) else None
@@ -78,9 +78,9 @@ class Batches:
                 index >= len(first_signatures) or first_signatures[index] != signatures[index]
             ):
                 raise InputError(
-                    "The batches differ when they are read again. The gradient in hyperparameters"
-                    " of the forward pass reads them twice. Do not shuffle or augment in the"
-                    " loader, or pass a list of batches."
+                    "The batches differ when they are read again. The gradient for hyperparameters"
+                    " of the forward pass needs to read them twice. Do not shuffle or augment in"
+                    " the loader, or pass a list of batches."
                 )
             if not len(x):
                 continue  # no target counts
@@ -110,8 +110,8 @@ class CheckedSource(Source):
     """A user's N examples (see ``as_source``), each checked for model and likelihood when read.
 
     The constructor checks the number of examples, the first examples, all targets in memory, and
-    whether the likelihood has rows at these. ``plan`` is the plan for their inputs. All ranks must
-    call the constructor together. They compare some examples that are in memory.
+    whether the likelihood has rows at these targets. ``plan`` is the plan for their inputs. All
+    ranks must call the constructor together, because they compare some examples in memory.
 
     Raises:
         ConfigurationError: If the likelihood has no rows, or ranks have different data.
@@ -182,7 +182,7 @@ class CheckedSource(Source):
 
 
 def rehearse(problem: Problem, f: Tensor, y: Tensor) -> None:
-    """Call everything that a pass needs of the likelihood, which may raise an EvigradError."""
+    """Call everything that a pass needs from the likelihood, which may raise an EvigradError."""
     generator = torch.Generator().manual_seed(0)
     sampled = problem.estimator.curvature == "mc"
     labels = [problem.likelihood.sample(f, generator)] if sampled else []
@@ -212,7 +212,7 @@ def resolve(problem: Problem, x: Data, y: Tensor | None) -> MicroBatchSweep:
 
 def _given_block(problem: Problem, block: Block) -> MicroBatchSweep:
     if block.inputs is None or block.targets is None:
-        raise InputError("The block contains no data. Use a block of evidence.blocks(data).")
+        raise InputError("The block contains no data. Use a block from evidence.blocks(data).")
     _, _, plan = checked(problem, block.inputs, block.targets)
     check_block(block, problem.partition(plan))
     # A sub-block root needs all columns of an example together.
@@ -226,8 +226,8 @@ def _given_subset(problem: Problem, x: Inputs, y: Tensor | None) -> MicroBatchSw
         raise InputError("Inputs need targets. Call estimate(x, y).")
     if problem.estimator.anchored:
         raise InputError(
-            f"The anchors of {problem.estimator.name} are chosen from all examples. Use its blocks:"
-            " for block in evidence.blocks(data).take(n)."
+            f"{problem.estimator.name} chooses anchors from all examples, so it cannot use a"
+            " subset. Use its blocks: for block in evidence.blocks(data).take(n)."
         )
     x, y, plan = checked(problem, x, y)
     if not len(x):
@@ -270,8 +270,8 @@ def _own_subset(problem: Problem, plan: InputPlan, size: int) -> Block:
 def _given_batches(problem: Problem, all_batches: Iterable[Batch]) -> MicroBatchSweep:
     if problem.estimator.subset is not None:
         raise InputError(
-            f"{problem.estimator.name} needs one subset, estimate(x, y), or a block of"
-            " blocks(data). Batches of all examples are for names with N."
+            f"{problem.estimator.name} needs one subset, as in estimate(x, y), or a block from"
+            " blocks(data). Pass batches of all examples only to estimators with N in their name."
         )
     batches, num_data = Batches(problem, all_batches), problem.num_data
     if batches.part is None:
@@ -296,5 +296,5 @@ def checked(problem: Problem, x: Inputs, y: Tensor) -> tuple[Inputs, Tensor, Inp
 
 
 def _signature(x: Inputs, y: Tensor) -> list[int]:
-    """Return the length and numbers that change with the data, their order, or flipped images."""
+    """Return the length, and numbers that change with the values and order of the entries."""
     return [len(x), *checksums([*tensors_of(each_once(x)), y], x.device)]

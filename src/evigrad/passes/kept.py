@@ -29,7 +29,7 @@ class KeptPass(Pass):
     versions: tuple[tuple[int, int], ...] = ()
 
     def draws(self) -> Iterator["KeptPass"]:
-        """Yield a pass for each draw of an anchored block. They share memory, and average to it."""
+        """Yield a pass for each draw of an anchored block. The passes share their memory."""
         if self.block.num_draws < 2:
             yield self
             return
@@ -55,7 +55,7 @@ def kept(
 ) -> KeptPass:
     """Return a pass with fingerprints of everything on which it depends, for ``as_kept``.
 
-    The prior may always change. Among all learnable ``hyperparameters``, so may ``names``.
+    The prior may always change, and so may the learnable ``hyperparameters`` in ``names``.
     """
     free = frozenset([*names, *(n for n in hyperparameters if n.startswith("prior."))])
     versions = _versions(problem, hyperparameters, free)
@@ -74,7 +74,7 @@ def as_kept(
     ``learnable`` are the names of the hyperparameters for which gradients are needed.
 
     Raises:
-        ConfigurationError: If a pass does not follow one of these hyperparameters.
+        ConfigurationError: If a pass is not valid for changes of one of these hyperparameters.
         InputError: If a pass was made by another evidence, or with other weights.
     """
     names = list(learnable)
@@ -87,17 +87,19 @@ def as_kept(
     now: dict[frozenset[str], tuple[tuple[int, int], ...]] = {}
     for kept_pass in passes:
         if kept_pass.model is not problem:
-            raise InputError("This pass was collected by another evidence.")
+            raise InputError(
+                "This pass was collected by another evidence. Call collect(...) of this evidence."
+            )
         if kept_pass.follows not in now:
             now[kept_pass.follows] = _versions(problem, hyperparameters, kept_pass.follows)
         if kept_pass.versions != now[kept_pass.follows]:
             raise InputError(
-                "The weights, a buffer of the model, a fixed noise, or hyperparameters that the"
-                " pass does not follow have changed since collect(). Pass the data again."
+                "The pass is outdated: weights, a buffer of the model, a fixed noise, or"
+                " hyperparameters outside its wrt have changed since collect(). Collect it again."
             )
         if lost := [name for name in names if name not in kept_pass.follows]:
             raise ConfigurationError(
-                f"The kept pass does not follow {', '.join(lost)}. Use"
+                f"The kept pass has no gradient for {', '.join(lost)}. Use"
                 f" wrt={sorted(kept_pass.follows)}, for which it was collected, or pass the data."
             )
     return passes
@@ -106,7 +108,7 @@ def as_kept(
 def not_keepable(problem: Problem, plan: InputPlan, learned: Sequence[str]) -> str | None:
     """Return why a kept pass cannot follow steps on what is learned, or None if it can.
 
-    It can follow the prior, and likelihood parameters that only scale rows.
+    A kept pass can follow the prior, and likelihood parameters that only scale rows.
     """
     beside = [name for name in learned if not name.startswith("prior.")]
     changing = [name for name in beside if name.startswith("model.")]
@@ -118,8 +120,8 @@ def not_keepable(problem: Problem, plan: InputPlan, learned: Sequence[str]) -> s
     if changing:
         return (
             "A pass can only be kept for steps on the prior and the noise, but"
-            f" {', '.join(changing)} changes it. Omit it (wrt=['prior'], or hyper_steps=... in"
-            " training), or call estimate and backward on the data."
+            f" {', '.join(changing)} changes the pass. Omit this hyperparameter (wrt=['prior'], or"
+            " hyper_steps=... in training), or call estimate and backward on the data."
         )
     if changed == "sums":
         return (
@@ -153,7 +155,7 @@ def checksums(tensors: Sequence[Tensor], device: torch.device) -> list[int]:
 
 
 def contents(module: nn.Module, device: torch.device) -> list[object]:
-    """Return classes, plain attributes and numbers of a module and its children, to compare."""
+    """Return classes, attributes and numbers of a module and its children, for comparisons."""
     plain: list[object] = [
         (type(submodule).__qualname__, name, value)
         for submodule in module.modules()

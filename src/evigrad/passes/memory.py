@@ -67,7 +67,7 @@ def check_memory(
     with ``hint``.
 
     Raises:
-        MemoryBudgetError: Names the need, the free memory, and a cheaper choice.
+        MemoryBudgetError: With the needed memory, the free memory, and a cheaper choice.
     """
     predict = curvature.condensed_bytes if condensed else curvature.predicted_bytes
     kept = predict(num_rows)
@@ -81,7 +81,7 @@ def check_memory(
         return
     cheaper = curvature.cheaper if kept > pass_bytes else "a smaller micro_batch"
     raise MemoryBudgetError(
-        f"{curvature.name!r} with {num_rows} rows needs about {needed / GIB:.3g} GiB"
+        f"{curvature.name!r} with {num_rows} rows needs about {needed / GIB:.3g} GiB of memory"
         f" on {device}, but only {free / GIB:.3g} GiB are free.",
         f"Use {cheaper}. {hint}".rstrip(),
     )
@@ -123,7 +123,7 @@ def _cgroup_bytes() -> int | None:
 class PeakBytes(TorchDispatchMode):
     """Measures the peak memory of tensors created inside, counting each storage once.
 
-    It works on every device. It sees individual operations, so it also counts what autograd keeps
+    It works on every device. It intercepts every operation, so it also counts what autograd keeps
     inside function transforms, where hooks on saved tensors raise an error.
 
     Attributes:
@@ -170,7 +170,7 @@ class MicroBatches:
     """Sizes of micro-batches, by kind of pass and size of an example.
 
     Attributes:
-        asked: A number of examples, None for all at once, or ``"auto"``.
+        asked: A number of examples, None for all in one pass, or ``"auto"``.
         budget: Bytes for a pass, or None for a share of the free memory.
         chosen: Sizes so far, for passes that are automatic or ran out of memory.
     """
@@ -218,7 +218,7 @@ class MicroBatches:
         if self.asked != "auto":
             warnings.warn(
                 f"The {kind.partition(' of ')[0]} over {failed} examples did not fit into memory."
-                f" From now on it takes {failed // 2}, which does not change results. Set"
+                f" Later passes take {failed // 2} examples, which does not change results. Set"
                 f" micro_batch={failed // 2}, or 'auto'.",
                 EvigradWarning,
                 stacklevel=2,

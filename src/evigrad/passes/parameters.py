@@ -38,11 +38,11 @@ def held_constant(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 def named_in_errors(hyperparameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
     """Add the values of the model's hyperparameters to errors about divergence.
 
-    A transform with a huge range is the most likely cause, and nothing else reports it.
+    A transform with a huge range is the most likely cause, but nothing else reports its range.
 
     Raises:
-        NotFiniteError: If one was raised inside.
-        NotPositiveDefiniteError: If one was raised inside.
+        NotFiniteError: If a NotFiniteError was raised inside.
+        NotPositiveDefiniteError: If a NotPositiveDefiniteError was raised inside.
     """
     try:
         yield
@@ -64,8 +64,8 @@ def trainable(model: nn.Module, excluded: Mapping[str, nn.Parameter]) -> dict[st
     """Return the model's trainable parameters by name without the excluded ones, without repeats.
 
     Raises:
-        ConfigurationError: If none is left, a lazy module has not seen its first inputs, or a
-            parameter or buffer is on the device meta.
+        ConfigurationError: If no parameter is left, a lazy module has not seen its first inputs, or
+            a parameter or buffer is on the device meta.
     """
     lazy = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]
     if lazy:
@@ -84,7 +84,10 @@ def trainable(model: nn.Module, excluded: Mapping[str, nn.Parameter]) -> dict[st
         n: p for n, p in named_parameters(model).items() if p.requires_grad and id(p) not in ids
     }
     if not weights:
-        raise ConfigurationError("The model has no trainable weights except hyperparameters.")
+        raise ConfigurationError(
+            "The model has no trainable weights except hyperparameters. Call requires_grad_(True)"
+            " on some."
+        )
     return weights
 
 
@@ -103,12 +106,13 @@ def select(model: nn.Module, prefixes: Sequence[str]) -> dict[str, nn.Parameter]
         if not parameters:
             names = [*named, *sorted({n.split(".")[0] for n in named})]
             raise ConfigurationError(
-                f"No parameter of the model is named '{prefix}' or is inside it."
+                f"hyperparameters: no parameter of the model matches '{prefix}'."
                 f"{nearest(prefix, names)}"
             )
         if not any(p.requires_grad for p in parameters.values()):
             raise ConfigurationError(
-                f"The hyperparameters '{prefix}' do not require a gradient. Call requires_grad_()."
+                f"The hyperparameters '{prefix}' do not require a gradient. Call requires_grad_()"
+                " on them."
             )
         for name, parameter in parameters.items():
             if parameter.requires_grad:
@@ -127,7 +131,7 @@ def check_unchanged(
     if new or gone:
         raise ConfigurationError(
             "The model's trainable parameters have changed since the evidence was created"
-            f" (new: {listed(new) or 'none'}; gone or frozen: {listed(gone) or 'none'})."
+            f" (new: {listed(new) or 'none'}, removed or frozen: {listed(gone) or 'none'})."
             " Create a new Evidence."
         )
 
@@ -140,7 +144,7 @@ def divided(
     ``wrt`` contains names, modules above them, or wildcards.
 
     Raises:
-        ConfigurationError: If a name matches nothing.
+        ConfigurationError: If a name matches no learnable hyperparameter.
     """
     if wrt is None:
         return dict(hyperparameters), []
@@ -149,8 +153,8 @@ def divided(
         if not any(matches(pattern, name) for name in hyperparameters):
             names = [*hyperparameters, *sorted({n.split(".")[0] for n in hyperparameters})]
             raise ConfigurationError(
-                f"wrt: no learnable hyperparameter is named '{pattern}' or is inside it."
-                f"{nearest(pattern, names)} There are {', '.join(hyperparameters) or 'none'}."
+                f"wrt: no learnable hyperparameter matches '{pattern}'.{nearest(pattern, names)}"
+                f" Learnable hyperparameters: {', '.join(hyperparameters) or 'none'}."
             )
     asked = {n: p for n, p in hyperparameters.items() if any(matches(w, n) for w in patterns)}
     return asked, [p for name, p in hyperparameters.items() if name not in asked]

@@ -1,4 +1,4 @@
-"""The model of an evidence, and how its blocks are processed."""
+"""The model of an evidence, and how the evidence processes blocks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -182,7 +182,7 @@ def parameter_reports(problem: Problem, x: Any | None) -> list[ParameterReport]:
     plan = problem.network.latest() if x is None else problem.plan_of(x)
     if plan is None:
         raise ConfigurationError(
-            "The evidence has seen no inputs yet. Call describe(x) with a few inputs: x[:3]."
+            "The evidence has had no inputs yet. Call describe(x) with a few inputs, such as x[:3]."
         )
     rows, curvature = plan.jacobian.describe(), problem.curvature(plan).describe()
     precisions = problem.prior.precisions()

@@ -88,9 +88,9 @@ def mean_over_ranks(
     """Return the mean of the estimates of all ranks, and the mean of their gradients.
 
     Each estimate belongs to one of the ``blocks``. The weight of a rank is its number of draws of
-    anchored blocks, or its number of other blocks. Ranks except the first may have no blocks, and
-    then have zero gradients. For H numbers in the gradients, a rank sends 2 (R − 1)/R · 8 (H + 7)
-    bytes.
+    anchored blocks, or its number of other blocks. All ranks except the first may have no blocks,
+    and then have zero gradients. For H numbers in the gradients, a rank sends
+    2 (R − 1)/R · 8 (H + 7) bytes.
     """
     ranks = problem.ranks
     if ranks.count == 1:

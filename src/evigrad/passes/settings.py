@@ -30,23 +30,24 @@ UNITS = {
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory and number types of estimates.
+    """Memory and data types of estimates.
 
-    Set types by name or as PyTorch dtypes.
+    Data types are names or PyTorch dtypes.
 
     Attributes:
         micro_batch: Number of examples per forward pass of an estimate, or auto to choose it by the
-            available memory. If a pass runs out of memory, later passes take half of it. Results do
-            not depend on it. Default: all examples of a block.
+            available memory. If a pass runs out of memory, later passes take half of the examples.
+            Results do not depend on this number. Default: all examples of a block.
         memory_budget: Memory for a pass with micro_batch auto, in bytes or as an amount such as
             8GiB. Default: most of the free memory.
-        gram_dtype: Type of kernels and factors: float32 or float64. Default: type of the weights.
-        rows_dtype: Type in which ntk stores Jacobian rows. bfloat16 takes half the memory. Products
-            are computed in gram_dtype. Default: type of the weights.
+        gram_dtype: Data type of kernels and factors: float32 or float64. Default: the data type of
+            the weights.
+        rows_dtype: Data type in which ntk stores Jacobian rows. bfloat16 takes half the memory of
+            float32. Products are computed in gram_dtype. Default: the data type of the weights.
         rows_device: Device on which ntk stores Jacobian rows. cpu uses the memory of the host.
-            Default: device of the weights.
-        autocast: Type of mixed-precision passes, such as bfloat16. It does not affect kernels and
-            factors. Default: none.
+            Default: the device of the weights.
+        autocast: Data type of mixed-precision passes, such as bfloat16. It does not affect kernels
+            and factors. Default: no mixed precision.
 
     Examples:
         >>> from evigrad import Memory
@@ -105,7 +106,7 @@ def as_bytes(what: str, value: int | str | None) -> int | None:
 
 @dataclass(frozen=True)
 class Settings:
-    """How an ``Evidence`` computes estimates. See there for the meaning of each field.
+    """How an ``Evidence`` computes estimates. Its docstring explains each field.
 
     Raises:
         ConfigurationError: If a value is invalid.
@@ -185,7 +186,7 @@ def check_model(
         )
     if estimator.anchored and root == "subblock":
         raise ConfigurationError(
-            f"{estimator.name}: a 'subblock' root has different rows in every block, so they cannot"
-            " be anchors. Use root='eigen' or root='fisher'."
+            f"{estimator.name}: a 'subblock' root has different rows in every block, so its rows"
+            " cannot be anchors. Use root='eigen' or root='fisher'."
         )
     check_positive("temperature", temperature)

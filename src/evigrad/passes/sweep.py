@@ -1,6 +1,6 @@
 """Take a block through the network in consecutive micro-batches.
 
-All random numbers belong to the block and are drawn before the first pass. So they do not depend
+All random numbers belong to the block and are drawn before the first pass, so they do not depend
 on the pass or on the size of micro-batches.
 """
 
@@ -56,8 +56,8 @@ _KEPT_NUMBERS = 2**25
 # With this number of outputs, they may belong to positions.
 _MANY_OUTPUTS = 1000
 _POSITIONS_HINT = (
-    "If outputs belong to positions (pixels, words), return (m, …, C). Then only drawn positions go"
-    " through the last layer."
+    "If outputs belong to positions (pixels, words), return the shape (m, …, C). Then only drawn"
+    " positions go through the last layer."
 )
 
 
@@ -76,13 +76,13 @@ class MicroBatchSweep:
         problem: The model and how its evidence is computed.
         plan: The plan for the inputs.
         curvature: The curvature that collects the rows.
-        batches: The block's data in its order, the same in every iteration.
+        batches: The block's data in the block's order, the same in every iteration.
         block: Columns and scale factors.
         seed: Seed for draws of the model from global generators.
         noise: Random numbers that modules draw through the evidence.
         labels: Sampled labels of all examples, one tensor for each sample (curvature ``mc``).
         suspicious: Whether to check in every micro-batch that the model does not mix examples.
-        learned: The hyperparameters that a second pass differentiates in.
+        learned: The hyperparameters for which a second pass computes gradients.
     """
 
     problem: Problem
@@ -114,10 +114,10 @@ class MicroBatchSweep:
         """Return the final state (``Sweep.fold``). If memory is too small, halve the micro-batches.
 
         Args:
-            step: Returns the next state.
+            step: Function that returns the next state.
             start: The first state.
             graph: Whether ``step`` needs graphs.
-            label: Passes with one label take equal memory.
+            label: Kind of pass. Passes with the same label need equal memory.
 
         Raises:
             InputError: If the batches do not contain the block's data.
@@ -132,7 +132,8 @@ class MicroBatchSweep:
             for x, y in self.batches:
                 if first + len(x) > expected:
                     raise InputError(
-                        f"The batches contain more than the expected {expected} examples."
+                        f"The batches contain more than the expected {expected} examples. Set"
+                        " num_data to the number of examples, and pass each example once."
                     )
                 other = None if plan.fits(x) else problem.plan_of(x)
                 done = 0
@@ -368,7 +369,7 @@ def new_sweep(
 ) -> MicroBatchSweep:
     """Return a sweep over a block, with everything that its passes draw.
 
-    ``batches`` are its checked data, in its order. They must be iterable repeatedly.
+    ``batches`` are the block's checked data, in the block's order. They must be repeatable.
     """
     generator, estimator, seed = problem.generator, problem.estimator, block.seed
     if seed is None:
@@ -405,7 +406,7 @@ def most_at_once(problem: Problem, plan: InputPlan, block: Block, position: int 
 def curvature_of(
     problem: Problem, plan: InputPlan, block: Block, gram_dtype: torch.dtype | None = None
 ) -> Curvature[Any]:
-    """Return the curvature for a block, of which ranks may have parts."""
+    """Return the curvature for a block, which may be divided between ranks."""
     curvature = problem.curvature(plan, gram_dtype)
     return ReducedCurvature(curvature, problem.ranks) if block.shares > 1 else curvature
 
@@ -422,9 +423,9 @@ def bytes_per_datum(peak: Callable[[int], int], num_remaining: int) -> float:
 def predicted_bytes(problem: Problem, plan: InputPlan, x: Inputs) -> int:
     """Return the predicted peak memory of an estimate, from passes over a few examples.
 
-    It is the memory of the statistic and its log-determinant, or of a pass if that is larger. A
-    pass has activations and gradients for each row and each unit of the network. ``x`` are some
-    inputs, or one batch if the estimator uses all examples.
+    It is the larger of two amounts: the memory of the statistic and its log-determinant, and the
+    memory of a pass. A pass has activations and gradients for each row and each unit of the
+    network. ``x`` are inputs of a few examples, or one batch if the estimator uses all examples.
     """
     partition, sizes, estimator = problem.partition(plan), problem.sizes, problem.estimator
     num_rows = partition.block_rows

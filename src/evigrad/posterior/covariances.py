@@ -170,7 +170,7 @@ class Explained:
 class Covariance:
     """The covariance of the outputs under Σ: the sum over blocks, minus the explained part.
 
-    A partial block is made when it is first needed, because its eigenvectors take n³ operations.
+    A ``partial`` block is computed at its first use, because its eigenvectors take n³ operations.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Covariance:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
-        """Return the covariance of a state."""
+        """Return the covariance that a ``state`` describes."""
         records = [dict(record) for record in state["blocks"]]
         blocks: list[Block] = [_KINDS[record.pop("kind")](**record) for record in records]
         explained = state["explained"]

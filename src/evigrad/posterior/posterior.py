@@ -63,7 +63,7 @@ _SMALLER = {
     "ntk": "fewer rows=..., or structure='kfac', 'last-layer' or 'diag'",
 }
 
-# We warn of a dense H that is predicted to take longer than this many seconds.
+# We warn about a dense H that is predicted to take longer than this many seconds.
 _SLOW_SECONDS = 60.0
 # The speed of the machine is measured by a product of two square matrices of this size.
 _TIMED_SIZE = 512
@@ -76,9 +76,9 @@ _SEEDS = 2**62
 class Posterior:
     """The linearized Laplace posterior f(x) ~ N(f(x; w*), J(x) Σ J(x)ᵀ) with Σ = (H + P0)⁻¹.
 
-    Make it by ``Evidence.posterior``. It keeps the weights and hyperparameters of that time.
-    Precisions and noise may change later, but predictions raise an error if the weights have
-    changed. A model that draws noise, such as ``Averaged``, has the same draws in every call.
+    Call ``Evidence.posterior`` to make a posterior. It keeps the current precisions and noise, so
+    you may change these later. If the weights have changed, predictions raise an error. A model
+    that draws noise, such as ``Averaged``, has the same draws in every call.
 
     Attributes:
         structure: Structure of Σ: ``kfac``, ``last-layer``, ``diag``, ``full`` or ``ntk``.
@@ -113,7 +113,7 @@ class Posterior:
         seed: int,
         weights: Mapping[str, int],
     ) -> None:
-        """Use ``evidence.posterior``; ``problem`` comes from ``posterior_problem``."""
+        """Initialize a posterior for ``Evidence.posterior``, with a ``posterior_problem``."""
         self.structure, self.num_outputs = structure, num_outputs
         self._problem, self._covariance = problem, covariance
         self._seed, self._weights = seed, dict(weights)
@@ -143,13 +143,13 @@ class Posterior:
             link: How probabilities are averaged over the outputs: ``monte-carlo`` (default),
                 ``probit`` or ``plug-in``. See ``Predictive``.
             num_samples: Number of samples of ``monte-carlo``. Default: 200.
-            generator: CPU generator or seed of the samples. Default: the same seed in every call.
+            generator: CPU generator or seed for the samples. Default: the same seed in every call.
 
         Returns:
             Mean and covariance of the outputs, and predictions of the targets, without a graph.
 
         Raises:
-            ConfigurationError: If the weights have changed, or the link does not exist.
+            ConfigurationError: If the weights have changed, or the link is unknown.
             InputError: If the inputs do not fit the model.
         """
         check_choice("link", link, LINKS)
@@ -173,7 +173,7 @@ class Posterior:
             generator: CPU generator or seed. Default: the same seed in every call.
 
         Returns:
-            Outputs, without noise of the targets.
+            Outputs, without the noise of the targets.
 
         Raises:
             ConfigurationError: If the weights have changed, or ``n`` is not a positive integer.
@@ -212,8 +212,8 @@ class Posterior:
             plan = problem.network.plan(x)
             if plan.num_outputs != self.num_outputs:
                 raise InputError(
-                    f"The inputs must have the shape of the posterior's data, got one with"
-                    f" {plan.num_outputs} outputs of the model instead of {self.num_outputs}."
+                    f"The inputs must have the shape of the posterior's data. The model has"
+                    f" {plan.num_outputs} outputs for these inputs, but had {self.num_outputs}."
                 )
             shape = (len(x), *plan.positions)
             if plan.positions:
@@ -262,14 +262,14 @@ class Posterior:
         """
         if missing := self.state_dict().keys() - state.keys():
             raise ConfigurationError(
-                f"The state lacks {', '.join(sorted(missing))}. Use a state of"
+                f"The state lacks {', '.join(sorted(missing))}. Use the result of"
                 " posterior.state_dict()."
             )
         if (state["structure"], state["parameters"]) != (self.structure, self.parameters):
             raise ConfigurationError(
-                f"The state must be of {self.structure!r} over {len(self.parameters)} tensors, got"
-                f" {state['structure']!r} over {len(state['parameters'])}. Use"
-                " evidence.posterior(state=...)."
+                f"The state must belong to a {self.structure!r} posterior of"
+                f" {len(self.parameters)} tensors, got {state['structure']!r} of"
+                f" {len(state['parameters'])}. Use evidence.posterior(state=...)."
             )
         self._check_weights(state["weights"])
         likelihood = copy.deepcopy(self._likelihood)
@@ -293,7 +293,7 @@ class Posterior:
         if changed := [n for n in now.keys() | expected if now.get(n) != expected.get(n)]:
             raise ConfigurationError(
                 f"The weights have changed since the posterior was made: {listed(sorted(changed))}."
-                " Make a new one, evidence.posterior(data), or load the weights of that time."
+                " Call evidence.posterior(data) again, or load the earlier weights."
             )
 
 
@@ -311,14 +311,14 @@ def fingerprint(problem: Problem) -> dict[str, int]:
 def make_posterior(
     problem: Problem, data: object, structure: str = DEFAULT_STRUCTURE, rows: int | None = None
 ) -> Posterior:
-    """Return the posterior of all data; the problem's generator advances by one number."""
+    """Return the posterior of all data. The problem's generator advances by one number."""
     check_choice("structure", structure, list(STRUCTURES))
     if rows is not None:
         check_count("rows", rows)
         if structure != "ntk":
             raise ConfigurationError(
                 f"rows is only for structure='ntk', got rows={rows} for {structure!r}, which uses"
-                " all rows. Remove rows."
+                " all rows. Omit rows."
             )
     names = last_layer(problem, data) if structure == "last-layer" else list(problem.weights)
     seed = int(torch.randint(_SEEDS, (), generator=problem.generator, device="cpu"))
@@ -341,13 +341,13 @@ def load_posterior(problem: Problem, state: Mapping[str, Any]) -> Posterior:
     """Return the posterior of a state of ``Posterior.state_dict``, without the data."""
     if not isinstance(state, Mapping) or not {"structure", "parameters"} <= state.keys():
         raise ConfigurationError(
-            "state must be from posterior.state_dict(), got something else. Use evidence.posterior"
-            "(data) to make a new posterior."
+            "state must be the result of posterior.state_dict(), got something else. Call"
+            " evidence.posterior(data) to make a new posterior."
         )
     if strange := [name for name in state["parameters"] if name not in problem.weights]:
         raise ConfigurationError(
-            f"The state belongs to another model: this one has no weights {listed(strange)}. Use"
-            " the model of the saved posterior."
+            f"The state belongs to another model, because this model has no weights"
+            f" {listed(strange)}. Use the model of the saved posterior."
         )
     laplace_problem = posterior_problem(problem, state["structure"], None, state["parameters"])
     empty = Posterior(laplace_problem, state["structure"], Covariance([]), 0, 0, {})
@@ -419,7 +419,7 @@ def collect(problem: Problem, data: object, structure: str) -> Pass:
 
 
 def _warn_if_slow(problem: Problem, data: object, structure: str) -> None:
-    """Warn of a dense H that takes minutes, before any work.
+    """Warn about a dense H that takes minutes, before any work.
 
     P weights and R rows take 2 R P² operations for H and P³/3 for its factor.
     """
@@ -435,7 +435,7 @@ def _warn_if_slow(problem: Problem, data: object, structure: str) -> None:
     needed = problem.curvature(plan).predicted_bytes(problem.partition(plan).block_rows)
     warnings.warn(
         f"The posterior {structure!r} over {size:,} weights takes about {seconds:,.0f} seconds"
-        f" and {needed / GIB:.2g} GiB, for a matrix of {size:,}² numbers. To be faster, use"
+        f" and {needed / GIB:.2g} GiB for a matrix of {size:,}² numbers. For a faster result, use"
         f" {_SMALLER[structure]}.",
         EvigradWarning,
         stacklevel=4,  # the caller of Evidence.posterior
@@ -484,8 +484,8 @@ def last_layer(problem: Problem, data: object) -> list[str]:
         model_outputs(model, x, positions=True)
     if not last:
         raise ConfigurationError(
-            "structure='last-layer' needs a module with weights that the model calls, got none. Use"
-            " structure='kfac' or 'diag'."
+            "structure='last-layer' needs a module with weights that the model calls, but there is"
+            " none. Use structure='kfac' or 'diag'."
         )
     return owned[modules[last[-1]]]
 
@@ -495,6 +495,6 @@ def _is_below(name: str, other: str) -> bool:
 
 
 def constant_beside(problem: Problem) -> AbstractContextManager[None]:
-    """Hold all parameters but the problem's weights constant, so that they need no graph."""
+    """Hold all parameters except the problem's weights constant, so that they need no graph."""
     weight_ids = {id(weight) for weight in problem.weights.values()}
     return held_constant(p for p in problem.model.parameters() if id(p) not in weight_ids)

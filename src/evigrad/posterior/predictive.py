@@ -29,19 +29,20 @@ _NUMBERS_AT_ONCE = 2**24
 class Predictive:
     """Outputs f ~ N(outputs, covariance) of some examples, and predictions of their targets.
 
-    ``Posterior`` returns it. Outputs (m, …, C) at several positions are predicted one by one.
+    ``Posterior`` returns this object. Outputs (m, …, C) at several positions are predicted
+    separately.
 
     Attributes:
         outputs: Outputs of the network itself.
         covariance: Covariance of each example's outputs due to uncertain weights (epistemic).
-        likelihood: Likelihood of the posterior; read only.
+        likelihood: Likelihood of the posterior, which is only read.
         link: How probabilities and densities of targets are averaged over the outputs.
             ``monte-carlo`` averages over samples. ``probit`` uses the outputs
-            f / √(1 + π/8 · variance) (MacKay, 1992, for a sigmoid; the mean field for a softmax),
-            without samples and correlations. ``plug-in`` uses the outputs without uncertainty.
-            Gaussian targets have a closed form for all but ``plug-in``. Mean and variances do not
-            depend on the link.
-        num_samples: Number of samples of ``monte-carlo``.
+            f / √(1 + π/8 · variance), without samples and correlations. This is the formula of
+            MacKay (1992) for a sigmoid, and the mean field for a softmax. ``plug-in`` ignores the
+            uncertainty of the outputs. With the other two links, Gaussian targets have a closed
+            form. The mean and the variances do not depend on the link.
+        num_samples: Number of samples for ``monte-carlo``.
         seed: Seed of the samples, so that a prediction does not change between reads.
 
     Examples:
@@ -64,28 +65,28 @@ class Predictive:
 
     @property
     def mean(self) -> Float[Tensor, "m ... D"]:
-        """Return the mean of numeric targets, in their units; otherwise the outputs.
+        """Return the mean of numeric targets in the targets' units, or else the outputs.
 
-        It equals the outputs for Gaussian noise, and exp(f + variance/2) for counts.
+        The mean equals the outputs for Gaussian noise, and exp(f + variance/2) for counts.
         """
         return self._moments[0]
 
     @property
     def epistemic_variance(self) -> Float[Tensor, "m ... D"]:
-        """Return the variance of the mean due to uncertain weights; it shrinks with more data."""
+        """Return the variance of the mean due to uncertain weights. More data reduce it."""
         return self._moments[1]
 
     @property
     def noise_variance(self) -> Float[Tensor, "m ... D"] | None:
         """Return the mean variance of the targets given the outputs, at every temperature.
 
-        It is None if targets are not numbers.
+        Return None if targets are not numbers.
         """
         return self._moments[2]
 
     @property
     def variance(self) -> Float[Tensor, "m ... D"]:
-        """Return the variance of numeric targets, epistemic plus noise; else of the outputs."""
+        """Return the epistemic plus noise variance of numeric targets, or else of the outputs."""
         noise = self.noise_variance
         return self.epistemic_variance if noise is None else self.epistemic_variance + noise
 
@@ -139,11 +140,11 @@ class Predictive:
         """Return the log predictive density of the targets, averaged over the outputs.
 
         Args:
-            y: Targets in the likelihood's format.
+            y: Targets in the form that the likelihood takes.
 
         Returns:
-            One number per example, in nats, for all its outputs together. For outputs (m, …, C) one
-            number per position, (m, …), and NaN at positions without a target.
+            One number per example, in nats, for all its outputs together. For outputs (m, …, C),
+            one number per position, with shape (m, …) and NaN at positions without a target.
 
         Raises:
             ConfigurationError: If the link is ``probit`` and targets are not classes.
@@ -192,8 +193,8 @@ class Predictive:
             return self.outputs
         if not self.likelihood.is_classification:
             raise ConfigurationError(
-                f"link='probit' needs a likelihood of classes, got {type(self.likelihood).__name__}"
-                " with is_classification = False. Use 'monte-carlo' or 'plug-in'."
+                "link='probit' needs a likelihood for classes, got"
+                f" {type(self.likelihood).__name__}. Use link='monte-carlo' or 'plug-in'."
             )
         return self.outputs * (1.0 + math.pi / 8.0 * self._variance).rsqrt()
 
@@ -210,7 +211,7 @@ class Predictive:
 
     @cached_property
     def _root(self) -> Float[Tensor, "m C C"]:
-        """Return a square root of each covariance, by eigenvalues because it may be singular."""
+        """Return a square root of each covariance, from eigenvalues, because it may be singular."""
         values, vectors = torch.linalg.eigh(_precise(self.covariance))
         return vectors * values.clamp(min=0.0).sqrt().unsqueeze(1)
 

@@ -308,7 +308,7 @@ def test_groups_that_do_not_share_their_precision_are_refused():
     fake, root, precisions = ntk_case()
     groups = dict.fromkeys(precisions, "all")
     structure = Ntk(weights_of(fake), groups)
-    with pytest.raises(ConfigurationError, match="do not share one"):
+    with pytest.raises(ConfigurationError, match="have different precisions"):
         structure.log_det(accumulated(structure, fake, root), precisions)
     varying = {n: p.detach() for n, p in precisions_of("varying").items()}
     alone = Ntk(weights_of(fake), {name: name for name in precisions})
@@ -373,8 +373,8 @@ def test_describe():
     ("partition", "message"),
     [
         ("modul", "Did you mean 'module'"),
-        ({"x": ["a"]}, "In no group: 'b.weight', 'scalar'"),
-        ({"x": ["a", "b"], "y": ["scalar", "a.bias"]}, "'a.bias' is in several: x, y"),
+        ({"x": ["a"]}, "Weights without a group: 'b.weight', 'scalar'"),
+        ({"x": ["a", "b"], "y": ["scalar", "a.bias"]}, "'a.bias' is in several groups: x, y"),
         ({"x": ["a", "b.wieght", "scalar"]}, "Did you mean 'b.weight'"),
         ([["a", "b", "scalar"], []], "got none for '1'"),
     ],

@@ -70,8 +70,8 @@ def make_curvature(
         contracted: See ``Ntk`` (ntk, and ``BlockKernel``).
         keep: See ``Ntk``.
         itemsize: See ``Ntk``.
-        num_rows: Rows of a whole block, by which full and blockdiag choose between H and the Grams
-            of the rows (``BlockKernel``). Both give the same ℓ up to rounding. None: H.
+        num_rows: Number of rows of a whole block. From it, full and blockdiag choose between H and
+            the Grams of the rows (``BlockKernel``), which give the same ℓ up to rounding. None: H.
 
     Raises:
         ConfigurationError: If the structure is unknown, or a setting does not fit it.

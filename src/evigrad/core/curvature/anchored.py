@@ -33,7 +33,7 @@ class LogDet:
 def log_det_conditional(matrix: Float[Tensor, "R R"], conditioning: Conditioning) -> LogDet:
     """Return ℓ(Z) + Σ_b w_b ℓ(B_b|Z) in nats, from the Gram matrix S of the rows.
 
-    It ignores products of rows from different parts, and is differentiable once.
+    Products of rows from different parts are ignored. The result is differentiable once.
 
     Raises:
         NotPositiveDefiniteError: If I + S is not finite, or not positive definite beyond rounding.

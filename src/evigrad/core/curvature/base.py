@@ -56,7 +56,8 @@ class Differential(Generic[StatisticT]):
     Attributes:
         log_det: ℓ, without a graph.
         cotangent: Derivatives of ℓ with respect to the statistic's tensors, as a statistic.
-        gradients: Derivatives of ℓ with respect to the requested tensors, None for independence.
+        gradients: Derivatives of ℓ with respect to the requested tensors, or None for a tensor on
+            which ℓ does not depend.
     """
 
     log_det: LogDet
@@ -172,8 +173,8 @@ class Curvature(ABC, Generic[StatisticT]):
     ) -> Float[Tensor, ""]:
         """Return ⟨cotangent, the micro-batch's part of the statistic⟩, with a graph.
 
-        This is the second pass. Summed over micro-batches, its derivative with respect to the
-        hyperparameters is the derivative of ℓ. The value has no meaning.
+        This is the second pass. Summed over micro-batches, the derivative of the result with
+        respect to the hyperparameters is the derivative of ℓ. The value itself has no meaning.
 
         Args:
             cotangent: From ``differentiate``.

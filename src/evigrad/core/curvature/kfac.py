@@ -83,7 +83,7 @@ class Factors:
         )
 
     def with_rows(self, use: KroneckerUse) -> "Factors":
-        """Return the sums with further rows of examples whose inputs they contain."""
+        """Return the sums with more rows of examples whose inputs are already in the sums."""
         gradients = self.gradients + use.gradient_gram()
         return replace(self, gradients=gradients, num_rows=self.num_rows + use.num_rows)
 
@@ -154,9 +154,9 @@ class Kfac(Curvature[KfacStatistic]):
         weights: The parameters.
         kronecker: The names of parameters with Kronecker factors.
         precision_constant: Whether the prior precision of each parameter is one number.
-        sharing: ``"expand"`` or ``"reduce"``, see the module.
+        sharing: ``"expand"`` or ``"reduce"``, which the module's docstring explains.
         gram_dtype: Dtype of the sums and their factorizations. None: the dtype of the rows.
-        dense_limit: Largest size of a dense block of another parameter. Larger ones are diagonal.
+        dense_limit: Largest size of a dense block of another parameter. Larger blocks are diagonal.
 
     Raises:
         ConfigurationError: If a precision varies inside a Kronecker block.
@@ -312,9 +312,9 @@ class Kfac(Curvature[KfacStatistic]):
         names = list(varying)
         if names:
             raise ConfigurationError(
-                f"the prior precision varies inside the Kronecker blocks of {names}, so these have"
-                " no log-determinant. Use a prior with one precision per tensor ('layerwise'), or"
-                " the structure 'diag', 'blockdiag' or 'ntk'."
+                f"The prior precision varies inside the Kronecker blocks of {names}, but KFAC needs"
+                " one precision per tensor. Use such a prior ('layerwise'), or the structure"
+                " 'diag', 'blockdiag' or 'ntk'."
             )
 
 

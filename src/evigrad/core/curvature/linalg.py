@@ -65,7 +65,7 @@ def rounding_is_refused() -> bool:
 
 
 def check_rounding(error: Tensor, value: Tensor, dtype: torch.dtype) -> None:
-    """Warn or raise (``rounding_refused``) if rounding of a matrix of ``dtype`` matters.
+    """Warn if rounding of a matrix of ``dtype`` matters, or raise within ``rounding_refused``.
 
     ``error`` is an estimate of the error in the log-determinant ``value``, in nats.
     """
@@ -137,8 +137,8 @@ def psd_eigenvalues(
     directions keep their one-sided derivative.
 
     A sum of at most ``rank`` outer products has its eigenvectors in their span, which is found by
-    multiplying with a random matrix (Halko, Martinsson & Tropp, 2011, section 4). Zero eigenvalues
-    outside are omitted. Their derivative vanishes for every change of the outer products.
+    multiplying by a random matrix (Halko, Martinsson & Tropp, 2011, section 4). Zero eigenvalues
+    outside this span are omitted. Their derivative vanishes for every change of the outer products.
 
     Raises:
         NotPositiveDefiniteError: If the matrix is not finite.
@@ -347,8 +347,8 @@ def _eigen(decompose: Callable[[Tensor], Any], matrix: Tensor) -> Sequence[Tenso
         return [part.to(matrix.dtype) for part in decompose(matrix.to(torch.float64))]
     except LinAlgError as error:
         raise NotPositiveDefiniteError(
-            f"LAPACK finds no eigenvalues of the curvature, with {matrix.shape[-1]} columns and a"
-            f" largest entry of {float(matrix.abs().max()):.3g}, even in float64: {error}."
+            f"LAPACK cannot compute eigenvalues of the curvature, even in float64: {error}. It has"
+            f" {matrix.shape[-1]} columns and a largest entry of {float(matrix.abs().max()):.3g}."
             " Look for weights or hyperparameters that have diverged."
         ) from error
 

@@ -71,7 +71,7 @@ class NtkStatistic(Statistic):
         return any(t.requires_grad for rows in self.rows.values() for t in rows.tensors())
 
     def __add__(self, other: "NtkStatistic") -> "NtkStatistic":
-        """Return the rows of both, without cached Grams, which lack the products between them."""
+        """Return the rows of both statistics, without cached Grams, which lack their products."""
         scales = [part.scale for part in (self, other)]
         scale = next((s for s in scales if s is not None), None)
         if scale is not None:
@@ -142,7 +142,7 @@ class Ntk(Curvature[NtkStatistic]):
             prior group. Parameters of a group share one precision and one Gram. The precisions of
             other parameters vary inside them.
         gram_dtype: Dtype of S and its factor. None: the dtype of the rows.
-        contracted: Parameters whose rows stay products (``fast.contraction``), with the amount of
+        contracted: Parameters whose rows stay products (``fast.contraction``), with the count of
             numbers that represent one row. Ignored if the precision varies.
         keep: Stores a tensor (``fast.storage``).
         itemsize: Bytes of a stored number, or 0 if rows are on another device.
@@ -421,8 +421,8 @@ class Ntk(Curvature[NtkStatistic]):
                 shared = bool((values == values[0]).all())
             if not shared:
                 raise ConfigurationError(
-                    f"the parameters {names} of precision group {group!r} do not share one"
-                    " precision. Pass the groups of the prior that computed the precisions."
+                    f"The parameters {names} of precision group {group!r} have different"
+                    " precisions. Pass the groups of the prior that computed the precisions."
                 )
         return list(groups.values())
 
@@ -457,7 +457,7 @@ def _sum(terms: Sequence[Tensor]) -> Tensor:
 def _chained(
     precisions: Mapping[str, Tensor], cotangents: Mapping[str, Tensor], arguments: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
-    """Return derivatives in ``arguments``, from which the precisions are computed."""
+    """Return derivatives with respect to ``arguments``, which determine the precisions."""
     pairs = [(precisions[name], cotangent) for name, cotangent in cotangents.items()]
     pairs = [(precision, c.to(precision)) for precision, c in pairs if precision.requires_grad]
     if not arguments or not pairs:

@@ -44,10 +44,10 @@ class Rows(ABC):
 
     @abstractmethod
     def write_cotangent(self, cotangent: Float[Tensor, "R R"], precision: Tensor) -> Tensor:
-        """Return a function's derivative in P0, and overwrite the rows with their derivative.
+        """Return a function's derivative with respect to P0, and overwrite the rows with theirs.
 
-        ``cotangent`` is the function's symmetric derivative in A P0^{-1} Aᵀ. The result has the
-        shape of ``precision``.
+        ``cotangent`` is the function's symmetric derivative with respect to A P0^{-1} Aᵀ. The
+        result has the shape of ``precision``.
         """
 
     @abstractmethod
@@ -72,7 +72,7 @@ class Rows(ABC):
 
     @abstractmethod
     def __add__(self, other: "Rows") -> "Rows":
-        """Return the rows of both, one below the other."""
+        """Return all rows, with those of ``other`` below the rows of this object."""
 
 
 @dataclass(frozen=True, eq=False)
