@@ -41,7 +41,7 @@ def test_two_values_are_warned_of_once(likelihood: str, num_outputs: int) -> Non
 
 
 def test_other_warnings_name_the_caller_too() -> None:
-    x, y = table(3)
+    x, y = table(7)
     (words,) = warnings_of(x, 1000 * y, "gaussian")
     assert "The targets have a standard deviation of" in words
     loader = DataLoader(TensorDataset(x, y), batch_size=7, drop_last=True)
@@ -79,7 +79,7 @@ def test_two_values_with_weights_and_in_a_data_set() -> None:
 
 
 def test_other_targets_are_left_alone() -> None:
-    x, y = table(3)
+    x, y = table(7)
     assert not warnings_of(x, y, "gaussian")
     assert not warnings_of(x, y.clamp(max=-0.5), "gaussian")  # one value
     assert not warnings_of(x[:3], table(2)[1][:3], "gaussian")  # one value is there once
@@ -87,3 +87,14 @@ def test_other_targets_are_left_alone() -> None:
     rare = torch.cat([rare, rare, rare])
     rare[91] = 0.7  # which is not among the hundred that are looked at first
     assert not warnings_of(torch.cat([x, x, x]), rare, "gaussian")
+
+
+def test_a_handful_of_values_and_counts_are_warned_of() -> None:
+    x, y = table(4)
+    (words,) = warnings_of(x, y, "gaussian")
+    assert "has only 4 different values" in words and 'likelihood="categorical"' in words
+    x, y = table(12)
+    (words,) = warnings_of(x, (y + 0.5) / 2 * 2, "gaussian")
+    assert "whole numbers from 0 to 11" in words and 'likelihood="poisson"' in words
+    assert not warnings_of(x, y, "gaussian")  # halves are not counts
+    assert not warnings_of(x, torch.randn(N, 1), "gaussian")
