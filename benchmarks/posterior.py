@@ -22,7 +22,7 @@ from measure import show, summaries, with_error
 from torch import Tensor
 
 import evigrad
-from evigrad import FitResult
+from evigrad import FitResult, Optimization
 from evigrad.data import load
 from evigrad.models import make_model
 
@@ -117,6 +117,7 @@ def table(
         data.train,
         likelihood=likelihood,
         precision=PRECISIONS[likelihood],
+        optimization=Optimization(start_decay=0.01),
         seed=seed,
         progress=False,
     )

@@ -78,7 +78,7 @@ import evigrad
 from evigrad import Optimization, Schedule
 from evigrad.data import DataSet, load
 from evigrad.data.dataset import Scaling, stratified_split
-from evigrad.likelihoods import Categorical, Gaussian
+from evigrad.likelihoods import Categorical, Gaussian, make_likelihood
 from evigrad.models import make_model
 from evigrad.plots.style import LIGHT, decorate, name_points, new_figure, plain_ticks
 from evigrad.priors import GaussianPrior
@@ -349,10 +349,10 @@ def run_learned(task: Task, **options: Any) -> Result:
     return judged(task, fitted) | {"seconds": clock.seconds, "decay": fitted.decay}
 
 
-def run_default_posterior(task: Task) -> list[Result]:
+def run_default_posterior(task: Task, **options: Any) -> list[Result]:
     """Return the results of ``fit`` and of its linearized posterior on all rows."""
     with Clock() as clock:
-        fitted = train(task)
+        fitted = train(task, **options)
     columns = judged(task, fitted) | {"seconds": clock.seconds, "decay": fitted.decay}
     x, y = task.data.test
     assert fitted.evidence is not None
@@ -475,7 +475,7 @@ def train_laplace(task: Task) -> tuple[Any, Fitted]:
     data, model = task.data, task.network()
     x, y = data.train
     schedule = plan_schedule(SCHEDULE, len(x))
-    rates = plan_optimization(Optimization(), data.is_classification, "layerwise")
+    rates = plan_optimization(Optimization(), make_likelihood(data.likelihood), "layerwise")
     batches = Batches(len(x), schedule.batch_size, task.seed)
     steps = planned(schedule.epochs) * len(batches)
     with warnings.catch_warnings():

@@ -101,7 +101,7 @@ def run_row(name: str, method: str, seed: int, data_dir: str | None) -> Result:
     size = {"num_data": len(train[0]), "num_features": train[0].shape[1]}
     if method == "early stopping":
         return size | stop_early(model, train, test, seed)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"start_decay": 0.01}
     if method == "map-noise":
         options = {"estimator": None, "noise_on_loss": True}
     result = evigrad.fit(

@@ -189,8 +189,7 @@ class Learner:
             if evidence.ranks.count > 1 and not isinstance(data, RunData):  # which fit has compared
                 alike["data"] = self.data.fingerprint()
             self.schedule = plan_schedule(schedule, evidence.num_data)
-            classifies = evidence.likelihood.is_classification
-            optimization = plan_optimization(optimization, classifies, evidence.prior)
+            optimization = plan_optimization(optimization, evidence.likelihood, evidence.prior)
             self.hyper_optimizer = make_hyper_optimizer(hyperparameters, optimization)
             self.step_groups = step_groups(self.schedule, hyperparameters)
             self.fixed_point: FixedPoint | None = None

@@ -3,7 +3,9 @@
 from dataclasses import replace
 from typing import TypeVar
 
-from evigrad.likelihoods import make_likelihood
+from evigrad.likelihoods import Likelihood, make_likelihood
+from evigrad.likelihoods.noisy import Noisy
+from evigrad.likelihoods.weighted import unweighted
 from evigrad.priors import GaussianPrior
 from evigrad.training.settings import Optimization, Schedule, Settings
 
@@ -15,9 +17,10 @@ LEARNED_PRECISION = 1.0
 # the network fits noisy labels and targets before their noise is learned, and precisions recover
 # slowly. With a much stronger one, networks on few data end at zero (benchmarks/start.py).
 BURN_IN_DECAY = 1e-2
-# A second start for regression. The first one can end far below the evidence of a network that fits
-# the data, because large noise keeps weights small and small weights keep the noise large. Where
-# targets are noise, this one overfits, so the evidence decides (benchmarks/convergence.py).
+# A second start if noise is learned. The first one can end far below the evidence of a network
+# that fits the data, because large noise keeps weights small and small weights keep the noise
+# large. Where targets are noise, this one overfits, so the evidence decides
+# (benchmarks/convergence.py).
 WEAK_DECAY = 1e-3
 # The burn-in's precision does not grow further with N, so that the decay for few data does not
 # restrain many.
@@ -45,12 +48,12 @@ def plan(settings: Settings, num_data: int) -> Settings:
     if precision is None and not isinstance(settings.prior, GaussianPrior):
         is_kept = settings.estimator is None
         precision = WEIGHT_DECAY * num_data if is_kept else LEARNED_PRECISION
-    classifies = make_likelihood(settings.likelihood).is_classification
+    likelihood = make_likelihood(settings.likelihood)
     return replace(
         settings,
         precision=precision,
         schedule=plan_schedule(settings.schedule, num_data),
-        optimization=plan_optimization(settings.optimization, classifies, settings.prior),
+        optimization=plan_optimization(settings.optimization, likelihood, settings.prior),
     )
 
 
@@ -68,20 +71,22 @@ def plan_schedule(schedule: Schedule, num_data: int) -> Schedule:
 
 
 def plan_optimization(
-    optimization: Optimization, classifies: bool, prior: str | GaussianPrior
+    optimization: Optimization, likelihood: Likelihood, prior: str | GaussianPrior
 ) -> Optimization:
     """Return the optimization with values for ``lr``, ``prior_update`` and ``start_decay``."""
     lr, update = optimization.lr, optimization.prior_update
     if lr is None:
-        lr = max(CLASSIFICATION_LR if classifies else REGRESSION_LR, optimization.lr_min)
+        usual = CLASSIFICATION_LR if likelihood.is_classification else REGRESSION_LR
+        lr = max(usual, optimization.lr_min)
     if update is None:
         is_prior_object = isinstance(prior, GaussianPrior)
         has_fixed_point = not is_prior_object or (prior.learnable and prior.hyperprior is None)
         update = "fixed_point" if has_fixed_point else "adam"
     starts = optimization.start_decay
     if starts is None:
-        tries_two = update == "fixed_point" and not classifies
-        starts = (BURN_IN_DECAY, WEAK_DECAY) if tries_two else (BURN_IN_DECAY,)
+        plain = unweighted(likelihood)
+        learns_noise = isinstance(plain, Noisy) and plain.log_noise.requires_grad
+        starts = (BURN_IN_DECAY, WEAK_DECAY) if learns_noise else (BURN_IN_DECAY,)
     return replace(optimization, lr=lr, prior_update=update, start_decay=starts)
 
 

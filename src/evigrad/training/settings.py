@@ -146,7 +146,7 @@ class Optimization:
             hyperprior.
         start_decay: Weight decay of the burn-in, from which fixed_point starts. With several, each
             trains for a third of the epochs, and the one with the highest log evidence continues.
-            Default: 0.01, or 0.01 and 0.001 for regression.
+            Default: 0.01, or 0.01 and 0.001 if the likelihood learns its noise.
         prior_lr: Learning rate of log precisions and log noise (Adam) at the start.
         prior_lr_min: Learning rate of log precisions and log noise at the end. It follows a cosine,
             step by step.
