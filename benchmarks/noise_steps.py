@@ -2,8 +2,8 @@
 
 The gradient of a Gaussian negative log likelihood grows like 1/σ². ``fit`` therefore takes its
 steps on σ² times the loss. This script repeats its runs with steps on the loss itself. Networks,
-splits and predictions come from ``default, posterior`` in ``rivals.py``, with one start. The script stores every
-finished run and resumes where it was stopped.
+splits and predictions come from ``default, posterior`` in ``rivals.py``, with one start. The script
+stores every finished run and resumes where it was stopped.
 
     python benchmarks/noise_steps.py --data-dir DIR --results docs/results --pages docs/start.md
 """

@@ -2,11 +2,14 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from posterior.cases import case
+from torch import nn
 from torch.distributions import MultivariateNormal
 
+from evigrad import Evidence
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.likelihoods import (
     Bernoulli,
@@ -17,6 +20,7 @@ from evigrad.likelihoods import (
     Poisson,
 )
 from evigrad.posterior import Predictive
+from evigrad.priors import GaussianPrior
 
 
 def predictive(likelihood: Likelihood, link: str = "monte-carlo", size: float = 1.0, **options):
@@ -174,3 +178,21 @@ def test_an_inherited_noise_is_that_of_another_density():
     assert own.noise_variance is None
     with pytest.raises(InputError, match="shape of the outputs"):
         own.log_prob(torch.zeros(4).double())
+
+
+def test_arrays_and_targets_without_a_column_as_fit_takes_them() -> None:
+    torch.manual_seed(0)
+    x, y = np.random.default_rng(0).normal(size=(30, 2)), np.arange(30.0)
+    model = nn.Linear(2, 1)
+    evidence = Evidence(model, Gaussian(), GaussianPrior(), estimator="full-N-C", num_data=30)
+    posterior = evidence.posterior((x, y), structure="full")
+    tensors = torch.tensor(x).float(), torch.tensor(y).float()
+    expected = evidence.posterior((tensors[0], tensors[1][:, None]), structure="full")
+    prediction = posterior(x[:5])
+    assert torch.equal(prediction.std, expected(tensors[0][:5]).std)
+    with_column = prediction.log_prob(tensors[1][:5, None])
+    assert torch.equal(prediction.log_prob(tensors[1][:5]), with_column)
+    gap = evidence.mode_gap((x, y), structure="full")
+    assert gap == pytest.approx(evidence.mode_gap((tensors[0], tensors[1][:, None])), rel=1e-5)
+    with pytest.raises(InputError, match="Targets must have the shape"):
+        prediction.log_prob(torch.zeros(5, 2))

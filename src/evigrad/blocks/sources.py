@@ -84,6 +84,23 @@ class _TensorSource(Source):
         return self._all_targets
 
 
+class InColumns(Source):
+    """A source whose targets (N,) become (N, 1)."""
+
+    def __init__(self, source: Source) -> None:
+        self._source, self.is_held = source, source.is_held
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Any, Tensor]:
+        x, y = self._source.fetch(indices)
+        return x, y.unsqueeze(1)
+
+    def targets(self) -> Tensor:
+        return self._source.targets().unsqueeze(1)
+
+
 class _DatasetSource(Source):
     def __init__(self, dataset: Any, length: int) -> None:
         self._dataset, self._length = dataset, length
@@ -222,7 +239,7 @@ def as_source(data: Any, dtype: torch.dtype | None = None) -> Source:
         and data
         and all(isinstance(part, Tensor | np.ndarray) for part in data)
     ):
-        return _tensor_source(_without_arrays(data, dtype))
+        return _tensor_source(without_arrays(data, dtype))
     if isinstance(data, DataLoader):
         return _loader_source(data)
     if isinstance(data, IterableDataset):
@@ -253,7 +270,7 @@ def _loader_source(loader: DataLoader[Any]) -> Source:
     return _LoaderSource(loader, len(dataset))
 
 
-def _without_arrays(pair: Any, dtype: torch.dtype | None) -> list[Any]:
+def without_arrays(pair: Any, dtype: torch.dtype | None = None) -> list[Any]:
     """Return a pair with tensors instead of NumPy arrays of numbers."""
 
     def as_tensor(value: Any) -> Any:

@@ -1,12 +1,19 @@
 """Calls of a likelihood's methods. Errors in a custom likelihood name its class and method."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from evigrad.core.algebra import is_finite
-from evigrad.errors import ConfigurationError, InputError, NotFiniteOutputError, raised_in
+from evigrad.errors import (
+    ConfigurationError,
+    EvigradError,
+    InputError,
+    NotFiniteOutputError,
+    raised_in,
+)
 from evigrad.likelihoods.base import Likelihood
 
 
@@ -21,6 +28,23 @@ def check_targets(
         )
     with raised_in(f"validate of {type(likelihood).__name__}, {_given(f_shape, y)},"):
         likelihood.validate(f_shape, y)  # pyright: ignore[reportArgumentType]
+
+
+def lacks_a_column(likelihood: Likelihood, shape: Sequence[int], y: Tensor) -> bool:
+    """Return whether targets (m,) of outputs (m, *shape) fit a likelihood only as (m, 1)."""
+    if y.ndim != 1 or len(shape) != 1:
+        return False
+    for targets, is_column in ((y, False), (y.unsqueeze(1), True)):
+        with suppress(EvigradError):
+            check_targets(likelihood, (len(y), *shape), targets, y.device)
+            return is_column
+    return False  # a check of the targets explains why neither fits
+
+
+def in_columns(likelihood: Likelihood, shape: Sequence[int], y: Tensor) -> Tensor:
+    """Return targets (m, ...) of outputs (m, *shape), with a column if they lack it."""
+    is_tensor = isinstance(y, Tensor)
+    return y.unsqueeze(1) if is_tensor and lacks_a_column(likelihood, shape, y) else y
 
 
 def _given(f_shape: Sequence[int], y: object) -> str:

@@ -12,13 +12,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from evigrad.blocks.positions import PositionSource, by_target
 from evigrad.blocks.samplers import check_sampler
-from evigrad.blocks.sources import Source, as_source
+from evigrad.blocks.sources import InColumns, Source, as_source
 from evigrad.core.block import Block
 from evigrad.core.types import MicroBatch
 from evigrad.errors import InputError, NotPositiveDefiniteError
 from evigrad.inputs import AtPositions, Inputs, as_inputs, each_once, tensors_of
 from evigrad.likelihoods import LIKELIHOODS
-from evigrad.likelihoods.calls import check_targets, log_probabilities
+from evigrad.likelihoods.calls import check_targets, lacks_a_column, log_probabilities
 from evigrad.likelihoods.positions import NO_TARGET, counted, is_batch, spread
 from evigrad.network.network import PROBE_SIZE, InputPlan
 from evigrad.passes.checks import as_pair, check_block, not_data
@@ -125,6 +125,8 @@ class CheckedSource(Source):
         if plan.positions and is_batch(y, len(x)):
             counted(problem.likelihood, plan.positions, y)  # raises for targets at other positions
         shape = (*plan.positions, plan.num_outputs)
+        if lacks_a_column(problem.likelihood, shape, y):
+            source = InColumns(source)
         self._source = by_target(source, problem.likelihood, shape)
         num_data, count = problem.num_data, len(self._source)
         self.positions = self._source if isinstance(self._source, PositionSource) else None

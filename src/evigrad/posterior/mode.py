@@ -17,7 +17,7 @@ from torch import Tensor
 
 from evigrad.blocks.sources import as_source
 from evigrad.errors import MemoryBudgetError
-from evigrad.likelihoods.calls import log_probabilities
+from evigrad.likelihoods.calls import in_columns, log_probabilities
 from evigrad.likelihoods.positions import flattened
 from evigrad.network import model_outputs
 from evigrad.network.modes import evaluation_mode
@@ -55,6 +55,7 @@ def log_joint_gradient(problem: Problem, data: Any) -> dict[str, Tensor]:
     def add(indices: Tensor) -> None:
         x, y = source.fetch(indices)
         f = model_outputs(problem.model, check_inputs(x, problem.device), positions=True)
+        y = in_columns(problem.likelihood, f.shape[1:], y)
         f, y = flattened(problem.likelihood, f, y)
         if not len(f):
             return

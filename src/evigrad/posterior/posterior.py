@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from evigrad.blocks.anchors import Anchoring, AnchorSelection
-from evigrad.blocks.sources import Source, as_source
+from evigrad.blocks.sources import Source, as_source, without_arrays
 from evigrad.core.algorithm import run_pass
 from evigrad.core.block import Block
 from evigrad.core.names import Estimator
@@ -208,6 +208,7 @@ class Posterior:
         fresh = torch.Generator().manual_seed(self._seed)
         problem = replace(self._problem, generator=fresh)
         with torch.no_grad(), constant_beside(problem):
+            (x,) = without_arrays((x,), problem.dtype)
             x = check_inputs(x, problem.device)
             plan = problem.network.plan(x)
             if plan.num_outputs != self.num_outputs:

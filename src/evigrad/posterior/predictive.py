@@ -14,6 +14,7 @@ from evigrad.likelihoods import Likelihood
 from evigrad.likelihoods.calls import (
     check_targets,
     class_probabilities,
+    in_columns,
     log_probabilities,
     moments,
     noise_variance,
@@ -158,6 +159,7 @@ class Predictive:
             if len(targets):
                 log_densities[where] = self._at(where).log_prob(targets)
             return log_densities
+        y = in_columns(self.likelihood, self.outputs.shape[1:], y)
         check_targets(self.likelihood, self.outputs.shape, y, self.outputs.device)
         noise = noise_variance(self.likelihood, self.outputs)
         if noise is not None and self.link != "plug-in":

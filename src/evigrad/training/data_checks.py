@@ -1,14 +1,12 @@
 """Checks of data before training, and warnings about likely mistakes."""
 
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from evigrad.blocks.positions import by_target
-from evigrad.errors import EvigradError, EvigradWarning
+from evigrad.errors import EvigradWarning
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import (
     Categorical,
@@ -36,17 +34,6 @@ _HANDFUL = 5
 _COLUMNS = 20
 # Weights whose mean is this near to 1 change a learned noise by less than estimates do.
 _MEAN_WEIGHT_TOLERANCE = 0.05
-
-
-def lacks_a_column(likelihood: Likelihood, shape: Sequence[int], y: Tensor) -> bool:
-    """Return whether targets (m,) fit a likelihood only as (m, 1)."""
-    if y.ndim != 1 or len(shape) != 1:
-        return False
-    for targets, is_column in ((y, False), (y.unsqueeze(1), True)):
-        with suppress(EvigradError):
-            check_targets(likelihood, (len(y), *shape), targets, y.device)
-            return is_column
-    return False  # ``check_data`` says why neither fits
 
 
 def learns_likelihood(likelihood: str | Likelihood) -> bool:

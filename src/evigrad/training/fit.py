@@ -15,6 +15,7 @@ from evigrad.distributed import Group, Ranks, check_whole
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import Likelihood, make_likelihood
+from evigrad.likelihoods.calls import lacks_a_column
 from evigrad.measure.bracket import check_bracket
 from evigrad.measure.metrics import probe_outputs
 from evigrad.network.network import PROBE_SIZE
@@ -24,7 +25,7 @@ from evigrad.passes.settings import Memory
 from evigrad.priors import GaussianPrior
 from evigrad.training.checkpoint import shared_settings
 from evigrad.training.data import RunData, stream
-from evigrad.training.data_checks import check_data, lacks_a_column, learns_likelihood, warn_of_data
+from evigrad.training.data_checks import check_data, learns_likelihood, warn_of_data
 from evigrad.training.plan import plan, planned
 from evigrad.training.run_directory import RunDirectory
 from evigrad.training.settings import Laplace, Optimization, Schedule, Settings, explains_groups
