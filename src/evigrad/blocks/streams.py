@@ -120,7 +120,7 @@ class BlockStream(Stream):
         if len(source) != partition.num_data:
             raise InputError(
                 f"The estimator was created for {partition.num_data} examples, but the data have "
-                f"{len(source)}. Pass the data of this estimator, or create a new Evidence with "
+                f"{len(source)}. Pass all examples, or create a new Evidence with "
                 f"num_data={len(source)}."
             )
         self._partition, self._source = partition, source

@@ -207,7 +207,7 @@ class Block:
         return replace(self, likelihood_weights=weights, anchored=one_draw)
 
     def rows_of(self, position: int) -> int:
-        """Return the largest number of rows per example from a position on, or 0 if it is C."""
+        """Return the most rows of any example from a position on, or 0 if ``columns`` is None."""
         if self.columns is None:
             return 0
         return self.columns.shape[1] if self._counts is None else self._counts[position]

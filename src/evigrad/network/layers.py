@@ -83,8 +83,8 @@ class Rule(ABC):
     def match(self, *args: Any, **kwargs: Any) -> Match | None:
         """Return a match of a call's arguments, or None if there is no closed form.
 
-        The signature is that of the function. A rule that uses the formulas of another rule stores
-        that rule instead of inheriting from it, because the signatures differ.
+        The signature must equal the signature of the function. A rule that uses the formulas of
+        another rule stores that rule instead of inheriting from it, because the signatures differ.
         """
 
     def data_second(self, match: Match) -> bool:

@@ -137,7 +137,10 @@ def check_block(block: Block, partition: Partition) -> None:
     lengths = {size, len(block.likelihood_weights)}
     lengths |= {len(tensor) for tensor in (block.inputs, columns) if tensor is not None}
     if len(lengths) > 1:
-        raise InputError(f"The block's tensors have different lengths: {sorted(lengths)}.")
+        raise InputError(
+            f"The block's tensors have different lengths: {sorted(lengths)}."
+            " Use a block from evidence.blocks(data)."
+        )
     if columns is None or partition.spec.curvature != "ggn":
         return
     last = partition.num_outputs - 1

@@ -45,7 +45,7 @@ class EntropyPredictor:
         return ratios[key] if key in ratios else sum(ratios.values()) / max(1, len(ratios))
 
     def expected(self, keys: Sequence[int], guesses: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
-        """Return predictions of ℓ(B|Z) in float64, which any observation calibrates to nats."""
+        """Return predictions of ℓ(B|Z) in float64, in nats after the first observation."""
         logs = {key: self._ratio(key) for key in set(keys)}
         return (
             guesses
