@@ -21,7 +21,8 @@ MANY, POOL = 2**16, 2**14
 class Pool:
     """A fixed subset of N examples, whose members have places 0, 1, ... in the subset.
 
-    It depends only on N: it is the start of a random permutation, which is computed on demand.
+    It depends only on N. Its members are the start of a random permutation, which is computed on
+    demand.
 
     Args:
         num_data: Number of examples, N.
@@ -43,7 +44,7 @@ class Pool:
         return self.num_data if self.is_all else POOL
 
     def data(self, places: Int[Tensor, " m"]) -> Int[Tensor, " m"]:
-        """Return the positions in the data set of places in the pool."""
+        """Return the positions in the data set for places in the pool."""
         return places if self.is_all else self._data[places]
 
     def others(self, places: Int[Tensor, " m"]) -> Int[Tensor, " m"]:

@@ -52,7 +52,7 @@ class Source(ABC):
         """Return the inputs (m, ...) and targets (m, ...) at positions in 0..N-1, in order."""
 
     def first(self, count: int) -> tuple[Any, Tensor]:
-        """Return at most the first ``count`` examples, see ``fetch``."""
+        """Return at most the first ``count`` examples, as ``fetch`` does."""
         return self.fetch(torch.arange(min(count, len(self)), device="cpu"))
 
     def targets(self) -> Tensor:

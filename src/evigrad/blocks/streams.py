@@ -58,15 +58,15 @@ class Stream(Iterable[Block]):
         return islice(iter(self), n)
 
     def round(self, n: int) -> Iterator[Block]:
-        """Return at most n blocks of one partition per rank, over which several steps average."""
+        """Return at most n blocks per rank from one partition, for steps that average over them."""
         return (block for block in islice(self.epoch(), n) if len(block.indices))
 
     @abstractmethod
     def epoch(self) -> Iterator[Block]:
         """Return the blocks of exactly one partition, with their data.
 
-        All ranks get the same number of blocks. The last block may be empty, and then it is not
-        counted.
+        All ranks get the same number of blocks. The last block may be empty. An empty block
+        does not count.
         """
 
     def _local(self, builders: Iterable[Callable[[], Block]]) -> Iterator[Block]:
@@ -90,7 +90,8 @@ class Stream(Iterable[Block]):
 class BlockStream(Stream):
     """An endless stream of an estimator's blocks with their data.
 
-    It yields the blocks of one random partition in random order, then the blocks of the next one.
+    It yields the blocks of one random partition in random order, then the blocks of the next
+    partition.
     Each iteration (`for`, `take`, `epoch`) draws a new partition. To resume, store only the state
     of the generator.
 
@@ -119,7 +120,8 @@ class BlockStream(Stream):
         if len(source) != partition.num_data:
             raise InputError(
                 f"The estimator was created for {partition.num_data} examples, but the data have "
-                f"{len(source)}."
+                f"{len(source)}. Pass all examples, or create a new Evidence with "
+                f"num_data={len(source)}."
             )
         self._partition, self._source = partition, source
         self._labels = source.labels() if partition.spec.grouped else None

@@ -17,9 +17,9 @@ _STRIPS, _STRIP = 4, 64
 
 
 def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the backward pass of an autograd function that raises for ``create_graph=True``.
+    """Return a ``backward`` that raises an error if it is called with ``create_graph=True``.
 
-    ``once_differentiable`` would accept it silently if no cotangent has a graph.
+    ``once_differentiable`` would accept ``create_graph=True`` silently if no cotangent has a graph.
     """
 
     @wraps(backward)
@@ -50,14 +50,14 @@ def dot(a: Tensor, b: Tensor) -> Float[Tensor, ""]:
 
 
 def add_gram(gram: Float[Tensor, "G n n"], rows: Float[Tensor, "G n R"]) -> None:
-    """Add rows rowsᵀ above the diagonal. Call ``mirrored`` after the last addition."""
+    """Add rows rowsᵀ to ``gram`` above the diagonal. Call ``mirrored`` after the last addition."""
     for strip in _strips(gram.shape[1]):
         columns = slice(strip.start, None)
         gram[:, strip, columns].baddbmm_(rows[:, strip], rows[:, columns].mT)
 
 
 def mirrored(gram: Float[Tensor, "G n n"]) -> Float[Tensor, "G n n"]:
-    """Copy the entries above the diagonal of an ``add_gram`` to the entries below, in place."""
+    """Copy the entries that ``add_gram`` wrote above the diagonal to those below, in place."""
     for strip in _strips(gram.shape[1]):
         gram[:, strip.stop :, strip] = gram[:, strip, strip.stop :].mT
     return gram
@@ -75,12 +75,12 @@ Pull = Callable[[Tensor, Tensor], Tensor]
 
 
 def symmetric(matrix: Float[Tensor, "G i i"]) -> Float[Tensor, "G i i"]:
-    """Return the symmetric part, without a graph."""
+    """Return the symmetric part of each matrix, without a graph."""
     return (matrix + matrix.mT).detach() / 2
 
 
 def outer_gram(a: Float[Tensor, "G R i"]) -> Float[Tensor, "G i i"]:
-    """Return Σ aᵀ a over the rows."""
+    """Return Σ aᵀ a over the rows of ``a``."""
     return a.mT @ a
 
 

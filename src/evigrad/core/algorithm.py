@@ -278,7 +278,7 @@ def _pulled_back(
 
 
 def gradients_of(value: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of a scalar, with zeros for parameters on which it does not depend."""
+    """Return the gradients of a scalar, with zeros for parameters that do not affect it."""
     if not parameters:
         return []
     return list(torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True))
@@ -323,7 +323,7 @@ def _estimate(
 
 
 def mean_estimate(estimates: Sequence[Estimate]) -> Estimate:
-    """Return the mean of estimates of the same evidence, which is a bound if all of them are."""
+    """Return the mean of estimates of the same evidence, which is a bound if all estimates are."""
     count = len(estimates)
     if count == 1:
         return estimates[0]

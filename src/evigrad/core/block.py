@@ -15,7 +15,7 @@ MOST_EXPANDED = 1.5
 
 @dataclass(frozen=True)
 class Draw:
-    """A drawn part B of the rows that are not anchors, which estimates ℓ by ℓ(Z) + w ℓ(B|Z).
+    """A drawn part B of the rows that are not anchors. It estimates ℓ by ℓ(Z) + w ℓ(B|Z).
 
     Attributes:
         part: Number of the part in its partition, from 0.
@@ -94,8 +94,9 @@ class Block:
         inputs: Inputs (m, ...), once fetched.
         targets: Targets (m, ...), once fetched.
         anchored: The anchors and drawn parts of an anchored block, whose ``scale`` is 1.
-        origin: In a block from ``expanded`` or ``share``, the earlier position of each example.
-        seed: Seed of random draws in passes over the block, if ranks have different blocks.
+        origin: In a block from ``expanded`` or ``share``, the position of each example in the
+            original block.
+        seed: Seed for random draws in passes over the block, if ranks have different blocks.
         shares: Number of ranks that pass over parts of the block (see ``share``).
 
     See also: docs/custom_loop.md.
@@ -140,7 +141,7 @@ class Block:
         )
 
     def expanded(self) -> "Block":
-        """Return a block in which an example with k rows is repeated k times, with one row each.
+        """Return a block that repeats an example with k rows k times, with one row per repetition.
 
         Examples with equal numbers of rows go through the network together, and a few repetitions
         cost less than another pass. Use it only if the rows of an example do not depend on the
@@ -192,7 +193,7 @@ class Block:
         return 1 if self.anchored is None else len(self.anchored.draws)
 
     def of_draw(self, number: int) -> "Block":
-        """Return the same examples and anchors with a single draw, by its position in ``draws``.
+        """Return the same examples and anchors with only the draw at this position in ``draws``.
 
         Rows of other parts and likelihood data of other draws do not count.
         """
@@ -206,7 +207,7 @@ class Block:
         return replace(self, likelihood_weights=weights, anchored=one_draw)
 
     def rows_of(self, position: int) -> int:
-        """Return the largest number of rows of any example from a position on, or 0 for all C."""
+        """Return the most rows of any example from a position on, or 0 if ``columns`` is None."""
         if self.columns is None:
             return 0
         return self.columns.shape[1] if self._counts is None else self._counts[position]

@@ -14,7 +14,9 @@ from evigrad.errors import NotPositiveDefiniteError, raised_in
 def likelihood_changes(
     model: LinearizedModel, curvature: Curvature[Any], num_outputs: int
 ) -> Literal["rows", "sums", "scales"]:
-    """Return what the likelihood's learnable parameters change. There must be at least one.
+    """Return what the likelihood's learnable parameters change.
+
+    The likelihood must have at least one such parameter. The result has these meanings:
 
     ``rows``: the vectors depend on the parameters, so another pass over the data is needed.
     ``sums``: the parameters change the scales of summed rows by different factors. ``scales``: a
@@ -42,7 +44,7 @@ def likelihood_changes(
 
 
 def is_one_number(scale: Tensor, parameters: Sequence[Tensor]) -> bool:
-    """Return whether all entries are equal, for any values of the parameters."""
+    """Return whether all entries of ``scale`` are equal for any values of the parameters."""
     if not bool((scale == scale[0]).all()):
         return False
     learned = [parameter for parameter in parameters if parameter.requires_grad]

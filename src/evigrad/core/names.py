@@ -121,6 +121,7 @@ class Estimator:
         if clashing:
             raise ConfigurationError(
                 f"'rows' draws single rows and cannot be combined with '{clashing[0]}'."
+                " Omit one of them."
             )
 
     @classmethod
@@ -215,8 +216,8 @@ class Estimator:
     def default_root(self) -> str:
         """The default root of the likelihood's Hessian.
 
-        Single rows should hold the curvature of an example in as few rows as possible ("eigen").
-        Blocks that draw outputs would then have a huge variance, so they use "subblock".
+        For single rows, as few rows as possible should contain the curvature of an example
+        ("eigen"). Blocks that draw outputs would then have a huge variance, so they use "subblock".
         """
         return "eigen" if self.rows else "subblock"
 
@@ -274,7 +275,7 @@ def _read_modifiers(modifiers: list[str]) -> dict[str, Any]:
                 f"unknown modifier {modifier!r}. Use one of {', '.join(MODIFIERS)}."
             )
         if modifiers.count(modifier) > 1:
-            raise ConfigurationError(f"the modifier '{modifier}' occurs twice.")
+            raise ConfigurationError(f"the modifier '{modifier}' occurs twice. Write it once.")
         if modifier not in CURVATURES:
             settings[modifier] = True
         elif "curvature" in settings:

@@ -86,7 +86,7 @@ class Partition:
         return self._size if self.spec.rows else self._size * self.rows_per_datum
 
     def blocks(self, generator: torch.Generator, labels: Tensor | None = None) -> Sequence[Block]:
-        """Return a random partition of the index set in random order, built as it is read.
+        """Return the blocks of a random partition in random order, each built when it is read.
 
         With N examples in groups of m and C outputs in groups of k, there are M = ceil(N/m)
         ceil(C/k) blocks of scale M. The CPU generator advances in this call, not when blocks are
@@ -106,6 +106,7 @@ class Partition:
         if labels is None:
             raise ConfigurationError(
                 f"'{self.spec}' fills its blocks class by class, so it needs class labels."
+                " Pass labels to blocks()."
             )
         order = torch.randperm(self.num_data, generator=generator, device="cpu")
         classes, codes = class_labels(labels, self.num_data).unique(return_inverse=True)
@@ -262,7 +263,7 @@ def class_labels(targets: Tensor, num_data: int) -> Int[Tensor, " N"]:
 
 
 def choose_distinct(n: int, size: int, generator: torch.Generator) -> Int[Tensor, " size"]:
-    """Draw distinct numbers below n, with equal probability for every ordered choice."""
+    """Return distinct numbers below n, with equal probability for each ordered choice."""
     if 4 * size > n:
         return torch.randperm(n, generator=generator, device="cpu")[:size].clone()
     # Skip repetitions, because a permutation of all n would take a pass over the data set.

@@ -45,7 +45,7 @@ class Permutation:
         return self.at(torch.arange(*index.indices(self._n), device="cpu"))
 
     def at(self, places: Int[Tensor, " m"]) -> Int[Tensor, " m"]:
-        """Return the numbers at places 0 … n − 1."""
+        """Return the numbers at these places, each of which is from 0 to n − 1."""
         numbers = self._network(places)
         while bool((outside := numbers >= self._n).any()):
             numbers[outside] = self._network(numbers[outside])

@@ -49,10 +49,10 @@ class RootRows:
     Attributes:
         vectors: Column j of the root of example n, or zero if the example has no such column.
         scale: Factor of each row, or None for 1. Likelihood parameters that multiply rows by a
-            number, such as 1/σ of a Gaussian, may occur here and not in ``vectors``. The rows then
-            need no graph for them.
-        present: Which (example, column) exist, or None for all. The others are padding with zero
-            vectors, which a structure may omit.
+            number, such as 1/σ of a Gaussian, may occur only here, not in ``vectors``. The rows
+            then need no graph for them.
+        present: Which pairs (example, column) exist, or None for all. The others are padding with
+            zero vectors, which a structure may omit.
 
     See also: docs/extending.md.
     """
@@ -102,14 +102,14 @@ def one_hot(f: Float[Tensor, "m C"], columns: Int[Tensor, "m k"] | None) -> Floa
 def diagonal_rows(
     f: Float[Tensor, "m C"], root: Float[Tensor, "m C"], columns: Int[Tensor, "m k"] | None
 ) -> Float[Tensor, "m k C"]:
-    """Return the rows e_d √λ_d of a diagonal Λ, for any kind. ``root`` contains the √λ."""
+    """Return the rows e_d √λ_d for a diagonal Λ and any kind of root. ``root`` contains the √λ."""
     return one_hot(f, columns) * root.unsqueeze(1)
 
 
 def softmax_rows(
     f: Float[Tensor, "m C"], columns: Int[Tensor, "m k"] | None, kind: str
 ) -> Float[Tensor, "m k C"]:
-    """Return rows of the softmax's Λ = diag(p) − ppᵀ in closed form, for logits ``f``.
+    """Return rows of a root of the softmax's Λ = diag(p) − ppᵀ in closed form, for logits ``f``.
 
     For a sub-block O, let q be the probability of the outputs outside O and u = √p_O. Then
     R = D^{1/2} (I − u uᵀ/(1+√q)) has R Rᵀ = D − p_O p_Oᵀ with D = diag(p_O). Its column j is
@@ -204,7 +204,7 @@ def _label_rows(
 def hessian_rows(
     curvature: Float[Tensor, "m C C"], columns: Int[Tensor, "m k"] | None, kind: str
 ) -> Float[Tensor, "m k C"]:
-    """Return rows of any positive semidefinite Λ, without derivatives of eigenvectors.
+    """Return rows of a root of any positive semidefinite Λ, without derivatives of eigenvectors.
 
     ``"fisher"`` and ``"subblock"`` are symmetric square roots of Λ and of its sub-block, so column
     d belongs to output d. ``"eigen"`` has orthogonal columns, largest first.
@@ -232,7 +232,7 @@ def differentiable_root(
     """Return a root R of positive semidefinite matrices Λ with R Rᵀ = Λ to first order.
 
     R = R₀ + (I − ½Π)(Λ − Λ₀)R₀⁺ᵀ, where Λ₀ is Λ without its graph, R₀ is a root of Λ₀, and
-    Π = R₀R₀⁺ projects on its range. The value is R₀. The first derivatives of R Rᵀ and Λ agree
+    Π = R₀R₀⁺ projects onto its range. The value is R₀. The first derivatives of R Rᵀ and Λ agree
     wherever the rank of Λ is constant, but second derivatives do not. No eigenvector is
     differentiated, so equal eigenvalues do no harm. R₀ is V√λVᵀ if ``symmetric``, otherwise V√λ
     with the largest eigenvalue first.
@@ -277,9 +277,9 @@ def _descending_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """
     if not is_finite(matrix):
         raise NotFiniteError(
-            "The curvature Λ of the outputs contains NaN or infinite values, because outputs are"
-            " not finite or too large. Look for weights, inputs or hyperparameters that have"
-            " diverged."
+            "The curvature Λ of the outputs contains NaN or infinite values, because some"
+            " outputs are too large or not finite. Look for weights, inputs or hyperparameters that"
+            " have diverged."
         )
     if matrix.dtype.itemsize < torch.float32.itemsize:
         matrix = matrix.float()

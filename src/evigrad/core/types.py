@@ -39,11 +39,11 @@ class Linearization(Protocol):
 
     @property
     def outputs(self) -> Float[Tensor, "m C"]:
-        """f(x)."""
+        """The outputs f(x)."""
         ...
 
     def without_graph(self, root: RootRows) -> tuple["Linearization", RootRows]:
-        """Return this pass and its cotangents without a graph. They may share computations."""
+        """Return this pass and its cotangents without a graph. Both passes may share work."""
         ...
 
     def rows(
@@ -58,7 +58,7 @@ class Linearization(Protocol):
         """Return the rows of each parameter without padding, formed only when they are read.
 
         Rows in ``contracted`` stay products of a layer's inputs and output gradients, if the pass
-        has these.
+        has them.
         """
         ...
 
@@ -172,7 +172,7 @@ class Density(Protocol):
         ...
 
     def weights(self, y: Tensor) -> Float[Tensor, " m"] | None:
-        """Return the weight of each example, or None for 1."""
+        """Return the weight of each example, or None if all weights are 1."""
         ...
 
     def check_derivatives(self, f: Float[Tensor, "m C"], y: Tensor, curvature: str) -> None:
@@ -334,8 +334,8 @@ class Estimate:
             with the same curvature. A single estimate can exceed it.
         num_data: N.
         estimator: Canonical name of the estimator.
-        at_mode: The log evidence of the linearized model at its own mode, if ``estimate`` was asked
-            for it.
+        at_mode: The log evidence of the linearized model at its own mode, if it was requested
+            from ``estimate``.
         entropies: For an anchored block, ℓ(Z) of the anchors and ℓ(B_b|Z) of each drawn part, in
             nats. Empty for other blocks.
 

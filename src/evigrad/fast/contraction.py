@@ -199,7 +199,7 @@ def _operations(one: MatrixUse, other: MatrixUse, num_data: int, rows: int) -> f
 
 
 def uses_gram(uses: Sequence[tuple[Tensor, Tensor]]) -> Float[Tensor, "R R"]:
-    """Return the Gram of a weight's rows, which sum its uses (``Rule.products``), unformed."""
+    """Return the Gram of a weight's rows, sums over its uses, without forming the rows."""
     products = [use for use in uses if use[0].is_floating_point()]
     lookups = [use for use in uses if not use[0].is_floating_point()]
     crossed = [contraction_gram(a, b) for i, a in enumerate(products) for b in products[:i]]

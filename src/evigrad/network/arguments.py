@@ -78,7 +78,7 @@ def without_derivative(error: BaseException) -> ConfigurationError | None:
 
 
 def check_call(model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor) -> None:
-    """Raise an error if x is empty, or a weight is not a parameter with a gradient."""
+    """Raise an error if x is empty, or the weights cannot have correct gradients."""
     if x.dim() == 0 or len(x) == 0:
         raise InputError("There are no data. Pass at least one example along dimension 0 of x.")
     if torch.is_inference_mode_enabled():
@@ -97,7 +97,7 @@ def check_call(model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor)
             raise ConfigurationError(
                 f"{name!r} cannot be a weight of the evidence, because it is not a real"
                 " floating-point parameter that requires a gradient. Freeze it before you create"
-                " the evidence, or call its requires_grad_()."
+                " the evidence, or call its requires_grad_() method."
             )
         if p._backward_hooks:
             raise ConfigurationError(
@@ -164,7 +164,7 @@ def check_output(output: object, m: int, positions: bool = False) -> Tensor:
     if not isinstance(output, Tensor):
         raise InputError(
             f"The model returned a {type(output).__name__}, but evigrad needs one tensor of shape"
-            " (examples, outputs), or an object with such .logits. Select the outputs:"
+            " (examples, outputs), or an object with this tensor as .logits. Select the outputs:"
             " evigrad.Outputs(model, output=0), or output='scores'."
         )
     if output.layout != torch.strided or output.is_nested:

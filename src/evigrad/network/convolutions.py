@@ -47,7 +47,7 @@ class Geometry:
     groups: int
 
     def positions(self, space: Sequence[int]) -> tuple[int, ...]:
-        """Return the number of output positions along each dimension of an input."""
+        """Return the number of output positions along each dimension of an input space."""
         settings = zip(space, self.kernel, self.stride, self.padding, self.dilation, strict=True)
         return tuple(
             (length + 2 * pad - gap * (size - 1) - 1) // step + 1
@@ -55,7 +55,7 @@ class Geometry:
         )
 
     def of_all(self, m: int) -> "Geometry":
-        """Return one convolution for m examples, each of which becomes a channel group."""
+        """Return the settings of one convolution in which each of m examples has its own groups."""
         return replace(self, groups=m * self.groups)
 
     def convolve(
@@ -252,7 +252,7 @@ def fixed_convolution(
     bias: Float[Tensor, " o"] | None,
     g: Geometry,
 ) -> Float[Tensor, "mF o *positions"]:
-    """Return a convolution as PyTorch computes it, even under autocast, with a graph only to x."""
+    """Return a convolution as PyTorch computes it, even under autocast, with a graph only for x."""
     # PyTorch's second derivative of a convolution always computes the derivative in the weight too,
     # which is one of three convolutions of a gradient through rows. With a fixed weight there are
     # two linear maps, each of which is the other's derivative, any number of times.
@@ -263,7 +263,7 @@ def fixed_convolution(
 
 
 class FixedConvolution(torch.autograd.Function):
-    """x ↦ W x + b."""
+    """The convolution x ↦ W x + b, differentiable only with respect to x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry) -> Tensor:

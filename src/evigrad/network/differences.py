@@ -76,8 +76,8 @@ def refuse_once_differentiable(
     Args:
         model: The model.
         weights: Weights by name.
-        learned: The hyperparameters for whose gradient the rows are differentiated, or none for the
-            exact Hessian.
+        learned: The hyperparameters for whose gradient the rows are differentiated, or an empty
+            collection for the exact Hessian.
         x: A few inputs.
 
     Raises:
@@ -127,7 +127,7 @@ def _nodes_of_rows(outputs: Tensor, weights: Iterable[Tensor]) -> set[Node]:
 
 
 class TensorHooks(TorchFunctionMode):
-    """Record whether a hook on a tensor is registered inside. ``ignore`` suppresses hooks."""
+    """Record whether a hook on a tensor is registered in this context, or ``ignore`` hooks."""
 
     def __init__(self, ignore: bool = False) -> None:
         super().__init__()
@@ -159,10 +159,10 @@ def check_outputs(
     nodes: Collection[Node],
     hooked: bool,
 ) -> None:
-    """Compare autograd's derivative of the outputs, for the weights, with finite differences.
+    """Compare autograd's ∂outputs/∂weights with finite differences.
 
-    Models without custom functions and hooks are skipped, because they may detach tensors on
-    purpose.
+    Models with neither custom functions nor hooks are skipped. There, only detached tensors can
+    cause a difference, and detaching is usually intended.
 
     Args:
         moved: A copy of the model, with perturbed weights.

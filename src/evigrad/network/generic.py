@@ -95,7 +95,7 @@ def vmap_rows(
     vectors: Float[Tensor, "m k C"],
     differentiable: bool,
 ) -> dict[str, Tensor]:
-    """Return ``loop_rows``, vectorized over examples. Compare with ``loop_rows`` before use."""
+    """Return the rows of ``loop_rows``, vectorized over examples. Compare the two before use."""
     # Not every module can be vectorized. Some raise an error, and modules that keep references to
     # their parameters (such as recurrent ones) return other numbers.
     constant = {name: p.detach() for name, p in weights.items()}
@@ -141,7 +141,7 @@ def close_outputs(value: Tensor, expected: Tensor, scale: Tensor) -> bool:
 
 
 def tolerances(like: Tensor) -> tuple[float, float]:
-    """Return the relative tolerance, and the share of the largest norm that is rounding."""
+    """Return the relative tolerance, and the share of the largest norm that counts as rounding."""
     relative, rounding = _TOLERANCES.get(like.dtype, _COARSE_TOLERANCES)
     if like.is_cuda and like.dtype == torch.float32:
         relative *= _TF32_FACTOR

@@ -83,12 +83,12 @@ class Rule(ABC):
     def match(self, *args: Any, **kwargs: Any) -> Match | None:
         """Return a match of a call's arguments, or None if there is no closed form.
 
-        The signature is the function's. A rule that uses the formulas of another rule stores that
-        rule instead of inheriting from it, because the signatures differ.
+        The signature must equal the signature of the function. A rule that uses the formulas of
+        another rule stores that rule instead of inheriting from it, because the signatures differ.
         """
 
     def data_second(self, match: Match) -> bool:
-        """Return whether dimension 1 instead of 0 of input and output may count the examples."""
+        """Return whether dimension 1 of input and output may count the examples, instead of 0."""
         return self.at_positions
 
     def call(
@@ -165,7 +165,7 @@ def sum_to(
 
 
 def sum_to_channels(values: Float[Tensor, "m k F c *space"]) -> Float[Tensor, "m k c"]:
-    """Sum over all dimensions but the channels."""
+    """Sum over all dimensions except the channels."""
     return values.sum((2, *range(4, values.dim())))
 
 
@@ -562,7 +562,7 @@ RULES: dict[Callable[..., Any], Rule] = {
 def matrix_uses(
     plan: JacobianPlan, weights: Mapping[str, Tensor]
 ) -> dict[str, tuple[MatrixUse, ...]]:
-    """Return the sizes of weights used as one matrix, including tied linear layers."""
+    """Return the sizes of each weight that is used as one matrix, including tied linear layers."""
     rules = {rule.name: rule for rule in RULES.values()}
     uses_of_weights: dict[str, tuple[MatrixUse, ...]] = {}
     for name, uses in plan.uses.items():

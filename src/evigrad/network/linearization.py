@@ -124,7 +124,7 @@ class Linearization:
     def without_graph(self, root: RootRows) -> tuple["Linearization", RootRows]:
         """Return this pass and its cotangents without a graph.
 
-        The backward passes through the network keep their graph, and both passes use them.
+        Both linearizations share the backward passes through the network, which keep their graph.
         """
         with self._computing():
             gradients = self._gradients(root.vectors)

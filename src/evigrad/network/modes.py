@@ -59,7 +59,7 @@ def evaluation_mode(
             use the global generators. They are then not changed.
 
     Yields:
-        A function that returns whether PyTorch's or NumPy's global generators were used so far.
+        A function that returns whether PyTorch's or NumPy's global generators have been used.
     """
     with TURN:
         training = [(module, module.training) for module in model.modules()]
@@ -89,7 +89,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[Callable[[], bool]]:
     function wait.
 
     Yields:
-        A function that returns whether PyTorch's or NumPy's generators were used so far.
+        A function that returns whether PyTorch's or NumPy's generators have been used.
     """
     # Not torch.manual_seed, which would also reseed all other GPUs without restoring them.
     generators = [torch.default_generator]
@@ -148,7 +148,7 @@ def warn_of_normalisation(model: nn.Module) -> None:
 
 @contextmanager
 def model_run(model: nn.Module) -> Iterator[None]:
-    """Set the context of every forward or backward pass of rows.
+    """Set up the context for forward and backward passes that compute rows.
 
     Attributes and buffers that a pass changes are restored on exit, even after an exception. Fused
     kernels without a first or second derivative are replaced by plain kernels in the whole process.
@@ -180,7 +180,7 @@ def model_run(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluation_run(model: nn.Module, seed: int | None = 0) -> Iterator[Callable[[], bool]]:
-    """Combine ``model_run`` with ``evaluation_mode``, with a generator of this seed if any."""
+    """Combine ``model_run`` with ``evaluation_mode``, with a generator if a seed is given."""
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     with evaluation_mode(model, generator) as has_drawn, model_run(model):
         yield has_drawn

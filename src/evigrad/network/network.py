@@ -155,7 +155,7 @@ class Network:
         return next(reversed(self._plans.values()), None)
 
     def noise(self, seed: int, positions: Tensor | None = None) -> Noise:
-        """Return the noise of a block, drawn when it is read. See ``Noise`` for ``positions``."""
+        """Return the noise for a block, drawn when it is read. See ``Noise`` for ``positions``."""
         return Noise(self._drawing, seed, positions)
 
     # ------------------------------------------------------------ checking on real data
@@ -226,7 +226,8 @@ class Network:
         for jacobian_plan in self._loaded.values():
             if set(jacobian_plan.describe()) != set(self.weights):
                 raise ConfigurationError(
-                    "The state has a plan for other weights. Load a state of this model."
+                    "The state has a plan for other weights. Load a state that was saved for this"
+                    " model."
                 )
         for key, old in self._plans.items():
             if key in self._loaded:

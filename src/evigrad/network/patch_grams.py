@@ -1,4 +1,4 @@
-"""Compute the Gram matrix of a convolution's patches, and its gradient for the input.
+"""Compute the Gram matrix of a convolution's patches, and its gradient with respect to the input.
 
 A patch has a row of entries for each row of the kernel. With vertical stride and dilation 1, all
 pairs of kernel rows at distance d share the products of image rows y and y + d:

@@ -92,7 +92,7 @@ def _use(record: Sequence[Any]) -> Use:
 
 
 def demote(plan: JacobianPlan, names: Collection[str]) -> JacobianPlan:
-    """Return the plan with these parameters on the plain loop, which is slow but always correct."""
+    """Return a plan that uses the slow but always correct plain loop for these parameters."""
     for name in names:
         if name not in plan.words:
             raise ConfigurationError(

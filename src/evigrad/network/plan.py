@@ -154,7 +154,7 @@ def adapted(
     weights: Mapping[str, nn.Parameter],
     x_probe: Tensor,
 ) -> JacobianPlan | None:
-    """Return the first of the plans that fits inputs of another length, or None.
+    """Return the first of the plans that is also valid for this length of inputs, or None.
 
     This takes two passes. The check of a plan shows that first and second derivatives are correct
     for certain operations with certain settings, whatever the length. The check remains valid if

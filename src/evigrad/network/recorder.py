@@ -178,7 +178,7 @@ class Call:
 def joined(
     uses: Iterable[tuple[Call, str, Tensor]],
 ) -> list[tuple[Call, str, Tensor]]:
-    """Join equal uses of a parameter and their gradients, such as at time steps, into one use."""
+    """Join equal uses of a parameter, such as those at time steps, and their gradients."""
     groups: dict[Any, list[tuple[Call, str, Tensor]]] = {}
     for call, slot, gradient in uses:
         key = call.use(slot) if call.rule.at_positions else id(call)
@@ -278,7 +278,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def may_mix(self, model: nn.Module) -> bool:
-        """Return whether examples may affect each other, by a function or a scripted module."""
+        """Return whether examples may affect each other through a function or a scripted module."""
         if self._num_data == 1:
             return False
         modules = model.modules()

@@ -200,7 +200,7 @@ def _runs(model: nn.Module, x: Tensor) -> bool:
 def moved_copy(
     model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor
 ) -> tuple[nn.Module, dict[str, nn.Parameter]] | None:
-    """Return a copy of the model with perturbed weights, and these weights, or None if it fails."""
+    """Return a copy of the model with perturbed weights, and these, or None if copying fails."""
     # A head initialized to zero makes all rows before it zero. Two algorithms for them would then
     # agree even if one is wrong.
     learnable = {name for name, p in named_parameters(model).items() if p.requires_grad}
@@ -235,7 +235,7 @@ def _move(parameters: list[nn.Parameter]) -> None:
 
 
 def refuse_reentrant(model: nn.Module, x: Tensor) -> None:
-    """Raise an error for reentrant checkpoints, which have no gradient of single parameters."""
+    """Raise an error for reentrant checkpoints, which give no gradients of single parameters."""
     x = x.clone()
     if x.is_floating_point():  # the checkpoint has a node only if its input requires a gradient
         x = x.requires_grad_().clone()

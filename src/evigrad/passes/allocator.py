@@ -34,12 +34,12 @@ _depth = 0
 
 @contextmanager
 def kept_memory() -> Iterator[None]:
-    """Keep all memory that is freed until the block ends. Results do not change.
+    """Keep freed memory for reuse until the ``with`` block ends. Results do not change.
 
     ``fit`` and the command line use it automatically. Use it around a custom training loop. It has
     no effect if tensors do not come from glibc's allocator, or if the environment configures the
-    allocator (``ENVIRONMENT``). In threads other than the main one, it works only for tensors of up
-    to 64 MB. Blocks may be nested and run in several threads. The last block to end returns all
+    allocator (``ENVIRONMENT``). In threads other than the main one, it works only for tensors of at
+    most 64 MB. Blocks may be nested and run in several threads. The last block to end returns all
     free memory. Afterwards, the thresholds of mallopt(3) stay fixed at glibc's largest values, even
     if the process had set other values.
 

@@ -16,7 +16,7 @@ from evigrad.inputs import Inputs, Tree, as_inputs, check_integers, each_once, t
 
 
 def check_inputs(x: object, device: torch.device) -> Inputs:
-    """Return the inputs. They must not be empty, contain NaN, or be on another device."""
+    """Return the inputs, or raise an error if they are empty, not finite or on another device."""
     if not isinstance(x, Inputs | Mapping | tuple | list):
         raise not_data(x)
     inputs = as_inputs(x)
@@ -24,9 +24,14 @@ def check_inputs(x: object, device: torch.device) -> Inputs:
         if part.ndim == 0 or len(part) == 0:
             raise InputError("The inputs are empty. Pass at least one example along dimension 0.")
         if part.device != device:
-            raise InputError(f"Inputs are on {part.device}, weights on {device}. Move one of them.")
+            raise InputError(
+                f"Inputs are on {part.device}, but the weights are on {device}. Move the inputs"
+                f" with .to('{device}')."
+            )
         if part.is_floating_point() and not is_finite(part):
-            raise InputError("Inputs contain NaN or infinite values. Clean or impute them.")
+            raise InputError(
+                "Inputs contain NaN or infinite values. Impute these values, or omit the examples."
+            )
     check_integers(inputs)
     if isinstance(inputs, Tree):
         _check_masks(inputs)
@@ -72,7 +77,7 @@ def check_positive(what: str, value: object) -> None:
 
 
 def check_type(what: str, value: object, kind: type, hint: str) -> None:
-    """Raise an error for an instance of another class. ``hint`` describes valid values."""
+    """Raise an error if the value is not of this class. ``hint`` describes valid values."""
     if not isinstance(value, kind):
         raise ConfigurationError(f"{what} must be {hint}, got {value!r}.")
 
@@ -132,7 +137,10 @@ def check_block(block: Block, partition: Partition) -> None:
     lengths = {size, len(block.likelihood_weights)}
     lengths |= {len(tensor) for tensor in (block.inputs, columns) if tensor is not None}
     if len(lengths) > 1:
-        raise InputError(f"The block's tensors have different lengths: {sorted(lengths)}.")
+        raise InputError(
+            f"The block's tensors have different lengths: {sorted(lengths)}."
+            " Use a block from evidence.blocks(data)."
+        )
     if columns is None or partition.spec.curvature != "ggn":
         return
     last = partition.num_outputs - 1
@@ -143,14 +151,14 @@ def check_block(block: Block, partition: Partition) -> None:
 def check_state(
     state: Mapping[str, Any], current_state: Mapping[str, Any], modules: Mapping[str, nn.Module]
 ) -> None:
-    """Raise an error for a state of another evidence, which is first loaded into copies."""
+    """Raise an error if a state does not fit this evidence. Copies are loaded to find out."""
     if missing := current_state.keys() - state.keys() - {"micro_batches", "preparation", "anchors"}:
         raise ConfigurationError(
             f"The state lacks {', '.join(sorted(missing))}. Use the result of state_dict()."
         )
     if state["estimator"] != current_state["estimator"]:
         raise ConfigurationError(
-            f"The state is from the estimator {state['estimator']}, but this evidence uses"
+            f"The state is for the estimator {state['estimator']}, but this evidence uses"
             f" {current_state['estimator']}. Use the same estimator."
         )
     for key, module in modules.items():

@@ -80,9 +80,9 @@ def warn_of_averaged(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> N
     if trained:
         prefix = trained[0].rpartition(".")[0] or trained[0]
         warnings.warn(
-            f"The training loss would learn {listed(trained)} of the random transform, but usually"
-            f" prefers no transform. Set hyperparameters=['{prefix}'] to learn from the evidence,"
-            " or fix the transform with requires_grad_(False).",
+            f"The training loss would learn {listed(trained)} of the random transform, but this"
+            f" loss usually prefers no transform. Set hyperparameters=['{prefix}'] to learn from"
+            " the evidence, or fix the transform with requires_grad_(False).",
             EvigradWarning,
             stacklevel=3,  # the caller of Evidence
         )

@@ -87,8 +87,8 @@ def precisely(
 
     Every evaluation starts in float32, so it does not depend on earlier ones. If the user set
     ``gram_dtype``, or memory is too small, rounding causes only a warning. ``work`` must leave
-    nothing behind if it raises. If ``condense``, it keeps only what log-determinants need. On the
-    result, ``trial`` provokes the rounding errors of later steps.
+    nothing behind if it raises. If ``condense``, it keeps only what log-determinants need.
+    ``trial`` is called with the result, to provoke the rounding errors of later steps.
     """
     problem = sweep.problem
     sweep.check_memory(condense)

@@ -95,7 +95,7 @@ class Batches:
         if part is not None and count != self._problem.num_data:
             raise InputError(
                 f"The batches contain {count} examples, but {self._problem.estimator.name} needs"
-                f" all {self._problem.num_data}."
+                f" all {self._problem.num_data}. Pass each example once, or correct num_data."
             )
         if self._seen is None:
             self._seen = signatures
@@ -107,7 +107,7 @@ class Batches:
 
 
 class CheckedSource(Source):
-    """A user's N examples (see ``as_source``), each checked for model and likelihood when read.
+    """A user's N examples (see ``as_source``), checked against model and likelihood when read.
 
     The constructor checks the number of examples, the first examples, all targets in memory, and
     whether the likelihood has rows at these targets. ``plan`` is the plan for their inputs. All
@@ -184,7 +184,7 @@ class CheckedSource(Source):
 
 
 def rehearse(problem: Problem, f: Tensor, y: Tensor) -> None:
-    """Call everything that a pass needs from the likelihood, which may raise an EvigradError."""
+    """Call the methods of the likelihood that a pass needs, to raise their errors early."""
     generator = torch.Generator().manual_seed(0)
     sampled = problem.estimator.curvature == "mc"
     labels = [problem.likelihood.sample(f, generator)] if sampled else []
@@ -225,7 +225,7 @@ def _given_block(problem: Problem, block: Block) -> MicroBatchSweep:
 
 def _given_subset(problem: Problem, x: Inputs, y: Tensor | None) -> MicroBatchSweep:
     if y is None:
-        raise InputError("Inputs need targets. Call estimate(x, y).")
+        raise InputError("The inputs have no targets. Call estimate(x, y).")
     if problem.estimator.anchored:
         raise InputError(
             f"{problem.estimator.name} chooses anchors from all examples, so it cannot use a"

@@ -148,7 +148,7 @@ def _versions(
 
 
 def checksums(tensors: Sequence[Tensor], device: torch.device) -> list[int]:
-    """Return a number for each tensor that depends on all entries, computed on the device."""
+    """Return one number per tensor, computed on the device from all entries of the tensor."""
     if not tensors:
         return []
     return torch.stack([_checksum(tensor).to(device) for tensor in tensors]).tolist()

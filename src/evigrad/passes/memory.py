@@ -45,7 +45,8 @@ CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
 def available_bytes(device: torch.device) -> int | None:
     """Return the memory that an allocation may still take, or None if it is unknown.
 
-    On the CPU, memory that the allocator keeps is first returned, because it may be fragmented.
+    On the CPU, memory that the allocator keeps is first returned to the system, because it may
+    be fragmented.
     """
     if device.type == "cpu":
         give_back()
@@ -67,7 +68,8 @@ def check_memory(
     with ``hint``.
 
     Raises:
-        MemoryBudgetError: With the needed memory, the free memory, and a cheaper choice.
+        MemoryBudgetError: If memory is too small. The message has the needed memory, the free
+            memory, and a cheaper choice.
     """
     predict = curvature.condensed_bytes if condensed else curvature.predicted_bytes
     kept = predict(num_rows)

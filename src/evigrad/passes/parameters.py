@@ -19,9 +19,9 @@ from evigrad.priors import matches
 
 @contextmanager
 def held_constant(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Let no gradient reach these parameters from computations inside.
+    """Block gradients to these parameters from computations in this context.
 
-    They are frozen temporarily instead of replaced. ``torch.func.functional_call`` would leave
+    They are temporarily frozen, not replaced. ``torch.func.functional_call`` would leave
     plain tensors instead of parameters in modules that are registered under two names.
     """
     marked = [p for p in parameters if p.requires_grad]
@@ -61,7 +61,7 @@ def _in_words(parameter: nn.Parameter) -> str:
 
 
 def trainable(model: nn.Module, excluded: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Return the model's trainable parameters by name without the excluded ones, without repeats.
+    """Return the model's trainable parameters by name, except the excluded ones, each once.
 
     Raises:
         ConfigurationError: If no parameter is left, a lazy module has not seen its first inputs, or
@@ -86,7 +86,7 @@ def trainable(model: nn.Module, excluded: Mapping[str, nn.Parameter]) -> dict[st
     if not weights:
         raise ConfigurationError(
             "The model has no trainable weights except hyperparameters. Call requires_grad_(True)"
-            " on some."
+            " on some of its parameters."
         )
     return weights
 
@@ -139,7 +139,7 @@ def check_unchanged(
 def divided(
     hyperparameters: Mapping[str, nn.Parameter], wrt: str | Sequence[str] | None
 ) -> tuple[dict[str, nn.Parameter], list[nn.Parameter]]:
-    """Return the hyperparameters that ``wrt`` names (None: all) by name, and the others.
+    """Return the hyperparameters that match ``wrt`` (None: all), and all others, by name.
 
     ``wrt`` contains names, modules above them, or wildcards.
 

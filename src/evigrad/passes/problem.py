@@ -35,7 +35,7 @@ class Problem(LinearizedModel):
         settings: How the evidence is computed.
         generator: Source of all random choices.
         network: The model, with a plan for each shape of inputs.
-        sizes: How many examples go through the network at once.
+        sizes: How many examples go through the network in one pass.
         ranks: The processes that share the work.
         partitions: A cache, by number of outputs.
         curvatures: A cache, by plan and type of matrices.
@@ -122,7 +122,7 @@ class Problem(LinearizedModel):
         )
 
     def last_layer(self, x: Inputs) -> tuple[Tensor, LastLayer | None]:
-        """Return outputs (m, C) without a graph, and their last layer, or None if not linear."""
+        """Return outputs (m, C) without a graph, and their last layer (None if not linear)."""
         model = self.model
         with evaluation_run(model), torch.no_grad(), watched(model, self.weights) as call:
             f = model_outputs(model, each_once(x), positions=True)
@@ -182,7 +182,8 @@ def parameter_reports(problem: Problem, x: Any | None) -> list[ParameterReport]:
     plan = problem.network.latest() if x is None else problem.plan_of(x)
     if plan is None:
         raise ConfigurationError(
-            "The evidence has had no inputs yet. Call describe(x) with a few inputs, such as x[:3]."
+            "The evidence has not seen any inputs yet. Call describe(x) with a few inputs, such as"
+            " x[:3]."
         )
     rows, curvature = plan.jacobian.describe(), problem.curvature(plan).describe()
     precisions = problem.prior.precisions()

@@ -16,7 +16,7 @@ from evigrad.passes.problem import Problem
 
 
 class ReducedCurvature(Curvature[Any]):
-    """A curvature whose statistic of all examples is the sum over the ranks' parts.
+    """A curvature whose statistic for all examples is the sum of the ranks' statistics.
 
     Ranks collect their parts, which are summed before a log-determinant is taken.
 
@@ -88,8 +88,8 @@ def mean_over_ranks(
     """Return the mean of the estimates of all ranks, and the mean of their gradients.
 
     Each estimate belongs to one of the ``blocks``. The weight of a rank is its number of draws of
-    anchored blocks, or its number of other blocks. All ranks except the first may have no blocks,
-    and then have zero gradients. For H numbers in the gradients, a rank sends
+    anchored blocks, or its number of other blocks. Any rank except the first may have no blocks.
+    Its gradients are then zero. For H numbers in the gradients, a rank sends
     2 (R − 1)/R · 8 (H + 7) bytes.
     """
     ranks = problem.ranks

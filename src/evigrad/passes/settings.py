@@ -93,7 +93,7 @@ def as_dtype(what: str, value: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def as_bytes(what: str, value: int | str | None) -> int | None:
-    """Return bytes from a number or a text such as ``"8GiB"``. Errors name ``what``."""
+    """Return the number of bytes from a number or text such as ``"8GiB"``. Errors name ``what``."""
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", value.strip().lower())
@@ -106,7 +106,7 @@ def as_bytes(what: str, value: int | str | None) -> int | None:
 
 @dataclass(frozen=True)
 class Settings:
-    """How an ``Evidence`` computes estimates. Its docstring explains each field.
+    """How an ``Evidence`` computes estimates. The docstring of ``Evidence`` explains each field.
 
     Raises:
         ConfigurationError: If a value is invalid.

@@ -154,6 +154,7 @@ class MicroBatchSweep:
             name = problem.estimator.name
             raise InputError(
                 f"The batches contain {first} examples, but {name} needs all {expected}."
+                " Pass each example once, or correct num_data."
             )
         return state
 
@@ -299,7 +300,7 @@ class MicroBatchSweep:
     # ------------------------------------------------------------ memory
 
     def check_memory(self, condense: bool) -> None:
-        """Raise an error if the block does not fit, with only log-determinants if ``condense``."""
+        """Raise an error if the block does not fit. ``condense`` is as for ``run_pass``."""
         problem, block, curvature = self.problem, self.block, self.curvature
         size, weights, width = len(block.indices), problem.weights, self._width
         most = most_at_once(problem, self.plan, block)
@@ -395,7 +396,7 @@ def new_sweep(
 
 
 def most_at_once(problem: Problem, plan: InputPlan, block: Block, position: int = 0) -> int | None:
-    """Return how many examples from a position on may pass together, or None for automatic."""
+    """Return the most examples of one pass from a position on, or None for automatic sizes."""
     asked = problem.sizes.asked
     if asked is None and block.num_draws > 1:
         # At most the rows of one draw, a number that the user has chosen.
@@ -412,7 +413,7 @@ def curvature_of(
 
 
 def bytes_per_datum(peak: Callable[[int], int], num_remaining: int) -> float:
-    """Return the bytes of each further example, with ``peak`` for at most ``num_remaining``."""
+    """Return the bytes of each further example, from ``peak`` bytes of small passes."""
     of_one = fits(partial(peak, 1))
     if not of_one:
         return math.inf

@@ -47,10 +47,10 @@ class OutputMemory:
 
     @property
     def outputs(self) -> Float[Tensor, "N C"]:
-        """Return all examples' latest outputs, on the CPU; raise an error if some are missing."""
+        """Return the latest outputs on the CPU, or raise an error if any example has none."""
         if self._outputs is None or not bool(self._seen.all()):
             raise InputError(
-                "The outputs of some examples have not been computed yet. Call update first."
+                "The outputs of some examples have not been computed yet. Call update() first."
             )
         return self._outputs
 
@@ -124,7 +124,7 @@ class AnchorSelection:
             self._predictor.observe(int(key), guess, seen)
 
     def refresh(self, source: Source) -> float:
-        """Choose anchors by current outputs, and return log p(D|w,h) of all examples in nats."""
+        """Choose anchors by the current outputs. Return log p(D|w,h) of all examples in nats."""
         log_likelihood = self._look(source, torch.arange(self.pool.num_data, device="cpu"))
         self._anchors = None
         return log_likelihood

@@ -45,7 +45,7 @@ class EntropyPredictor:
         return ratios[key] if key in ratios else sum(ratios.values()) / max(1, len(ratios))
 
     def expected(self, keys: Sequence[int], guesses: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
-        """Return calibrated predictions of ℓ(B|Z) in float64, in nats after an observation."""
+        """Return predictions of ℓ(B|Z) in float64, in nats after the first observation."""
         logs = {key: self._ratio(key) for key in set(keys)}
         return (
             guesses
@@ -109,7 +109,7 @@ class DrawnParts:
             yield self.block(start, at_once)
 
     def block(self, start: int, count: int) -> Block:
-        """Return a block with data and at most ``count`` draws from ``start``, see ``blocks``."""
+        """Return a block, with data, of at most ``count`` draws from position ``start`` on."""
         span = slice(start, start + count)
         block = self.partition.block(self.draws[span], self.of_likelihood[span])
         return fetched(block, self.source)

@@ -54,7 +54,7 @@ def make_curvature(
     itemsize: int | None = None,
     num_rows: int | None = None,
 ) -> Curvature[Any]:
-    """Return the curvature of a structure.
+    """Return the curvature for a structure.
 
     Args:
         structure: One of ``names.STRUCTURES``.

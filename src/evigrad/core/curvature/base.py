@@ -80,7 +80,7 @@ class Curvature(ABC, Generic[StatisticT]):
         settings: Settings of ``Evidence`` that only this curvature uses.
         cheaper: Advice for users who run out of memory.
         takes_anchors: Whether ``evaluate`` and ``differentiate`` can condition on anchors.
-        rows_at_once: Most rows of an example whose gradients exist at once. None: all rows.
+        rows_at_once: Largest number of rows per example whose gradients exist at once. None: all.
         formed: The weights whose rows exist at once while a micro-batch is collected.
     """
 
@@ -105,7 +105,7 @@ class Curvature(ABC, Generic[StatisticT]):
         *,
         alone: bool = False,
     ) -> StatisticT:
-        """Return a new statistic with a micro-batch added to the old one, or None for the first.
+        """Return a new statistic that adds a micro-batch to ``statistic`` (None: the first one).
 
         It is differentiable if the rows or their scales are. ``alone`` means that no other
         micro-batch of the block has rows, that these rows have no graph, and that ``condense``
@@ -193,10 +193,10 @@ class Curvature(ABC, Generic[StatisticT]):
         return False
 
     def predicted_bytes(self, num_rows: int) -> int:
-        """Return the memory of the statistic and of a differentiated ``log_det``, in bytes.
+        """Return the bytes of the statistic and of ``log_det`` with its derivatives.
 
-        ``passes.sweep`` adds the ``formed`` rows of one micro-batch. If they have a graph, it adds
-        what autograd keeps of it, and the cotangents of the rows.
+        ``passes.sweep`` adds the ``formed`` rows of one micro-batch. If these rows have a
+        graph, it also adds what autograd keeps, and the cotangents of the rows.
 
         Args:
             num_rows: Number of rows of the whole block, m times k.
@@ -205,7 +205,7 @@ class Curvature(ABC, Generic[StatisticT]):
         return 0
 
     def condensed_bytes(self, num_rows: int) -> int:
-        """Return the bytes to collect and condense a micro-batch ``alone``."""
+        """Return the number of bytes needed to collect and condense a micro-batch ``alone``."""
         return self.predicted_bytes(num_rows)
 
     def describe(self) -> dict[str, str]:
@@ -220,7 +220,7 @@ def inner_product(cotangent: Statistic, statistic: Statistic) -> Float[Tensor, "
 
 
 def working_dtype(rows: torch.dtype, gram_dtype: torch.dtype | None) -> torch.dtype:
-    """Return ``gram_dtype`` or the rows' dtype, but float32 for halves, which have no Cholesky."""
+    """Return ``gram_dtype`` or the rows' dtype, but float32 for types without a Cholesky."""
     if gram_dtype is not None:
         return gram_dtype
     return torch.float32 if rows.itemsize < torch.float32.itemsize else rows

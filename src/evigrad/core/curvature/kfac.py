@@ -1,10 +1,10 @@
 """Kronecker-factored blocks: H of a weight matrix ≈ B ⊗ A / (number of Kronecker examples).
 
-A is the sum of outer products of the matrix's inputs, and B the sum for the rows' gradients with
-respect to its outputs. A matrix may be applied at several positions of an example (convolutions,
-sequences, augmentation samples, a layer called twice). Then ``sharing`` defines a Kronecker example
-(Eschenhagen et al., 2023, *Kronecker-Factored Approximate Curvature for Modern Neural Network
-Architectures*):
+A is the sum of outer products of the matrix's inputs. B is the sum of outer products of the rows'
+gradients with respect to the matrix's outputs. A matrix may be applied at several positions of an
+example (convolutions, sequences, augmentation samples, a layer called twice). Then ``sharing``
+defines a Kronecker example (Eschenhagen et al., 2023, *Kronecker-Factored Approximate Curvature for
+Modern Neural Network Architectures*):
 
 - ``"expand"``: each position, which is exact for a deep linear network with a loss per position.
 - ``"reduce"``: each example, with its mean input and the sum of its gradients over positions. This
@@ -250,7 +250,7 @@ class Kfac(Curvature[KfacStatistic]):
         return torch.stack(terms).sum()
 
     def predicted_bytes(self, num_rows: int) -> int:
-        """See ``Curvature.predicted_bytes``. Channel groups, which need less, are not counted."""
+        """See ``Curvature.predicted_bytes``. Channel groups need less memory than predicted."""
         total = 0
         for name, shape in self._shapes.items():
             numel = shape.numel()
@@ -313,7 +313,7 @@ class Kfac(Curvature[KfacStatistic]):
         if names:
             raise ConfigurationError(
                 f"The prior precision varies inside the Kronecker blocks of {names}, but KFAC needs"
-                " one precision per tensor. Use such a prior ('layerwise'), or the structure"
+                " one precision per tensor. Use a prior such as 'layerwise', or the structure"
                 " 'diag', 'blockdiag' or 'ntk'."
             )
 

@@ -25,7 +25,8 @@ class KroneckerUse:
 
     Args:
         inputs: Inputs of the matrix, possibly in a narrower type.
-        gradients: Derivatives of the rows with respect to the product, in pieces of some rows each.
+        gradients: Derivatives of the rows with respect to the product, in pieces. Each piece
+            has some of the rows.
         transposed: Whether the weight is (in, out).
     """
 

@@ -46,7 +46,7 @@ _refused: ContextVar[bool] = ContextVar("refused", default=False)
 
 
 class RoundingError(Exception):
-    """Rounding spoils a log-determinant. The caller can repeat it in a wider dtype."""
+    """Rounding spoils a log-determinant. The caller can repeat the computation in a wider dtype."""
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def rounding_is_refused() -> bool:
 
 
 def check_rounding(error: Tensor, value: Tensor, dtype: torch.dtype) -> None:
-    """Warn if rounding of a matrix of ``dtype`` matters, or raise within ``rounding_refused``.
+    """Warn, or raise within ``rounding_refused``, if rounding of a matrix of ``dtype`` matters.
 
     ``error`` is an estimate of the error in the log-determinant ``value``, in nats.
     """
@@ -80,7 +80,7 @@ def check_rounding(error: Tensor, value: Tensor, dtype: torch.dtype) -> None:
 
 
 def is_tolerated(nats: float, value: float) -> bool:
-    """Return whether an error in nats is acceptable. True for NaN, which raises elsewhere."""
+    """Return whether an error in nats is acceptable. NaN is, because it raises an error later."""
     return not nats > TOLERATED_NATS + TOLERATED_SHARE * value
 
 
@@ -132,9 +132,9 @@ def psd_eigenvalues(
 ) -> Float[Tensor, "*batch r"]:
     """Return ascending eigenvalues of positive semidefinite matrices, with negative ones set to 0.
 
-    Differentiable once, for spectral functions, which treat equal eigenvalues equally. The
-    cotangent V diag(v̄) Vᵀ then needs no gaps between eigenvalues. It ignores the clamp, so null
-    directions keep their one-sided derivative.
+    The result is differentiable once, for spectral functions, which treat equal eigenvalues
+    equally. The cotangent V diag(v̄) Vᵀ then needs no gaps between eigenvalues. It ignores the
+    clamp, so null directions keep their one-sided derivative.
 
     A sum of at most ``rank`` outer products has its eigenvectors in their span, which is found by
     multiplying by a random matrix (Halko, Martinsson & Tropp, 2011, section 4). Zero eigenvalues
@@ -371,7 +371,7 @@ class MatrixSpectrum:
     largest: Tensor
 
     def log_det(self, precision: Float[Tensor, ""]) -> Float[Tensor, ""]:
-        """Return log|I + matrix / precision| in nats, differentiable in the precision."""
+        """Return log|I + matrix / precision| in nats, with a graph into the precision."""
         ratios = self.values / precision.to(self.values.dtype)
         value = ratios.log1p().sum()
         with torch.no_grad():  # the rounding of the matrix, as for Cholesky pivots

@@ -95,7 +95,7 @@ class NtkStatistic(Statistic):
         return NtkStatistic(rows, next(remaining_tensors, None), self.present)
 
     def kept_gram(self, names: Sequence[str], like: Tensor) -> Float[Tensor, "R R"]:
-        """Return the sum of the Grams of parameters, computed once and cached."""
+        """Return the sum of the Grams of these parameters, computed once and cached."""
         # Other structures may read this statistic with other groups or another dtype.
         key = (*names, like.dtype)
         if key not in self.grams:
@@ -144,7 +144,7 @@ class Ntk(Curvature[NtkStatistic]):
         gram_dtype: Dtype of S and its factor. None: the dtype of the rows.
         contracted: Parameters whose rows stay products (``fast.contraction``), with the count of
             numbers that represent one row. Ignored if the precision varies.
-        keep: Stores a tensor (``fast.storage``).
+        keep: Function that stores a tensor (``fast.storage``).
         itemsize: Bytes of a stored number, or 0 if rows are on another device.
         blocks: A partition of the parameters, each precision group within one block. ℓ is the sum
             over the blocks. None: one block.
@@ -474,8 +474,8 @@ class BlockKernel(Ntk):
     few rows and many weights, S_b is far cheaper. Ten examples with ten outputs and 12,800 weights
     need a matrix of 100 x 100 instead of 12,800 x 12,800.
 
-    ``dense`` is the structure that it replaces, and whose name it takes. Other arguments are as for
-    ``Ntk``, but a precision group may span several blocks.
+    ``dense`` is the structure that this one replaces and whose name it takes. Other arguments
+    are as for ``Ntk``, but a precision group may span several blocks.
     """
 
     def __init__(
@@ -505,7 +505,8 @@ def is_cheaper(kernel: BlockKernel, dense: BlockDiagonal, num_rows: int) -> bool
 
     For R rows and n weights in a block, H takes 2 R n² and its factor n³/3, and the Gram takes
     2 R² n and its factor R³/3. At R = n, Grams were 1.5 times faster for precisions and 1.9 times
-    in two passes, but took more memory. Only sizes count, so every machine makes the same choice.
+    faster in two passes, but took more memory. Only sizes count, so every machine makes the same
+    choice.
     """
     rows = num_rows
     by_grams = sum(6 * rows**2 * size + rows**3 for size in dense.sizes)

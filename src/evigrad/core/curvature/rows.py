@@ -44,10 +44,10 @@ class Rows(ABC):
 
     @abstractmethod
     def write_cotangent(self, cotangent: Float[Tensor, "R R"], precision: Tensor) -> Tensor:
-        """Return a function's derivative with respect to P0, and overwrite the rows with theirs.
+        """Return ∂c/∂P0 of a function c, and overwrite the rows A with ∂c/∂A.
 
-        ``cotangent`` is the function's symmetric derivative with respect to A P0^{-1} Aᵀ. The
-        result has the shape of ``precision``.
+        ``cotangent`` is the symmetric derivative of c with respect to A P0^{-1} Aᵀ. The result has
+        the shape of ``precision``.
         """
 
     @abstractmethod
@@ -60,7 +60,7 @@ class Rows(ABC):
 
     @abstractmethod
     def part(self, rows: slice, data: slice) -> Self:
-        """Return the part of consecutive examples, at these rows and data, as one micro-batch."""
+        """Return the part for a slice of rows and of their examples, as one micro-batch."""
 
     @abstractmethod
     def kept(self, keep: Callable[[Tensor], Tensor]) -> "Rows":
@@ -186,7 +186,7 @@ class DeferredRows(Rows):
 
 
 def slabs(chunks: Sequence[Tensor], like: Tensor) -> Iterator[tuple[slice, Float[Tensor, "R _"]]]:
-    """Yield slices of columns, and the rows of all micro-batches in them, like ``like``."""
+    """Yield slices of columns and the entries of all rows in these columns, like ``like``."""
     num_rows, width = sum(len(chunk) for chunk in chunks), chunks[0].shape[1]
     step = max(1, SLAB_BYTES // max(1, num_rows * like.element_size()))
     for start in range(0, width, step):
@@ -196,7 +196,7 @@ def slabs(chunks: Sequence[Tensor], like: Tensor) -> Iterator[tuple[slice, Float
 
 
 def part_of(values: Float[Tensor, " n"], columns: slice) -> Tensor:
-    """Return the entries of some columns, or the only entry if it applies to all columns."""
+    """Return the entries of some columns, or the single entry that applies to all columns."""
     return values[columns] if values.numel() > 1 else values
 
 
