@@ -240,7 +240,7 @@ class Ranks:
             reason = _PLACE.sub("", str(error)).strip().partition(". ")[0].partition("\n")[0]
             raise RankError(
                 f"Rank {self.rank} of {self.count} has lost the other ranks ({reason}). One of them"
-                " may have been killed, or did not answer in time. Look for its error."
+                " may have been killed, or did not answer in time. Look for an error in its output."
             ) from error
 
 

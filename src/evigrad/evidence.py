@@ -486,7 +486,8 @@ class Evidence:
         if not learnable:
             raise ConfigurationError(
                 "There is no hyperparameter to learn: the prior and the likelihood are fixed, and"
-                " hyperparameters=[...] names no parameter of the model. Make one learnable."
+                " hyperparameters=[...] names no parameter of the model. Make one of"
+                " them learnable."
             )
         self._decay.check()
         with torch.enable_grad(), self._failing_by_name():
@@ -701,7 +702,8 @@ class Evidence:
         """
         if (data is None) == (state is None):
             raise ConfigurationError(
-                "posterior needs either the data or state=..., got both or neither. Pass one of them."
+                "posterior needs either the data or state=..., got both or neither. Pass one"
+                " of them."
             )
         with torch.no_grad(), self._failing_by_name():
             if state is not None:

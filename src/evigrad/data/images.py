@@ -201,7 +201,8 @@ def table_images(where: str, table: Any, class_names: dict[str, Any]) -> Images:
     labels = values.to_numpy()
     if labels.dtype.kind not in "iu":
         raise InputError(
-            f"{where}: column '{label}' must hold integers, got {values.type}. Number the classes from 0."
+            f"{where}: column '{label}' must hold integers, got {values.type}. Number"
+            " the classes from 0."
         )
     return Images(
         where=where,

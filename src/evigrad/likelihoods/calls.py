@@ -37,8 +37,8 @@ def check_finite(what: str, value: Tensor) -> None:
     if finite.any():
         raise NotFiniteOutputError(
             f"{what} hold NaN or infinite values for {int((~finite).sum())} of {len(finite)}"
-            " examples only. Fix the inputs of these examples, or remove the examples. (If a mask"
-            " hides all of an example, a mean or softmax over nothing is NaN.)"
+            " examples only. Fix the inputs of these examples, or remove the examples. (A mask"
+            " may remove all of an example, and a mean or softmax over nothing is NaN.)"
         )
     raise NotFiniteOutputError(
         f"{what} hold NaN or infinite values for all examples: training has diverged. Lower the"
@@ -101,8 +101,9 @@ def class_probabilities(likelihood: Likelihood, f: Tensor) -> Tensor:
         probabilities = None if is_other else likelihood.probabilities(f)
     if probabilities is None:
         raise ConfigurationError(
-            f"{name} has no class probabilities. For regression, use mean and std. log_prob(y) works"
-            " for any likelihood. A custom likelihood for classes needs a method probabilities(f)."
+            f"{name} has no class probabilities. For regression, use mean and std. log_prob(y)"
+            " works for any likelihood. A custom likelihood for classes needs a method"
+            " probabilities(f)."
         )
     return probabilities.detach()
 

@@ -485,7 +485,7 @@ def last_layer(problem: Problem, data: object) -> list[str]:
         model_outputs(model, x, positions=True)
     if not last:
         raise ConfigurationError(
-            "structure='last-layer' needs a module with weights that the model calls, but there is"
+            "structure='last-layer' needs a module with weights that the model calls, got"
             " none. Use structure='kfac' or 'diag'."
         )
     return owned[modules[last[-1]]]
