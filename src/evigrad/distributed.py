@@ -256,7 +256,7 @@ def check_whole(model: nn.Module) -> None:
     if isinstance(model, DistributedDataParallel):
         raise ConfigurationError(
             "The model is a DistributedDataParallel, which averages gradients in every pass. Pass"
-            " the model inside it, model.module."
+            " the wrapped model, model.module."
         )
     kinds = {"FullyShardedDataParallel": "FSDP1", "FSDPModule": "FSDP2"}
     wrapped = [kind for name, kind in kinds.items() if _has_any("fsdp", name, model.modules())]

@@ -722,8 +722,8 @@ class Evidence:
 
         Args:
             data: All N training examples, in a form that ``blocks`` takes.
-            structure: Structure of H, as for ``posterior``. ``ntk`` with all rows and ``full`` are
-                exact.
+            structure: Structure of H, one that ``posterior`` takes. ``ntk`` with all rows and
+                ``full`` are exact.
             rows: Number of rows to keep for ``ntk`` with many examples. The result is then an upper
                 bound on the gap.
 
