@@ -21,7 +21,7 @@ def check_plain(text: str) -> None:
             if getattr(event, "anchor", None) is not None:
                 raise ConfigurationError(
                     f"{line} has an anchor or an alias, '{event.anchor}', which is not supported:"
-                    " write the value"
+                    " write the value itself"
                 )
             if getattr(event, "tag", None) is not None:
                 raise ConfigurationError(

@@ -54,7 +54,8 @@ class Ranks:
             Rank 0 counts n(R − 1) for n bytes that it gives to all ranks.
 
     Raises:
-        ConfigurationError: If ``group`` is another object, or this process is not in the group.
+        ConfigurationError: If ``group`` has another type, does not contain this process, or is a
+            mesh of several dimensions. Also if ``torch.distributed`` is not initialized.
     """
 
     def __init__(self, group: Group | None = None) -> None:
@@ -86,7 +87,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this is rank 0, the only one that writes."""
+        """Return whether this is rank 0, the only rank that writes files."""
         return self.rank == 0
 
     def part(self, count: int, rank: int | None = None) -> slice:
@@ -113,7 +114,7 @@ class Ranks:
         return sums
 
     def any(self, value: bool) -> bool:
-        """Return whether a value is true on any rank, or raise what another rank has raised."""
+        """Return whether a value is true on any rank, or raise the error of another rank."""
         return value if self.count == 1 else any(self._exchange(b"", int(value)))
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
@@ -165,13 +166,13 @@ class Ranks:
     # ------------------------------------------------------------ errors
 
     def agree(self) -> None:
-        """Raise what another rank has raised, before a call in which ranks wait for each other."""
+        """Raise the error of another rank, before a call in which ranks wait for each other."""
         with self.together():
             pass
 
     @contextmanager
     def together(self) -> Iterator[dict[str, object]]:
-        """Raise on all ranks what one rank raises inside, so that no rank waits forever.
+        """Raise an error on all ranks if one rank raises it inside, so that no rank waits forever.
 
         Inside, ranks may compute different things, and enter this context again. If one rank raises
         an exception, the other ranks raise a ``RankError`` with the exception's text.
@@ -239,7 +240,7 @@ class Ranks:
             reason = _PLACE.sub("", str(error)).strip().partition(". ")[0].partition("\n")[0]
             raise RankError(
                 f"Rank {self.rank} of {self.count} has lost the other ranks ({reason}). One of them"
-                " may have been killed, or did not answer in time. Look for its error."
+                " may have been killed, or did not answer in time. Look for an error in its output."
             ) from error
 
 
@@ -255,7 +256,7 @@ def check_whole(model: nn.Module) -> None:
     if isinstance(model, DistributedDataParallel):
         raise ConfigurationError(
             "The model is a DistributedDataParallel, which averages gradients in every pass. Pass"
-            " the model inside it, model.module."
+            " the wrapped model, model.module."
         )
     kinds = {"FullyShardedDataParallel": "FSDP1", "FSDPModule": "FSDP2"}
     wrapped = [kind for name, kind in kinds.items() if _has_any("fsdp", name, model.modules())]

@@ -52,7 +52,7 @@ class ConfigurationError(EvigradError, ValueError):
 
 
 class MemoryBudgetError(EvigradError, MemoryError):
-    """The predicted memory of a structure exceeds the free memory.
+    """A computation needs more memory than is free, as predicted or after a failed allocation.
 
     Args:
         need: Sentence about the needed and the free memory.
@@ -91,7 +91,7 @@ class NotPositiveDefiniteError(EvigradError, ArithmeticError):
 
 
 class RankError(EvigradError, RuntimeError):
-    """Another process of the process group failed, or lost its connection.
+    """Another process of the process group failed, or the connection to it was lost.
 
     See also: docs/faq.md.
     """
@@ -105,7 +105,7 @@ class EvigradWarning(UserWarning):
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
-    """Return ``" Did you mean 'x'?"`` for a similar candidate, or an empty string without one."""
+    """Return ``" Did you mean 'x'?"`` for a similar candidate, or else an empty string."""
     best = max(candidates, key=lambda candidate: _likeness(name, candidate), default="")
     return f" Did you mean '{best}'?" if _likeness(name, best) else ""
 
@@ -141,7 +141,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_for(what: str, cheaper: str) -> Iterator[None]:
-    """Turn an allocator's error into one that names ``what`` did not fit and what is ``cheaper``.
+    """Turn an allocator's error into a MemoryBudgetError that names ``what`` did not fit.
+
+    ``cheaper`` is what the message recommends instead.
 
     Raises:
         MemoryBudgetError: If an allocator raised an error inside.

@@ -84,7 +84,7 @@ class Evidence:
         >>> model = torch.nn.Linear(3, 1)
         >>> evidence = Evidence(model, Gaussian(), GaussianPrior("scalar"), num_data=20)
         >>> for block in evidence.blocks((x, y)).take(1):
-        ...     estimate = evidence.backward(block)  # with gradients in the hyperparameters
+        ...     estimate = evidence.backward(block)  # with gradients of the hyperparameters
         >>> {name: h.grad is not None for name, h in evidence.hyperparameters().items()}
         {'prior.log_precision': True, 'likelihood.log_noise': True}
 
@@ -324,10 +324,10 @@ class Evidence:
                 positional arguments if ``forward`` requires this number of them.
             y: Targets in the form that the likelihood takes.
             wrt: Hyperparameters to learn from the training loss, by names or prefixes as for
-                ``backward``. Default: none, because the others are learned from the evidence.
-            indices: Indices (m,) of the examples in the data set that ``blocks`` gets. With them,
-                an anchored estimator keeps the outputs and needs no extra pass to choose anchors.
-                Outputs at positions are kept only after you have called ``blocks``.
+                ``backward``. Default: none, because hyperparameters are learned from the evidence.
+            indices: Indices (m,) of the examples in the data set that you pass to ``blocks``. With
+                them, an anchored estimator keeps the outputs and needs no extra pass to choose
+                anchors. Outputs at positions are kept only after you have called ``blocks``.
             optimizer: Optimizer of the weights. If given, no decay is larger than 1/lr, as in
                 ``add_weight_decay``.
             scale: Factor by which you multiply the loss before you take its gradients. Only the
@@ -337,8 +337,8 @@ class Evidence:
             The scalar loss. It is 0 if outputs (m, …, C) have no target that counts.
 
         Raises:
-            InputError: If inputs, outputs and targets do not fit together, or if no weight has a
-                derivative of the outputs.
+            InputError: If inputs, outputs and targets do not fit together, or if the outputs have
+                no derivative with respect to any weight.
         """
         x = check_inputs(x, self._problem.device)
         self._decay.note_decay(optimizer)
@@ -425,8 +425,9 @@ class Evidence:
                 an iterable of batches of all the data.
             y: Targets, if ``x`` holds inputs.
             at_mode: Whether to set ``at_mode`` of the estimate, the log evidence of the linearized
-                model at its own mode, which is higher by the ``mode_gap``. It needs inputs and
-                targets of all data, and an estimator with ``N`` and a structure of ``posterior``.
+                model at its own mode, which is higher by N times the ``mode_gap``. This needs
+                inputs and targets of all data, and an estimator with ``N`` whose curvature is a
+                structure of ``posterior``.
 
         Returns:
             The estimate in nats, without a graph.
@@ -485,7 +486,8 @@ class Evidence:
         if not learnable:
             raise ConfigurationError(
                 "There is no hyperparameter to learn: the prior and the likelihood are fixed, and"
-                " hyperparameters=[...] names no parameter of the model. Make one learnable."
+                " hyperparameters=[...] names no parameter of the model. Make one of"
+                " them learnable."
             )
         self._decay.check()
         with torch.enable_grad(), self._failing_by_name():
@@ -519,8 +521,8 @@ class Evidence:
             ConfigurationError: If the likelihood cannot make rows, for example because its Hessian
                 depends on the targets.
             InputError: If ``data`` does not hold N examples, or does not fit the model and the
-                likelihood. Targets in memory are all checked here, but other data only when they
-                are read. With anchors, also if targets are at other positions than in an earlier
+                likelihood. Targets in memory are checked in this call, and all other data when they
+                are read. With anchors, targets must also be at the same positions as in an earlier
                 data set.
         """
         with self.ranks.together():
@@ -535,12 +537,12 @@ class Evidence:
     def collect(
         self, x: Data, y: Tensor | None = None, *, wrt: str | Sequence[str] | None = None
     ) -> KeptPass:
-        """Pass over a block once, for many estimates and steps on the prior and the noise.
+        """Pass over a block once, to make many estimates and steps on the prior and the noise.
 
-        Give the result to ``estimate`` or ``backward`` instead of the block, or a list of results
-        for their mean. Both methods then skip the network. The result is valid until the weights,
-        or hyperparameters that are not in ``wrt``, change. If an anchored block holds several
-        draws, the result's ``draws()`` returns one result for each draw.
+        Pass the result to ``estimate`` or ``backward`` instead of the block. Pass a list of results
+        to get their mean. Both methods then skip the network. The result is valid until the
+        weights, or hyperparameters that are not in ``wrt``, change. If an anchored block holds
+        several draws, the result's ``draws()`` returns one result for each draw.
 
         Args:
             x: As for ``estimate``.
@@ -589,7 +591,7 @@ class Evidence:
             wrt: As for ``collect``.
 
         Returns:
-            False if ``check_collect`` raises for the hyperparameters of ``wrt``.
+            False if ``check_collect`` would raise an error about ``wrt``, or else True.
 
         Raises:
             ConfigurationError: If ``wrt`` matches no hyperparameter, or the model does not fit.
@@ -616,8 +618,8 @@ class Evidence:
 
         Returns:
             True if steps on the prior need only inner products of the rows, if separate passes
-            would not need fewer of these products, and if their memory is allowed. The limits are
-            the memory budget, and one gibibyte or the memory of the rows.
+            would not need fewer of these products, and if the products fit into the allowed memory.
+            The limits are the memory budget, and one gibibyte or the memory of the rows.
         """
         if self._anchors is None or draws < 2:
             return False
@@ -676,8 +678,8 @@ class Evidence:
         """Return the posterior of the weights given all data, for predictions with error bars.
 
         It is N(w*, (H + P0)⁻¹). Here w* are the current weights, and H is the Gauss-Newton matrix
-        of all data at the evidence's temperature, for every estimator. Matrices are float64 unless
-        you set ``Memory(gram_dtype=...)``.
+        of all data at the evidence's temperature. H does not depend on the estimator. Matrices are
+        float64 unless you set ``Memory(gram_dtype=...)``.
 
         Args:
             data: All N training examples, in a form that ``blocks`` takes.
@@ -686,7 +688,8 @@ class Evidence:
                 ``diag``: the diagonal. ``full``: the whole matrix, for a few thousand weights.
                 ``ntk``: the whole matrix through a kernel of all rows, for few examples.
             rows: Number of rows to keep for ``ntk`` with many examples, chosen as in
-                ``ntk-ROWS-rows-anchored``. The variance is then an upper bound on the exact one.
+                ``ntk-ROWS-rows-anchored``. The variance is then an upper bound on the exact
+                variance.
             state: Result of a posterior's ``state_dict``, instead of the data.
 
         Returns:
@@ -698,7 +701,10 @@ class Evidence:
             MemoryBudgetError: If the structure would not fit into the free memory.
         """
         if (data is None) == (state is None):
-            raise ConfigurationError("posterior needs either the data or state=..., and not both.")
+            raise ConfigurationError(
+                "posterior needs either the data or state=..., got both or neither. Pass one"
+                " of them."
+            )
         with torch.no_grad(), self._failing_by_name():
             if state is not None:
                 self._check_weights()
@@ -710,24 +716,24 @@ class Evidence:
     def mode_gap(self, data: Any, *, structure: str = "ntk", rows: int | None = None) -> float:
         """Return how much log evidence the weights lack because they are not at the mode.
 
-        The log evidence assumes weights at the mode of the log joint density. This is what one
-        Newton step of the linearized model would gain, ½ gᵀ(H + P0)⁻¹g / N with the gradient g of
-        the log joint density.
+        The log evidence assumes weights at the mode of the log joint density. The gap is what one
+        Newton step of the linearized model would gain: ½ gᵀ(H + P0)⁻¹g / N, where g is the gradient
+        of the log joint density.
 
         Args:
             data: All N training examples, in a form that ``blocks`` takes.
-            structure: Structure of H that ``posterior`` takes. ``ntk`` with all rows and ``full``
-                are exact.
+            structure: Structure of H, one that ``posterior`` takes. ``ntk`` with all rows and
+                ``full`` are exact.
             rows: Number of rows to keep for ``ntk`` with many examples. The result is then an upper
-                bound.
+                bound on the gap.
 
         Returns:
             Nats per example, 0 at the mode.
 
         Raises:
-            ConfigurationError: If the structure does not exist, or does not fit prior or model.
+            ConfigurationError: If the structure is unknown, or does not fit the prior or the model.
             InputError: If the data do not fit.
-            MemoryBudgetError: If the structure would not fit the free memory.
+            MemoryBudgetError: If the structure would not fit into the free memory.
 
         Examples:
             >>> import torch
@@ -818,10 +824,12 @@ class Evidence:
 
         Raises:
             ConfigurationError: If the estimator has no anchors.
-            InputError: If the data do not fit. Nothing changes then.
+            InputError: If the data do not fit. In this case, the anchors do not change.
         """
         if self._anchors is None:
-            raise ConfigurationError(f"{self.spec.name} has no anchors.")
+            raise ConfigurationError(
+                f"{self.spec.name} has no anchors. Use a name that ends in -anchored."
+            )
         with self.ranks.together():
             source = CheckedSource(self._problem, data)
             self._count_positions(source)
@@ -845,7 +853,7 @@ class Evidence:
     # ------------------------------------------------------------ telling and keeping
 
     def describe(self, x: Any = None) -> list[ParameterReport]:
-        """Describe each weight tensor: the path of its derivatives, its curvature and precision.
+        """Describe how each weight tensor gets its derivatives, with its curvature and precision.
 
         Args:
             x: Inputs of a few examples, required before the first estimate.
@@ -854,7 +862,7 @@ class Evidence:
             One report for each weight tensor, in the model's order.
 
         Raises:
-            ConfigurationError: If you give no inputs before the first estimate.
+            ConfigurationError: If you pass no inputs before the first estimate.
         """
         return parameter_reports(self._problem, x)
 
@@ -866,10 +874,11 @@ class Evidence:
         hyperparameters of the model need more memory.
 
         Args:
-            x: Inputs of at least two examples. One batch if the estimator takes all data (``N``).
+            x: Inputs of at least two examples, or one batch if the estimator takes all data
+                (``N``).
 
         Returns:
-            Bytes of the statistic or of the passes, whichever need more.
+            Bytes of the statistic or of the passes, whichever is larger.
         """
         x = check_inputs(x, self._problem.device)
         plan = self._problem.network.plan(x)
@@ -899,8 +908,8 @@ class Evidence:
             state: Result of ``state_dict``.
 
         Raises:
-            ConfigurationError: If the state belongs to another estimator, or does not fit. Nothing
-                changes then.
+            ConfigurationError: If the state belongs to another estimator, or does not fit. In this
+                case, the evidence does not change.
         """
         # Older states of a wrapped model, as by torch.compile, have names with the wrapper.
         state = with_bare_names(self.model, state)

@@ -31,11 +31,11 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path, before: Path | None = None) -> Iterator[IO[bytes]]:
-    """Open a file for writing and reading that replaces an old one only as a whole.
+    """Open a file for reading and writing that replaces an old file only when it is complete.
 
-    The old file is replaced at the end, and is kept after an exception. The new file is
-    synchronized to the disk before it is renamed, so it survives a power cut. If the old file is
-    intact by its digest, it is renamed to ``before``.
+    The old file is replaced at the end, or kept if an exception is raised. The new file is
+    synchronized to the disk before it is renamed, so it survives a power cut. If the old file's
+    digest shows that it is intact, it is first renamed to ``before``, if given.
 
     Yields:
         The open file.
@@ -95,10 +95,11 @@ def _sync_names(folder: Path) -> None:
 
 @contextmanager
 def sole_writer(folder: Path, wait: bool = False) -> Iterator[None]:
-    """Keep other processes, and other runs of this one, from writing into an existing folder.
+    """Keep other processes, and other runs in this process, from writing into a folder.
 
     The operating system's lock on the folder leaves no file, and ends with the process. If the file
-    system has no locks, nothing is locked. ``wait`` waits until the folder is unlocked.
+    system has no locks, nothing is locked. If ``wait`` is True, the call waits until the folder is
+    unlocked.
 
     Raises:
         ConfigurationError: If the folder is locked and ``wait`` is False.

@@ -40,7 +40,7 @@ class _Joined:
     """Tensors that move together like one tensor."""
 
     def named(self) -> list[tuple[str, Tensor]]:
-        """Return the tensors (n, ...) with names of their places, in a fixed order."""
+        """Return the tensors (n, ...) with the names of their places, in a fixed order."""
         raise NotImplementedError
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
@@ -252,7 +252,7 @@ def layout(x: Inputs) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
 
 
 def stacked(values: list[Any], what: str) -> Any:
-    """Return one tensor, or containers of tensors. ``what`` is x or y, for errors."""
+    """Stack items into a tensor, or into containers of tensors. ``what`` is x or y, for errors."""
     if all(isinstance(value, Tensor) for value in values):
         shapes = {tuple(value.shape) for value in values}
         if len(shapes) > 1:
@@ -325,7 +325,7 @@ _wanted: ContextVar[AtPositions | None] = ContextVar("wanted", default=None)
 
 
 def called(model: nn.Module, x: Inputs) -> object:
-    """Return the outputs of the model for a copy of the inputs, which it may change in place."""
+    """Return the outputs of the model for a copy of the inputs, which the model may change."""
     if isinstance(x, AtPositions):
         return x.of_outputs(called(model, x.whole))
     if isinstance(model, Outputs):
@@ -468,13 +468,13 @@ def inside(module: Transparent) -> nn.Module:
 
 
 def bare_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Return, by name, the names without the parts that module wrappers add.
+    """Return each name without the parts that module wrappers add.
 
     Such wrappers are ``DataParallel`` and ``torch.compile``. ``names`` are names of a model's
     parameters, buffers or modules. The model may be wrapped, or have wrapped modules.
 
     Returns:
-        The name without such parts for each name.
+        A dictionary from each name to the name without these parts.
     """
     # By paths, because a custom submodule may have the name ``module`` too.
     wrapped = {
@@ -501,7 +501,7 @@ def _is_parallel(module: nn.Module) -> bool:
 
 
 def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> dict[str, nn.Parameter]:
-    """Return a model's parameters by ``bare_names``, and shared ones once or under each name."""
+    """Return a model's parameters by ``bare_names``, with shared ones once or under each name."""
     named = dict(model.named_parameters(remove_duplicate=remove_duplicate))
     bare = bare_names(model, named)
     return {bare[name]: parameter for name, parameter in named.items()}
@@ -530,7 +530,8 @@ class Outputs(Transparent):
     """Select the outputs from what a model returns, or move their channels last.
 
     Pass this wrapper instead of the model to ``fit`` and ``Evidence``. It has the model's
-    parameters and buffers by the same names. Apply other wrappers, such as ``Averaged``, outside.
+    parameters and buffers under the same names. Apply other wrappers, such as ``Averaged``,
+    outside.
 
     Args:
         model: Any module.
@@ -540,8 +541,8 @@ class Outputs(Transparent):
             Default: −1, the last.
 
     Raises:
-        ConfigurationError: If ``output`` or ``channel_dim`` has another type, or ``channel_dim`` is
-            0.
+        ConfigurationError: If ``output`` or ``channel_dim`` has the wrong type, or ``channel_dim``
+            is 0.
 
     Examples:
         >>> import torch

@@ -28,7 +28,7 @@ SCALAR_GROUP = "all"
 
 @dataclass(frozen=True)
 class NormalHyperprior:
-    """Independent normal densities of the log precisions.
+    """Independent normal densities for the log precisions.
 
     Attributes:
         mean: Mean of each log precision. Default: 0.
@@ -67,10 +67,10 @@ class GaussianPrior(nn.Module):
     A prior has no parameters until ``Evidence`` calls ``bind`` with the weights. Before that, all
     other methods raise a ConfigurationError.
 
-    For fine-tuning, use ``mean="initial"``, which draws weights to their initial values. A larger
-    learned precision keeps weights closer to the pretrained weights. With
-    ``mean={"backbone": "initial"}``, only a backbone is drawn to its initial weights, and all other
-    weights are drawn to zero.
+    For fine-tuning, use ``mean="initial"``, which pulls the weights toward their initial values. A
+    larger learned precision keeps weights closer to the pretrained weights. With
+    ``mean={"backbone": "initial"}``, the prior pulls the backbone toward its initial weights, and
+    all other weights toward zero.
 
     Args:
         structure: ``"scalar"`` (one precision), ``"layerwise"`` (one per parameter tensor, the
@@ -347,7 +347,7 @@ class GaussianPrior(nn.Module):
         """Return (w − w₀)ᵀ P0 (w − w₀), differentiable in the weights and in precisions.
 
         Raises:
-            ConfigurationError: If the weights are not the bound ones.
+            ConfigurationError: If the weights are not the bound weights.
         """
         precisions = self.precisions()
         shapes = {name: w.shape for name, w in weights.items()}
@@ -419,7 +419,7 @@ class GaussianPrior(nn.Module):
         }
 
     def set_extra_state(self, state: dict[str, Any] | None) -> None:
-        """Do nothing: ``_load_from_state_dict`` has used the state."""
+        """Do nothing, because ``_load_from_state_dict`` has already used the state."""
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
@@ -429,7 +429,7 @@ class GaussianPrior(nn.Module):
             if saved["structure"] != self.structure:
                 raise ConfigurationError(
                     f"The saved prior must be {self.structure} like this prior, got"
-                    f" {saved['structure']}."
+                    f" {saved['structure']}. Make this prior with the structure of the saved one."
                 )
             shapes = {name: torch.Size(shape) for name, shape in saved["shapes"].items()}
             if self.log_precision is None:
@@ -440,7 +440,7 @@ class GaussianPrior(nn.Module):
                 if list(shapes.items()) != list(self._shapes.items()):
                     raise ConfigurationError(
                         "The saved prior belongs to other weights"
-                        f" ({_difference(self._shapes, shapes)})."
+                        f" ({_difference(self._shapes, shapes)}). Use the model of the saved prior."
                     )
             if (names, group_of) != (saved["group_names"], saved["group_of"]):
                 raise ConfigurationError(

@@ -1,14 +1,14 @@
 """The method in dense float64 matrices: short, slow, and the measure of every fast path.
 
 Nothing here is shared with the estimators. Each Jacobian, curvature and determinant is formed as
-the paper writes it and differentiated by plain autograd, so use networks of a hundred weights.
-Equation numbers refer to Immer et al. (2023), *Stochastic Marginal Likelihood Gradients using
-Neural Tangent Kernels*. The page ``theory`` of the documentation walks through this file.
+the paper writes it and differentiated by plain autograd, so use networks with about a hundred
+weights. Equation numbers refer to Immer et al. (2023), *Stochastic Marginal Likelihood Gradients
+using Neural Tangent Kernels*. The page ``theory`` of the documentation walks through this file.
 
 Notation: N examples, C outputs, P weights w, T the temperature. J_n is ∂f(x_n)/∂w (C × P), P0 the
 diagonal prior precision, Λ_n the curvature of −(1/T) log p(y_n|f) with respect to the outputs (C ×
 C). A block B lists columns of a root R_n of Λ_n for some examples. M_n = R_n[:, B] R_n[:, B]ᵀ is
-what it keeps of Λ_n, and M_n = Λ_n if it keeps all columns. Then
+the part of Λ_n that the block keeps, and M_n = Λ_n if it keeps all columns. Then
 
     H_B = Σ_n J_nᵀ M_n J_n,    K_B = J P0⁻¹ Jᵀ M,    ℓ(B) = log|I + H_B P0⁻¹| = log|I + K_B|.
 """
@@ -62,9 +62,9 @@ def outputs(model: nn.Module, x: Any) -> Float[Tensor, "N C"]:
 
 
 def jacobian(model: nn.Module, weights: Mapping[str, Tensor], x: Inputs) -> Float[Tensor, "N C P"]:
-    """Return J_n of every example (Eq. 3), one backward pass for each entry of the outputs.
+    """Return J_n of every example (Eq. 3), with one backward pass for each entry of the outputs.
 
-    The columns follow the order of ``weights``. There is a graph into everything that f depends on.
+    The columns follow the order of ``weights``. The graph includes everything that f depends on.
     """
     rows = []
     with _evaluation_mode(model), sdpa_kernel(SDPBackend.MATH):
@@ -179,8 +179,8 @@ def kernel_log_det(
 ) -> Float[Tensor, ""]:
     """Return log|I + J P0⁻¹ Jᵀ M| from the neural tangent kernel (Eqs. 6 and 7).
 
-    It equals ``log_det(ggn(jac, kept), precision)`` (Theorem 3). The matrix is not symmetric, which
-    is right in float64 and the reason why the library takes a Cholesky factor of I + S instead.
+    It equals ``log_det(ggn(jac, kept), precision)`` (Theorem 3). The matrix is not symmetric. This
+    is acceptable in float64, but the library takes a Cholesky factor of I + S instead.
     """
     num_rows = jac.shape[0] * jac.shape[1]
     rows = jac.reshape(num_rows, -1)
@@ -273,7 +273,7 @@ def log_evidence(
     log_prob = likelihood.log_prob(f, y)
     if spec.curvature == "mc":
         raise ConfigurationError(
-            "The labels that 'mc' samples are not part of a block. Use another curvature."
+            "A block does not contain the labels sampled by 'mc'. Use another curvature."
         )
     if spec.curvature == "ef":  # M_n is the outer product of the score
         (score,) = torch.autograd.grad(log_prob.sum(), f, create_graph=True)
@@ -317,8 +317,8 @@ def anchored_log_det(
 ) -> Float[Tensor, ""]:
     """Return ℓ(Z) + Σ_b w_b (ℓ(Z ∪ B_b) − ℓ(Z)), which bounds ℓ(I) in expectation for any Z.
 
-    ``entropy`` is ℓ of listed columns. ``labels`` are 0 for a column in Z, b for one in B_b and −1
-    for neither. w_b is one over the probability of drawing B_b.
+    ``entropy`` is ℓ of listed columns. ``labels`` are 0 for a column in Z, b for a column in B_b,
+    and −1 for all other columns. w_b is one over the probability of drawing B_b.
     """
 
     def where(listed: Bool[Tensor, "m k"]) -> Float[Tensor, ""]:
@@ -334,7 +334,7 @@ def anchored_log_det(
 def gradients(evidence: Evidence, block: Block, **settings: Any) -> dict[str, Tensor]:
     """Return the gradient of −(log evidence + log hyperprior)/N for each hyperparameter, by name.
 
-    ``settings`` are the settings of ``log_evidence``.
+    ``settings`` are keyword arguments of ``log_evidence``.
     """
     named = evidence.hyperparameters()
     objective = log_evidence(evidence, block, **settings) + evidence.prior.log_hyperprior()

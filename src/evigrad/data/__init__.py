@@ -101,7 +101,7 @@ def load(
     Args:
         name: NAME or NAME:VARIANT, or the path of a table.
         data_dir: Folder of Parquet files. Default: the environment variable ``EVIGRAD_DATA``.
-        subset: Number of train examples, drawn uniformly. The test set is not reduced. Default:
+        subset: Number of train examples, drawn uniformly. It does not reduce the test set. Default:
             all.
         seed: Seed of the draw. If ``split`` is None, it also chooses a table's split.
         split: Index of a table's train/test split. Default: ``seed`` modulo the number of splits.
@@ -113,16 +113,17 @@ def load(
             or ``poisson`` (counts, not standardized). Default: text, yes/no, and at most 20
             different whole numbers are classes; other targets are ``gaussian``.
         features: Columns of a table to use as features, as a list or a comma-separated string.
-            Default: the columns that its metadata names, or all others.
+            Default: the columns that its metadata names, or else all other columns.
         drop: Columns of a table to ignore, in the same form.
         categorical: Features of a table whose numbers are categories, in the same form.
 
     Returns:
-        The data set, in memory, float32, on the CPU.
+        The data set in memory, in float32 and on the CPU.
 
     Raises:
         ConfigurationError: If a name, folder, split, variant or column does not exist, the subset
             is larger than the train set, or the hub does not provide the data set.
+        InputError: If a file cannot be read, or holds values that cannot be used.
 
     Examples:
         >>> from evigrad.data import load
@@ -144,7 +145,9 @@ def load(
             file = file.expanduser()
             there = [str(path) for path in file.parent.glob("*") if path.suffix in SUFFIXES]
         if str(file) not in there:
-            raise ConfigurationError(f"There is no file {file}.{nearest(str(file), there)}")
+            raise ConfigurationError(
+                f"There is no file {file}.{nearest(str(file), there)} Check the path."
+            )
         table = read_table(file.stem, file)
         return table_data_set(file.stem, file, table, subset, seed, split, likelihood, **columns)
     full_name, (name, variant) = name, split_name(name)

@@ -168,7 +168,7 @@ class Scaling:
 
     @classmethod
     def of(cls, values: Float[Tensor, "n ..."]) -> "Scaling":
-        """Return the scaling that gives data mean 0 and standard deviation 1, via float64."""
+        """Return the scaling that gives data mean 0 and standard deviation 1, found in float64."""
         exact = values.double()
         std = exact.std(dim=0, correction=0)
         # Compared exactly, because rounding gives a constant column a tiny nonzero deviation.

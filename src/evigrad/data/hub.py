@@ -41,12 +41,12 @@ def hub_is_installed() -> bool:
 
 
 def hub_images(name: str, elsewhere: str) -> tuple[Images, Images]:
-    """Return the train and test part of a `HUB` set; ``elsewhere`` is another way to get it."""
+    """Return the train and test part of a `HUB` set; ``elsewhere`` tells how else to get it."""
     place = HUB[name]
     if not hub_is_installed():
         raise ConfigurationError(
-            f"There is no data set '{name}' here. {elsewhere} Or download it from the Hugging Face"
-            f" hub ({place.repository}): pip install 'evigrad[hub]'."
+            f"There is no data set '{name}' here. {elsewhere} To download it from the Hugging"
+            f" Face hub instead ({place.repository}), run: pip install 'evigrad[hub]'."
         )
     try:
         splits = _download(place.repository)

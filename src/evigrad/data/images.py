@@ -200,7 +200,10 @@ def table_images(where: str, table: Any, class_names: dict[str, Any]) -> Images:
         raise InputError(f"{where}: every image needs a label, got {problem}. Check the file.")
     labels = values.to_numpy()
     if labels.dtype.kind not in "iu":
-        raise InputError(f"{where}: column '{label}' must hold integers, got {values.type}.")
+        raise InputError(
+            f"{where}: column '{label}' must hold integers, got {values.type}. Number"
+            " the classes from 0."
+        )
     return Images(
         where=where,
         labels=labels.astype(np.int64),
@@ -230,7 +233,7 @@ def _decode(cell: Any, where: str) -> np.ndarray:
 
 
 def digits() -> tuple[Images, Images]:
-    """Return scikit-learn's 1,797 digits, (1, 8, 8), 17 gray levels: 1,438 train, 359 test."""
+    """Return scikit-learn's 1,797 digits, (1, 8, 8) with 17 gray levels: 1,438 train, 359 test."""
     digits = require("sklearn.datasets", "The data set 'digits'").load_digits()
     return _split("digits", digits.images.astype(np.uint8), digits.target, largest=16)
 

@@ -215,7 +215,8 @@ def _roles(
         )
     if not chosen:
         raise InputError(
-            f"{file}: a table must have a feature besides the target '{target}', got none."
+            f"{file}: a table must have a feature besides the target '{target}', got none. Check"
+            " the columns and the options --features and --drop."
         )
     return target, chosen, set(declared)
 
@@ -292,9 +293,12 @@ def _problem_of_target(column: Column, values: Any, likelihood: str) -> str | No
     if problem is not None:
         return problem
     if likelihood == "poisson" and bool(((column.values < 0) | (column.values % 1 != 0)).any()):
-        return f"column '{column.name}' holds values that are not counts 0, 1, 2, ..."
+        return (
+            f"column '{column.name}' holds values that are not counts 0, 1, 2, ...: use another"
+            f" likelihood, or {_OTHER_TARGET}"
+        )
     if len(np.unique(_present(values))) < 2:
-        return f"the target '{column.name}' is the same in all rows"
+        return f"the target '{column.name}' is the same in all rows: {_OTHER_TARGET}"
     return None
 
 

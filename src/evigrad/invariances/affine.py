@@ -123,7 +123,7 @@ class AffineInvariance(Transform):
         return dict(zip(GENERATORS, self.ranges.tolist(), strict=True))
 
     def sample(self, n: int, generator: torch.Generator) -> Float[Tensor, "n u"]:
-        """Draw u, (n, 6) or (n, 7), uniform on [−1, 1). The seventh number decides on the flip."""
+        """Draw u, (n, 6) or (n, 7), uniform on [−1, 1). The seventh decides whether to flip."""
         return 2 * torch.rand(n, 6 + self.flip, generator=generator, device="cpu") - 1
 
     def forward(
@@ -180,10 +180,10 @@ class AffineInvariance(Transform):
 
 
 def matrix_exponential(matrices: Float[Tensor, "n 3 3"]) -> Float[Tensor, "n 3 3"]:
-    """Return the exponential of each matrix; its 1-norm must be at most 7.2.
+    """Return the exponential of each matrix, whose 1-norm must be at most 7.2.
 
-    It is as accurate as ``torch.matrix_exp`` for such matrices, and its derivative costs a third.
-    It does not read the norms, because the CPU would have to wait for a GPU.
+    It is as accurate as ``torch.matrix_exp`` for such matrices, and its derivative costs a third as
+    much. It does not read the norms, because the CPU would have to wait for a GPU.
     """
     scaled = matrices / 2**_SQUARINGS
     one = torch.eye(3, dtype=matrices.dtype, device=matrices.device).expand_as(matrices)

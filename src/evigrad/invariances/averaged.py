@@ -22,12 +22,12 @@ class Averaged(nn.Module):
     """Average a model's outputs over S random transforms of each input, (1/S) Σ_s model(g(x, ε_s)).
 
     All S·n transformed inputs pass through the model in one batch, sorted by example. Noise comes
-    from PyTorch's default generator, as in dropout, but in evaluation mode too. ``Evidence`` uses
-    its own generator and gives an example the same noise in every micro-batch.
+    from PyTorch's default generator, as in dropout, but is drawn in evaluation mode too.
+    ``Evidence`` uses its own generator and gives an example the same noise in every micro-batch.
 
     Args:
-        model: Model from inputs (m, ...) to outputs (m, C). It must not contain a module that draws
-            noise (`evigrad.invariances.noise.Stochastic`).
+        model: Model that maps inputs (m, ...) to outputs (m, C). It must not contain a module that
+            draws noise (`evigrad.invariances.noise.Stochastic`).
         invariance: A `Transform`, or any module with its ``sample`` and ``apply``.
         num_samples: Number S of transforms per input. You can change it at any time.
         average: ``"logits"`` averages the outputs. ``"probabilities"`` returns the logarithms of
@@ -108,7 +108,8 @@ class Averaged(nn.Module):
             return self._average(x, self.draw(len(x), torch.default_generator), self.chunk)
         if len(self._held) != len(x):
             raise InputError(
-                f"The noise must be for {len(x)} inputs, got noise for {len(self._held)}."
+                f"The noise must be for {len(x)} inputs, got noise for {len(self._held)}. Use"
+                f" draw({len(x)}, generator)."
             )
         return self._average(x, self._held, None)
 

@@ -75,8 +75,8 @@ def stochastic_modules(model: nn.Module) -> list[Stochastic]:
 class Noise:
     """The noise of a block's examples, by their position in the block.
 
-    ``seed`` seeds all noise of the ``modules`` that draw. The examples use the noise of the
-    ascending ``positions``. None stands for the examples' own positions.
+    ``seed`` seeds all noise of the ``modules``. The examples use the noise of the ascending
+    ``positions``. None stands for the examples' own positions.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ class Transform(nn.Module, ABC):
         bounds: Smallest and largest value of each parameter by name, such as
             ``{"width": (0.0, 8.0)}``. One of the two may be infinite. After the first use of the
             transform, ``self.width`` is the parameter reflected at both bounds, with a derivative
-            of 1 or −1. So it is within the bounds after every step of every optimizer.
+            of 1 or −1. So this value is within the bounds after every step of any optimizer.
             ``get_parameter("width")`` is the parameter itself, which may be outside the bounds.
 
     Examples:
@@ -114,7 +114,7 @@ class Transform(nn.Module, ABC):
 
     # ``nn.Module.apply`` takes a function that visits every submodule, including this one.
     def apply(self, x: Tensor | Callable[[nn.Module], None], eps: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return ``self(x, eps)``; a function instead of ``x`` is called on every submodule."""
+        """Return ``self(x, eps)``, or call a function on every submodule as ``nn.Module.apply``."""
         if isinstance(x, Tensor):
             return self(x, eps)
         return super().apply(x)
@@ -149,7 +149,7 @@ class InputScale(Transform):
     """Multiply each feature by a learnable positive scale: automatic relevance determination.
 
     The evidence shrinks the scales of features that do not help (MacKay, 1994). The transform is
-    not random. Use it as a first layer of a network, or inside ``Averaged``. Learn the scales by
+    not random. Use it as a first layer of a network, or inside ``Averaged``. Learn the scales from
     the evidence, because the training loss cannot distinguish a scale from the first layer's
     weights.
 

@@ -44,8 +44,8 @@ class Likelihood(nn.Module, ABC):
     Attributes:
         name: Name of the likelihood in ``LIKELIHOODS``.
         couples_outputs: Whether Λ has entries off its diagonal.
-        is_classification: Whether targets are classes. If the likelihood has ``probabilities``,
-            ``metrics`` counts correct predictions.
+        is_classification: Whether targets are classes. If they are, and the likelihood has
+            ``probabilities``, ``metrics`` counts correct predictions.
 
     Examples:
         >>> import torch
@@ -113,8 +113,9 @@ class Likelihood(nn.Module, ABC):
             y: Targets.
 
         Raises:
-            InputError: If the outputs do not have the shape (m, C), there are no examples, y has a
-                different number of examples, or y has NaN or infinite values.
+            InputError: If the outputs do not have the shape (m, C), or there are no examples. Also
+                if y is not a tensor, has a different number of examples, or has NaN or infinite
+                values.
         """
         shape = tuple(f_shape)
         if len(shape) != 2:
@@ -142,15 +143,15 @@ class Likelihood(nn.Module, ABC):
     def counted(self, y: Tensor) -> Bool[Tensor, " m"] | None:
         """Return which targets (m, ...) count, for outputs (m, …, C) with a target per position.
 
-        False marks positions without a target, such as padding. The default, None, counts all. The
-        targets have not been through ``validate`` yet.
+        False marks positions without a target, such as padding. The default, None, counts all
+        targets. The targets have not been through ``validate`` yet.
         """
         return None
 
     def weights(self, y: Tensor) -> Float[Tensor, " m"] | None:
-        """Return a non-negative factor of Λ for each example. The default, None, means 1 for all.
+        """Return a non-negative factor of Λ for each example.
 
-        See ``Weighted``.
+        The default, None, means that all factors are 1. See ``Weighted``.
         """
         return None
 
@@ -158,8 +159,8 @@ class Likelihood(nn.Module, ABC):
         """Return the curvature Λ(f) of the rows, positive semidefinite and differentiable.
 
         Λ is −∇²_f log p(y|f) if this Hessian is the same for all y. Otherwise, override this method
-        to return the mean over y, which is the Fisher information. The default differentiates
-        ``log_prob`` at the first of ``reference_targets``.
+        to return the mean of the Hessian over y, which is the Fisher information. The default
+        differentiates ``log_prob`` at the first of ``reference_targets``.
 
         Args:
             f: Outputs.
@@ -181,13 +182,13 @@ class Likelihood(nn.Module, ABC):
         return -torch.func.jacrev(total_score)(f).transpose(0, 1)
 
     def check_derivatives(self, f: Float[Tensor, "m C"], y: Tensor, curvature: str = "ggn") -> None:
-        """Check that the rows for these data follow from ``log_prob``.
+        """Check that the rows for these data agree with ``log_prob``.
 
         If the Hessian of the density depends on the target, the class must override ``hessian``.
-        For instance, the Hessian of a masked example is zero. A ``hessian``, ``root`` or ``score``
-        that is defined in the class of ``log_prob``, or in a subclass, is not checked. A method of
-        a base class was written for another density, so it is compared with derivatives of
-        ``log_prob``.
+        For instance, a mask makes the Hessian depend on the target, because a masked example has
+        the Hessian zero. A ``hessian``, ``root`` or ``score`` that is defined in the class of
+        ``log_prob``, or in a subclass, is not checked. A method of a base class was written for
+        another density, so it is compared with derivatives of ``log_prob``.
 
         Args:
             f: Outputs.
@@ -214,7 +215,7 @@ class Likelihood(nn.Module, ABC):
     def _refuse_inherited(self, name: str, what: str) -> None:
         raise ConfigurationError(
             f"{type(self).__name__} inherits {name}, which is not {what}. Override {name} too, or"
-            f" derive the class from Likelihood only, which computes {name} from log_prob."
+            f" derive the class directly from Likelihood, which computes {name} from log_prob."
         )
 
     def _check_root(self, f: Tensor) -> None:
@@ -379,7 +380,7 @@ class Likelihood(nn.Module, ABC):
         return RootRows(diagonal_rows(f, root, columns))
 
     def num_rows(self, num_outputs: int) -> int:
-        """Return the number of columns of ``root`` if no columns are listed.
+        """Return the number of columns that ``root`` returns if ``columns`` is None.
 
         The default is C. The number may be smaller if Λ has a lower rank. It affects the planned
         memory but not the log-determinant.
@@ -419,8 +420,8 @@ class Likelihood(nn.Module, ABC):
     def condensed(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m D"]:
         """Return what ``row_scores`` needs from the outputs.
 
-        It must be small enough to keep for every example. The default returns the
-        outputs themselves.
+        The result must be small enough to keep for every example. The default returns the outputs
+        themselves.
         """
         check_root(kind)
         return f
@@ -466,7 +467,7 @@ class Likelihood(nn.Module, ABC):
         """Return the parameters as readable numbers, for histories and reports.
 
         The default reports each parameter under its name, or each entry under NAME/INDEX. ``noise``
-        is a standard deviation in units of y.
+        is a scale in units of y, such as the standard deviation of a Gaussian.
         """
         named = [by_entry(name, parameter) for name, parameter in self.named_parameters()]
         return {name: value for entries in named for name, value in entries.items()}

@@ -61,8 +61,8 @@ def check_finite(what: str, value: Tensor) -> None:
     if finite.any():
         raise NotFiniteOutputError(
             f"{what} hold NaN or infinite values for {int((~finite).sum())} of {len(finite)}"
-            " examples only. Fix the inputs of these examples, or omit the examples. (A mask may"
-            " remove all of an example, and a mean or softmax over nothing is NaN.)"
+            " examples only. Fix the inputs of these examples, or remove the examples. (A mask"
+            " may remove all of an example, and a mean or softmax over nothing is NaN.)"
         )
     raise NotFiniteOutputError(
         f"{what} hold NaN or infinite values for all examples: training has diverged. Lower the"
@@ -80,7 +80,8 @@ def log_probabilities(
 
     Raises:
         ConfigurationError: If the density does not return one number per example.
-        InputError: If the density depends on other examples or raises an exception.
+        InputError: If the density of an example depends on other examples, or ``log_prob`` raises
+            an exception.
         NotFiniteOutputError: If the outputs are not finite.
     """
     with raised_in(f"log_prob of {type(likelihood).__name__}, {_given(f.shape, y)},"):
@@ -124,8 +125,8 @@ def class_probabilities(likelihood: Likelihood, f: Tensor) -> Tensor:
         probabilities = None if is_other else likelihood.probabilities(f)
     if probabilities is None:
         raise ConfigurationError(
-            f"{name} has no class probabilities. For regression, use mean and std. For every"
-            " likelihood, you can use log_prob(y). A custom likelihood for classes needs a method"
+            f"{name} has no class probabilities. For regression, use mean and std. log_prob(y)"
+            " works for any likelihood. A custom likelihood for classes needs a method"
             " probabilities(f)."
         )
     return probabilities.detach()

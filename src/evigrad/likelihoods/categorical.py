@@ -73,7 +73,7 @@ class Categorical(Likelihood):
                     ' likelihood="bernoulli" with y.float()'
                 )
                 if bool((y.sum(1) == 1).all()):
-                    hint = f". For one-hot targets use y.argmax(1){hint}"
+                    hint = f". For one-hot targets, use y.argmax(1){hint}"
                 if bool(((y != 0) & (y != 1)).any()):
                     hint = (
                         ". Smoothed labels or probabilities are not targets, because their"
@@ -149,7 +149,7 @@ class Categorical(Likelihood):
     def row_scores(
         self, condensed: Float[Tensor, "m D"], kind: str
     ) -> tuple[Float[Tensor, "m K"], Float[Tensor, " m"] | None]:
-        """Return the scores without the last of C orthogonal columns, zero because Λ 1 = 0."""
+        """Return the scores without the last of C orthogonal columns, which is zero (Λ 1 = 0)."""
         if kind != "eigen":
             return super().row_scores(condensed, kind)
         if condensed.shape[1] <= TOP_CLASSES:

@@ -12,7 +12,7 @@ from evigrad.likelihoods.base import Likelihood, by_entry, check_one_per_output,
 
 
 class Noisy(Likelihood):
-    """Independent noise on each output, y = f + σ·ε, with one σ or one per output.
+    """Independent noise on each output, y = f + σ·ε, with one σ for all or one per output.
 
     ``log_noise`` = log σ has the shape () or (C,). Subclasses define the distribution of ε.
     """

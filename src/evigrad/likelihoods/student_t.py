@@ -1,4 +1,4 @@
-"""Regression with heavy-tailed noise."""
+"""A likelihood for regression with heavy-tailed noise."""
 
 import math
 from collections.abc import Sequence
@@ -13,23 +13,25 @@ from evigrad.likelihoods.noisy import Noisy
 
 
 class StudentT(Noisy):
-    """Independent heavy-tailed noise on each output: y = f + σ·ε, where ε has Student's t.
+    """Independent noise on each output, y = f + σ·ε, where ε has Student's t distribution.
 
-    A few large errors then change the network little, while a Gaussian fits them. The Hessian of
-    the density depends on the targets, and is negative for large errors. Λ is therefore the Fisher
-    information, its mean over the targets: (ν + 1) / (ν + 3) / σ² for each output.
+    This noise has heavy tails. A few large errors then have little effect on the network, which
+    would fit them if the noise were Gaussian. The second derivative of −log p(y|f) depends on the
+    targets, and is negative for large errors. Λ is therefore the Fisher information, its mean over
+    the targets: (ν + 1) / (ν + 3) / σ² for each output.
 
     Args:
         noise: Scale σ in units of y: one number for all outputs, or one per output. The standard
             deviation of the noise is σ √(ν / (ν − 2)). Default: 1.
-        num_outputs: Number of outputs C. Set it to learn one σ per output from a single number.
+        num_outputs: Number of outputs C. Set it to learn one σ per output, starting from a single
+            number.
         learnable: Whether ``log_noise`` = log σ, of shape () or (C,), is learned.
-        degrees: Degrees of freedom ν, larger than 2 so that the noise has a variance. A smaller
-            number gives heavier tails. It is not learned. Default: 4.
+        degrees: Degrees of freedom ν, larger than 2 so that the noise has a finite variance. A
+            smaller number gives heavier tails. It is not learned. Default: 4.
 
     Raises:
-        ConfigurationError: If a σ is not a positive number, there are not C of them, ``learnable``
-            is not a bool, or ``degrees`` is not larger than 2.
+        ConfigurationError: If a σ is not a positive number, the number of σ is not 1 or C,
+            ``learnable`` is not a bool, or ``degrees`` is not a finite number larger than 2.
 
     Examples:
         >>> from evigrad.likelihoods import StudentT
@@ -93,7 +95,7 @@ class StudentT(Noisy):
         return f, covariance.diagonal(dim1=1, dim2=2), noise.expand(f.shape)
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Float[Tensor, "m C"]:
-        """Draw targets f + σ·ε, with ε a normal number over the root of a scaled χ² number."""
+        """Draw targets f + σ·ε, where ε is a normal number over the root of a scaled χ² number."""
         where = {"device": generator.device, "dtype": f.dtype}
         normal = torch.randn(f.shape, generator=generator, **where)
         shape = torch.full(f.shape, 0.5 * self.degrees, **where)

@@ -12,7 +12,7 @@ from evigrad.likelihoods.base import Likelihood, refuse_where
 
 
 class Weighted(Likelihood):
-    """Another likelihood with a weight w per example, whose log density counts w times.
+    """A likelihood with a weight w for each example, whose log density then counts w times.
 
     A weight of two means that an example was seen twice, and a weight of zero means that it was not
     seen. Sums of log likelihoods and curvatures over examples become weighted sums. N still counts
@@ -21,8 +21,9 @@ class Weighted(Likelihood):
 
     The normalizer of a density also counts w times. So if the weights mean a noise of σ/√w for each
     example, the learned noise of a Gaussian is too small by the square root of the mean weight. If
-    the weights average 1, this meaning is correct too. In ``kfac``, only the factor of the
-    gradients is weighted, so a weight of two differs from a repeated example.
+    the mean weight is 1, the learned noise is correct for this meaning too. In ``kfac``, only the
+    factor of the gradients is weighted, so a weight of two does not have the effect of repeating
+    the example.
 
     Args:
         likelihood: Likelihood of the targets.
@@ -57,7 +58,7 @@ class Weighted(Likelihood):
             A float64 tensor with the weights as the last entry of the last dimension.
 
         Raises:
-            InputError: If the numbers of weights and targets differ.
+            InputError: If there is not one weight per target.
         """
         columns = y.unsqueeze(-1) if self._has_labels else y
         if weights.shape != columns.shape[:-1]:
@@ -105,7 +106,7 @@ class Weighted(Likelihood):
                 f" {y.dtype} and shape {tuple(y.shape)}. Use likelihood.targets(y, weights)."
             )
         targets, weights = self.split(y)
-        refuse_where(weights < 0, weights, "must be a weight of at least 0")
+        refuse_where(weights < 0, weights, "is a weight, and must be at least 0")
         self.likelihood.validate(f_shape, targets)
 
     def check_derivatives(self, f: Float[Tensor, "m C"], y: Tensor, curvature: str = "ggn") -> None:
@@ -116,7 +117,7 @@ class Weighted(Likelihood):
         return self.likelihood.score(f, self._targets(f, y))
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Tensor:
-        """Draw targets of weight one."""
+        """Draw targets, each with a weight of one."""
         return self.targets(self.likelihood.sample(f, generator), f.new_ones(len(f)))
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:

@@ -49,10 +49,10 @@ def make_model(
         num_outputs: Number of outputs C.
         seed: Seed of the initial weights. With a seed, the global random state is not touched.
             Default: None, which draws from the global state, like PyTorch.
-        **settings: Settings of the network, such as ``hidden=[100]`` of ``mlp``.
+        **settings: Settings of the network, such as ``hidden=[100]`` for ``mlp``.
 
     Returns:
-        A module from inputs (m, *input_shape) to outputs (m, C).
+        A module that maps inputs (m, *input_shape) to outputs (m, C).
 
     Raises:
         ConfigurationError: If the name or a setting is unknown, or the network does not fit the

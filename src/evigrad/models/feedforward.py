@@ -102,7 +102,7 @@ def mininet(input_shape: Sequence[int], num_outputs: int) -> nn.Sequential:
 def lenet(input_shape: Sequence[int], num_outputs: int) -> nn.Sequential:
     """Return LeNet-5 (LeCun et al., 1998) with ReLU, max-pooling and unpadded convolutions.
 
-    The second convolution is 5x5 for 32 pixels and more, as in the original. For fewer pixels it is
+    The second convolution is 5x5 for 32 or more pixels, as in the original. For fewer pixels it is
     3x3, as in the paper's network for MNIST. So both 28 and 32 pixels shrink to 1 before the last
     layers. With 10 classes it has 60,170 parameters for (1, 28, 28) and 62,006 for (3, 32, 32).
     Images must have at least 28x28 pixels.

@@ -3,7 +3,7 @@
 With normalization, a network does not depend on the scale of its weights, but a Gaussian prior is a
 belief about this scale. Fixup needs no normalization (Zhang, Dauphin and Ma, 2019, *Fixup
 Initialization: Residual Learning Without Normalization*). Each residual branch starts at zero, its
-other layers are scaled down by the number of branches, and there are scalar biases and multipliers.
+other layers are scaled down by the number of branches, and scalar biases and multipliers are added.
 """
 
 from collections import OrderedDict
@@ -207,7 +207,7 @@ def wide_resnet(
 ) -> ResNet:
     """Return a Fixup Wide ResNet, such as the paper's 16-4 for CIFAR (Table 1).
 
-    It has three stages (Zagoruyko and Komodakis, 2016). As 16-4 it has 2,745,306 parameters for
+    It has three stages (Zagoruyko and Komodakis, 2016). As 16-4, it has 2,745,306 parameters for
     (3, 32, 32) and 10 classes.
 
     Args:

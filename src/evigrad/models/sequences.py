@@ -1,7 +1,7 @@
 """Networks for sequences of tokens or of real vectors: a transformer encoder and a GRU.
 
-In both networks, every weight has a closed form, and every matrix has Kronecker factors. Each
-network can have a hyperparameter of its forward pass that the evidence learns.
+evigrad has a closed form for every weight of both networks, and Kronecker factors for every matrix.
+Each network can have a hyperparameter of its forward pass that the evidence learns.
 """
 
 import math
@@ -162,7 +162,7 @@ class Transformer(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """One or several layers of gated recurrent units, and a linear head.
+    """One or several layers of gated recurrent units, followed by a linear head.
 
     It takes the same inputs as ``Transformer``. Padding must be at the end. Vectors are not
     embedded, because the first layer multiplies them by a matrix.

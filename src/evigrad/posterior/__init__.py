@@ -1,10 +1,10 @@
 """Predictions with uncertainty: the linearized Laplace posterior of a network's outputs.
 
-The posterior of the weights is N(w*, (H + P0)⁻¹), with the Gauss-Newton matrix H of all data. In a
-network that is linear in the weights, the outputs then have the distribution N(f(x; w*), J Σ Jᵀ).
-``posterior`` passes over the data for a structure's statistic, and predicts. ``covariances`` makes
-Σ from the statistic. ``predictive`` turns outputs into predictions of targets. ``mode`` measures
-how far the weights are from the mode w* of the log joint density.
+The posterior of the weights is N(w*, (H + P0)⁻¹), where H is the Gauss-Newton matrix of all data.
+If the network is linear in the weights, the outputs have the distribution N(f(x; w*), J Σ Jᵀ).
+``posterior`` passes over the data to compute a structure's statistic, and predicts.
+``covariances`` computes Σ from the statistic. ``predictive`` turns outputs into predictions of
+targets. ``mode`` measures how far the weights are from the mode w* of the log joint density.
 """
 
 from evigrad.posterior.mode import mode_gap

@@ -6,7 +6,8 @@ subtracts from the prior's covariance the part that the rows A of the data expla
 
     Σ = P0⁻¹ − P0⁻¹ Aᵀ (I + S)⁻¹ A P0⁻¹,      S = A P0⁻¹ Aᵀ,
 
-which needs no matrix of the weights. Fewer rows explain less, and give an upper bound.
+which needs no matrix of the weights. Fewer rows explain less and give an upper bound on the
+covariance.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from evigrad.network import Linearization
 
 @dataclass(frozen=True, eq=False)
 class Dense:
-    """All covariances of some parameters."""
+    """The full covariance of some parameters."""
 
     names: Sequence[str]  # in the matrix's order
     root: Float[Tensor, " n"]  # the diagonal of P0^{-1/2}
@@ -67,7 +68,7 @@ class Diagonal:
 
 @dataclass(frozen=True, eq=False)
 class Kronecker:
-    """A matrix with H = B ⊗ A / count, in the eigenbases of both, where δ adds to eigenvalues.
+    """A matrix with H = B ⊗ A / count, in the eigenbases of A and B, where δ adds to eigenvalues.
 
     A sum of few outer products has fewer eigenvectors U than dimensions. Outside their span its
     eigenvalues are zero, so the columns of I − UUᵀ complete its basis:
@@ -152,7 +153,7 @@ class Explained:
         return cls(rows, scale, factor_identity_plus(kernel))
 
     def products(self, block: Diagonal, white: Float[Tensor, "m k n"]) -> Float[Tensor, "R mk"]:
-        """Return inner products of a parameter's rows with whitened ones, under the prior."""
+        """Return inner products of a parameter's rows with whitened rows, under the prior."""
         other = white.flatten(0, 1)
         total = white.new_zeros(len(self.scale), len(other))
         for columns, slab in slabs(self.rows[block.name], white):
@@ -170,7 +171,8 @@ class Explained:
 class Covariance:
     """The covariance of the outputs under Σ: the sum over blocks, minus the explained part.
 
-    A ``partial`` block is computed at its first use, because its eigenvectors take n³ operations.
+    A ``partial`` block is computed when it is first used, because its eigenvectors take n³
+    operations.
     """
 
     def __init__(
@@ -180,7 +182,7 @@ class Covariance:
 
     @property
     def blocks(self) -> Sequence[Block]:
-        """Return the blocks, after making all of them."""
+        """Compute all remaining blocks, and return the blocks."""
         self._blocks = [block() if isinstance(block, partial) else block for block in self._blocks]
         return self._blocks
 

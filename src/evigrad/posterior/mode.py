@@ -1,13 +1,13 @@
 """How far the weights are from the mode of the posterior, in nats of log evidence.
 
-The Laplace approximation assumes that the weights are at the mode of the log joint density. With
-its gradient g elsewhere, the mode of the linearized model is at w + (H + P0)⁻¹ g. There its log
-joint density, and so its log evidence, is higher by
+The Laplace approximation assumes that the weights are at the mode of the log joint density. If the
+gradient of this density at the weights w is g, the linearized model has its mode at
+w + (H + P0)⁻¹ g. At this mode, its log joint density and its log evidence are higher by
 
     ½ gᵀ (H + P0)⁻¹ g,      g = Jᵀ ∇_f log p(y|f) / T − P0 (w − w₀).
 
-This is exact for a Gaussian likelihood, and second order in the Newton step for others. H and the
-log-determinant do not change (J. Antorán et al., 2022, arXiv:2206.08900, section 4).
+This is exact for a Gaussian likelihood, and of second order in the Newton step for others. H and
+the log-determinant do not change (J. Antorán et al., 2022, arXiv:2206.08900, section 4).
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ _AT_ONCE = 1000
 def mode_gap(problem: Problem, data: Any, structure: str, rows: int | None = None) -> float:
     """Return ½ gᵀ (H + P0)⁻¹ g in nats, for all N training examples.
 
-    The posterior with this ``structure`` and ``rows`` approximates H.
+    H is approximated as for a posterior with this ``structure`` and ``rows``.
     """
     posterior = make_posterior(problem, data, structure, rows)
     gradient = log_joint_gradient(problem, data)
@@ -41,7 +41,7 @@ def mode_gap(problem: Problem, data: Any, structure: str, rows: int | None = Non
 
 
 def log_joint_gradient(problem: Problem, data: Any) -> dict[str, Tensor]:
-    """Return the gradient g of the log joint density of all data in the weights.
+    """Return the gradient g of the log joint density of all data with respect to weights.
 
     The model is in evaluation mode, and its own draws have seed 0.
 

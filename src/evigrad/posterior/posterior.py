@@ -78,7 +78,7 @@ class Posterior:
 
     Call ``Evidence.posterior`` to make a posterior. It keeps the current precisions and noise, so
     you may change these later. If the weights have changed, predictions raise an error. A model
-    that draws noise, such as ``Averaged``, has the same draws in every call.
+    that draws noise, such as ``Averaged``, uses the same draws in every call.
 
     Attributes:
         structure: Structure of Σ: ``kfac``, ``last-layer``, ``diag``, ``full`` or ``ntk``.
@@ -186,7 +186,7 @@ class Posterior:
         """Return the variance vᵀ Σ v of a linear function vᵀw of the uncertain weights.
 
         Args:
-            vector: A tensor of the weight's shape for each of ``parameters``.
+            vector: For each name in ``parameters``, a tensor of the weight's shape.
 
         Raises:
             ConfigurationError: If the weights have changed, or a tensor is missing or has another
@@ -214,7 +214,8 @@ class Posterior:
             if plan.num_outputs != self.num_outputs:
                 raise InputError(
                     f"The inputs must have the shape of the posterior's data. The model has"
-                    f" {plan.num_outputs} outputs for these inputs, but had {self.num_outputs}."
+                    f" {plan.num_outputs} outputs for these inputs, but had {self.num_outputs} for"
+                    " the posterior's data."
                 )
             shape = (len(x), *plan.positions)
             if plan.positions:
@@ -258,8 +259,8 @@ class Posterior:
         """Load a ``state_dict`` of a posterior of the same model with the same weights.
 
         Raises:
-            ConfigurationError: If the state has another structure or other weights. Nothing changes
-                then.
+            ConfigurationError: If the state has another structure or other weights. In this case,
+                the posterior does not change.
         """
         if missing := self.state_dict().keys() - state.keys():
             raise ConfigurationError(
@@ -339,7 +340,7 @@ def make_posterior(
 
 
 def load_posterior(problem: Problem, state: Mapping[str, Any]) -> Posterior:
-    """Return the posterior of a state of ``Posterior.state_dict``, without the data."""
+    """Return the posterior that a ``Posterior.state_dict`` describes, without the data."""
     if not isinstance(state, Mapping) or not {"structure", "parameters"} <= state.keys():
         raise ConfigurationError(
             "state must be the result of posterior.state_dict(), got something else. Call"
@@ -348,7 +349,7 @@ def load_posterior(problem: Problem, state: Mapping[str, Any]) -> Posterior:
     if strange := [name for name in state["parameters"] if name not in problem.weights]:
         raise ConfigurationError(
             f"The state belongs to another model, because this model has no weights"
-            f" {listed(strange)}. Use the model of the saved posterior."
+            f" named {listed(strange)}. Use the model of the saved posterior."
         )
     laplace_problem = posterior_problem(problem, state["structure"], None, state["parameters"])
     empty = Posterior(laplace_problem, state["structure"], Covariance([]), 0, 0, {})
@@ -420,7 +421,7 @@ def collect(problem: Problem, data: object, structure: str) -> Pass:
 
 
 def _warn_if_slow(problem: Problem, data: object, structure: str) -> None:
-    """Warn about a dense H that takes minutes, before any work.
+    """Warn, before any work, if a dense H would take minutes.
 
     P weights and R rows take 2 R P² operations for H and P³/3 for its factor.
     """
@@ -485,7 +486,7 @@ def last_layer(problem: Problem, data: object) -> list[str]:
         model_outputs(model, x, positions=True)
     if not last:
         raise ConfigurationError(
-            "structure='last-layer' needs a module with weights that the model calls, but there is"
+            "structure='last-layer' needs a module with weights that the model calls, got"
             " none. Use structure='kfac' or 'diag'."
         )
     return owned[modules[last[-1]]]

@@ -41,8 +41,8 @@ class Predictive:
             ``monte-carlo`` averages over samples. ``probit`` uses the outputs
             f / √(1 + π/8 · variance), without samples and correlations. This is the formula of
             MacKay (1992) for a sigmoid, and the mean field for a softmax. ``plug-in`` ignores the
-            uncertainty of the outputs. With the other two links, Gaussian targets have a closed
-            form. The mean and the variances do not depend on the link.
+            uncertainty of the outputs. For Gaussian targets, ``monte-carlo`` and ``probit`` have a
+            closed form. The mean and the variances do not depend on the link.
         num_samples: Number of samples for ``monte-carlo``.
         seed: Seed of the samples, so that a prediction does not change between reads.
 
@@ -79,15 +79,15 @@ class Predictive:
 
     @property
     def noise_variance(self) -> Float[Tensor, "m ... D"] | None:
-        """Return the mean variance of the targets given the outputs, at every temperature.
+        """Return the mean variance of the targets given the outputs.
 
-        Return None if targets are not numbers.
+        The temperature has no effect on it. Return None if targets are not numbers.
         """
         return self._moments[2]
 
     @property
     def variance(self) -> Float[Tensor, "m ... D"]:
-        """Return the epistemic plus noise variance of numeric targets, or else of the outputs."""
+        """Return the variance (epistemic plus noise) of numeric targets, or else of the outputs."""
         noise = self.noise_variance
         return self.epistemic_variance if noise is None else self.epistemic_variance + noise
 
@@ -149,7 +149,7 @@ class Predictive:
 
         Raises:
             ConfigurationError: If the link is ``probit`` and targets are not classes.
-            InputError: If the targets do not fit.
+            InputError: If the targets do not fit the likelihood or the outputs.
         """
         if self.outputs.dim() > 2 and is_batch(y, len(self.outputs)):
             shape, device = self.outputs.shape, self.outputs.device
@@ -183,7 +183,7 @@ class Predictive:
             generator: CPU generator or seed. Default: the seed of this prediction.
 
         Returns:
-            Outputs, without noise of the targets.
+            Outputs, without the noise of the targets.
         """
         if self.outputs.dim() > 2:
             return self._flat.sample(n, generator).view(n, *self.outputs.shape)
