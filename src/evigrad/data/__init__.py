@@ -108,7 +108,8 @@ def load(
             If a table has no splits, it is the seed of a random split, with a fifth of the rows as
             the test set.
         target: Column of a table to predict. Default: the column that its metadata names.
-        likelihood: Kind of a table's target: ``categorical`` (classes), ``gaussian`` (numbers),
+        likelihood: Kind of a table's target: ``categorical`` (classes), ``gaussian`` or
+            ``student-t`` (numbers),
             ``heteroscedastic`` or ``natural-gaussian`` (numbers, for a network with two outputs),
             or ``poisson`` (counts, not standardized). Default: text, yes/no, and at most 20
             different whole numbers are classes; other targets are ``gaussian``.

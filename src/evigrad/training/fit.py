@@ -77,7 +77,8 @@ def fit(
             PyTorch, NumPy or Python. For a model with one output, regression targets may have the
             shape (m,).
         likelihood: Distribution of the targets given the outputs: categorical, bernoulli, gaussian,
-            poisson (counts), heteroscedastic or natural-gaussian (input-dependent noise). Outputs
+            student-t (heavy tails), poisson (counts), heteroscedastic or natural-gaussian
+            (input-dependent noise). Outputs
             of poisson are log rates. Outputs of heteroscedastic are a mean and a log variance per
             target. natural-gaussian is more robust on small data sets.
         estimator: Evidence estimator, named STRUCTURE-SUBSET-OUTPUTS, such as ntk-100-1 or
