@@ -159,7 +159,9 @@ def test_defaults_try_two_starts_for_regression_only(blobs, make_net):
 
 @pytest.mark.parametrize("decay", [0.0, -1.0, float("nan"), True, "a", (0.1, 0.0), ()])
 def test_what_is_no_decay(decay):
-    with pytest.raises(ConfigurationError, match="start_decay must be one or more positive numbers"):
+    with pytest.raises(
+        ConfigurationError, match="start_decay must be one or more positive numbers"
+    ):
         Optimization(start_decay=decay)
 
 

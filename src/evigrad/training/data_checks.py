@@ -142,8 +142,9 @@ def _warn_of_weights(weights: Tensor) -> None:
             f"The positive weights average {mean:.3g} and are not whole numbers, but the Gaussian's"
             " noise is learned. Weighted reads a weight as the number of times that an example"
             " was seen. If weights are 1/σ² for known noise σ instead, the learned noise is too"
-            f" small by the factor √{mean:.3g} = {mean**0.5:.3g}. Divide the weights by {mean:.3g}, so"
-            " that they average 1. The noise of an example is then noise / √weight.",
+            f" small by the factor √{mean:.3g} = {mean**0.5:.3g}. Divide the weights by"
+            f" {mean:.3g}, so that they average 1. The noise of an example is then noise /"
+            " √weight.",
             EvigradWarning,
             stacklevel=8,  # the caller of fit
         )

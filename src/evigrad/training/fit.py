@@ -110,9 +110,9 @@ def fit(
             them again for the epochs since the last checkpoint.
         process_group: Processes that train together, each on a part of every batch, as for
             ``Evidence``. All processes must call ``fit`` with the same model, data and settings.
-            They get the same result. Only the first process provides the parameters, writes files, shows
-            progress and calls ``callbacks``. You can resume the run with a different number of
-            processes.
+            They get the same result. Only the first process provides the parameters, writes files,
+            shows progress and calls ``callbacks``. You can resume the run with a different number
+            of processes.
 
     Returns:
         The trained model, its evidence, the history and the final metrics.
@@ -165,7 +165,8 @@ def prepare(
     """Return a checked trainer, without training the network or writing files.
 
     The arguments are those of ``fit``. ``network`` is the record of the model if
-    ``evigrad.models.make_network`` built it. ``make`` makes a ``Trainer`` from the trainer's arguments.
+    ``evigrad.models.make_network`` built it. ``make`` makes a ``Trainer`` from the trainer's
+    arguments.
     """
     check_whole(model)
     place, seed, ranks = place_of(model), settings.seed, Ranks(process_group)

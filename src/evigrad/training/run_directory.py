@@ -205,7 +205,7 @@ class RunRecord:
             warnings.warn(
                 "This run cannot be resumed: its checkpoints hold objects that a file cannot"
                 " restore, such as extra state of the model that is neither tensors nor numbers."
-                f" ({error})",
+                f" Convert such state to tensors or numbers. ({error})",
                 EvigradWarning,
                 stacklevel=2,
             )

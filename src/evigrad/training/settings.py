@@ -239,7 +239,7 @@ class Settings:
 
     Attributes:
         prior_mean: Mean of the prior: zero, or initial for the weights at the start of training.
-            (In Python a ``GaussianPrior`` can set other means, also for some weights only.)
+            (In Python, a ``GaussianPrior`` can set other means, or means for some weights only.)
     """
 
     likelihood: str | Likelihood = "categorical"
