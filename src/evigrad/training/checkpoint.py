@@ -217,7 +217,7 @@ def shared_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 def check_data(
     saved: Mapping[str, str | None], fingerprints: Mapping[str, str | None], where: object
 ) -> None:
-    """Raise ConfigurationError if training or test data differ from those of the run."""
+    """Raise ConfigurationError if the run used different training or test data."""
     for part, words in (("train", "training"), ("test", "test")):
         if (saved[part] is None) != (fingerprints[part] is None):
             raise ConfigurationError(
@@ -226,8 +226,8 @@ def check_data(
             )
         if saved[part] != fingerprints[part]:
             raise ConfigurationError(
-                f"The {words} data differ from those of the run in {where} in values, types or"
-                " order. Use the same data, or start a new run in another folder."
+                f"The run in {where} used {words} data with different values, types or order."
+                " Use the same data, or start a new run in another folder."
             )
 
 
@@ -246,7 +246,7 @@ def check_network(state: Mapping[str, Any], evidence: Evidence, where: object) -
         )
     if differences:
         raise ConfigurationError(
-            f"The network differs from that of the run in {where}: {_listed(differences)}. Use the"
+            f"The network differs from the saved one in {where}: {_listed(differences)}. Use the"
             " same network, or start a new run in another folder."
         )
 

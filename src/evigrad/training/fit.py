@@ -164,7 +164,7 @@ def prepare(
 ) -> T:
     """Return a checked trainer, without training the network or writing files.
 
-    The arguments are those of ``fit``. ``network`` is the record of the model if
+    It takes the arguments of ``fit``. ``network`` is the record of the model if
     ``evigrad.models.make_network`` built it. ``make`` makes a ``Trainer`` from the trainer's
     arguments.
     """

@@ -314,7 +314,7 @@ class Trainer:
                 continue
             if self.history and row.keys() != self.history[0].keys():
                 raise ConfigurationError(
-                    "The columns of the checkpoint's history differ from those of this run"
+                    "The checkpoint's history and this run have different columns"
                     f" ({listed(sorted(row.keys() ^ self.history[0].keys()))}). Another"
                     " version of evigrad wrote the file, or it was changed. Start a new run in"
                     " another folder."
