@@ -344,7 +344,7 @@ class Silent(Plain):
             Some,
             {},
             {},
-            "must hold all weights of the prior, got one without 'net.2.weight', 'net.2.bias'",
+            "must hold all weights of the prior, but it lacks 'net.2.weight', 'net.2.bias'",
         ),
         (Silent, {}, {}, "network=..., of net"),
         (Plain, {"network": "nett"}, {}, "Did you mean 'net'"),

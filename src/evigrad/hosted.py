@@ -135,13 +135,13 @@ class HostedLearner:
         return self.history[-1]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to resume from, besides the states of the network and the optimizer."""
+        """Return the state to resume from, without the states of the network and the optimizer."""
         if self._learner is None:
             return {} if self._state is None else dict(self._state)
         return {"learner": self._learner.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep a state for the start of training; an empty one changes nothing."""
+        """Keep a state until training starts; an empty state changes nothing."""
         self._state = state or None
 
 
@@ -151,7 +151,7 @@ def take_over(optimizer: Optimizer, evidence: Evidence) -> None:
     weights = evidence.weights()
     if missing := [name for name, weight in weights.items() if id(weight) not in held]:
         raise ConfigurationError(
-            f"The optimizer must hold all weights of the prior, got one without {listed(missing)}."
+            f"The optimizer must hold all weights of the prior, but it lacks {listed(missing)}."
             " Pass them to the optimizer, or freeze them (requires_grad_(False))."
         )
     weight_ids = {id(weight) for weight in weights.values()}

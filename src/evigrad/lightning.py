@@ -48,7 +48,7 @@ class EvidenceCallback(pl.Callback):
 
     Each round sends the log evidence per example, precisions and noise to the trainer's loggers. At
     the end of an epoch, these values also go to ``trainer.callback_metrics``. Lightning's
-    checkpoints contain the state, so ``ckpt_path=...`` resumes with the same numbers. Under DDP,
+    checkpoints contain the state, so ``ckpt_path=...`` resumes with the same results. Under DDP,
     all processes take the same rounds.
 
     Args:
@@ -143,13 +143,13 @@ class EvidenceCallback(pl.Callback):
         if len(trainer.optimizers) != 1:
             raise ConfigurationError(
                 f"The module must have one optimizer that holds all weights, got"
-                f" {len(trainer.optimizers)}. Use one optimizer."
+                f" {len(trainer.optimizers)} optimizers. Use only one."
             )
         steps = trainer.estimated_stepping_batches
         if steps == float("inf"):
             raise ConfigurationError(
-                "The Trainer must have an end, because rounds are spread over the whole training,"
-                " got none. Set max_epochs or max_steps."
+                "The Trainer must have an end, because rounds are spread over the whole training"
+                " run, but it has none. Set max_epochs or max_steps."
             )
         (optimizer,) = trainer.optimizers
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -173,7 +173,7 @@ class EvidenceCallback(pl.Callback):
             if stopping.strict and stopping.monitor in columns:
                 raise ConfigurationError(
                     f"EarlyStopping(monitor={stopping.monitor!r}) would raise an error after the"
-                    " first epoch, because the burn-in is longer and no round has set the value."
+                    " first epoch, because the burn-in is longer, so no round has set the value."
                     " Set EarlyStopping(..., strict=False)."
                 )
 

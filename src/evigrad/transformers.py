@@ -59,7 +59,7 @@ class EvidenceCallback(_transformers.TrainerCallback):
     next label, the labels are shifted. Positions with label −100 do not count.
 
     Each round adds a line to ``trainer.state.log_history``. If there are more than three
-    precisions, the line has only the lowest, median and highest, and ``history`` has all. Set
+    precisions, the line has only the lowest, median and highest, but ``history`` has all. Set
     ``callback.log = trainer.log`` to also send the line to TensorBoard and other integrations. The
     file ``evigrad.pt`` of each checkpoint has the state, so
     ``trainer.train(resume_from_checkpoint=True)`` resumes with the same numbers. If there are
@@ -214,7 +214,7 @@ class EvidenceCallback(_transformers.TrainerCallback):
 
 
 def _saved(args: Any, step: int) -> dict[str, Any]:
-    """Return the state in a checkpoint; the trainer tells only the step."""
+    """Return the state in a checkpoint, found by its step because the trainer gives no path."""
     folders = [Path(args.output_dir) / f"checkpoint-{step}"]
     if isinstance(args.resume_from_checkpoint, str):
         folders.insert(0, Path(args.resume_from_checkpoint))

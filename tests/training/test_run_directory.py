@@ -89,7 +89,7 @@ def test_a_checkpoint_that_was_cut_at_any_length_gives_way_to_the_one_before(tmp
     for length in range(len(content)):
         directory.checkpoint.write_bytes(content[:length])
         with pytest.warns(
-            EvigradWarning, match=r"resumes from the checkpoint before it, after epoch 1"
+            EvigradWarning, match=r"resumes from the previous checkpoint, after epoch 1"
         ):
             assert directory.read_checkpoint() == {"epoch": 1}
     # What is damaged does not push out the one that can be read.
@@ -109,7 +109,7 @@ def test_a_checkpoint_without_a_digest_is_one_of_an_older_version(tmp_path):
     torch.save({"epoch": 1, "format": 3}, directory.checkpoint)
     assert directory.read_checkpoint() == {"epoch": 1, "format": 3}
     torch.save({"epoch": 1, "format": 4}, directory.checkpoint)
-    with pytest.raises(ConfigurationError, match="it is damaged, because its digest is missing"):
+    with pytest.raises(ConfigurationError, match="it is damaged: its digest is missing"):
         directory.read_checkpoint()
     directory.checkpoint.write_bytes(b"no archive")
     with pytest.raises(ConfigurationError, match="cannot be read"):

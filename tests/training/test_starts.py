@@ -159,14 +159,16 @@ def test_defaults_try_two_starts_for_regression_only(blobs, make_net):
 
 @pytest.mark.parametrize("decay", [0.0, -1.0, float("nan"), True, "a", (0.1, 0.0), ()])
 def test_what_is_no_decay(decay):
-    with pytest.raises(ConfigurationError, match="start_decay must be a positive number"):
+    with pytest.raises(
+        ConfigurationError, match="start_decay must be one or more positive numbers"
+    ):
         Optimization(start_decay=decay)
 
 
 def test_a_run_that_has_not_converged_warns_and_a_longer_one_does_not():
     x, _ = sinusoid()
     y = 2 * x + 0.3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
-    with pytest.warns(EvigradWarning, match="not at the mode.* Train longer"):
+    with pytest.warns(EvigradWarning, match="not at the mode.* Train for more epochs"):
         early = fit(net(), (x, y), **grouped(SETTINGS))
     assert early.mode_gap is not None and early.mode_gap > 0.1
     settings = grouped(SETTINGS | {"epochs": 300, "burn_in": 30, "every": 15})

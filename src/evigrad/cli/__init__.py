@@ -48,14 +48,14 @@ _MOVED = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code of ``evigrad``. ``argv`` defaults to the arguments of the process.
 
-    The code is 0, 2 for a mistake that the user can fix, 130 after Ctrl-C, and 143 if the process
-    was asked to end.
+    The code is 0 for success, 2 for a mistake that the user can fix, 130 after Ctrl-C, and 143 if
+    the process was asked to end.
     """
     return reported(lambda: run(sys.argv[1:] if argv is None else argv))
 
 
 def reported(work: Callable[[], int]) -> int:
-    """Return the exit code of ``work``, and show warnings and errors in plain words."""
+    """Call ``work`` and return its exit code; show warnings and errors in plain words."""
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         words = "The command line needs more packages. Run: pip install 'evigrad[all]'"
         print(f"{words} ({', '.join(missing)} missing).", file=sys.stderr)
@@ -67,7 +67,7 @@ def reported(work: Callable[[], int]) -> int:
     def show_warning(message: Warning | str, category: type[Warning], *details: Any) -> None:
         if not issubclass(category, EvigradWarning):
             return plain(message, category, *details)
-        # Several runs in one command warn only once of a model.
+        # Several runs in one command warn only once about a model.
         sentence = _NUMBER.sub("…", str(message))
         if sentence not in said:
             said.add(sentence)

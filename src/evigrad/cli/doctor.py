@@ -28,7 +28,7 @@ example:
 
 
 def make_parser() -> Parser:
-    """Return the options of ``evigrad doctor``."""
+    """Return the parser for the options of ``evigrad doctor``."""
     parser = Parser(description=_DESCRIPTION, usage="evigrad doctor [options]")
     add_problem(parser)
     add_details(parser)
@@ -100,7 +100,7 @@ def _print_parameters(evidence: Evidence, reports: list[ParameterReport]) -> Non
 
 
 def _print_costs(evidence: Evidence, data: tuple[Tensor, Tensor], batch_size: int) -> None:
-    """Print median times of a training step, an estimate and its gradient, without changes."""
+    """Print median times of a training step, an estimate and its gradient; change nothing."""
     x, y = data
     memory = evidence.predicted_bytes(x)
     (block,) = evidence.blocks(data).take(1)

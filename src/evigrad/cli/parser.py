@@ -31,9 +31,9 @@ _GONE = {
         _KEPT,
     ),
     "step-budget": "It belonged to the estimator 'auto', which no longer exists. Remove it."
-    f" If the estimator is 'auto', name another, such as the default {DEFAULT_ESTIMATOR}.",
-    "augerino-weight": "It belonged to Augerino, a baseline of another paper, which is"
-    " experiments.augerino in evigrad's source. Remove it.",
+    f" If the estimator is 'auto', choose another name, such as the default {DEFAULT_ESTIMATOR}.",
+    "augerino-weight": "It belonged to Augerino, a baseline from another paper, which is in"
+    " experiments/augerino.py in evigrad's source. Remove it.",
     "split-blocks": "Each process evaluates its own blocks. Remove it. If the rows of a block do"
     " not fit one device, use a smaller estimator, --rows-dtype bfloat16 or --rows-device cpu.",
 }
@@ -70,7 +70,7 @@ class Formatter(RawDescriptionHelpFormatter):
 
 
 def _load(text: str) -> Any:
-    """Parse a file of options, or the value of one: YAML of names with plain values."""
+    """Parse a YAML file of options, or the value of an option; values must be plain."""
     check_plain(text)
     try:
         loaded = get_loader("yaml")(text)
@@ -91,7 +91,7 @@ class Parser(ArgumentParser):
     """Turn a mistake in the arguments into one sentence with the nearest option's name."""
 
     def __init__(self, **keywords: Any) -> None:
-        """Read ``--config FILE``, print ``--print-config``; keywords of ``ArgumentParser``."""
+        """Add ``--help`` and ``--config``; ``keywords`` are those of ``ArgumentParser``."""
         super().__init__(
             parser_mode=_YAML,
             formatter_class=Formatter,
@@ -156,7 +156,7 @@ class Parser(ArgumentParser):
 
 
 def chosen(function: Callable[..., Any], options: Namespace) -> dict[str, Any]:
-    """Return the keyword arguments of a function, all of which are options."""
+    """Return keyword arguments for a function, from the options with these names."""
     return {name: options[name] for name in inspect.signature(function).parameters}
 
 
@@ -288,8 +288,8 @@ def check_needs(parser: ArgumentParser, options: Namespace, typed: Iterable[str]
             flag = f"--{name.replace('_', '-')}"
             if name in typed_names:
                 raise ConfigurationError(
-                    f"{flag} would have no effect: it only works {needed}. Change that, or remove"
-                    f" {flag}."
+                    f"{flag} would have no effect: it only works {needed}. Add what it needs,"
+                    f" or remove {flag}."
                 )
             idle.append(f"{name} (only works {needed})")
     if idle:

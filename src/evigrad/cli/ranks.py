@@ -41,7 +41,7 @@ def started_ranks(device: str) -> Iterator[Group | None]:
 
 
 def described_ranks(group: Group | None) -> str:
-    """Return how many processes there are and how they are connected, after a test."""
+    """Test the connection of the processes; return their number and backend in words."""
     if group is None:
         works = "is available" if distributed.is_available() else "is missing in this PyTorch"
         return f"One process (torch.distributed, for several processes, {works})"

@@ -21,7 +21,7 @@ examples:
 
 
 def make_parser() -> Parser:
-    """Return the options of ``evigrad report``."""
+    """Return the parser for the options of ``evigrad report``."""
     parser = Parser(description=_DESCRIPTION, usage="evigrad report RUN [RUN ...] [options]")
     parser.add_argument_group("what to show").add_argument(
         "runs", type=str, nargs="*", metavar="RUN", default=[], help="Folders of runs."

@@ -44,7 +44,8 @@ def resumed_configuration(resume: str | None = None) -> Path | None:
         return file
     if not folder.is_dir():
         raise ConfigurationError(
-            f"There is no run to resume in {folder}: the folder does not exist."
+            f"There is no run to resume in {folder}: the folder does not exist. Use the"
+            " folder of a run."
         )
     if (folder / "config.json").is_file():
         raise ConfigurationError(
@@ -58,7 +59,7 @@ def resumed_configuration(resume: str | None = None) -> Path | None:
 
 
 def resumed_folder(parser: Parser, options: Namespace, file: Path) -> Path:
-    """Return the run's folder, after a check that typed options agree with its ``file``."""
+    """Check that typed options agree with the run's ``file``, and return the run's folder."""
     saved = parser.parse_args(["--config", str(file)])
     differing = [
         f"--{name.replace('_', '-')} {_word(value)}, not {_word(options[name])}"

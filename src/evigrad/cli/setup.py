@@ -71,7 +71,7 @@ def read_invariance(
     ``initial`` is the range of names without one. The other arguments are fields of ``Invariance``.
 
     Raises:
-        ConfigurationError: If a name or a range does not exist.
+        ConfigurationError: If a name does not exist, or a range is not a number within its limits.
     """
     parts = [part.strip() for part in (text or "").split(",") if part.strip()]
     if not parts and not flip:
@@ -179,7 +179,7 @@ def set_up(
     device: str = "auto",
     threads: int | None = None,
 ) -> Setup:
-    """Load data and choose a device.
+    """Load the data, and choose the device and the network.
 
     Args:
         data: Data set: digits, mnist5k, autompg (tabular), or the NAME of Parquet files in the data
@@ -221,7 +221,7 @@ def set_up(
         threads: Number of CPU threads. Default: PyTorch's choice, one per core.
 
     Returns:
-        The data, the device and the network of a command.
+        The data, the device and the settings of the network.
 
     Raises:
         ConfigurationError: If the data set, network or device does not exist.

@@ -77,7 +77,7 @@ _UNITS = " Ranges are in half images, radians, and natural logarithms of scales.
 
 
 def make_parser() -> Parser:
-    """Return the options of ``evigrad train``."""
+    """Return the parser for the options of ``evigrad train``."""
     parser = Parser(description=_DESCRIPTION, usage="evigrad train [options]")
     add_training(parser)
     parser.add_group("interrupted runs", resumed_configuration)
@@ -113,7 +113,7 @@ def add_details(parser: Parser) -> None:
 
 
 def run(parser: Parser, options: Namespace) -> int:
-    """Train as the options say, after checks before anything is written."""
+    """Check the options before anything is written, train, and return the exit code."""
     with started_ranks(options.device) as group, ExitStack() as stack:
         folder, ranks = None, Ranks(group)
         with ranks.together():
@@ -170,17 +170,17 @@ def run(parser: Parser, options: Namespace) -> int:
 
 @dataclass(frozen=True)
 class Results:
-    """Set the results of the command.
+    """Set which results the command computes and where it saves them.
 
     Attributes:
         compare_map: Whether to train by MAP first, with the same settings but no hyperparameter
-            steps, and to show both runs. MAP training learns the noise of a gaussian likelihood by
-            the training loss.
+            steps, and to show both runs. MAP training learns the noise of a gaussian likelihood
+            from the training loss.
         evaluate_with: Estimator of the log evidence in the final table, the same for all rows. The
             value auto selects the tightest estimator that takes about 20 seconds, or the run's own
             if it has anchors or uses all data. The table also shows the run's own estimator.
-        run_dir: Folder of the run. If it is not empty, the run uses the first free of NAME-2,
-            NAME-3, ... Default: runs/DATA-MODEL-ESTIMATOR.
+        run_dir: Folder of the run. If it is not empty, the run uses the first free name among
+            NAME-2, NAME-3, ... Default: runs/DATA-MODEL-ESTIMATOR.
         figures: Whether to save figures of learning curves and precisions in the folder.
     """
 
@@ -234,7 +234,7 @@ def report(
 
 
 def _judge(results: dict[str, FitResult], setup: Setup, run_estimator: str | None) -> str:
-    """Return the estimator of the final table, from sizes only: times differ from run to run."""
+    """Return the estimator of the final table, from sizes only, because times vary between runs."""
     evidence, (x, _) = next(iter(results.values())).evidence, setup.data.train
     name = tight_estimator(
         sum(w.numel() for w in evidence.weights().values()),
@@ -278,7 +278,7 @@ def _draw(results: dict[str, FitResult], directory: RunDirectory) -> None:
 
 
 def settings_of(setup: Setup, options: Namespace) -> Settings:
-    """Return the settings of the training that the options ask for."""
+    """Return the settings of the training run that the options specify."""
     named = {name: options[name] for name in SETTINGS}
     named["likelihood"] = named["likelihood"] or setup.data.likelihood
     if named["estimator"] == NO_ESTIMATOR:
@@ -292,7 +292,10 @@ def prepare_runs(setup: Setup, options: Namespace, group: Group | None = None) -
     all_settings = [settings]
     if options.compare_map:
         if settings.estimator is None:
-            raise ConfigurationError("compare_map needs an estimator to compare MAP with.")
+            raise ConfigurationError(
+                "compare_map needs an estimator to compare MAP with. Set estimator, or remove"
+                " compare_map."
+            )
         fair = learns_likelihood(settings.likelihood)
         optimization = replace(settings.optimization, noise_on_loss=fair)
         all_settings.insert(0, replace(settings, estimator=None, optimization=optimization))
@@ -331,7 +334,7 @@ def _print_results(
             judged = (
                 f"The log evidence is estimated by {what}, a lower bound on the exact value. If"
                 " precisions differ much between methods, the exact order may differ. For exact"
-                " values use --evaluate-with ntk-N-C."
+                " values, use --evaluate-with ntk-N-C."
             )
     if training_value := next(iter(in_training.values()), None):
         blocks = "1 block" if training_value.blocks == 1 else f"{training_value.blocks} blocks"
@@ -383,7 +386,7 @@ def _print_results(
 
 
 def _gain(results: dict[str, FitResult]) -> str:
-    """Return a sentence on the gain in test data over MAP by learning; empty without MAP."""
+    """Return a sentence on the gain over MAP on test data; empty without a MAP run."""
     if len(results) < 2:
         return ""
     (name, base), (learner, learned) = results.items()

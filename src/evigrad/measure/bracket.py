@@ -4,8 +4,8 @@ With anchors Z, a partition of the other rows into blocks B_m, and all rows I,
 
     max_m ℓ(Z ∪ B_m)  ≤  ℓ(I)  ≤  ℓ(Z) + Σ_m ℓ(B_m|Z).
 
-The left side holds for any choice of blocks. The sum on the right is exact over all blocks, and an
-estimate over some of them.
+The left side holds for any choice of blocks. The sum on the right is exact over all blocks.
+Over some of them, it is scaled to an estimate of the full sum.
 """
 
 import time
@@ -83,7 +83,7 @@ def bracket(
         data: All N training examples.
         rows: Number of rows in a block. More rows bring the bounds closer together, and with all
             rows they are exact. Default: 1,000.
-        blocks: Number of blocks to use. None uses all blocks, so that there is no standard error.
+        blocks: Number of blocks to use. None uses all blocks, and the standard error is then 0.
             Default: 8.
         root: Root of the likelihood's curvature: fisher or eigen (default).
         anchoring: How many rows are anchors, and how they are chosen. Default: three quarters.
@@ -166,5 +166,5 @@ def check_bracket(spec: Estimator) -> None:
     if spec.curvature != "ggn":
         raise ConfigurationError(
             f"The bounds need the GGN as curvature, got '{spec.curvature}' in {spec.name}. Use"
-            " another estimator."
+            " an estimator with the GGN."
         )

@@ -1,7 +1,7 @@
 """Evaluation of trained models: their log evidence, and times.
 
-Runs with different estimators record different bounds during training, and you cannot compare
-these. After training, one estimator close to the exact value evaluates all of the runs.
+Runs with different estimators record different bounds during training, which cannot be
+compared. After training, one estimator close to the exact value evaluates all of the runs.
 """
 
 import math
@@ -41,9 +41,9 @@ class EvidenceValue:
         per_datum: Log evidence in nats per example.
         sem: Standard error of the mean over the blocks; 0 for one block. If all blocks of a
             partition were used, it measures the error of a single block.
-        log_likelihood: Log likelihood, nats per example.
-        log_prior: Term −½ (w−w₀)ᵀP0(w−w₀), nats per example.
-        log_det_term: Term −½ ℓ, nats per example.
+        log_likelihood: Log likelihood in nats per example.
+        log_prior: Term −½ (w−w₀)ᵀP0(w−w₀) in nats per example.
+        log_det_term: Term −½ ℓ in nats per example.
         estimator: Name of the estimator.
         blocks: Number of blocks.
         is_bound: Whether the value is a lower bound on the log evidence.

@@ -147,7 +147,7 @@ def learning_curves(histories: Mapping[str, History]) -> "Figure":
         A figure with one panel for each recorded quantity.
 
     Raises:
-        InputError: If there is no history, or one is empty.
+        InputError: If there is no history, or a history is empty.
         ConfigurationError: If matplotlib is not installed.
 
     Examples:
@@ -276,7 +276,7 @@ def value_paths(
     size: tuple[float, float] = (WIDTH, HEIGHT),
     palette: Palette = LIGHT,
 ) -> "Figure":
-    """Return a figure of hyperparameters over the epochs; the highest final value comes first.
+    """Return a figure of hyperparameters over the epochs, named from the highest final value down.
 
     If there are too many lines to tell apart, they are shaded in order, and only the first and the
     last line are named. Hyperparameters without a value are omitted. ``columns`` maps names of

@@ -133,7 +133,7 @@ def draw_line(
 
 
 def plain_ticks(axis: "Axis") -> None:
-    """Set numbers such as 0.02 and 30 on a logarithmic axis, even over less than a decade."""
+    """Label a logarithmic axis with numbers such as 0.02 and 30, even over less than a decade."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = axis.get_view_interval()
@@ -215,7 +215,7 @@ def name_points(
         places: Alignments of a name, and its offsets to the right and up in points.
         half: Half of the size of a point, in pixels. Names stay clear of the points.
         occupied: Other boxes, in pixels, that names must not overlap.
-        fits: Function that returns whether a name may stand in a box.
+        fits: Function that returns whether a name may be placed in a box.
         look: Other settings of the text.
     """
     from matplotlib.transforms import Bbox

@@ -111,7 +111,7 @@ class Group:
 
     @property
     def ends(self) -> dict[str, tuple[str, str]]:
-        """Return first and last value of each hyperparameter, in words, by rising last value."""
+        """Return each hyperparameter's first and last value in words, sorted by the last value."""
         values = {name: self.run.values(column) for name, column in self.columns.items()}
         names = sorted(values, key=lambda name: values[name][-1])
         return {name: (self.show(values[name][0]), self.show(values[name][-1])) for name in names}

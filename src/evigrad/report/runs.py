@@ -69,7 +69,7 @@ class Run:
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Run]:
-    """Return the runs with a finished epoch in some folders, each after the MAP run in it."""
+    """Return the runs with a finished epoch in some folders, each after its MAP run if any."""
     folders = [Path(path) for path in paths]
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ConfigurationError(
@@ -112,6 +112,7 @@ def _read_with_map(folder: Path, label: str | None) -> list[Run]:
         if not isinstance(epochs := settings.get("epochs"), int | None):
             raise ConfigurationError(
                 f"{path / 'config.json'}: epochs must be a whole number, got {epochs!r}."
+                " Correct the file."
             )
         method = method_of(settings)
         of_run = results.get(method)
@@ -143,7 +144,7 @@ def _read_history(path: Path) -> History:
     if missing:
         raise ConfigurationError(
             f"{path} has no column {' and no column '.join(missing)}: it is not the metrics.csv of"
-            " a run."
+            " a run. Use the folder of a run."
         )
     history = [row for row in rows if row["epoch"] is not None]
     if not series(history, "epoch")[0]:

@@ -59,7 +59,7 @@ class ParameterError(ConfigurationError, TypeError):
 
 
 def _refusing_unknown(init: Callable[P, None]) -> Callable[P, None]:
-    """Raise an error of our own for unknown keywords of a constructor; keep its signature."""
+    """Raise ParameterError for unknown keywords of a constructor; keep its signature."""
 
     @wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -128,8 +128,8 @@ class _EvidenceEstimator(BaseEstimator):
         for name in names:
             if name == "class_weight":
                 raise ParameterError(
-                    f"{cls.__name__} has no class_weight. Pass weights of the rows to fit instead:"
-                    " fit(X, y, sample_weight=...). For weights by class, use"
+                    f"{cls.__name__} has no class_weight. Pass row weights to fit() instead:"
+                    " fit(X, y, sample_weight=...). To weight by class, use"
                     " sklearn.utils.class_weight.compute_sample_weight(class_weight, y)."
                 )
             if name.partition("__")[0] not in parameters:
@@ -143,7 +143,7 @@ class _EvidenceEstimator(BaseEstimator):
     def _training_table(
         self, X: Any, y: Any, sample_weight: Any, **checks: Any
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Return the table as numbers, the targets, and weights unless all are the same."""
+        """Return the table as numbers, the targets, and the weights or None if all are equal."""
         check_choice("handle_unknown", self.handle_unknown, UNKNOWN)
         self._columns = Columns(X, self.handle_unknown == "ignore")
         refuse_targets(y, is_classifier(self))
@@ -160,8 +160,8 @@ class _EvidenceEstimator(BaseEstimator):
         counted = weights > 0
         if (weights < 0).any() or not counted.any():
             raise InputError(
-                "sample_weight must be 0 or more, and positive for at least one row. Remove"
-                " negative weights."
+                "sample_weight must be 0 or more, and positive for at least one row. Remove rows"
+                " with negative weights."
             )
         X, y, weights = X[counted], y[counted], weights[counted]
         is_whole = (weights == weights.round()).all()
@@ -245,7 +245,7 @@ class _EvidenceEstimator(BaseEstimator):
             if (posterior, prior) == ("kfac", "diagonal"):
                 raise ConfigurationError(
                     "posterior='kfac' needs one precision per weight matrix, but a diagonal prior"
-                    " has one per weight. Use posterior='diag', or another prior."
+                    " has one per weight. Use posterior='diag' or prior='layerwise'."
                 )
         self._encoding = Encoding(numbers, self._columns.categories, weights)
         names = getattr(self, "feature_names_in_", range(numbers.shape[1]))
@@ -378,13 +378,13 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
         Args:
             X: Table (n, d) of numbers, or a ``pandas.DataFrame`` of numbers and categories.
             y: Labels (n,), numbers or strings.
-            sample_weight: How often each row counts, (n,). Default: once.
+            sample_weight: Number of times that each row counts, (n,). Default: 1.
 
         Returns:
             The estimator itself.
 
         Raises:
-            InputError: If all labels are of one class, or all weights are zero.
+            InputError: If all labels belong to one class, or all weights are zero.
             ValueError: If the table, labels or settings do not fit.
         """
         numbers, y, weights = self._training_table(X, y, sample_weight)
@@ -410,7 +410,7 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
             (n, classes), in the order of ``classes_``.
 
         Raises:
-            ValueError: If the table does not fit.
+            ValueError: If the table does not fit the training table.
         """
         check_is_fitted(self)
         if (posterior := self.posterior_) is not None:
@@ -428,14 +428,14 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
             Labels (n,).
 
         Raises:
-            ValueError: If the table does not fit.
+            ValueError: If the table does not fit the training table.
         """
         probabilities = self.predict_proba(X)
         return self.classes_[probabilities.argmax(axis=1)]
 
 
 class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
-    """Predict numbers from a table, with error bars, with a network that regularizes itself.
+    """Predict numbers and error bars for rows of a table, with a network that regularizes itself.
 
     Numbers and targets are standardized, and categories of a ``pandas.DataFrame`` (dtype
     ``category``, ``string`` or ``object``) become zeros and ones. The marginal likelihood of the
@@ -499,7 +499,7 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
         Args:
             X: Table (n, d) of numbers, or a ``pandas.DataFrame`` of numbers and categories.
             y: Targets (n,), or several per row (n, D).
-            sample_weight: How often each row counts, (n,). Default: once.
+            sample_weight: Number of times that each row counts, (n,). Default: 1.
 
         Returns:
             The estimator itself.
@@ -546,7 +546,7 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
             Means in the shape of the targets, and with ``return_std`` also standard deviations.
 
         Raises:
-            ValueError: If the table does not fit.
+            ValueError: If the table does not fit the training table.
         """
         check_is_fitted(self)
         if not return_std:

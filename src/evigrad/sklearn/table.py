@@ -110,7 +110,7 @@ class Columns:
             what = f"holds {others}" if others else "lacks values"
             return None, (
                 f"{label} {what}, unlike the training table, whose categories were {seen}."
-                " With handle_unknown='ignore' such values count as no category"
+                " With handle_unknown='ignore', such values count as no category"
             )
         return [position_of.get(value, -1) for value in values], None
 
@@ -153,7 +153,7 @@ def _refuse_texts(X: Any) -> None:
         first = next(cell for cell in cells.T[texts[0]] if isinstance(cell, str))
         raise InputError(
             f"X must be numbers or a DataFrame, got an array with strings, such as {first!r} in"
-            f" column {texts[0]} (could not convert string to float). For categories use a"
+            f" column {texts[0]} (could not convert string to float). For categories, use a"
             " DataFrame. A ColumnTransformer or pipeline keeps it with"
             " set_output(transform='pandas')."
         )

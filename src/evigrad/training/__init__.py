@@ -1,4 +1,4 @@
-"""Training: interleaved steps of weights and hyperparameters, and the records of a run."""
+"""Training: interleaved updates of weights and hyperparameters, and the records of a run."""
 
 from evigrad.training.data_checks import learns_likelihood
 from evigrad.training.fit import fit, prepare

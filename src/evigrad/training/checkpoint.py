@@ -42,7 +42,7 @@ _NAMED = 4
 
 
 def packed(trainer: "Trainer") -> dict[str, Any]:
-    """Return all that a trainer needs to resume, and what identifies it.
+    """Return the state that a trainer needs to resume, and the records that identify its run.
 
     Everything else follows from this state. The seed and the epoch give the order of the data and
     the model's draws; the epoch and the number of steps give the learning rates.
@@ -108,7 +108,7 @@ def restore(trainer: "Trainer", state: Mapping[str, Any], where: str) -> None:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Return PyTorch's version, device and CPU threads, which affect the last digits."""
+    """Return what affects the last digits: PyTorch's version, the device and the CPU threads."""
     return {
         "torch": str(torch.__version__),
         "device": device.type,
@@ -132,7 +132,7 @@ def with_threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def fitting(what: str) -> Iterator[None]:
-    """Turn an error of reading a saved state into one that says that the state does not fit."""
+    """Turn an error from reading a saved state into one that says that the state does not fit."""
     try:
         yield
     # Entries may be missing, or of any type: anybody can write the file of a state.
@@ -149,11 +149,11 @@ def fitting(what: str) -> Iterator[None]:
 def load_optimizer(
     optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], *, groups: bool = False
 ) -> None:
-    """Load an optimizer's moments, counts and rates; settings stay the run's, unless ``groups``."""
+    """Load an optimizer's moments, step counts and rates; with ``groups``, also its settings."""
     if groups:  # a custom optimizer, whose state can be anything
         optimizer.load_state_dict(dict(saved))
         return
-    # Take a step of a twin to learn what such an optimizer keeps.
+    # Take a step with a twin to learn which state such an optimizer keeps.
     sample = nn.Parameter(torch.zeros((), device="cpu"))
     sample.grad = torch.zeros((), device="cpu")
     twin = type(optimizer)([sample], **optimizer.defaults)
@@ -171,7 +171,8 @@ def load_optimizer(
         if wrong or {name: type(value) for name, value in state.items()} != kinds:
             raise ConfigurationError(
                 f"The saved state of the optimizer does not fit parameter {index}: it has"
-                f" {listed(list(map(str, state)))}. Use the optimizer of the run."
+                f" {listed(list(map(str, state)))}. Use the optimizer that"
+                " started the run."
             )
     param_groups = optimizer.state_dict()["param_groups"]
     rates = [group["lr"] for group in saved["param_groups"]]
@@ -179,13 +180,14 @@ def load_optimizer(
         if not isinstance(rate, float) or not 0 <= rate < math.inf:
             raise ConfigurationError(
                 f"The saved learning rate must be a number of at least 0, got {rate!r}."
+                " Start a new run in another folder."
             )
         group["lr"] = rate
     optimizer.load_state_dict({"state": saved["state"], "param_groups": param_groups})
 
 
 def check_format(state: Mapping[str, Any], where: object) -> None:
-    """Raise ConfigurationError for a checkpoint of another version in the folder ``where``."""
+    """Raise ConfigurationError if the checkpoint in ``where`` has the format of another version."""
     if state.get("format") != CHECKPOINT_FORMAT:
         raise ConfigurationError(
             f"The checkpoint in {where} must have format {CHECKPOINT_FORMAT}, got"
@@ -195,27 +197,27 @@ def check_format(state: Mapping[str, Any], where: object) -> None:
 
 
 def check_settings(saved: Mapping[str, Any], settings: Mapping[str, Any], where: object) -> None:
-    """Raise ConfigurationError, naming the setting, if two records differ in a setting."""
+    """Raise ConfigurationError if two records differ in a setting, and name the setting."""
     saved = current_record(saved)
     names = [name for name in saved if name in settings and name not in FREE_SETTINGS]
     differing = [n for n in names if _comparable(saved[n]) != _comparable(settings[n])]
     if differing:
         words = _listed([f"{n}={saved[n]}, not {settings[n]}" for n in differing])
         raise ConfigurationError(
-            f"The run in {where} has {words}. To resume it, use the same settings. For others,"
-            " start a new run in another folder."
+            f"The run in {where} has {words}. To resume it, use the same settings. To use other"
+            " settings, start a new run in another folder."
         )
 
 
 def shared_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that must agree on all ranks, comparable by their ``repr``."""
+    """Return the settings that must agree on all ranks, in a form that ``repr`` can compare."""
     return {n: _comparable(value) for n, value in settings.items() if n not in OF_A_RANK}
 
 
 def check_data(
     saved: Mapping[str, str | None], fingerprints: Mapping[str, str | None], where: object
 ) -> None:
-    """Raise ConfigurationError, naming the part, if the fingerprints of the data differ."""
+    """Raise ConfigurationError if the run used different training or test data."""
     for part, words in (("train", "training"), ("test", "test")):
         if (saved[part] is None) != (fingerprints[part] is None):
             raise ConfigurationError(
@@ -224,13 +226,13 @@ def check_data(
             )
         if saved[part] != fingerprints[part]:
             raise ConfigurationError(
-                f"The {words} data of the run in {where} are different in values, types or"
-                " order. Use the same data, or start a new run in another folder."
+                f"The run in {where} used {words} data with different values, types or order."
+                " Use the same data, or start a new run in another folder."
             )
 
 
 def check_network(state: Mapping[str, Any], evidence: Evidence, where: object) -> None:
-    """Raise ConfigurationError if parameters differ in name, shape, type or use."""
+    """Raise ConfigurationError if the parameters differ in name, shape, type or role."""
     model = evidence.model
     saved = with_bare_names(model, {key: state[key] for key in ("model", "learned")})
     present = with_bare_names(model, model.state_dict())
@@ -244,7 +246,7 @@ def check_network(state: Mapping[str, Any], evidence: Evidence, where: object) -
         )
     if differences:
         raise ConfigurationError(
-            f"The network of the run in {where} is another one: {_listed(differences)}. Use the"
+            f"The network differs from the saved one in {where}: {_listed(differences)}. Use the"
             " same network, or start a new run in another folder."
         )
 
@@ -268,7 +270,7 @@ def load_network(model: nn.Module, state: Mapping[str, Any]) -> None:
 def check_outputs(
     saved: Tensor, outputs: Tensor, here: Mapping[str, Any], there: Mapping[str, Any], where: object
 ) -> None:
-    """Check that ``outputs`` equal the ``saved`` ones; warn if the machine is another one."""
+    """Check that ``outputs`` equal the ``saved`` ones; warn if the machine has changed."""
     same = saved.shape == outputs.shape and saved.dtype == outputs.dtype
     if not same or not (outputs - saved).norm() <= _SAME_OUTPUTS * saved.norm():
         raise ConfigurationError(
@@ -284,7 +286,7 @@ def check_outputs(
         changed = ["the processor"]
     if changed:
         warnings.warn(
-            f"Resumed the run in {where} on another machine, which rounds in other ways"
+            f"Resumed the run in {where} on another machine, which rounds differently"
             f" ({'; '.join(changed)}). The last digits of the results will"
             " differ.",
             EvigradWarning,
@@ -293,7 +295,7 @@ def check_outputs(
 
 
 def _layout(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return type and shape of each tensor of a model, by name."""
+    """Return the type and shape of each tensor of a model, by name."""
     return {
         name: f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
         if isinstance(value, Tensor)
@@ -303,7 +305,7 @@ def _layout(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _differences(saved: Mapping[str, str], present: Mapping[str, str]) -> list[str]:
-    """Return in words which names ``present`` lacks, adds, or has with another value."""
+    """Describe the names that ``present`` lacks, adds, or has with a different value."""
     missing = [f"it lacks {name}" for name in saved if name not in present]
     extra = [f"it also has {name}" for name in present if name not in saved]
     other = [

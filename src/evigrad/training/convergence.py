@@ -41,9 +41,9 @@ _MOST_NUMBERS = 2**27
 def mode_columns(trainer: "Trainer", epoch: int) -> Row:
     """Return the distance from the mode in nats per example, after the last epoch.
 
-    It is exact for few data. Otherwise it is an upper bound or, if that is large, the estimate by
-    Kronecker factors. It is None in other epochs, and if it cannot be computed, for instance for
-    lack of memory.
+    It is exact for few data. Otherwise it is an upper bound or, if this bound is large, an estimate
+    by Kronecker factors. It is None in other epochs, and also if it cannot be computed, for
+    instance because memory runs out.
     """
     if trainer.learner is None:
         return {}
@@ -90,10 +90,10 @@ def warn_of_tails(trainer: "Trainer") -> None:
 
 
 def tail_gain(residuals: Tensor) -> float:
-    """Return how many nats per number Student's t gains over a normal density, at best scales.
+    """Return how many nats per number Student's t gains over a normal density, at its best scale.
 
     Args:
-        residuals: Errors (m, C). Each output has a scale.
+        residuals: Errors (m, C). Each output has its own scale.
     """
     errors = residuals.double()
     scale = errors.square().mean(0).sqrt()
@@ -115,8 +115,8 @@ def warn_of_distance(gap: float | None) -> None:
     if gap is not None and gap > TOLERANCE:
         warnings.warn(
             f"The weights are not at the mode: a Newton step of the linearized model would gain"
-            f" {gap:.2g} nats per example, and the log evidence is too low by as much. Train"
-            " longer, with more epochs in Schedule. A network with kinks, such as ReLU, may never"
+            f" {gap:.2g} nats per example, and the log evidence is too low by this amount. Train"
+            " for more epochs (Schedule.epochs). A network with kinks, such as ReLU, may never"
             " reach a mode. SiLU and tanh have no kinks.",
             EvigradWarning,
             stacklevel=3,

@@ -56,10 +56,10 @@ def batches(
 ) -> Iterator[Int[Tensor, " m"]]:
     """Yield the positions of the examples in each batch of an epoch. Epochs count from 1.
 
-    Passes over all data follow each other, each in a new random order. An epoch is the next
-    ``epoch_size`` examples. The seed and the number of the pass determine the order, which is not
-    stored for very many examples. All batches have about the same size, because a last batch of one
-    example would break batch normalization.
+    Passes over all data follow each other, each in a new random order. An epoch consists of the
+    next ``epoch_size`` examples. The seed and the number of the pass determine the order, so very
+    long orders need not be stored. All batches have about the same size, because a last batch of
+    one example would break batch normalization.
     """
     count = -(-epoch_size // batch_size)
     place, order, present = (epoch - 1) * epoch_size, torch.empty(0, device="cpu"), -1
@@ -80,9 +80,9 @@ class RunData(Source):
 
     Tensors are kept on this device. Items of a data set are read when they are needed. Their draws
     from the global generators of PyTorch, NumPy and Python are seeded by the run's seed, the
-    present ``epoch`` (0 before the first) and the positions that are read together. So a block is
-    the same at every reading in an epoch and differs in the next, and a resumed run repeats the
-    same draws. If ``is_column``, targets (m,) become (m, 1).
+    present ``epoch`` (0 before the first) and the positions that are read together. So
+    every reading of a block is the same within an epoch, but differs in the next epoch. A resumed
+    run repeats the same draws. If ``is_column``, targets (m,) become (m, 1).
     """
 
     def __init__(
@@ -135,13 +135,13 @@ class RunData(Source):
         return self.fetch(torch.arange(len(self), device="cpu"))[1]
 
     def num_targets(self, indices: Int[Tensor, " m"]) -> int:
-        """Return how many targets at these positions count in a loss."""
+        """Return how many targets at these positions contribute to a loss."""
         if isinstance(self.by_target, PositionSource):
             return len(self.by_target.of_data(indices))
         return len(indices)
 
     def fingerprint(self) -> str:
-        """Return a digest of all held data, or of some items that do not change."""
+        """Return a digest of all data in memory, or of some items that are read twice and agree."""
         count = len(self)
         if self._source.is_held:
             x, y = self.fetch(torch.arange(count, device="cpu"))

@@ -122,15 +122,16 @@ def _split(likelihood: Likelihood, y: Tensor) -> tuple[Likelihood, Tensor, Tenso
 
 
 def _warn_of_weights(weights: Tensor) -> None:
-    """Warn about positive weights that may mean known noise levels; only their ratios matter."""
+    """Warn about positive weights that may encode known noise levels, whose scale is arbitrary."""
     mean = float(weights.mean())
     if bool((weights != weights.round()).any()) and abs(mean - 1.0) > _MEAN_WEIGHT_TOLERANCE:
         warnings.warn(
-            f"The positive weights average {mean:.3g} and are not whole numbers, and the Gaussian's"
+            f"The positive weights average {mean:.3g} and are not whole numbers, but the Gaussian's"
             " noise is learned. Weighted reads a weight as the number of times that an example"
-            " was seen. If weights are 1/σ² of known noises instead, the learned noise is too small"
-            f" by the factor √{mean:.3g} = {mean**0.5:.3g}. Divide the weights by {mean:.3g}, so"
-            " that they average 1. The noise of an example is then noise / √weight.",
+            " was seen. If weights are 1/σ² for known noise σ instead, the learned noise is too"
+            f" small by the factor √{mean:.3g} = {mean**0.5:.3g}. Divide the weights by"
+            f" {mean:.3g}, so that they average 1. The noise of an example is then noise /"
+            " √weight.",
             EvigradWarning,
             stacklevel=8,  # the caller of fit
         )
@@ -165,7 +166,7 @@ def _discrete_column(y: Tensor) -> str:
 
 
 def _warn_of_scale(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
-    """Warn about real targets far from unit scale, for which defaults are not made."""
+    """Warn about real targets far from unit scale, for which the defaults are not suitable."""
     # One zero, as C² for each example may be gigabytes.
     certain = f.new_zeros(()).expand(*f.shape, f.shape[1])
     output_moments = moments(likelihood, f, certain)

@@ -78,9 +78,9 @@ def fit(
             shape (m,).
         likelihood: Distribution of the targets given the outputs: categorical, bernoulli, gaussian,
             student-t (heavy tails), poisson (counts), heteroscedastic or natural-gaussian
-            (input-dependent noise). Outputs
-            of poisson are log rates. Outputs of heteroscedastic are a mean and a log variance per
-            target. natural-gaussian is more robust on small data sets.
+            (input-dependent noise). Outputs of poisson are log rates. Outputs of heteroscedastic
+            are a mean and a log variance per target. natural-gaussian is more robust on small data
+            sets.
         estimator: Evidence estimator, named STRUCTURE-SUBSET-OUTPUTS, such as ntk-100-1 or
             kfac-N-C. ntk-400-rows-anchored is exact if the data have at most 400 Jacobian rows.
             None trains by plain MAP, without hyperparameter steps.
@@ -97,11 +97,12 @@ def fit(
         optimization: Optimizers and learning rates.
         memory: Batch sizes and data types of the estimates' passes.
         anchoring: How an anchored estimator chooses its anchors.
-        test: Test data in the format of ``train``. They are only evaluated and change nothing.
+        test: Test data in the format of ``train``. They are only evaluated and do not affect
+            training.
         seed: Seed of all random draws in training.
         run_dir: Folder for configuration, metrics (one row per epoch) and checkpoint. If it is not
-            empty, the run uses the first free of NAME-2, NAME-3, ..., unless ``resume`` is set.
-            None writes nothing.
+            empty, the run uses the first free name among NAME-2, NAME-3, ..., unless ``resume`` is
+            set. None writes nothing.
         resume: Whether to resume the run in ``run_dir`` from its last checkpoint, with the same
             results as without the interruption. Model, data and settings must be the same, except
             ``checkpoint_every``. A folder without a checkpoint starts the run. A complete run
@@ -110,10 +111,10 @@ def fit(
         callbacks: Functions called after every epoch with its row of metrics. A resumed run calls
             them again for the epochs since the last checkpoint.
         process_group: Processes that train together, each on a part of every batch, as for
-            ``Evidence``. All processes call ``fit`` with the same model, data and settings, and get
-            the same result. Only the first process provides the parameters, writes files, shows
-            progress and calls ``callbacks``. You can resume the run with a different number of
-            processes.
+            ``Evidence``. All processes must call ``fit`` with the same model, data and settings.
+            They get the same result. Only the first process provides the parameters, writes files,
+            shows progress and calls ``callbacks``. You can resume the run with a different number
+            of processes.
 
     Returns:
         The trained model, its evidence, the history and the final metrics.
@@ -163,10 +164,11 @@ def prepare(
     process_group: Group | None = None,
     make: Callable[..., T] = Trainer,
 ) -> T:
-    """Return a checked trainer, which its ``train`` starts; compute and write nothing.
+    """Return a checked trainer, without training the network or writing files.
 
-    It takes the arguments of ``fit``. ``network`` records how ``evigrad.models.make_network`` built
-    the model, if this function built it. ``make`` makes a ``Trainer`` from the trainer's arguments.
+    It takes the arguments of ``fit``. ``network`` is the record of the model if
+    ``evigrad.models.make_network`` built it. ``make`` makes a ``Trainer`` from the trainer's
+    arguments.
     """
     check_whole(model)
     place, seed, ranks = place_of(model), settings.seed, Ranks(process_group)
@@ -197,7 +199,7 @@ def prepare_evidence(
     settings: Settings,
     process_group: Group | None = None,
 ) -> tuple[Evidence, Settings]:
-    """Return the initial evidence of a run, and its ``plan``, after checks of the data."""
+    """Check the data, and return the initial evidence of a run and its planned settings."""
     place = place_of(model)
     trainable(model, {})  # raises for lazy and frozen models before a pass
     x, y = data.first(PROBE_SIZE)
@@ -226,7 +228,7 @@ def make_evidence(
     settings: Settings,
     process_group: Group | None = None,
 ) -> Evidence:
-    """Return the initial evidence of a run; without an estimator it has a placeholder."""
+    """Return the initial evidence of a run; estimator None is replaced by a placeholder."""
     name, anchoring = settings.estimator, settings.anchoring
     if name is None:  # it fits any data, and is never evaluated
         name, anchoring = f"ntk-{min(num_data, 100)}-1", None

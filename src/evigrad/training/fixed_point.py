@@ -1,16 +1,16 @@
 """MacKay's fixed-point update of the prior's precisions, from the gradient of the evidence.
 
-At a maximum of the log evidence in the precision δ_g of prior group g, whose weights deviate by
-d_g = w_g − w₀_g from the prior's mean,
+At a maximum of the log evidence with respect to the precision δ_g of prior group g, whose weights
+deviate by d_g = w_g − w₀_g from the prior's mean,
 
     δ_g ‖d_g‖² = γ_g,    γ_g = −∂ℓ/∂log δ_g = tr_g(H (H + P0)⁻¹),
 
 where γ_g is the effective number of parameters: how many of the group's P_g weights the data
 determine, between 0 and P_g (D. MacKay, 1992, *Bayesian Interpolation*, Neural Computation 4,
 section 4; *A Practical Bayesian Framework for Backpropagation Networks*, ibid.). The gradient of
-−log evidence / N in log δ_g is (δ_g ‖d_g‖² − γ_g) / 2N. So γ_g follows from the gradient for every
-structure and estimator, and δ_g ← γ_g / ‖d_g‖² costs nothing more. The update needs no learning
-rate, and corrects precisions by orders of magnitude within a few steps.
+−log evidence / N with respect to log δ_g is (δ_g ‖d_g‖² − γ_g) / 2N. So γ_g follows from the
+gradient for every structure and estimator, and δ_g ← γ_g / ‖d_g‖² costs nothing more. The update
+needs no learning rate and corrects precisions by orders of magnitude within a few steps.
 """
 
 import math
@@ -74,7 +74,7 @@ class FixedPoint:
         gradient = log_precision.grad
         if gradient is None:
             raise ConfigurationError(
-                "The fixed-point update needs a gradient, and there is none. Call evidence.backward"
+                "The fixed-point update needs a gradient, but there is none. Call evidence.backward"
                 " before each step."
             )
         if not torch.isfinite(gradient).all():

@@ -35,7 +35,7 @@ def known(row: Mapping[str, int | float | None]) -> dict[str, float]:
 
 
 def headlines(row: Mapping[str, int | float | None]) -> dict[str, float]:
-    """Return the values of a round for a log, in which many precisions are summarized."""
+    """Return the values of a round for a log, with a summary if there are many precisions."""
     values = known(row)
     precisions = sorted(v for name, v in values.items() if name.startswith("precision/"))
     if len(precisions) > _FEW_PRECISIONS:
@@ -73,7 +73,7 @@ def round_columns(learner: "Learner", hyper_round: "Round | None") -> Row:
 
 
 def metric_columns(evidence: Evidence, metrics: Mapping[str, Mapping[str, float]]) -> Row:
-    """Return the columns of ``metrics`` on training and test data; empty without metrics."""
+    """Return the columns of ``metrics`` on training and test data; None for missing metrics."""
     error = "accuracy" if evidence.likelihood.is_classification else "squared_error"
     return {
         f"{part}_{name}": metrics.get(part, {}).get(name)
@@ -83,7 +83,7 @@ def metric_columns(evidence: Evidence, metrics: Mapping[str, Mapping[str, float]
 
 
 def bracket_columns(trainer: "Trainer", epoch: int) -> Row:
-    """Return bounds on the exact log evidence, nats per example, if they are due in an epoch."""
+    """Return bounds on the exact log evidence in nats per example, if they are due in an epoch."""
     every = trainer.schedule.bracket_every
     if not every:
         return {}
@@ -99,7 +99,8 @@ def bracket_columns(trainer: "Trainer", epoch: int) -> Row:
 class MetricsFile:
     """A CSV file with one row per epoch. Each row is flushed to the file immediately.
 
-    The file is replaced if it holds anything but the columns' names and ``rows`` of earlier epochs.
+    If the file holds anything other than the column names and the ``rows`` of earlier epochs, it is
+    replaced.
     """
 
     def __init__(self, path: Path, columns: Sequence[str], rows: Sequence[Row] = ()) -> None:
@@ -160,7 +161,7 @@ def _cells(row: Mapping[str, int | float | None]) -> dict[str, str]:
 
 
 def packed_history(history: Sequence[Row]) -> dict[str, list[Any]]:
-    """Return a history as columns, each named once, and rows; all rows have the same columns."""
+    """Return a history as a list of column names and rows of values in the order of the names."""
     columns = list(history[0]) if history else []
     return {"columns": columns, "rows": [[row[name] for name in columns] for row in history]}
 

@@ -45,7 +45,7 @@ FIRST_RATE, LAST_RATE = 0.5, 0.05
 
 @dataclass(frozen=True)
 class Round:
-    """The estimates of a round of hyperparameter steps. Each was computed before its step.
+    """The estimates of a round of hyperparameter steps. Each estimate was computed before its step.
 
     If steps used the same data (``is_shared``), the spread of the estimates does not measure their
     error. ``skipped`` steps were not taken, because an estimate before them failed.
@@ -84,13 +84,13 @@ class StepGroup:
 
     @property
     def progress(self) -> float:
-        """Return the share of all steps that are taken, from 0 to 1."""
+        """Return the share of all steps that have been taken, from 0 to 1."""
         rounds = range(self.burn_in or self.every, self.epochs + 1, self.every)
         return min(1.0, self.taken / (len(rounds) * self.steps))
 
 
 def step_groups(schedule: Schedule, names: Collection[str]) -> list[StepGroup]:
-    """Return prior and noise, then the model's own hyperparameters; or all of them in one group."""
+    """Return a group for prior and noise and one for the model's own, or one group for all."""
     s, every = schedule, planned(schedule.every)
     parts = [([*names], every, s.steps)]
     if s.hyper_every is not None or s.hyper_steps is not None:
@@ -105,7 +105,7 @@ def step_groups(schedule: Schedule, names: Collection[str]) -> list[StepGroup]:
 class Learner:
     """Learn the hyperparameters in rounds, while your own loop trains the weights.
 
-    Between epochs, a learner does what ``fit`` does, with the same numbers. Precisions start from a
+    Between epochs, a learner does what ``fit`` does, with the same results. Precisions start from a
     weight decay of 0.01 and follow MacKay's update after a burn-in. The rates of the rounds fall
     until the last one.
 
@@ -345,7 +345,7 @@ class Learner:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the evidence and of its rounds, without the model's.
+        """Return the state of the evidence and of its rounds, without the state of the model.
 
         To resume with the same numbers, also save the weights and the optimizer's state, and use
         the same data.
@@ -384,7 +384,7 @@ class Learner:
 
 
 def warn_of_unused(evidence: Evidence) -> None:
-    """Warn of learned precisions of weights that no output depends on.
+    """Warn about learned precisions of weights that no output depends on.
 
     The rows of P such weights with precision δ are zero. Then (P/2) log δ of the prior cancels with
     −½ log|P0 + H|, and the log evidence depends on δ only by −½ δ ‖w − μ‖². Until training has

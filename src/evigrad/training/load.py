@@ -66,8 +66,10 @@ def load(
         run: Folder of the run.
         model: Network with the architecture of the run. Its weights are replaced. Default: the
             network that the command line trained.
-        likelihood: Likelihood of the same kind, if ``fit`` got an object. Its state is replaced.
-        prior: Prior of the same kind, if ``fit`` got an object. Its state is replaced.
+        likelihood: Likelihood of the same class, required if ``fit`` got an object. Its state is
+            replaced.
+        prior: Prior of the same structure, required if ``fit`` got an object. Its state is
+            replaced.
         device: Device for the network, such as cpu or cuda. Default: the device of the model.
 
     Returns:
@@ -109,8 +111,8 @@ def load(
             num_data, network = int(configuration["num_data"]), configuration["network"]
         except (OSError, ValueError, TypeError, LookupError) as error:
             raise ConfigurationError(
-                f"Cannot read {path / 'config.json'}, or another version of evigrad wrote it:"
-                f" {error}."
+                f"Cannot read {path / 'config.json'}: {error}. Another version of evigrad may have"
+                " written it."
             ) from error
         if model is None and network is None:
             raise ConfigurationError(
@@ -144,7 +146,7 @@ def _settings(
     if missing := [name for name in names if name not in record]:
         raise ConfigurationError(
             f"Another version of evigrad wrote the run in {where}: its settings lack"
-            f" {', '.join(missing)}. Use that version."
+            f" {', '.join(missing)}. Load the run with that version."
         )
     keywords: dict[str, Any] = {name: record[name] for name in names}
     overrides = (("likelihood", likelihood, LIKELIHOODS), ("prior", prior, STRUCTURES))

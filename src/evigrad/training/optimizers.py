@@ -28,7 +28,7 @@ def make_weight_optimizer(
     settings: Optimization,
     scalars: Collection[nn.Parameter] = (),
 ) -> Optimizer:
-    """Return the checked optimizer of the weights; ``scalars`` learn more slowly."""
+    """Return the checked optimizer of the weights; ``scalars`` have a lower learning rate."""
     if isinstance(settings.optimizer, str):
         slow, rate = {id(p) for p in scalars}, planned(settings.lr)
         groups: list[dict[str, Any]] = [
@@ -59,7 +59,7 @@ def make_weight_optimizer(
         raise ConfigurationError(
             f"{type(optimizer).__name__} cannot train weights of torch.float16: {listed(names)}."
             f" Its ε of {eps:g} and squares of small gradients are zero in this type. Call"
-            " model.float() or model.bfloat16(). For faster estimates in float32 use"
+            " model.float() or model.bfloat16(). For faster estimates in float32, use"
             ' Memory(autocast="bfloat16").'
         )
     return optimizer

@@ -12,7 +12,7 @@ _WIDE = 120
 
 
 class PlainProgress:
-    """Print about ten lines of text to standard error over a run."""
+    """Print about ten lines of text to standard error during a run."""
 
     def __init__(self, title: str, epochs: int) -> None:
         self.title, self.epochs = title, epochs

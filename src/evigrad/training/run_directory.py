@@ -25,14 +25,14 @@ CONFIGURATIONS = ("config.json", "config.yaml")
 class RunDirectory:
     """A folder that belongs to one run.
 
-    A folder that is not empty is only written into to resume its run. A new run uses the first free
-    folder of ``name-2``, ``name-3``, ... instead.
+    If a folder is not empty, only the resumed run may write into it. A new run uses the first free
+    folder among ``name-2``, ``name-3``, ... instead.
 
     Every file is replaced as a whole, except that ``metrics.csv`` gains rows one by one.
     """
 
     def __init__(self, path: str | Path, *, resume: bool = False) -> None:
-        """Make the folder; ``resume`` uses it as it is, with a run or empty."""
+        """Make the folder; with ``resume``, use it as it is if it holds a run or is empty."""
         self.path, number = Path(path), 1
         while not resume and not _is_free(self.path):
             number += 1
@@ -50,7 +50,7 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigurationError(
-                f"Cannot make the run directory {self.path} ({error.strerror}). Use another one."
+                f"Cannot make the run directory {self.path} ({error.strerror}). Use another folder."
             ) from error
 
     @property
@@ -62,7 +62,7 @@ class RunDirectory:
 
     @contextmanager
     def locked(self, wait: bool = False) -> Iterator[None]:
-        """Lock the folder, also repeatedly; ``wait`` until another run has unlocked it."""
+        """Lock the folder unless it is locked here; ``wait`` until another run has unlocked it."""
         if self._lock is not None:
             yield
             return
@@ -83,7 +83,7 @@ class RunDirectory:
             file.write(text.encode("utf-8"))
 
     def write_checkpoint(self, state: Mapping[str, Any]) -> None:
-        """Write tensors and plain values; keep the checkpoint before, so that one is whole."""
+        """Write tensors and plain values; keep the previous checkpoint, so that one is complete."""
         with replacing(self.checkpoint, self.checkpoint_before) as file:
             try:
                 torch.save(dict(state), file)
@@ -93,7 +93,7 @@ class RunDirectory:
             seal(file)
 
     def read_checkpoint(self) -> dict[str, Any] | None:
-        """Return the last checkpoint, or the one before if it is damaged; None without any."""
+        """Return the last checkpoint, or the previous one if it is damaged; None if none exists."""
         reasons: list[str] = []
         for path in (self.checkpoint, self.checkpoint_before):
             try:
@@ -105,7 +105,7 @@ class RunDirectory:
                 continue
             if reasons:
                 warnings.warn(
-                    f"{' '.join(reasons)} The run resumes from the checkpoint before it, after"
+                    f"{' '.join(reasons)} The run resumes from the previous checkpoint, after"
                     f" epoch {state.get('epoch')}, and repeats the epochs since then.",
                     EvigradWarning,
                     stacklevel=2,
@@ -119,7 +119,7 @@ class RunDirectory:
 def _read_checkpoint(path: Path) -> dict[str, Any]:
     intact = is_intact(path)
     if intact is False:
-        raise ConfigurationError("it is damaged, because its content does not match its digest")
+        raise ConfigurationError("it is damaged: its content does not match its digest")
     try:
         # Loads no code: a checkpoint from somebody else can do no harm.
         state = torch.load(path, "cpu", weights_only=True)
@@ -127,12 +127,12 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
         if isinstance(error, OSError):
             raise
         kind = type(error).__name__
-        raise ConfigurationError(f"it is not a checkpoint, or cut off ({kind})") from error
+        raise ConfigurationError(f"it is not a checkpoint, or it is truncated ({kind})") from error
     if not isinstance(state, dict):
         raise ConfigurationError("it does not hold the state of a run")
     # Checkpoints of older versions may have no digest.
     if intact is None and state.get("format") not in range(CHECKPOINT_FORMAT):
-        raise ConfigurationError("it is damaged, because its digest is missing")
+        raise ConfigurationError("it is damaged: its digest is missing")
     return state
 
 
@@ -178,7 +178,7 @@ class RunRecord:
         self._metrics.write(row)
 
     def is_due(self, epoch: int, every: int | None) -> bool:
-        """Return whether a checkpoint now would take a small share of the time since the last.
+        """Return whether a checkpoint now would take a small share of the time since the last one.
 
         If ``every`` is an integer, return whether the epoch is a multiple of it.
         """
@@ -194,18 +194,18 @@ class RunRecord:
         self._cost = self._written - start
 
     def finish(self) -> None:
-        """Remove the checkpoint before the last one after training."""
+        """After training, remove the checkpoint before the last one."""
         self._directory.checkpoint_before.unlink(missing_ok=True)
 
     def check_readable(self) -> None:
-        """Warn at once if a checkpoint holds objects of unknown classes, which cannot be loaded."""
+        """Warn if a checkpoint cannot be loaded, because it holds objects of unknown classes."""
         try:
             self._directory.read_checkpoint()
         except ConfigurationError as error:
             warnings.warn(
                 "This run cannot be resumed: its checkpoints hold objects that a file cannot"
                 " restore, such as extra state of the model that is neither tensors nor numbers."
-                f" ({error})",
+                f" Convert such state to tensors or numbers. ({error})",
                 EvigradWarning,
                 stacklevel=2,
             )

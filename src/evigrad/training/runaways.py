@@ -48,7 +48,7 @@ class Runaways:
         for name, value in free_hyperparameters(self._evidence).items():
             if name not in self._warned_of and (words := _growth(name, self.starts[name], value)):
                 self._warned_of.add(name)
-                _warn(f"After epoch {epoch} {name} is {words}.")
+                _warn(f"After epoch {epoch}, {name} is {words}.")
         if not estimates:
             return
         likelihood = mean(e.log_likelihood / e.num_data for e in estimates)
@@ -57,7 +57,7 @@ class Runaways:
             self._warned_of.add("likelihood")
             _warn(
                 f"The training log likelihood fell to {likelihood:.3g} nats per example in the"
-                f" round after epoch {epoch}, from {self.best:.3g} in an earlier one, while"
+                f" round after epoch {epoch}, from {self.best:.3g} in an earlier round, while"
                 f" {', '.join(names)} changed."
             )
         self._has_fallen = has_fallen  # one round may be a bad draw

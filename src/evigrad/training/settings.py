@@ -23,10 +23,10 @@ T = TypeVar("T")
 OPTIMIZERS = ("adam", "sgd")
 # Names that earlier versions accepted as an estimator, and what to use instead.
 _FORMER_NAMES = {
-    "map": "For plain MAP training use estimator=None, on the command line --estimator none.",
+    "map": "For plain MAP training, use estimator=None, or --estimator none on the command line.",
     "map-noise": "For MAP training that learns the noise of a Gaussian, use estimator=None with"
-    " Optimization(noise_on_loss=True), on the command line --estimator none --noise-on-loss.",
-    "augerino": "This baseline of another paper is experiments.augerino in evigrad's source.",
+    " Optimization(noise_on_loss=True), or --estimator none --noise-on-loss on the command line.",
+    "augerino": "This baseline from another paper is in experiments/augerino.py in the source.",
 }
 PRIOR_UPDATES = ("adam", "fixed_point")
 # More epochs or steps than any run has: loops over 10^22 do not even start.
@@ -44,8 +44,8 @@ class Laplace:
         root: How the curvature of an example is split over outputs: subblock, fisher or eigen.
             Default: the estimator's own choice.
         sharing: Treatment of shared weights in KFAC: expand or reduce.
-        parameter_partition: Parameter blocks of blockdiag: tensor or module. (In Python also
-            groups of name prefixes.)
+        parameter_partition: Parameter blocks of blockdiag: tensor or module. (In Python,
+            groups of name prefixes are also possible.)
 
     Examples:
         >>> from evigrad import Laplace
@@ -135,10 +135,10 @@ class Optimization:
     """Set the optimizers of the weights and of the hyperparameters, and their learning rates.
 
     Attributes:
-        optimizer: Optimizer of the weights: adam, or sgd with a momentum of 0.9. (In Python also a
-            function that makes an optimizer from the named weights.)
+        optimizer: Optimizer of the weights: adam, or sgd with a momentum of 0.9. (In Python, you
+            can also pass a function that makes an optimizer from the named weights.)
         lr: Learning rate of the weights at the start. Default: 0.003, or 0.01 for regression.
-        lr_min: Learning rate of the weights at the end. It follows a cosine, epoch by epoch.
+        lr_min: Learning rate of the weights at the end. The rate follows a cosine, epoch by epoch.
         prior_update: Update of the precisions: fixed_point or adam. fixed_point is MacKay's update
             by the effective number of parameters. It starts from start_decay, regardless of
             precision. adam starts from precision, as in the paper. Noise and the model's own
@@ -148,8 +148,8 @@ class Optimization:
             trains for a third of the epochs, and the one with the highest log evidence continues.
             Default: 0.01, or 0.01 and 0.001 if the likelihood learns its noise.
         prior_lr: Learning rate of log precisions and log noise (Adam) at the start.
-        prior_lr_min: Learning rate of log precisions and log noise at the end. It follows a cosine,
-            step by step.
+        prior_lr_min: Learning rate of log precisions and log noise at the end. The rate follows a
+            cosine, step by step.
         hyper_lr: Learning rate of the model's own hyperparameters (Adam) at the start.
         hyper_lr_min: Learning rate of the model's own hyperparameters at the end.
         noise_on_loss: Whether training without an estimator also learns the noise of a Gaussian, on
@@ -198,7 +198,7 @@ class Optimization:
         decays = self.start_decays
         if self.start_decay is not None and not (decays and all(map(_is_positive, decays))):
             raise ConfigurationError(
-                f"start_decay must be a positive number or several, got {self.start_decay!r}."
+                f"start_decay must be one or more positive numbers, got {self.start_decay!r}."
             )
         for first in ("lr", "prior_lr", "hyper_lr"):
             last = f"{first}_min"
@@ -235,11 +235,11 @@ GROUPS: dict[str, type] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of a training run, with the names of the keywords of ``evigrad.fit``.
+    """Settings of a training run, named like the keyword arguments of ``evigrad.fit``.
 
     Attributes:
         prior_mean: Mean of the prior: zero, or initial for the weights at the start of training.
-            (In Python a ``GaussianPrior`` can set other means, also for some weights only.)
+            (In Python, a ``GaussianPrior`` can set other means, or means for some weights only.)
     """
 
     likelihood: str | Likelihood = "categorical"
@@ -295,7 +295,7 @@ def method_of(record: Mapping[str, Any]) -> str:
 
 
 def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keywords of ``fit`` from options that may include fields of ``GROUPS``."""
+    """Return keyword arguments for ``fit`` from options that may include fields of ``GROUPS``."""
     keywords = dict(options)
     for name, kind in GROUPS.items():
         names = [setting.name for setting in fields(kind) if setting.name in keywords]
@@ -345,8 +345,8 @@ def check_burn_in(burn_in: int | None, epochs: int | None) -> None:
     if (burn_in or 0) > (epochs or math.inf):
         raise ConfigurationError(
             f"burn_in must be at most epochs = {epochs}, got {burn_in}: no hyperparameter would be"
-            " learned. Lower burn_in or raise epochs. (For plain MAP training use estimator=None,"
-            " on the command line --estimator none.)"
+            " learned. Lower burn_in or raise epochs. (For plain MAP training, use estimator=None,"
+            " or --estimator none on the command line.)"
         )
 
 

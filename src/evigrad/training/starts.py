@@ -1,4 +1,4 @@
-"""Several starts of one training, of which the one with the highest log evidence continues.
+"""Several starts of one training run, of which the one with the highest log evidence continues.
 
 Weights and precisions depend on each other, so that training can end in several places: large noise
 and precisions keep weights small, and small weights leave the noise large. Each start trains from
@@ -27,7 +27,7 @@ ROUNDS = 3
 
 
 class Starts:
-    """The starts of a training: which one runs, and how well the others did.
+    """The starts of a training run: which one runs, and how well the others did.
 
     Attributes:
         decays: Weight decays of the burn-in, in the order of the trials.
@@ -101,7 +101,7 @@ class Starts:
         return {"decays": list(self.scores), "scores": list(self.scores.values()), **states}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Load a ``state_dict``. None comes from a version without trials, and ends them."""
+        """Load a ``state_dict``. None, from a version without trials, ends the trials."""
         if state is None:
             self.decays = self.decays[:1]
             return

@@ -200,13 +200,13 @@ class Trainer:
         checkpoint is written and a ``KeyboardInterrupt`` raised.
 
         Raises:
-            ConfigurationError: If the trainer has run already; if the folder holds the run of other
-                settings, data or another network, or another process writes into it.
-            EvigradError: If training diverges. The metrics of the epochs before are kept.
+            ConfigurationError: If the trainer has already run; if the folder holds a run with other
+                settings, data or network; or if another process writes into the folder.
+            EvigradError: If training diverges. The metrics of earlier epochs are kept.
         """
         if self.history:
             raise ConfigurationError(
-                "A trainer runs once, and this run is over. Prepare another trainer."
+                "A trainer runs only once, and this one has run. Prepare a new trainer."
             )
         if resume and run_dir is None:
             raise ConfigurationError("resume=True requires the folder of a run. Set run_dir=...")
@@ -314,9 +314,9 @@ class Trainer:
                 continue
             if self.history and row.keys() != self.history[0].keys():
                 raise ConfigurationError(
-                    "The checkpoint's history has other columns than this run"
-                    f" ({listed(sorted(row.keys() ^ self.history[0].keys()))}). The file was"
-                    " written by another version of evigrad, or changed. Start a new run in"
+                    "The checkpoint's history and this run have different columns"
+                    f" ({listed(sorted(row.keys() ^ self.history[0].keys()))}). Another"
+                    " version of evigrad wrote the file, or it was changed. Start a new run in"
                     " another folder."
                 )
             self.history.append(row)
@@ -363,7 +363,7 @@ class Trainer:
                         callback(row)
 
     def epoch(self, epoch: int) -> Row:
-        """Train the weights, take a due round, evaluate if due, and return all numbers."""
+        """Train the weights, take a round and evaluate if due, and return the epoch's numbers."""
         start = time.perf_counter()
         loss, skipped = self.train_weights(epoch)
         rate = self.weight_optimizer.param_groups[0]["lr"]
@@ -440,7 +440,7 @@ class Trainer:
         if skipped:
             warnings.warn(
                 f"Epoch {epoch}: in {skipped} of {steps} batches the loss or its gradient"
-                " was NaN or infinite. The weights took no step there.",
+                " was NaN or infinite. These batches did not change the weights.",
                 EvigradWarning,
                 stacklevel=2,
             )
