@@ -1,7 +1,8 @@
 """Does regression with the defaults of ``fit`` converge, and what do two starts gain?
 
-Each training runs twice: from one start, the weight decay 0.01, and with the default, which also
-tries 0.001 and continues from the start with the higher log evidence after a third of the epochs.
+Each training runs three times: from one start, the weight decay 0.01; with the default, which also
+tries 0.001 and continues from the start with the higher log evidence after a third of the epochs;
+and with the default starts and Student's t noise.
 
 * ``sinusoid``: 150 points of sin(3x) with noise of standard deviation 0.3, and no points for
   −0.6 < x < 0.6. One hidden layer of 50 tanh units.
@@ -18,6 +19,7 @@ stores every finished run and resumes where it was stopped.
 
 import math
 from statistics import fmean
+from typing import Any
 
 import torch
 from learning import Result, Results, make_parser, parse
@@ -32,7 +34,12 @@ from evigrad import FitResult, Optimization
 from evigrad.measure import evaluate_evidence
 from evigrad.models import make_model
 
-WAYS = {"one start": (0.01,), "default": None}
+WAYS: dict[str, dict[str, Any]] = {
+    "one start": {"likelihood": "gaussian", "optimization": Optimization(start_decay=0.01)},
+    "default": {"likelihood": "gaussian"},
+    "student-t": {"likelihood": "student-t"},
+}
+STARTS = ("one start", "default")
 TABLES = ("normal noise", "heavy noise", "half signal")
 SETS = ("sinusoid", *UCI, *TABLES)
 POINTS, NOISE, GAP, END = 150, 0.3, 0.6, 2.0
@@ -86,11 +93,10 @@ def run(name: str, way: str, seed: int, data_dir: str | None) -> Result:
             model,
             train,
             test=test,
-            likelihood="gaussian",
             schedule=SCHEDULE,
-            optimization=Optimization(start_decay=WAYS[way]),
             seed=seed,
             progress=False,
+            **WAYS[way],
         )
     return {
         "log_evidence": evaluate_evidence(result.evidence, train, exact(model, train)).per_datum,
@@ -111,14 +117,14 @@ def gap_ratio(result: FitResult, train: Pair) -> float:
 
 
 def table_of(runs: list[Result]) -> str:
-    """Return the means over seeds of both ways, as Markdown."""
+    """Return the means over seeds from one start and with the default, as Markdown."""
     lines = [
         "| data | starts | log evidence | distance from the mode | test log likelihood | noise"
         " | from 0.001 | seconds, ratio |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name in SETS:
-        by_way = {way: [run for run in runs if run["row"] == f"{name}: {way}"] for way in WAYS}
+        by_way = {way: [run for run in runs if run["row"] == f"{name}: {way}"] for way in STARTS}
         if not all(by_way.values()):
             continue
         before = fmean(run["seconds"] for run in by_way["one start"])
@@ -136,15 +142,33 @@ def table_of(runs: list[Result]) -> str:
     return "\n".join(lines)
 
 
+def student_table_of(runs: list[Result]) -> str:
+    """Return test log likelihoods with Gaussian and with Student's t noise, as Markdown."""
+    lines = ["| data | Gaussian | Student's t | difference |", "|---|---|---|---|"]
+    for name in SETS:
+        gaussian, student = (
+            {r["seed"]: r["log_likelihood"] for r in runs if r["row"] == f"{name}: {way}"}
+            for way in ("default", "student-t")
+        )
+        both = sorted(gaussian.keys() & student.keys())
+        if both:
+            differences = [student[seed] - gaussian[seed] for seed in both]
+            columns = [[gaussian[seed] for seed in both], [student[seed] for seed in both]]
+            cells = [with_error(*mean_and_error(c), 3) for c in (*columns, differences)]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run what is missing, then print the table and insert it into the pages."""
     parser = make_parser(__doc__)
     parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     given = parse(parser, arguments)
     results = Results(given.results / "convergence.csv", COLUMNS)
     for name in given.sets:
         for seed in range(5) if name == "sinusoid" and given.seeds else given.seeds:
-            for way in WAYS:
+            for way in given.ways:
                 row = f"{name}: {way}"
                 if results.has(row, seed):
                     continue
@@ -152,6 +176,7 @@ def main(arguments: list[str] | None = None) -> None:
                 results.add({"row": row, "seed": seed, "threads": given.threads} | measured)
                 print(row, seed, {key: measured[key] for key in KEYS}, flush=True)
     show("convergence", table_of(results.read()), given.pages)
+    show("student-t", student_table_of(results.read()), given.pages)
 
 
 if __name__ == "__main__":

@@ -197,7 +197,8 @@ def set_up(
             features are always categories.
         likelihood: Likelihood of the targets. It decides whether the targets of a table are classes
             (categorical), numbers (gaussian, student-t, heteroscedastic, natural-gaussian) or
-            counts (poisson). Default: text, yes/no, and at most 20 different whole numbers are classes.
+            counts (poisson). Default: text, yes/no, and at most 20 different whole numbers are
+            classes.
         subset: Number of training examples, drawn at random. Default: all.
         test_subset: Number of test examples, drawn at random. Default: all.
         model: Network: mlp, digitsnet (8x8 images), mininet or lenet (28x28 images), cnn,

@@ -56,9 +56,9 @@ _WORDS = {
     " blockdiag, kfac or diag. SUBSET: examples per block, or N for all. OUTPUTS: outputs per"
     " block, or C for all. ntk-400-rows-anchored uses 400 Jacobian rows, most of them anchors."
     " The value none trains by plain MAP, without learning hyperparameters.",
-    "likelihood": "Likelihood of the targets: categorical, gaussian, student-t (heavy tails), poisson"
-    " (counts), heteroscedastic or natural-gaussian (input-dependent noise). Default: inferred from the"
-    " data set.",
+    "likelihood": "Likelihood of the targets: categorical, gaussian, student-t (heavy tails),"
+    " poisson (counts), heteroscedastic or natural-gaussian (input-dependent noise). Default:"
+    " inferred from the data set.",
 }
 # Options of ``fit`` itself, and options of the records.
 PRIOR = ("estimator", "likelihood", "prior", "precision")
