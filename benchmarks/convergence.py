@@ -9,7 +9,8 @@ and with the default starts and Student's t noise.
 * UCI data sets: networks and splits of ``rivals.py``.
 * ``normal noise`` and ``heavy noise``: 900 examples with 20 features and targets that do not depend
   on them, normal or cubes of normal numbers. ``half signal``: half of the variance is a function of
-  three features. Two hidden layers of 50.
+  three features. ``rare ones``: a tenth of the targets is 1 and the others are 0, standardized,
+  whatever the features are. Two hidden layers of 50.
 
 The log evidence is evaluated after training, exactly. The test set is only evaluated. The script
 stores every finished run and resumes where it was stopped.
@@ -40,7 +41,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "student-t": {"likelihood": "student-t"},
 }
 STARTS = ("one start", "default")
-TABLES = ("normal noise", "heavy noise", "half signal")
+TABLES = ("normal noise", "heavy noise", "half signal", "rare ones")
 SETS = ("sinusoid", *UCI, *TABLES)
 POINTS, NOISE, GAP, END = 150, 0.3, 0.6, 2.0
 ROWS, TEST_ROWS, FEATURES = 900, 2000, 20
@@ -71,6 +72,9 @@ def table(name: str, seed: int) -> tuple[Pair, Pair]:
     if name == "half signal":
         signal = torch.sin(2 * x[:, :1]) + x[:, 1:2] * x[:, 2:3]
         y = (signal / signal.std() + y) / math.sqrt(2)
+    if name == "rare ones":
+        y = (torch.rand(y.shape, generator=generator) < 0.1).float()
+        y = (y - y[:ROWS].mean()) / y[:ROWS].std()
     return (x[:ROWS], y[:ROWS]), (x[ROWS:], y[ROWS:])
 
 

@@ -90,6 +90,24 @@ def test_a_linear_model_gains_what_the_gap_says_and_then_nothing():
     assert after.log_evidence == pytest.approx(float(normal.log_prob(y.flatten())), rel=1e-6)
 
 
+def test_a_weight_without_dimensions_counts():
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.shift
+
+    x, y = torch.randn(6, 1).double(), torch.randn(6, 1).double()
+    prior = GaussianPrior(precision=2.0)
+    evidence = Evidence(Shifted(), Gaussian(1.0), prior, estimator="full-N-C", num_data=6)
+    slope = float((y - x - 0.5).sum()) - 2.0 * 0.5
+    for structure in ("full", "ntk", "diag"):
+        gap = evidence.mode_gap((x, y), structure=structure)
+        assert gap == pytest.approx(0.5 * slope**2 / (6 + 2) / 6, rel=1e-10)
+
+
 def test_the_generator_and_the_mode_of_the_model_stay():
     of = case("gaussian")
     of.evidence.model.train()

@@ -196,7 +196,7 @@ class Covariance:
 
     def of_vector(self, vector: Mapping[str, Tensor]) -> float:
         """Return vᵀ Σ v of one vector of the weights, with a tensor for each parameter."""
-        row = {name: part[None, None] for name, part in vector.items()}
+        row = {name: torch.atleast_1d(part)[None, None] for name, part in vector.items()}
         total = self._of_rows(((block, row) for block in self.blocks), 1)
         return 0.0 if total is None else float(total)
 
