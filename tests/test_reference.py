@@ -176,5 +176,5 @@ def test_sampled_labels_are_not_part_of_a_block() -> None:
     evidence = build("ntk-2-1-mc", Categorical())
     assert evidence is not None
     (block,) = evidence.blocks(data("categorical")).take(1)
-    with pytest.raises(ConfigurationError, match="'mc' samples"):
+    with pytest.raises(ConfigurationError, match="labels sampled by 'mc'"):
         reference.log_evidence(evidence, block)
