@@ -117,7 +117,9 @@ def test_random_items_are_the_same_after_an_interruption(tmp_path, estimator):
     with pytest.raises(KeyboardInterrupt):
         fit(net(), Augmented(), run_dir=tmp_path / "run", callbacks=[stop], **grouped(settings))
     resumed = {"run_dir": tmp_path / "run", "resume": True}
-    with pytest.raises(ConfigurationError, match="training data of the run in .* are different"):
+    with pytest.raises(
+        ConfigurationError, match="run in .* used training data with different values"
+    ):
         fit(net(), Augmented(2), **grouped(dict(**resumed, **settings)))
     found = fit(net(), Augmented(), **grouped(dict(**resumed, **settings)))
     for row, expected in zip(found.history, whole.history, strict=True):
