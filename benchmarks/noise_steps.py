@@ -2,7 +2,7 @@
 
 The gradient of a Gaussian negative log likelihood grows like 1/σ². ``fit`` therefore takes its
 steps on σ² times the loss. This script repeats its runs with steps on the loss itself. Networks,
-splits and predictions come from ``default, posterior`` in ``rivals.py``, with one start. The script
+splits and predictions come from ``default, posterior`` in ``rivals.py``. The script
 stores every finished run and resumes where it was stopped.
 
     python benchmarks/noise_steps.py --data-dir DIR --results docs/results --pages docs/start.md
@@ -15,12 +15,10 @@ from learning import Result, Results, make_parser, parse
 from measure import mean_and_error, show, spans, with_error
 from rivals import SEEDS, make_task, run_default_posterior
 
-from evigrad import Optimization
 from evigrad.training import Trainer
 
 SETS = ("yacht", "boston", "energy", "wine_red", "power", "naval")
 WAYS = ("σ² times the loss", "the loss itself")
-ONE_START = Optimization(start_decay=0.01)
 KEYS = ("plug_in", "posterior", "rmse")
 COLUMNS = ("row", "seed", *KEYS, "threads")
 
@@ -29,10 +27,10 @@ def run(name: str, way: str, seed: int, data_dir: str | None) -> Result:
     """Return test log likelihoods of MAP and posterior for one training by the defaults."""
     task = make_task(name, seed, data_dir)
     if way == WAYS[0]:
-        plug_in, posterior = run_default_posterior(task, optimization=ONE_START)
+        plug_in, posterior = run_default_posterior(task)
     else:
         with patch.object(Trainer, "_noise_variance", return_value=1.0):
-            plug_in, posterior = run_default_posterior(task, optimization=ONE_START)
+            plug_in, posterior = run_default_posterior(task)
     both = {"plug_in": plug_in["log_likelihood"], "posterior": posterior["log_likelihood"]}
     return both | {"rmse": plug_in["rmse"]}
 
