@@ -207,7 +207,7 @@ class Block:
         return replace(self, likelihood_weights=weights, anchored=one_draw)
 
     def rows_of(self, position: int) -> int:
-        """Return the largest number of rows per example from this position on, or 0 for all C."""
+        """Return the most rows per example from this position on, or 0 if ``columns`` is None."""
         if self.columns is None:
             return 0
         return self.columns.shape[1] if self._counts is None else self._counts[position]

@@ -63,7 +63,7 @@ class RootRows:
     present: Bool[Tensor, "m k"] | None = None
 
     def parts(self, size: int | None) -> list["RootRows"]:
-        """Return the root in parts of at most ``size`` columns, or as a whole if it is None."""
+        """Return the root in parts of at most ``size`` columns, or whole if ``size`` is None."""
         count = self.vectors.shape[1]
         if size is None or count <= size:
             return [self]

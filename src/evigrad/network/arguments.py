@@ -137,8 +137,8 @@ def check_storage(weights: Mapping[str, nn.Parameter]) -> None:
                 if np.shares_memory(_addresses(p), _addresses(q)):
                     raise ConfigurationError(
                         f"{other!r} and {name!r} are two parameters that share memory, so"
-                        " the evidence would count their entries twice. To tie them, assign the same"
-                        " Parameter to both (not its .data). Otherwise clone one of them."
+                        " the evidence would count their entries twice. To tie them, assign the"
+                        " same Parameter to both (not its .data). Otherwise clone one of them."
                     )
 
 

@@ -1,7 +1,7 @@
 """The curvature of a block: collect a statistic of its rows, and take its log-determinant.
 
-Each structure has its own module, which computes or approximates ℓ = log|I + P0^{-1/2} H
-P0^{-1/2}|.
+Each structure has its own module, which computes or approximates
+ℓ = log|I + P0^{-1/2} H P0^{-1/2}|.
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence

@@ -176,8 +176,8 @@ class Curvature(ABC, Generic[StatisticT]):
         """Return ⟨cotangent, the micro-batch's part of the statistic⟩, with a graph.
 
         This is the second pass. The derivatives of the results with respect to the
-        hyperparameters, summed over micro-batches, are the derivatives of ℓ. The value itself has
-        no meaning.
+        hyperparameters, summed over micro-batches, are the derivatives of ℓ. The values
+        themselves have no meaning.
 
         Args:
             cotangent: From ``differentiate``.
