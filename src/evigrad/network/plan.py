@@ -226,7 +226,7 @@ def _independent_outputs(model: nn.Module, x: Tensor) -> Tensor:
         alone = torch.cat([model_outputs(model, x[n : n + 1]) for n in range(len(x))])
     if not joint.isfinite().all():
         raise NotFiniteOutputError(
-            "The model's outputs contain NaN or infinite values for these inputs, so derivatives"
+            "The model's outputs hold NaN or infinite values for these inputs, so derivatives"
             " cannot be computed. Fix the inputs (a mask may hide a whole example), or the weights"
             " (training may have diverged)."
         )
