@@ -674,7 +674,7 @@ def test_targets_that_are_no_labels() -> None:
     one_hot = torch.nn.functional.one_hot(y.clamp(min=0), WORDS)
     one = evidence(tagger(), Categorical(), "ntk-6-1", N * LENGTH)
     for action in (one.map_loss, one.estimate, lambda x, y: one.blocks((x, y))):
-        with pytest.raises(InputError, match="Class labels must have shape"):
+        with pytest.raises(InputError, match="Class labels must have the shape"):
             action(x, one_hot)
     for wrong, words in (
         (one_hot, "Class labels"),
