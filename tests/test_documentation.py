@@ -181,7 +181,8 @@ SHORT = {
         "(x, y), progress=False": "(x, y), schedule=evigrad.Schedule(epochs=4), progress=False"
     },
     "docs/custom_loop.md": {"in range(80)": "in range(4)", "epoch >= 40": "epoch >= 2"},
-    "docs/likelihoods.md": {"epochs=300": "epochs=2"},
+    "docs/likelihoods.md": {"epochs=300": "epochs=2", "epochs=200": "epochs=2"},
+    "docs/training.md": {"epochs=100": "epochs=2"},
     "docs/inputs.md": {
         "epochs=60, batch_size=10": "epochs=2, batch_size=10, burn_in=0, every=1, steps=1",
         "epochs=60, batch_size=30": "epochs=2, batch_size=30, burn_in=0, every=1, steps=1",

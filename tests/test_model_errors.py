@@ -79,7 +79,7 @@ VERBS: dict[str, Callable[[Evidence], Any]] = {
         (lambda f: f * 1j, "type torch.complex64.*view_as_real"),
         (lambda f: f.to_sparse(), r"torch.sparse_coo tensor.*to_dense\(\)"),
         (lambda f: f.tolist(), "returned a list"),
-        (lambda f: f.to("meta"), "returned a tensor on the device meta"),
+        (lambda f: f.to("meta"), "returned a tensor on the meta device"),
     ],
     ids=["integer", "boolean", "complex", "sparse", "list", "meta"],
 )

@@ -1,13 +1,13 @@
-"""The method in dense float64 matrices: short, slow, and the measure of every fast path.
+"""The method in dense float64 matrices: short, slow, and the reference for every fast path.
 
 Nothing here is shared with the estimators. Each Jacobian, curvature and determinant is formed as
-the paper writes it and differentiated by plain autograd, so use networks with about a hundred
+the paper writes it and differentiated by plain autograd, so use networks with about 100
 weights. Equation numbers refer to Immer et al. (2023), *Stochastic Marginal Likelihood Gradients
 using Neural Tangent Kernels*. The page ``theory`` of the documentation walks through this file.
 
 Notation: N examples, C outputs, P weights w, T the temperature. J_n is ∂f(x_n)/∂w (C × P), P0 the
 diagonal prior precision, Λ_n the curvature of −(1/T) log p(y_n|f) with respect to the outputs (C ×
-C). A block B lists columns of a root R_n of Λ_n for some examples. M_n = R_n[:, B] R_n[:, B]ᵀ is
+C). For some examples, a block B lists columns of a root R_n of Λ_n. M_n = R_n[:, B] R_n[:, B]ᵀ is
 the part of Λ_n that the block keeps, and M_n = Λ_n if it keeps all columns. Then
 
     H_B = Σ_n J_nᵀ M_n J_n,    K_B = J P0⁻¹ Jᵀ M,    ℓ(B) = log|I + H_B P0⁻¹| = log|I + K_B|.
@@ -97,8 +97,9 @@ def softmax_hessian(f: Float[Tensor, "N C"]) -> Float[Tensor, "N C C"]:
 def softmax_root(f: Float[Tensor, "N C"], kind: str) -> Float[Tensor, "N C C"]:
     """Return a root R of the softmax's Λ, so that R Rᵀ = Λ.
 
-    ``fisher`` is diag(√p) − p √pᵀ, whose column d belongs to class d. ``eigen`` is this root times
-    Q, the eigenvectors of RᵀR, largest first. Q is a free parameter of the bound and held constant.
+    ``fisher`` is diag(√p) − p √pᵀ, whose column d corresponds to class d. ``eigen`` is this root
+    times Q, the eigenvectors of RᵀR in order of descending eigenvalues. Q is a free parameter of
+    the bound and held constant.
     """
     half = (0.5 * f.log_softmax(-1)).exp()  # √p, with finite derivatives if p underflows
     fisher = torch.diag_embed(half) - half.square()[:, :, None] * half[:, None, :]
@@ -111,8 +112,8 @@ def softmax_root(f: Float[Tensor, "N C"], kind: str) -> Float[Tensor, "N C C"]:
 def matrix_root(curvature: Float[Tensor, "N C C"], kind: str) -> Float[Tensor, "N C C"]:
     """Return a root R of any Λ: the symmetric one (``fisher``), or V√λ, largest first (``eigen``).
 
-    R = R₀ + (I − ½Π)(Λ − Λ₀)R₀⁺ᵀ with R₀ the root of the present Λ₀ and Π = R₀R₀⁺. Its value is R₀,
-    and R Rᵀ has the derivative of Λ.
+    R = R₀ + (I − ½Π)(Λ − Λ₀)R₀⁺ᵀ, where R₀ is the root of the current Λ₀ and Π = R₀R₀⁺. Its value
+    is R₀, and R Rᵀ has the same derivative as Λ.
     """
     frozen = curvature.detach()
     values, vectors = torch.linalg.eigh(frozen)
@@ -191,7 +192,7 @@ def kernel_log_det(
 def parameter_partition(
     structure: str, weights: Mapping[str, Tensor], groups: ParameterPartition = "tensor"
 ) -> list[Int[Tensor, " _"]]:
-    """Return the partition 𝒫 of 0 … P − 1 that a structure other than ``kfac`` stands for."""
+    """Return the partition 𝒫 of 0 … P − 1 for a structure other than ``kfac``."""
     sizes = [w.numel() for w in weights.values()]
     every = torch.arange(sum(sizes), device="cpu")
     if structure in ("ntk", "full"):
@@ -211,15 +212,15 @@ def kfac_log_det(
     precisions: Mapping[str, Tensor],
     sharing: str = "expand",
 ) -> Float[Tensor, ""]:
-    """Return Σ log|I + (B ⊗ A)/(count · δ)| over weight matrices, and exact blocks for the rest.
+    """Return Σ log|I + (B ⊗ A)/(count · δ)| over weight matrices, plus exact blocks for the rest.
 
     With the inputs a_nt of a linear or convolutional layer at position t, and the Jacobian G_nt of
     the network's outputs with respect to the layer's output there,
 
         A = Σ_n Σ_t a_nt a_ntᵀ,    B = Σ_n Σ_t G_ntᵀ M_n G_nt,    count = number of pairs (n, t)
 
-    for ``sharing="expand"``. With ``reduce``, an example has the mean of its inputs, the sum of its
-    G_nt and one position (Eschenhagen et al., 2023). KFAC is not a bound.
+    for ``sharing="expand"``. With ``reduce``, an example has one position, with the mean of its
+    inputs and the sum of its G_nt (Eschenhagen et al., 2023). KFAC is not a bound.
     """
     factors = _layer_factors(model, weights, x)
     terms = []
@@ -255,7 +256,7 @@ def log_evidence(
     """Return the estimate of log q(D|h) on a block, in nats, with a graph (Algorithm 1).
 
     Args:
-        evidence: Evidence with the model, the likelihood, the prior and the estimator.
+        evidence: Evidence that contains the model, the likelihood, the prior and the estimator.
         block: Block from ``evidence.blocks(...)``, with its inputs and targets.
         groups: The ``parameter_partition`` of the evidence.
         sharing: The ``sharing`` of the evidence.
@@ -288,7 +289,7 @@ def log_evidence(
     jac = None if spec.structure == "kfac" else jacobian(evidence.model, weights, x)
 
     def entropy(listed: Int[Tensor, "m k"] | None) -> Float[Tensor, ""]:
-        """Return ℓ of the rows in these columns."""
+        """Return ℓ of the rows listed in these columns."""
         kept = kept_curvature(whole, listed, root) / temperature
         if jac is None:
             return kfac_log_det(evidence.model, weights, x, kept, precisions, sharing)
@@ -317,8 +318,8 @@ def anchored_log_det(
 ) -> Float[Tensor, ""]:
     """Return ℓ(Z) + Σ_b w_b (ℓ(Z ∪ B_b) − ℓ(Z)), which bounds ℓ(I) in expectation for any Z.
 
-    ``entropy`` is ℓ of listed columns. ``labels`` are 0 for a column in Z, b for a column in B_b,
-    and −1 for all other columns. w_b is one over the probability of drawing B_b.
+    ``entropy`` returns ℓ of the listed columns. ``labels`` are 0 for a column in Z, b for a column
+    in B_b, and −1 for all other columns. w_b is one over the probability of drawing B_b.
     """
 
     def where(listed: Bool[Tensor, "m k"]) -> Float[Tensor, ""]:
@@ -346,7 +347,7 @@ def gradients(evidence: Evidence, block: Block, **settings: Any) -> dict[str, Te
 
 
 def vector(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Float[Tensor, " P"]:
-    """Return one tensor for each weight, broadcast to its shape, as one vector."""
+    """Return one tensor for each weight, broadcast to the weight's shape, as a single vector."""
     return _flat([tensors[name].expand_as(w) for name, w in weights.items()])
 
 
@@ -374,7 +375,7 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
 def _layer_factors(
     model: nn.Module, weights: Mapping[str, Tensor], x: Inputs
 ) -> dict[str, tuple[Float[Tensor, "N T i"], Float[Tensor, "N C T o"]]]:
-    """Return a_nt and G_nt of each weight matrix; several calls of a layer are more positions."""
+    """Return a_nt and G_nt of each weight matrix. Further calls of a layer add positions."""
     names = {id(w): name for name, w in weights.items()}
     calls: dict[str, list[tuple[nn.Module, Tensor, Tensor]]] = {}
 

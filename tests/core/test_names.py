@@ -129,7 +129,7 @@ def test_modifiers_come_in_any_order_and_leave_in_one(order):
         ("ntk-9-1-IID", ["unknown modifier 'IID'", "Did you mean 'ntk-9-1-iid'?"]),
         ("ntk-9-1-2", ["unknown modifier '2'"]),
         ("ntk-9-1-iid-iid", ["'iid' occurs twice", "Did you mean 'ntk-9-1-iid'?"]),
-        ("ntk-9-1-ef-mc", ["'ef' and 'mc' exclude each other"]),
+        ("ntk-9-1-ef-mc", ["'ef' and 'mc' are mutually exclusive"]),
         ("kfac-N-rows", ["SUBSET is a number of rows", "'kfac-400-rows'", "'kfac-N-C'"]),
         ("ntk-9-rows-iid", ["'rows'", "cannot be combined with 'iid'"]),
         ("ntk-9-rows-grouped", ["cannot be combined with 'grouped'"]),

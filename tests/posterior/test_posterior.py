@@ -70,7 +70,7 @@ def test_settings_that_do_not_exist_or_fit():
         ({"structure": "kronecker"}, "structure must be one of kfac, last-layer, diag, full, ntk"),
         ({"structure": "full", "rows": 5}, "Omit rows"),
         ({"structure": "ntk", "rows": 0}, "rows must be a positive integer"),
-        ({"structure": "kfac"}, "varies inside"),
+        ({"structure": "kfac"}, "varies within"),
         ({"state": {}}, "or state"),
     )
     for options, words in refused:

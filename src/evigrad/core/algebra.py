@@ -85,12 +85,12 @@ def outer_gram(a: Float[Tensor, "G R i"]) -> Float[Tensor, "G i i"]:
 
 
 def outer_gram_pull(a: Float[Tensor, "G R i"], matrix: Float[Tensor, "G i i"]) -> Tensor:
-    """Return half the gradient of ⟨matrix, ``outer_gram``⟩."""
+    """Return half the gradient of ⟨matrix, ``outer_gram(a)``⟩ with respect to ``a``."""
     return a @ matrix
 
 
 class Gram(Function):
-    """A Gram matrix gram(x) whose backward pass takes one product."""
+    """A Gram matrix gram(x) whose backward pass takes a single matrix product."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gram: Callable[[Tensor], Tensor], pull: Pull) -> Tensor:

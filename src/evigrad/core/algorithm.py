@@ -7,9 +7,9 @@ factor ``scale`` scales ℓ up to all rows (Theorems 2 and 3). Data flow in one 
 
     micro-batch → outputs f → cotangents of a root of −∇² log p(y|f) → rows → statistic → ℓ
 
-The gradient belongs to the loss −(log q + log hyperprior) / N. If only the prior and a scale of the
-rows are learned, one pass without a graph computes a statistic, and autograd does the rest.
-Hyperparameters of the forward pass need two passes (see ``two_passes``).
+The gradient is the derivative of the loss −(log q + log hyperprior) / N. If only the prior and a
+scale of the rows are learned, one pass without a graph computes a statistic, and autograd does the
+rest. Hyperparameters of the forward pass need two passes (see ``two_passes``).
 """
 
 import math
@@ -75,7 +75,7 @@ def run_pass(
         model: The model.
         curvature: The curvature that turns rows into a statistic.
         sweep: The sweep that takes the block through the network.
-        condense: Whether to keep only what log-determinants need.
+        condense: Whether to keep only what the log-determinant needs.
         keep_outputs: Whether to keep the outputs, and unscaled rows, for steps on the likelihood's
             parameters.
         keep_graph: Whether to keep the linearization of a single micro-batch, with a graph.
@@ -172,7 +172,7 @@ def log_evidence(block_pass: Pass) -> tuple[Estimate, Tensor]:
 def _rescaled(
     block_pass: Pass, precisions: Mapping[str, Tensor]
 ) -> tuple[Any, Mapping[str, Tensor]]:
-    """Return the statistic and precisions for the current scale of the rows."""
+    """Return the statistic and the precisions for the current scale of the rows."""
     model, statistic, scales = block_pass.model, block_pass.statistic, list[Tensor]()
     for batch, f in block_pass.outputs:
         root = model.cotangents(f, batch)
@@ -215,15 +215,15 @@ def one_pass(
 def two_passes(
     model: LinearizedModel, curvature: Curvature[Any], sweep: Sweep, learned: Mapping[str, Tensor]
 ) -> tuple[Estimate, list[Tensor]]:
-    """Return the gradient for hyperparameters of the forward pass, with a graph per micro-batch.
+    """Return the gradient for hyperparameters of the forward pass, with one graph at a time.
 
-    The statistic 𝒯 is a sum over micro-batches, and so is its part of the gradient:
+    The statistic 𝒯 is a sum over micro-batches, and so is the corresponding part of the gradient:
 
         dℓ/dh = ⟨∂ℓ/∂𝒯, d𝒯/dh⟩ = Σ_b d⟨∂ℓ/∂𝒯, 𝒯_b⟩/dh
 
     The first pass accumulates 𝒯 without a graph, and one factorization yields ∂ℓ/∂𝒯. The second
-    pass computes each term 𝒯_b again, with the graph of one micro-batch at a time. A single, small
-    micro-batch keeps its graph between the passes.
+    pass computes each term 𝒯_b again, with the graph of one micro-batch at a time. If the block is
+    a single small micro-batch, its graph is kept between the passes.
     """
     of_prior = [p for name, p in learned.items() if name.startswith("prior.")]
     of_passes = [p for name, p in learned.items() if not name.startswith("prior.")]
@@ -266,7 +266,7 @@ def two_passes(
 def _pulled_back(
     first: Pass, sweep: Sweep, cotangent: Any, batch: MicroBatch
 ) -> tuple[Tensor, Tensor | float]:
-    """Return a micro-batch's outputs and ⟨cotangent, its term of the statistic⟩."""
+    """Return a micro-batch's outputs and ⟨cotangent, the micro-batch's part of the statistic⟩."""
     if not batch.has_rows:
         return sweep.outputs(batch), 0.0
     if first.linearized is not None and batch.is_alone:
@@ -323,7 +323,7 @@ def _estimate(
 
 
 def mean_estimate(estimates: Sequence[Estimate]) -> Estimate:
-    """Return the mean of estimates of the same evidence, which is a bound if all estimates are."""
+    """Return the mean of estimates of the same evidence, which is a bound if each of them is."""
     count = len(estimates)
     if count == 1:
         return estimates[0]

@@ -18,7 +18,7 @@ class Draw:
     """A drawn part B of the rows that are not anchors. It estimates ℓ by ℓ(Z) + w ℓ(B|Z).
 
     Attributes:
-        part: Number of the part in its partition, from 0.
+        part: Number of the part in its partition. Numbers start at 0.
         weight: w, the inverse probability of the draw.
         guess: Prediction of ℓ(B|Z), before calibration by observed values.
         key: Calibration key, shared by parts whose predictions have similar errors.
@@ -32,7 +32,7 @@ class Draw:
 
 @dataclass(frozen=True, eq=False)
 class Conditioning:
-    """Which rows of a block are anchors, and which belong to the drawn parts.
+    """Which rows of a block are anchors, and which are in the drawn parts.
 
     Attributes:
         parts: For each row of the statistic: 0 for an anchor, b for part B_b, and -1 for neither.
@@ -50,8 +50,8 @@ class Anchored:
     Attributes:
         labels: For each column: 0 for an anchor, b = 1, 2, … for a row of the b-th of ``parts``,
             and -1 for padding and rows that do not count.
-        draws: The draws whose mean estimates the log-determinant of all rows. Several may have the
-            same part. Empty if all rows are anchors.
+        draws: The draws, whose mean estimates the log-determinant of all rows. A part may be drawn
+            several times. Empty if all rows are anchors.
         likelihood_weights: Weights (d, m) of the likelihood data of each draw, with the block's
             weights as their mean.
     """
@@ -86,9 +86,9 @@ class Block:
 
     Attributes:
         indices: Distinct positions (m,) in the data set.
-        columns: Columns (m, k) of the likelihood's root for each example, distinct, with -1 for
-            padding. ``None`` for all C.
-        scale: Factor between the block's log-determinant and the estimate for all rows.
+        columns: Distinct columns (m, k) of the likelihood's root for each example, with -1 for
+            padding. ``None`` for all C columns.
+        scale: Factor that turns the block's log-determinant into an estimate for all rows.
         likelihood_weights: Weights w_n (m,) in float64, such that sum_n w_n log p(y_n) is an
             unbiased estimate of the log likelihood of all examples.
         inputs: Inputs (m, ...), once fetched.
@@ -124,7 +124,7 @@ class Block:
         )
 
     def share(self, data: slice, shares: int) -> "Block":
-        """Return a block of only these examples, as one rank's part of this block.
+        """Return a block with only these examples, which is one rank's part of this block.
 
         Likelihood weights are scaled up by the number of ranks, so this block's log likelihood is
         the mean over the parts. Its statistic is the sum over the parts.
@@ -145,7 +145,7 @@ class Block:
 
         Examples with equal numbers of rows go through the network together, and a few repetitions
         cost less than another pass. Use it only if the rows of an example do not depend on the
-        block's other rows, and if the curvature does not count examples. The result has an
+        block's other rows and the curvature does not count examples. The result has an
         ``origin``. If this block has no padding, or too many examples have several rows, it is
         returned unchanged.
         """
@@ -184,7 +184,7 @@ class Block:
 
     @property
     def num_rows(self) -> int | None:
-        """Number of rows of the block, or None if it has all outputs of its examples."""
+        """Number of rows of the block, or None if the block has all outputs of its examples."""
         return None if self.columns is None else int((self.columns >= 0).sum())
 
     @property
@@ -207,14 +207,14 @@ class Block:
         return replace(self, likelihood_weights=weights, anchored=one_draw)
 
     def rows_of(self, position: int) -> int:
-        """Return the most rows of any example from a position on, or 0 if ``columns`` is None."""
+        """Return the most rows per example from this position on, or 0 if ``columns`` is None."""
         if self.columns is None:
             return 0
         return self.columns.shape[1] if self._counts is None else self._counts[position]
 
     @cached_property
     def _counts(self) -> list[int] | None:
-        """Numbers of columns per example if they never rise, or None."""
+        """The number of columns of each example if it never rises, or None."""
         if self.columns is None or not bool((self.columns < 0).any()):
             return None
         present = self.columns >= 0
@@ -224,7 +224,7 @@ class Block:
         return counts.tolist() if ordered else None
 
     def has_all_rows(self, data: slice) -> bool:
-        """Return whether all rows of the block belong to these examples, which must come first."""
+        """Return whether these examples, which must come first, have all rows of the block."""
         if data.start != 0:
             return False
         num_others = len(self.indices) - data.stop
@@ -233,7 +233,7 @@ class Block:
         return not bool((self.columns[data.stop :] >= 0).any())
 
     def cuts(self) -> list[int]:
-        """Return ascending positions where the number of columns per example falls.
+        """Return the ascending positions at which the number of columns per example falls.
 
         Examples between two positions go through the network together, without padding.
         """

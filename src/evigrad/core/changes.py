@@ -16,11 +16,11 @@ def likelihood_changes(
 ) -> Literal["rows", "sums", "scales"]:
     """Return what the likelihood's learnable parameters change.
 
-    The likelihood must have at least one such parameter. The result has these meanings:
+    The likelihood must have at least one such parameter. The possible results are:
 
-    ``rows``: the vectors depend on the parameters, so another pass over the data is needed.
-    ``sums``: the parameters change the scales of summed rows by different factors. ``scales``: a
-    kept statistic can be rescaled.
+    - ``rows``: The vectors depend on the parameters, so another pass over the data is needed.
+    - ``sums``: The parameters change the scales of summed rows by different factors.
+    - ``scales``: A kept statistic can be rescaled.
     """
     estimator, likelihood = model.estimator, model.likelihood
     if estimator.curvature != "ggn":

@@ -46,15 +46,16 @@ class Estimator:
     Attributes:
         structure: One of `STRUCTURES`.
         subset: Number of examples in a block, or of rows if `rows`. ``None`` means all N.
-        outputs: Number of outputs in a block. ``None`` means all C. For ``ef`` it is 1, and for
-            ``mc`` it is the number of labels sampled for each example.
+        outputs: Number of outputs in a block. ``None`` means all C. It is 1 for ``ef``. For
+            ``mc``, it is the number of labels sampled for each example.
         rows: Whether a block contains single rows (example, output), drawn independently of their
             examples.
         iid: Whether each example of a block draws its own outputs.
         grouped: Whether blocks are filled class by class.
         anchored: Whether blocks are conditioned on anchors.
-        curvature: One of `CURVATURES`: generalized Gauss-Newton, empirical or sampled Fisher.
-        custom: A custom curvature, whose name is `structure`.
+        curvature: One of `CURVATURES`: generalized Gauss-Newton, empirical Fisher or sampled
+            Fisher.
+        custom: A custom curvature with the name `structure`.
 
     Raises:
         ConfigurationError: If the parts cannot be combined.
@@ -71,7 +72,7 @@ class Estimator:
     custom: Curvature[Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        """Raise an error for invalid combinations."""
+        """Raise an error for an invalid combination."""
         for kind, value, choices in (
             ("structure", self.structure, _structures(self.custom)),
             ("curvature", self.curvature, CURVATURES),
@@ -88,8 +89,8 @@ class Estimator:
             self._check_rows()
         if self.anchored and not (self.rows and self.kind.keeps_rows):
             raise ConfigurationError(
-                "'anchored' conditions single rows on others, so the structure must be 'ntk' and"
-                f" OUTPUTS must be 'rows', as in 'ntk-{self.subset or 400}-rows-anchored'."
+                "'anchored' conditions single rows on other rows, so the structure must be 'ntk'"
+                f" and OUTPUTS must be 'rows', as in 'ntk-{self.subset or 400}-rows-anchored'."
             )
         if self.iid and (self.outputs is None or self.curvature != "ggn"):
             raise ConfigurationError(
@@ -130,11 +131,11 @@ class Estimator:
 
         Args:
             name: A name such as ``"ntk-400-1"``. Modifiers may come in any order.
-            custom: A custom curvature, if the name begins with its name.
+            custom: The custom curvature whose name begins ``name``, if any.
 
         Raises:
             ConfigurationError: If the name does not match the grammar, or combines parts that
-                exclude each other. The message contains the reason and the nearest valid name.
+                are mutually exclusive. The message contains the reason and the nearest valid name.
         """
         if "auto" in name.split("-"):
             raise ConfigurationError(
@@ -198,12 +199,12 @@ class Estimator:
 
     @property
     def is_full_batch(self) -> bool:
-        """Whether nothing is drawn, because all examples and outputs are one block."""
+        """Whether nothing is drawn, because all examples and outputs form one block."""
         return self.subset is None and self.outputs is None
 
     @property
     def family(self) -> tuple[str, str]:
-        """The name without its size, and the size, such as ``("ntk-m-1", "50")``.
+        """The name without its size, and the size. An example is ``("ntk-m-1", "50")``.
 
         For a full-batch estimator, both are the whole name.
         """
@@ -216,19 +217,19 @@ class Estimator:
     def default_root(self) -> str:
         """The default root of the likelihood's Hessian.
 
-        For single rows, as few rows as possible should contain the curvature of an example
-        ("eigen"). Blocks that draw outputs would then have a huge variance, so they use "subblock".
+        For single rows it is "eigen", which concentrates the curvature of an example in few rows.
+        With it, blocks that draw outputs would have a huge variance, so they use "subblock".
         """
         return "eigen" if self.rows else "subblock"
 
     def is_bound(self, root: str, couples_outputs: bool) -> bool:
         """Return whether the estimate is, in expectation, a lower bound on the log evidence.
 
-        Its log-determinant must be at least the exact one (Theorems 1 and 2). An integer OUTPUTS is
-        assumed to be less than the number of outputs.
+        Its log-determinant must be at least the exact one (Theorems 1 and 2). If OUTPUTS is an
+        integer, it is assumed to be less than the number of outputs.
 
         Args:
-            root: How the likelihood's Hessian is split over outputs, one of `ROOTS`.
+            root: How the likelihood's Hessian is split over the outputs. One of `ROOTS`.
             couples_outputs: Whether the Hessian has off-diagonal entries, as for a softmax.
 
         Raises:
@@ -280,7 +281,7 @@ def _read_modifiers(modifiers: list[str]) -> dict[str, Any]:
             settings[modifier] = True
         elif "curvature" in settings:
             raise ConfigurationError(
-                f"'{settings['curvature']}' and '{modifier}' exclude each other. "
+                f"'{settings['curvature']}' and '{modifier}' are mutually exclusive. "
                 "Choose one kind of curvature."
             )
         else:

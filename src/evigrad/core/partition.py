@@ -1,11 +1,11 @@
 """Partitions of examples and outputs into blocks, and random draws of a block.
 
-The index set I contains every pair (example, output), or row of the Gram matrix. l(X) is the
-log-determinant of the rows in X. Both ways to draw a block B give unbiased estimates of an upper
-bound on l(I), and so lower bounds on the log evidence:
+The index set I contains every pair (example, output), or row of the Gram matrix. l(X) denotes
+the log-determinant of the rows in X. Both ways to draw a block B give unbiased estimates of an
+upper bound on l(I), and so lower bounds on the log evidence:
 
 - *Partition mode* draws one of the M blocks of a partition of I uniformly. The estimate is M l(B),
-  even if the last blocks are smaller, with the expectation sum_m l(B_m) >= l(I) (Theorem 2).
+  even if the last blocks are smaller. Its expectation is sum_m l(B_m) >= l(I) (Theorem 2).
 - *Subset mode* draws a uniformly random subset of fixed size. The estimate is |I|/|B| l(B). Each
   pair is in B with probability |B|/|I|, so this is also a bound (Shearer).
 """
@@ -27,7 +27,7 @@ from evigrad.errors import ConfigurationError, InputError
 class Partition:
     """The blocks of an estimator for N examples with C outputs.
 
-    All randomness comes from the generators that methods receive, not from the global state.
+    All randomness comes from the generators passed to the methods, not from the global state.
 
     Args:
         spec: The estimator. If SUBSET exceeds the total number of rows, all rows are used.
@@ -38,11 +38,11 @@ class Partition:
     Attributes:
         rows_per_datum: Number of rows of an example in a block, unless the estimator counts rows.
         num_blocks: M, the number of blocks in a partition.
-        splits_outputs: Whether the rows of an example belong to several blocks. If not, blocks have
-            `columns` ``None``, unless the curvature has its own rows.
+        splits_outputs: Whether the rows of an example are split over several blocks. If not,
+            `columns` is ``None``, unless the curvature has its own rows.
 
     Raises:
-        InputError: If there are no examples or outputs, or SUBSET counts examples and exceeds N.
+        InputError: If there are no examples or outputs, or if SUBSET counts examples and exceeds N.
         ConfigurationError: If OUTPUTS exceeds C.
     """
 
@@ -89,8 +89,8 @@ class Partition:
         """Return the blocks of a random partition in random order, each built when it is read.
 
         With N examples in groups of m and C outputs in groups of k, there are M = ceil(N/m)
-        ceil(C/k) blocks of scale M. The CPU generator advances in this call, not when blocks are
-        read. ``grouped`` estimators need the class ``labels`` (N,).
+        ceil(C/k) blocks of scale M. This call advances the CPU generator, and reading
+        the blocks does not. ``grouped`` estimators need the class ``labels`` (N,).
         """
         if self.spec.rows:
             build = self._row_blocks(generator)
@@ -157,7 +157,7 @@ class Partition:
         return build
 
     def _output_orders(self, m: int, generator: torch.Generator) -> Int[Tensor, "m C"]:
-        """Return random orders of the outputs, one per example if ``iid``, else one for all."""
+        """Return random orders of the outputs: one per example if ``iid``, or else one for all."""
         rows = m if self.spec.iid else 1
         keys = torch.rand(
             rows, self.num_outputs, dtype=torch.float64, generator=generator, device="cpu"
@@ -171,7 +171,7 @@ class Partition:
         return torch.arange(self.spec.outputs or 1, device="cpu").repeat(m, 1)
 
     def subset(self, m: int, generator: torch.Generator) -> Block:
-        """Return a block of m uniformly random examples, with outputs drawn for it.
+        """Return a block of m examples drawn uniformly, with outputs drawn for the block.
 
         m may differ from the SUBSET of the name. For `rows`, SUBSET rows are drawn from the m*C
         rows of the subset, and examples without a row have only -1 in their columns. The block has
@@ -251,7 +251,7 @@ def class_labels(targets: Tensor, num_data: int) -> Int[Tensor, " N"]:
     """Return targets as int64 labels (N,) on the CPU, or raise an error if they are not labels."""
     if targets.shape != (num_data,):
         raise InputError(
-            f"Class labels must have the shape ({num_data},), one per example, "
+            f"Class labels must have shape ({num_data},), with one label per example, "
             f"got {tuple(targets.shape)}."
         )
     if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
@@ -263,7 +263,7 @@ def class_labels(targets: Tensor, num_data: int) -> Int[Tensor, " N"]:
 
 
 def choose_distinct(n: int, size: int, generator: torch.Generator) -> Int[Tensor, " size"]:
-    """Return distinct numbers below n, with equal probability for each ordered choice."""
+    """Return ``size`` distinct numbers below n. Every ordered choice has equal probability."""
     if 4 * size > n:
         return torch.randperm(n, generator=generator, device="cpu")[:size].clone()
     # Skip repetitions, because a permutation of all n would take a pass over the data set.

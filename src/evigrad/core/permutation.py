@@ -16,8 +16,8 @@ _MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 class Permutation:
     """A random permutation of 0 … n − 1, any part of which can be computed separately.
 
-    A Feistel network permutes the numbers below 4^b ≥ n. Results of n or more are permuted again
-    (Black and Rogaway, 2002). Index it like a tensor, with integers and slices.
+    A Feistel network permutes the numbers below 4^b ≥ n. A result of n or more is permuted again
+    until it is below n (Black and Rogaway, 2002). Index it like a tensor, with integers and slices.
 
     Args:
         n: Length, below 2^62.
@@ -45,7 +45,7 @@ class Permutation:
         return self.at(torch.arange(*index.indices(self._n), device="cpu"))
 
     def at(self, places: Int[Tensor, " m"]) -> Int[Tensor, " m"]:
-        """Return the numbers at these places, each of which is from 0 to n − 1."""
+        """Return the numbers at these places. Places count from 0 to n − 1."""
         numbers = self._network(places)
         while bool((outside := numbers >= self._n).any()):
             numbers[outside] = self._network(numbers[outside])

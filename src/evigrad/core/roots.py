@@ -1,17 +1,18 @@
 """Roots of Λ = −∇²_f log p(y|f): matrices R with R Rᵀ = Λ, whose columns give rows of the Gram.
 
 If a block contains all outputs, every root gives the same log-determinant, and a softmax needs only
-C − 1 columns. For a block with some columns, there are three kinds of roots, named in ``ROOTS``:
+C − 1 columns. For a block with only some columns, there are three kinds of roots, named in
+``ROOTS``:
 
 - ``"subblock"``: a root of Λ restricted to the listed outputs of an example, as in the paper. If Λ
   couples the outputs, the sum over blocks is not a bound.
 - ``"fisher"``: columns of one root of the whole Λ, column d for output d. For the softmax it is
-  diag(√p) − p√pᵀ, whose column d is √p_d times the score of label d.
-- ``"eigen"``: the same root rotated so that its columns are orthogonal, largest first. For many
-  classes, only the columns of the ``TOP_CLASSES`` most likely classes are rotated. Derivatives hold
-  the rotation fixed, which is valid because the bound holds for any rotation.
+  diag(√p) − p√pᵀ. Its column d is √p_d times the score of label d.
+- ``"eigen"``: the same root, rotated so that its columns are orthogonal and the largest come first.
+  For many classes, only the columns of the ``TOP_CLASSES`` most likely classes are rotated.
+  Derivatives hold the rotation fixed, which is valid because the bound holds for any rotation.
 
-Everything is differentiable in f, and in the likelihood's parameters if Λ depends on them. Values
+All roots are differentiable in f, and in the likelihood's parameters if Λ depends on them. Values
 and gradients stay finite if probabilities underflow.
 """
 
@@ -51,8 +52,8 @@ class RootRows:
         scale: Factor of each row, or None for 1. Likelihood parameters that multiply rows by a
             number, such as 1/σ of a Gaussian, may occur only here, not in ``vectors``. The rows
             then need no graph for them.
-        present: Which pairs (example, column) exist, or None for all. The others are padding with
-            zero vectors, which a structure may omit.
+        present: Which pairs (example, column) exist, or None for all. All other pairs are padding
+            with zero vectors, which a structure may omit.
 
     See also: docs/extending.md.
     """
@@ -62,7 +63,7 @@ class RootRows:
     present: Bool[Tensor, "m k"] | None = None
 
     def parts(self, size: int | None) -> list["RootRows"]:
-        """Return the root in parts of at most ``size`` columns, or whole if it is None."""
+        """Return the root in parts of at most ``size`` columns, or whole if ``size`` is None."""
         count = self.vectors.shape[1]
         if size is None or count <= size:
             return [self]
@@ -91,7 +92,7 @@ def check_root(kind: str) -> None:
 
 
 def one_hot(f: Float[Tensor, "m C"], columns: Int[Tensor, "m k"] | None) -> Float[Tensor, "m k C"]:
-    """Return unit vectors of the listed outputs: all outputs for None, zero vectors for −1."""
+    """Return unit vectors of the listed outputs (None: all outputs), with zero vectors for −1."""
     num_data, num_outputs = f.shape
     if columns is None:
         eye = torch.eye(num_outputs, dtype=f.dtype, device=f.device)
@@ -115,9 +116,9 @@ def softmax_rows(
     R = D^{1/2} (I − u uᵀ/(1+√q)) has R Rᵀ = D − p_O p_Oᵀ with D = diag(p_O). Its column j is
     u_j (e_j − p_O/(1+√q)). If O contains all outputs, q = 0 and R is the Fisher root.
 
-    Without ``columns``, C − 1 rows are enough for the rank of Λ. They belong to the sub-block of
-    all outputs but the last. The entries −u_j √q of the last output make each row sum to zero, as
-    Λ 1 = 0 requires.
+    Without ``columns``, C − 1 rows are enough for the rank of Λ. They correspond to the sub-block
+    of all outputs but the last. The entries −u_j √q of the last output make each row sum to zero,
+    as Λ 1 = 0 requires.
     """
     log_p = f.log_softmax(dim=1)
     if columns is None:
@@ -140,8 +141,8 @@ def softmax_rows(
 def _top_rows(log_p: Float[Tensor, "m C"], columns: Int[Tensor, "m k"]) -> Float[Tensor, "m k C"]:
     """Return rows of R · diag(Q, I), with orthogonal Fisher rows for the most likely classes.
 
-    ``columns`` count classes by falling probability. Those after the first ``TOP_CLASSES`` belong
-    to the Fisher root.
+    ``columns`` count classes by falling probability. The columns after the first
+    ``TOP_CLASSES`` are columns of the Fisher root.
     """
     order = log_p.detach().argsort(dim=1, descending=True, stable=True)
     first = _label_rows(log_p, one_hot(log_p, order[:, :TOP_CLASSES]), None)
@@ -181,7 +182,7 @@ def top_norms(p: Float[Tensor, "m C"]) -> Float[Tensor, "m K"]:
 def _label_rows(
     log_p: Float[Tensor, "m C"], pick: Float[Tensor, "m k C"], outside: Tensor | None
 ) -> Float[Tensor, "m k C"]:
-    """Return u_j (e_j − p_O/(1+√q)) for picked outputs j; `outside` marks non-O, None: q = 0."""
+    """Return u_j (e_j − p_O/(1+√q)) for outputs j. `outside` marks those not in O. None: q = 0."""
     p = log_p.exp()
     # exp(½ log p) instead of √p, whose derivative is infinite if p underflows.
     u = (pick @ (0.5 * log_p).exp().unsqueeze(-1)).squeeze(-1)
@@ -207,7 +208,7 @@ def hessian_rows(
     """Return rows of a root of any positive semidefinite Λ, without derivatives of eigenvectors.
 
     ``"fisher"`` and ``"subblock"`` are symmetric square roots of Λ and of its sub-block, so column
-    d belongs to output d. ``"eigen"`` has orthogonal columns, largest first.
+    d corresponds to output d. ``"eigen"`` has orthogonal columns, largest first.
 
     Args:
         curvature: Λ, with a graph if you need derivatives.
@@ -234,8 +235,8 @@ def differentiable_root(
     R = R₀ + (I − ½Π)(Λ − Λ₀)R₀⁺ᵀ, where Λ₀ is Λ without its graph, R₀ is a root of Λ₀, and
     Π = R₀R₀⁺ projects onto its range. The value is R₀. The first derivatives of R Rᵀ and Λ agree
     wherever the rank of Λ is constant, but second derivatives do not. No eigenvector is
-    differentiated, so equal eigenvalues do no harm. R₀ is V√λVᵀ if ``symmetric``, otherwise V√λ
-    with the largest eigenvalue first.
+    differentiated, so equal eigenvalues cause no problem. R₀ is V√λVᵀ if ``symmetric``, otherwise
+    V√λ with the largest eigenvalue first.
 
     Raises:
         NotPositiveDefiniteError: If Λ has a negative eigenvalue.
@@ -262,7 +263,7 @@ def check_not_negative(eigenvalues: Tensor) -> None:
     floor = -(eps**0.5) * eigenvalues.abs().max() - NEGATIVE_TOLERANCE * eps
     if bool((eigenvalues < floor).any()):
         raise NotPositiveDefiniteError(
-            f"The negative log likelihood is not convex in the outputs: its Hessian Λ has the"
+            f"The negative log likelihood is not convex in the outputs. Its Hessian Λ has the"
             f" eigenvalue {eigenvalues.min().item():.3g}, so it has no root. Override the"
             " likelihood's hessian(f) to return a positive semidefinite matrix, such as the Fisher"
             " information."

@@ -43,7 +43,7 @@ class Linearization(Protocol):
         ...
 
     def without_graph(self, root: RootRows) -> tuple["Linearization", RootRows]:
-        """Return this pass and its cotangents without a graph. Both passes may share work."""
+        """Return this pass and its cotangents without a graph. The two passes may share work."""
         ...
 
     def rows(
@@ -71,13 +71,13 @@ class Linearization(Protocol):
     def inner(
         self, vectors: Float[Tensor, "m k C"], cotangents: Mapping[str, Tensor]
     ) -> Float[Tensor, ""]:
-        """Return Σ cotangents · rows, for cotangents (m, k, *parameter shape) without gradients."""
+        """Return Σ cotangents · rows. Cotangents (m, k, *parameter shape) get no gradient."""
         ...
 
     def products(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
     ) -> dict[str, list[tuple[Tensor, Tensor]]]:
-        """Return inputs (m, T, i) and gradients (m, k, T, o) whose products the rows are."""
+        """Return the inputs (m, T, i) and gradients (m, k, T, o) whose products are the rows."""
         ...
 
 
@@ -90,7 +90,7 @@ class MicroBatch:
         y: Targets.
         data: Positions in the block.
         columns: Columns of the root, or None for all.
-        likelihood_weights: Weights of the examples' log likelihoods.
+        likelihood_weights: Weights of the log likelihoods of the examples.
         labels: Sampled labels (curvature ``mc``).
         is_alone: Whether no other micro-batch of the block has rows.
     """
@@ -110,7 +110,7 @@ class MicroBatch:
 
 
 class Sweep(Protocol):
-    """Takes a block through the network, always in the same micro-batches."""
+    """A pass of a block through the network, always in the same micro-batches."""
 
     @property
     def block(self) -> Block:
@@ -128,7 +128,7 @@ class Sweep(Protocol):
         """Return the state after ``step`` was applied to each micro-batch.
 
         ``step`` computes the next state without changing the old one, so it can be repeated on
-        fewer examples. ``graph`` is whether ``step`` needs graphs.
+        fewer examples. ``graph`` says whether ``step`` needs graphs.
         """
         ...
 
@@ -137,7 +137,7 @@ class Sweep(Protocol):
         ...
 
     def keeps_graph(self, batch: MicroBatch) -> bool:
-        """Return whether memory suffices to keep the graph of a micro-batch between two passes."""
+        """Return whether memory suffices to keep a micro-batch's graph between two passes."""
         ...
 
     def outputs(self, batch: MicroBatch) -> Float[Tensor, "m C"]:
@@ -184,7 +184,7 @@ class Prior(Protocol):
     """N(w₀, P0⁻¹) with a diagonal P0."""
 
     def precisions(self) -> Mapping[str, Tensor]:
-        """Return the diagonal of P0 for each weight, as one number or one per entry."""
+        """Return the diagonal of P0 for each weight, as one number or as one number per entry."""
         ...
 
     def quadratic(self, weights: Mapping[str, Tensor]) -> Float[Tensor, ""]:
@@ -204,10 +204,10 @@ class LinearizedModel:
         weights: Current weights by name.
         likelihood: Density of the targets.
         prior: Prior of the weights.
-        estimator: Which rows make a block, and the curvature of the outputs.
+        estimator: Which rows form a block, and which curvature the outputs have.
         num_data: N.
         temperature: T of the likelihood p^(1/T).
-        root: How the curvature of an example is split into rows, one of ``ROOTS``.
+        root: How the curvature of an example is split into rows. One of ``ROOTS``.
     """
 
     weights: Mapping[str, Tensor]

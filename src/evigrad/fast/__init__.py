@@ -1,1 +1,1 @@
-"""The same results in less time or memory: rows as products, or in another type or place."""
+"""The same results in less time or memory: rows as products, or stored in another type or place."""

@@ -4,7 +4,8 @@ The row of example n and output j is Σ_t g_(n,j,t) ⊗ a_(n,t) over the positio
 matrix is applied. Inner products of rows need only inner products of the a and of the g. For few
 positions and a large matrix, this takes far less time and memory than the rows. The method is
 *Jacobian contraction* with *structured derivatives* (Novak, Sohl-Dickstein, Schoenholz, 2022, *Fast
-Finite Width Neural Tangent Kernel*). The choice by operation count (``contracted``) is theirs too.
+Finite Width Neural Tangent Kernel*). The choice by operation count (``contracted``) also comes from
+their paper.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,8 +32,8 @@ class MatrixUse:
     """Sizes of one use of a weight as a matrix.
 
     Attributes:
-        positions: T, how often the matrix is applied to an example, over all its augmentation
-            samples, or how many rows are looked up.
+        positions: T, how many times the matrix is applied to an example (in all its augmentation
+            samples together), or how many rows are looked up.
         inputs: Columns of the matrix.
         outputs: Rows of the matrix.
         looked_up: Whether rows are looked up, as in an embedding.
@@ -45,7 +46,7 @@ class MatrixUse:
 
     @property
     def numbers(self) -> int:
-        """The count of numbers that represent an example with a single row."""
+        """How many numbers represent an example with a single row."""
         return self.positions * (self.inputs + (1 if self.looked_up else self.outputs))
 
 
@@ -141,7 +142,7 @@ class ProductRows(Rows):
         return (-0.5 * torch.stack(products).sum() * inverse).reshape(precision.shape)
 
     def _whole(self, like: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return the pairs of each use for all examples. With padding, each row is an example."""
+        """Return each use's pairs for all examples. With padding, each row counts as an example."""
         widths = {part.shape[1] for part in self.present}
         is_padded = len(widths) > 1 or not all(bool(part.all()) for part in self.present)
         whole: list[tuple[Tensor, Tensor]] = []
@@ -187,7 +188,7 @@ def contracted(
 
 
 def _operations(one: MatrixUse, other: MatrixUse, num_data: int, rows: int) -> float:
-    """Return the multiplications for products of two uses of a weight, by positions."""
+    """Return the number of multiplications for products of two uses of a weight by positions."""
     at_one, at_other = rows * one.positions, rows * other.positions
     if not (one.looked_up or other.looked_up):
         inputs = num_data**2 * one.positions * other.positions * one.inputs
@@ -216,7 +217,7 @@ def contraction_gram(
     one: tuple[Float[Tensor, "m T i"], Float[Tensor, "m k T o"]],
     other: tuple[Float[Tensor, "m U i"], Float[Tensor, "m k U o"]],
 ) -> Float[Tensor, "R R"]:
-    """Return products of the rows Σ_t g_(n,j,t) ⊗ a_(n,t) of two uses, without forming them.
+    """Return products of rows Σ_t g_(n,j,t) ⊗ a_(n,t) of two uses without forming the rows.
 
     The result is Σ_(t,t') (a_(n,t)·a_(n',t')) (g_(n,j,t)·g_(n',j',t')). R = m k, and the rows of an
     example are adjacent.
@@ -256,8 +257,8 @@ class _Entries:
 
     Attributes:
         data: The example of each entry, (E,).
-        numbers: The number of the row, (E,).
-        values: The sum of its gradients, (k, E, i).
+        numbers: The row number of each entry, (E,).
+        values: The sum of each entry's gradients, (k, E, i).
     """
 
     data: Int[Tensor, " E"]
@@ -280,8 +281,8 @@ def lookup_gram(
 ) -> Float[Tensor, "R R"]:
     """Return the Gram of an embedding's rows Σ_t e_(v_nt) ⊗ g_(n,j,t), without forming them.
 
-    Only examples that look up the same row of the matrix have a nonzero product. Rows that c
-    examples share are processed together for each c, in matrices of c × c.
+    Only examples that look up the same row of the matrix have a nonzero product. For each c, the
+    rows that exactly c examples look up are processed together, in matrices of c × c.
     """
     (m, k), entries = gradients.shape[:2], _Entries.of(looked_up, gradients)
     gram = gradients.new_zeros(m * k * m * k)
@@ -323,7 +324,7 @@ def contraction_cotangents(
     gradients: Float[Tensor, "m k T o"],
     cotangent: Float[Tensor, "R R"],
 ) -> tuple[Float[Tensor, "m T i"], Float[Tensor, "m k T o"]]:
-    """Return cotangents of a use, for a symmetric cotangent of its ``contraction_gram``."""
+    """Return the cotangents of a use, for a symmetric cotangent of its ``contraction_gram``."""
     (m, k), positions = gradients.shape[:2], inputs.shape[1]
     of_inputs, of_gradients = torch.zeros_like(inputs), torch.zeros_like(gradients)
     for strip in _strips(m, k * m * k):

@@ -12,16 +12,16 @@ class Storage:
     """How rows are stored.
 
     Attributes:
-        dtype: Type of the stored rows. None: unchanged. Products are in ``working_dtype``.
-        device: Device of the stored rows. None: unchanged. The CPU of a machine with a GPU stores
-            them in pinned memory, which copies at full speed.
+        dtype: Type of the stored rows. None: unchanged. Products have the type ``working_dtype``.
+        device: Device of the stored rows. None: unchanged. On a machine with a GPU, the CPU
+            stores them in pinned memory, which is copied at full speed.
     """
 
     dtype: torch.dtype | None = None
     device: torch.device | None = None
 
     def keep(self, rows: Tensor) -> Tensor:
-        """Return the rows, or the factors of their products, as they are stored."""
+        """Return the rows, or the factors of their products, in their stored form."""
         if self.dtype is not None and rows.is_floating_point():
             rows = rows.to(self.dtype)
         if self.device is None or self.device == rows.device:

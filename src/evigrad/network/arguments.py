@@ -1,4 +1,4 @@
-"""Call the model, and reject models and arguments whose rows would be silently wrong."""
+"""Call the model, and raise errors for models and inputs whose rows would be silently wrong."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from evigrad.inputs import Inputs, called, named_parameters
 NO_DERIVATIVE = (
     "No weight has a derivative of the model's outputs. The forward method runs under"
     " torch.no_grad() or torch.inference_mode(), or uses .detach(), .data or .item(). Remove these"
-    " from forward. To fix single weights, set their requires_grad=False."
+    " from forward. To fix single weights, set requires_grad=False for them."
 )
 # Common operations without a derivative, and their replacements.
 _WAYS_OUT = {
@@ -33,7 +33,7 @@ _MISSING = re.compile(
 
 @contextmanager
 def derivatives_named() -> Iterator[None]:
-    """Turn PyTorch's error about a missing derivative into one that names a replacement.
+    """Turn PyTorch's error about a missing derivative into an error that names a replacement.
 
     Raises:
         ConfigurationError: If an operation inside has no derivative, or no second derivative.
@@ -78,20 +78,20 @@ def without_derivative(error: BaseException) -> ConfigurationError | None:
 
 
 def check_call(model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor) -> None:
-    """Raise an error if x is empty, or the weights cannot have correct gradients."""
+    """Raise an error if x is empty or the weights cannot have correct gradients."""
     if x.dim() == 0 or len(x) == 0:
         raise InputError("There are no data. Pass at least one example along dimension 0 of x.")
     if torch.is_inference_mode_enabled():
         raise ConfigurationError(
-            "There are no gradients inside torch.inference_mode(). Remove this context, or use"
-            " torch.no_grad() instead."
+            "PyTorch computes no gradients inside torch.inference_mode(). Remove this context, or"
+            " use torch.no_grad() instead."
         )
     parameters = named_parameters(model)
     for name, p in weights.items():
         if parameters.get(name) is not p:
             raise ConfigurationError(
                 f"{name!r} is not the same parameter as in this model. It may have been replaced"
-                f" there. Pass the model's current parameters.{nearest(name, parameters)}"
+                f" in the model. Pass the model's current parameters.{nearest(name, parameters)}"
             )
         if not p.is_floating_point() or not p.requires_grad:
             raise ConfigurationError(
@@ -102,7 +102,7 @@ def check_call(model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor)
         if p._backward_hooks:
             raise ConfigurationError(
                 f"A hook (register_hook) on {name!r} may change its gradient, so the curvature"
-                " would belong to another function. Remove the hook, or use it only in training"
+                " would correspond to another function. Remove the hook, or use it only in training"
                 " steps."
             )
 
@@ -120,13 +120,13 @@ def check_hooks(model: nn.Module) -> None:
     if hook_places:
         raise ConfigurationError(
             f"A backward hook (such as register_full_backward_hook) on {listed(hook_places)} may"
-            " change gradients, so the curvature would belong to another function. Remove the hook,"
-            " or use it only in training steps. Forward hooks are allowed."
+            " change gradients, so the curvature would correspond to another function. Remove the"
+            " hook, or use it only in training steps. Forward hooks are allowed."
         )
 
 
 def check_storage(weights: Mapping[str, nn.Parameter]) -> None:
-    """Raise an error if two parameters share memory, which the evidence would count twice."""
+    """Raise an error if two parameters share memory, because they would be counted twice."""
     by_storage: dict[int, list[tuple[str, nn.Parameter]]] = {}
     for name, p in weights.items():
         if p.layout == torch.strided and p.numel() > 0 and p.untyped_storage().data_ptr() != 0:
@@ -136,14 +136,14 @@ def check_storage(weights: Mapping[str, nn.Parameter]) -> None:
             for other, q in sharing[:i]:
                 if np.shares_memory(_addresses(p), _addresses(q)):
                     raise ConfigurationError(
-                        f"{other!r} and {name!r} are two parameters that share memory, which"
-                        " the evidence would count twice. To tie them, assign the same Parameter"
-                        " to both (not its .data). Otherwise clone one of them."
+                        f"{other!r} and {name!r} are two parameters that share memory, so"
+                        " the evidence would count their entries twice. To tie them, assign the"
+                        " same Parameter to both (not its .data). Otherwise clone one of them."
                     )
 
 
 def _addresses(p: Tensor) -> np.ndarray:
-    """Return an array on the memory of a tensor, for comparing addresses but not for reading."""
+    """Return an array that shares a tensor's memory, only for comparing addresses."""
     interface = {
         "version": 3,
         "data": (p.data_ptr(), True),
@@ -155,12 +155,12 @@ def _addresses(p: Tensor) -> np.ndarray:
 
 
 def model_outputs(model: nn.Module, x: Inputs, positions: bool = False) -> Tensor:
-    """Return f(x), checked by ``check_output``."""
+    """Call the model, check the outputs with ``check_output``, and return them."""
     return check_output(called(model, x), len(x), positions)
 
 
 def check_output(output: object, m: int, positions: bool = False) -> Tensor:
-    """Return the output for m examples, or raise an error if it is not (m, […,] C) and float."""
+    """Check that the output for m examples is a float tensor (m, […,] C), and return the tensor."""
     if not isinstance(output, Tensor):
         raise InputError(
             f"The model returned a {type(output).__name__}, but evigrad needs one tensor of shape"
@@ -174,7 +174,7 @@ def check_output(output: object, m: int, positions: bool = False) -> Tensor:
         )
     if output.is_meta:
         raise InputError(
-            "The model returned a tensor on the device meta, which has no values. Create it on the"
+            "The model returned a tensor on the meta device, which has no values. Create it on the"
             " inputs' device, for example with device=x.device."
         )
     if output.dim() < 2 or output.shape[0] != m or (output.dim() > 2 and not positions):

@@ -1,8 +1,8 @@
 """Convolutions: their rows, inner products of rows, and patches of their input.
 
-The rows of a convolution's weight correlate the input of each example with its gradient. To get
-their inner products with cotangents, convolve each example's input with its cotangent, without
-forming rows. The fastest algorithm depends on the sizes. The constants were measured on a CPU.
+The rows of a convolution's weight correlate the input of each example with its gradient. Their
+inner products with cotangents need no rows: each example's input is convolved with its cotangent.
+The fastest algorithm depends on the sizes. The constants were measured on a CPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,12 +30,12 @@ _WORTH_NO_COPY = 2**16
 
 @dataclass(frozen=True)
 class Geometry:
-    """The settings of a convolution with D spatial dimensions.
+    """Settings of a convolution with D spatial dimensions.
 
     Attributes:
         kernel: Size of the kernel, D numbers.
         stride: D numbers.
-        padding: Zeros on both sides of each dimension, D numbers.
+        padding: Number of zeros on each side of a dimension, D numbers.
         dilation: Distance between the kernel's entries, D numbers.
         groups: G, the number of channel groups.
     """
@@ -74,7 +74,7 @@ class Geometry:
         weight: Float[Tensor, "o i *kernel"],
         gradient: Float[Tensor, "n o *positions"],
     ) -> Float[Tensor, "n c *space"]:
-        """Return the gradient with respect to the input, which has this shape."""
+        """Return the gradient with respect to the input, whose shape is given."""
         # Only the shape of this input is used. ``torch.nn.grad`` would copy the input.
         return self._backward(gradient, gradient.new_empty(shape), weight, (True, False, False))[0]
 
@@ -84,7 +84,7 @@ class Geometry:
         weight: Float[Tensor, "o i *kernel"],
         gradient: Float[Tensor, "n o *positions"],
     ) -> Float[Tensor, "o i *kernel"]:
-        """Return the gradient with respect to the weight, whose values are not read."""
+        """Return the gradient with respect to the weight, of which only the shape is used."""
         return self._backward(gradient, x, weight, (False, True, False))[1]
 
     def _backward(
@@ -149,7 +149,7 @@ def convolution_inner(
 
 
 def _at_once(x: Tensor, gradient: Tensor, g: Geometry) -> int:
-    """Return how many examples to convolve at once: one if that is as fast, or all."""
+    """Return how many examples to convolve at once: one if this is as fast, or else all."""
     (m, _, parts), numbers = gradient.shape[:3], prod(gradient.shape[1:])
     multiplications = numbers * (x.shape[1] // g.groups) * prod(g.kernel)
     copied = parts * prod(x.shape[1:]) + numbers if parts > 1 else 0
@@ -198,7 +198,7 @@ def _pulled_back(
     g: Geometry,
     at_once: int,
 ) -> Float[Tensor, "mF c *space"]:
-    """Return the gradient of ``_convolved`` with respect to its input, which has this shape."""
+    """Return the gradient of ``_convolved`` with respect to its input, whose shape is given."""
     pieces = []
     for chunk, weight_chunk in zip(gradient.split(at_once), weights.split(at_once), strict=True):
         m, parts = len(weight_chunk), chunk.shape[2]
@@ -212,8 +212,9 @@ def _pulled_back(
 class _Inner(torch.autograd.Function):
     """Σ cotangent · rows as ⟨each example convolved with its cotangent, gradient⟩.
 
-    The value is linear in the gradients, so the convolutions are its derivative in them. The
-    tensors are as large as the network's activations, so they are written once and scaled in place.
+    The value is linear in the gradients, so the convolutions are its derivative with respect to
+    them. The tensors are as large as the network's activations, so they are written once and scaled
+    in place.
     """
 
     @staticmethod
@@ -252,7 +253,7 @@ def fixed_convolution(
     bias: Float[Tensor, " o"] | None,
     g: Geometry,
 ) -> Float[Tensor, "mF o *positions"]:
-    """Return a convolution as PyTorch computes it, even under autocast, with a graph only for x."""
+    """Compute a convolution as PyTorch does, even under autocast, with a graph only for x."""
     # PyTorch's second derivative of a convolution always computes the derivative in the weight too,
     # which is one of three convolutions of a gradient through rows. With a fixed weight there are
     # two linear maps, each of which is the other's derivative, any number of times.

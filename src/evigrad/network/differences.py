@@ -4,13 +4,13 @@ All other checks compare one use of autograd with another. They miss a backward 
 derivative of its forward, or that cannot be differentiated. Three checks find these, each once and
 on a few examples:
 
-- Derivatives of outputs with respect to the weights are compared when a plan is made for a model
-  with custom functions or with hooks on tensors. Differences are often intended, as in
-  straight-through estimators, and cause a warning. If a hook causes them, they are an error.
+- Derivatives of outputs with respect to the weights are compared when a plan is made, if the model
+  has custom functions or hooks on tensors. Differences are often intended, as in
+  straight-through estimators, and cause a warning. Differences caused by a hook raise an error.
 - Derivatives of rows with respect to hyperparameters of the model and to cotangents are compared
-  before the first gradient that needs them. Differences are an error, because the gradient would
-  be silently wrong.
-- Functions that are marked as not differentiable twice are found by name.
+  before the first gradient that needs them. Differences raise an error, because the gradient
+  would be silently wrong.
+- Functions marked with ``@once_differentiable`` are found by their name.
 
 Differences are computed in float64 on a copy of the model. Its weights are perturbed, because a
 head initialized to zero would hide everything before it.
@@ -63,7 +63,7 @@ def refuse_scaled_gradients(nodes: Iterable[Node]) -> None:
     if any(getattr(node, "_saved_scale_grad_by_freq", False) for node in nodes):
         raise ConfigurationError(
             "forward calls F.embedding or F.embedding_bag with scale_grad_by_freq=True. The"
-            " gradient, and so the curvature, would belong to another function. Omit the argument,"
+            " gradient and the curvature would correspond to another function. Omit the argument,"
             " or set it in an nn.Embedding, where evigrad switches it off."
         )
 
@@ -108,7 +108,7 @@ def _once_differentiable(node: Node) -> str:
 
 
 def _nodes_of_rows(outputs: Tensor, weights: Iterable[Tensor]) -> set[Node]:
-    """Return the nodes of the outputs' graph that lead to a weight."""
+    """Return the nodes of the outputs' graph from which a weight can be reached."""
     nodes = graph_nodes(outputs)
     users: dict[Node, list[Node]] = {}
     for node in nodes:
@@ -141,7 +141,7 @@ class TensorHooks(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call the function, or return a handle without a hook."""
+        """Call the function, or return a handle without registering a hook."""
         if func is Tensor.register_hook:
             self.registered = True
             if self._ignore:
@@ -161,8 +161,8 @@ def check_outputs(
 ) -> None:
     """Compare autograd's ∂outputs/∂weights with finite differences.
 
-    Models with neither custom functions nor hooks are skipped. There, only detached tensors can
-    cause a difference, and detaching is usually intended.
+    Models with neither custom functions nor hooks are skipped. In such models, only detached
+    tensors can cause a difference, and detaching is usually intended.
 
     Args:
         moved: A copy of the model, with perturbed weights.
@@ -192,8 +192,8 @@ def check_outputs(
         if plain is None or plain.autograd != verdict.autograd:
             raise ConfigurationError(
                 f"A hook on a tensor (register_hook in forward) changes gradients. {numbers} The"
-                " curvature would belong to another function. Remove the hook, or register it only"
-                " if self.training."
+                " curvature would correspond to another function. Remove the hook, or register it"
+                " only if self.training."
             )
     if functions:
         warnings.warn(
@@ -225,7 +225,7 @@ def check_rows(
         weights: Weights by name.
         learned: Hyperparameters of the model for the gradient, by name.
         names: All hyperparameters for the gradient, including the likelihood's.
-        x: Inputs, of which only a few are used.
+        x: Inputs. Only a few of them are used.
         varies: Whether the rows' cotangents depend on these hyperparameters.
 
     Raises:
@@ -278,14 +278,14 @@ def _first_result(compute: Callable[[torch.dtype | None], _Result]) -> _Result |
 def _plain_copy(
     model: nn.Module, weights: Mapping[str, nn.Parameter]
 ) -> tuple[nn.Module, dict[str, nn.Parameter]]:
-    """Return an unchanged copy, for weights that cannot be perturbed."""
+    """Return a copy without perturbation, for weights that cannot be perturbed."""
     copied = copy.deepcopy(model)
     parameters = dict(copied.named_parameters())
     return copied, {name: parameters[name] for name in weights}
 
 
 def _copied(model: nn.Module, weights: Iterable[nn.Parameter], dtype: torch.dtype | None) -> _Copy:
-    """Return a copy of a model in a type, and its weights."""
+    """Return a copy of a model in ``dtype``, and the weights of the copy."""
     names = {id(p): name for name, p in model.named_parameters()}
     copied = copy.deepcopy(model)
     copied = copied if dtype is None else copied.to(dtype)
@@ -297,7 +297,7 @@ class _Verdict(NamedTuple):
     """A comparison of autograd with a finite difference along a random direction.
 
     Attributes:
-        differs: Whether autograd's derivative is wrong for the function, or None if unclear.
+        differs: Whether autograd's derivative is wrong, or None if this is unclear.
         autograd: Autograd's derivative.
         difference: The finite difference.
     """
@@ -341,7 +341,7 @@ class _RandomSums:
     def verdict(
         self, function: Callable[[bool], tuple[Tensor, float]], tensors: Sequence[nn.Parameter]
     ) -> _Verdict:
-        """Check the derivative of one of the sums in some parameters, whose values are restored."""
+        """Check a sum's derivative with respect to parameters, and restore their values."""
         value, size = function(True)
         directions = [self._random(p) * _root_mean_square(p) for p in tensors]
         gradients: Sequence[Tensor | None] = [None] * len(tensors)
@@ -385,13 +385,13 @@ def _root_mean_square(p: Tensor) -> float:
 
 @contextmanager
 def _computing(model: nn.Module, x: Tensor) -> Iterator[None]:
-    """Run forward and backward passes, including checkpoints' passes, in one mode."""
+    """Run forward and backward passes, including checkpoints' passes, in the same mode."""
     with evaluation_run(model), torch.enable_grad(), without_autocast(x.device):
         yield
 
 
 def _verdict(copied: _Copy, x: Tensor, function: str, tensors: Sequence[nn.Parameter]) -> _Verdict:
-    """Return the verdict of ``_RandomSums``, where differences must occur for two seeds."""
+    """Return the verdict of ``_RandomSums``. A difference must occur for two seeds."""
     with _computing(copied[0], x):
         sums = _RandomSums(copied, x, seed=0)
         first = sums.verdict(getattr(sums, function), tensors)
@@ -403,7 +403,7 @@ def _verdict(copied: _Copy, x: Tensor, function: str, tensors: Sequence[nn.Param
 
 
 def _outputs_verdict(copied: _Copy, x: Tensor) -> _Verdict:
-    """Return the verdict for the outputs' derivative in all weights of their graph together."""
+    """Return the verdict for the outputs' derivative with respect to all weights of their graph."""
     model, weights = copied
     with _computing(model, x):
         nodes = graph_nodes(model_outputs(model, _RandomSums(copied, x, 0).x))
@@ -435,7 +435,7 @@ def _check_row(name: str, copied: _Copy, p: nn.Parameter, x: Tensor) -> bool:
 
 
 def _check_cotangents(copied: _Copy, x: Tensor, learned: Sequence[str]) -> None:
-    """Raise an error if autograd's derivative of a row in its cotangents is wrong."""
+    """Raise an error if autograd's derivative of a row with respect to its cotangents is wrong."""
     with _computing(copied[0], x):
         sums = _RandomSums(copied, x, 0)
         value, size = sums.of_row(True)
@@ -461,7 +461,7 @@ def _culprits(copied: _Copy, x: Tensor) -> str:
         nodes = _nodes_of_rows(model_outputs(model, _RandomSums(copied, x, 0).x), weights)
     names = _custom_functions(nodes)
     of_whom = f"The backward of {listed(names)}" if names else "A backward of the model"
-    return f"{of_whom} treats something as constant, for example by detaching it."
+    return f"{of_whom} treats something as a constant, for example by detaching it."
 
 
 def _custom_functions(nodes: Iterable[Node]) -> list[str]:

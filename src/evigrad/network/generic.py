@@ -1,8 +1,9 @@
 """Rows of any module, one example at a time.
 
 ``loop_rows`` is the reference: one forward pass of the model per example, and one backward pass per
-row. Other algorithms must agree with it up to rounding (``close``). ``vmap_rows`` computes the rows
-of all examples in one call, if the module's operations can be vectorized.
+row. The results of all other algorithms must agree with it up to rounding (``close``).
+``vmap_rows`` computes the rows of all examples in one call, if the module's operations can be
+vectorized.
 """
 
 import warnings
@@ -32,7 +33,7 @@ def loop_rows(
     vectors: Float[Tensor, "m k C"],
     differentiable: bool,
 ) -> dict[str, Tensor]:
-    """Return rows by plain automatic differentiation, for each example and row.
+    """Return rows by plain automatic differentiation, computed one by one.
 
     They are ``vectors[n, j]ᵀ ∂f(x_n)/∂parameter`` (m, k, *parameter shape) by parameter name. If
     ``differentiable``, they have a graph into everything except the parameters.
@@ -60,7 +61,7 @@ def datum_rows(
     vectors: Float[Tensor, "1 k C"],
     differentiable: bool,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
-    """Return one example's output (1, C), detached, and its k rows for each parameter name."""
+    """Return one example's detached output (1, C), and the example's k rows by parameter name."""
     k = vectors.shape[1]
     parameters = [weights[name] for name in names]
     rows: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -83,7 +84,7 @@ def datum_rows(
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """Return a gradient, which may be sparse, as a dense tensor."""
+    """Return a gradient as a dense tensor. The gradient may be sparse."""
     return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 
@@ -95,7 +96,7 @@ def vmap_rows(
     vectors: Float[Tensor, "m k C"],
     differentiable: bool,
 ) -> dict[str, Tensor]:
-    """Return the rows of ``loop_rows``, vectorized over examples. Compare the two before use."""
+    """Return the rows of ``loop_rows``, vectorized over examples. Compare both before use."""
     # Not every module can be vectorized. Some raise an error, and modules that keep references to
     # their parameters (such as recurrent ones) return other numbers.
     constant = {name: p.detach() for name, p in weights.items()}
@@ -141,7 +142,7 @@ def close_outputs(value: Tensor, expected: Tensor, scale: Tensor) -> bool:
 
 
 def tolerances(like: Tensor) -> tuple[float, float]:
-    """Return the relative tolerance, and the share of the largest norm that counts as rounding."""
+    """Return the relative tolerance and the share of the largest norm that counts as rounding."""
     relative, rounding = _TOLERANCES.get(like.dtype, _COARSE_TOLERANCES)
     if like.is_cuda and like.dtype == torch.float32:
         relative *= _TF32_FACTOR

@@ -5,8 +5,8 @@ applies to functions, not to modules: ``F.linear(x, w)`` in a forward method is 
 ``nn.Linear``.
 
 To add a layer type, write a ``Rule`` with ``match`` and ``rows``, and add it to ``RULES``. Every
-plan compares the rows with plain autograd (``verification.Reference``), and does not use wrong
-rules. The tests loop over ``RULES``, and need arguments for the function
+plan compares the rows with plain autograd (``verification.Reference``) and does not use wrong
+rules. The tests loop over ``RULES`` and need arguments for the function
 (``tests/network/calls.py``). To save time, add ``inner``, ``kronecker`` with ``factors``, and
 ``matrix``. If the tests report that ``ownership`` does not know the function's autograd node, add a
 step there. Without it, earlier layers take additional backward passes.
@@ -44,13 +44,13 @@ class Match:
 
     Attributes:
         input: The tensor on which the parameters act, such as a padded input. It is an argument of
-            the call, or computed from the arguments. Its dimension 0 has F consecutive entries per
+            the call or computed from the arguments. Its dimension 0 has F consecutive entries per
             example. It is checked for in-place changes, cast under autocast, and cut to single
             examples.
         slots: The call's parameters by role, such as "weight" or "bias".
         settings: Everything else on which the rows depend, which must be the same in every batch.
-        computed: Function that returns a tensor with the dimension 0 of ``input`` when rows are
-            formed, or None.
+        computed: Function that is called when rows are formed, or None. It returns a tensor with
+            the same dimension 0 as ``input``.
     """
 
     input: Tensor
@@ -62,14 +62,14 @@ class Match:
 class Rule(ABC):
     """The closed form of one function.
 
-    Dimension 0 of the input counts m examples times F consecutive parts of each, such as
+    Dimension 0 of the input counts m examples times F consecutive parts of each example, such as
     augmentation samples or patches. F is 1 if each example has one part. Output gradients have
-    separate dimensions for the two, and the rows of an example are sums over its parts.
+    separate dimensions for examples and parts, and the rows of an example are sums over its parts.
 
     Attributes:
         name: Name in ``JacobianPlan.describe()``.
         kronecker: Slots for which ``factors`` and ``matrix`` are defined.
-        at_positions: Whether the function acts separately on the entries of all dimensions between
+        at_positions: Whether the function acts separately on each entry of the dimensions between
             the first and the last. Several calls are then equivalent to one call with more entries.
         transposed: Whether the weights are (in, out) instead of (out, in).
     """
@@ -83,7 +83,7 @@ class Rule(ABC):
     def match(self, *args: Any, **kwargs: Any) -> Match | None:
         """Return a match of a call's arguments, or None if there is no closed form.
 
-        The signature must equal the signature of the function. A rule that uses the formulas of
+        The signature must be the same as for the function. A rule that uses the formulas of
         another rule stores that rule instead of inheriting from it, because the signatures differ.
         """
 
@@ -94,12 +94,12 @@ class Rule(ABC):
     def call(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Call the function with detached parameters, or a faster equivalent."""
+        """Call the function, or a faster equivalent, with detached parameters."""
         return function(*args, **kwargs)
 
     @abstractmethod
     def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
-        """Return rows (m, k, *parameter shape) of one parameter, from the output gradients."""
+        """Return the rows (m, k, *parameter shape) of one parameter, given the output gradients."""
 
     def inner(
         self,
@@ -142,7 +142,7 @@ class Rule(ABC):
 
 
 def aligned(values: Tensor, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
-    """Return values of examples and parts, (m F, ...), as (m, 1, F, ...) like the gradients."""
+    """Return values (m F, ...) of examples and parts as (m, 1, F, ...), like the gradients."""
     return values.unflatten(0, (gradient.shape[0], gradient.shape[2]))[:, None]
 
 
@@ -225,7 +225,7 @@ class Linear(Rule):
 
 
 class Product(Rule):
-    """z = x W or b + x W: a linear layer whose weight is (in, out).
+    """z = x W or z = b + x W: a linear layer whose weight is (in, out).
 
     Args:
         name: The name of the rule.
@@ -452,7 +452,7 @@ class Normalisation(Rule):
 
 
 class PReLU(Rule):
-    """z = max(x, 0) + w min(x, 0), with a single w or one per channel."""
+    """z = max(x, 0) + w min(x, 0), with a single w or one w per channel."""
 
     name = "prelu"
 
@@ -468,13 +468,13 @@ class PReLU(Rule):
 
 
 class Elementwise(Rule):
-    """A parameter combined with a tensor element by element, and broadcast over examples.
+    """A parameter that is combined with a tensor element by element and broadcast over examples.
 
     Args:
         name: The name of the rule.
         derivatives: For parameters in the slots "input" (left) and "other" (right), a function of
-            the tensor, the parameter and alpha. It returns the derivative of the result, as a
-            number or a tensor that broadcasts.
+            the tensor, the parameter and alpha. It returns the result's derivative with
+            respect to the parameter, as a number or a tensor that broadcasts.
     """
 
     def __init__(
@@ -562,7 +562,7 @@ RULES: dict[Callable[..., Any], Rule] = {
 def matrix_uses(
     plan: JacobianPlan, weights: Mapping[str, Tensor]
 ) -> dict[str, tuple[MatrixUse, ...]]:
-    """Return the sizes of each weight that is used as one matrix, including tied linear layers."""
+    """Return the sizes of each weight's uses as one matrix, including tied linear layers."""
     rules = {rule.name: rule for rule in RULES.values()}
     uses_of_weights: dict[str, tuple[MatrixUse, ...]] = {}
     for name, uses in plan.uses.items():

@@ -197,7 +197,7 @@ class Linearization:
         """Return one example's part of ``rows``, by the same fast paths, for a check.
 
         Rows are (1, k, *parameter shape) and detached, or None if the path fails. Names that use
-        the loop in this pass are missing.
+        the loop in this pass are omitted.
         """
         vectors, one = vectors.detach(), slice(index, index + 1)
         closed, generic = self._paths(list(self.weights))
@@ -225,12 +225,12 @@ class Linearization:
     ) -> dict[str, list[KroneckerUse]]:
         """Return the Kronecker factors of each use of the named parameters.
 
-        If ``average``, take the mean over an example's augmentation samples. Otherwise samples
-        count as positions, so that rows are sums of products.
+        If ``average``, take the mean over an example's augmentation samples. Otherwise, samples
+        count as positions, so rows are sums of products.
 
         Raises:
             ConfigurationError: If a parameter has no Kronecker factors.
-            InputError: If a parameter has no Kronecker factors for these data.
+            InputError: If a parameter has no Kronecker factors for this batch.
         """
         self._check_names(names)
         for name in names:
@@ -243,7 +243,7 @@ class Linearization:
                 raise InputError(
                     f"{name!r} has no Kronecker factors for this batch. The model uses this"
                     " parameter differently than in the plan, or reorders the examples before using"
-                    " it. Plan with inputs of the same shape, or use another structure than kfac."
+                    " it. Plan with inputs of the same shape, or use a structure other than kfac."
                 )
         with self._computing():
             gradients = self._gradients(vectors)
@@ -296,7 +296,7 @@ class Linearization:
 
     @cached_property
     def _as_planned(self) -> tuple[set[str], set[str]]:
-        """Return names that are used as planned: with known examples of rows, and with unknown."""
+        """Return names used as planned: those with known examples of rows, and all others."""
         uses = {name: self._uses[name] for name in self.weights if self._is_as_planned(name)}
         calls = {id(call): call for pairs in uses.values() for call, _ in pairs}
         owned_ids = self._owned
@@ -325,7 +325,7 @@ class Linearization:
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """Record a graph if ``differentiable``, and use the types of the forward pass."""
+        """Record a graph if ``differentiable``, and compute in the types of the forward pass."""
         with torch.set_grad_enabled(self._differentiable), without_autocast(self.x.device):
             yield
 
@@ -337,7 +337,7 @@ class Linearization:
                 )
 
     def _paths(self, names: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Return the names with closed forms, and those on the generic path. Others are unused."""
+        """Return the names with closed forms, and names on the generic path. Others are unused."""
         self._check_names(names)
         closed = [name for name in names if self.is_closed(name)]
         # Demoted parameters count as used.
@@ -345,7 +345,7 @@ class Linearization:
         return closed, [name for name in names if name in used and name not in closed]
 
     def _unshared(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy rows that share memory, because an addition gives both sides one gradient."""
+        """Copy rows that share memory, because both terms of a sum get the same gradient tensor."""
         columns = [] if self._kept is None else self._kept[1].values()
         gradients = [piece for c in columns if c is not None for piece in c.pieces]
         seen = {gradient.untyped_storage().data_ptr() for gradient in gradients}
@@ -474,7 +474,7 @@ class _Columns:
     pieces: Sequence[Tensor]
 
     def stacked(self) -> Float[Tensor, "m k F *out"]:
-        """Return the gradients in one piece, which replaces the separate pieces in memory."""
+        """Return the gradients in one piece, and replace the separate pieces in memory by it."""
         if len(self.pieces) > 1:
             self.pieces = [torch.cat(list(self.pieces), 1)]
         return self.pieces[0]

@@ -1,4 +1,4 @@
-"""Run a model without changing it or the global random state."""
+"""Run a model without changing the model or the global random state."""
 
 import pickle
 import random
@@ -48,7 +48,7 @@ TURN = threading.RLock()
 def evaluation_mode(
     model: nn.Module, generator: torch.Generator | None
 ) -> Iterator[Callable[[], bool]]:
-    """Evaluate a model without dropout or batch statistics, and restore its mode on exit.
+    """Switch off dropout and batch statistics of a model, and restore its mode on exit.
 
     The global generators are seeded from ``generator`` for the forward pass, and restored on exit.
     Other threads wait.
@@ -56,7 +56,7 @@ def evaluation_mode(
     Args:
         model: Any module.
         generator: A CPU generator, which advances by one draw. Pass None for a model that does not
-            use the global generators. They are then not changed.
+            use the global generators, which are then left unchanged.
 
     Yields:
         A function that returns whether PyTorch's or NumPy's global generators have been used.
@@ -136,7 +136,7 @@ def warn_of_normalisation(model: nn.Module) -> None:
     named = ", ".join(layers[:3]) + (", …" if len(layers) > 3 else "")
     warnings.warn(
         f"The model has normalization layers ({named}), which undo the scale of the preceding"
-        " weights. Train as usual, but judge the network by its predictions and not by the"
+        " weights. Train as usual, but judge the network by its predictions, not by the"
         " precisions of these weights.",
         EvigradWarning,
         stacklevel=3,  # the caller of Evidence
@@ -153,7 +153,7 @@ def model_run(model: nn.Module) -> Iterator[None]:
     Attributes and buffers that a pass changes are restored on exit, even after an exception. Fused
     kernels without a first or second derivative are replaced by plain kernels in the whole process.
     Other threads that call this function wait. ``scale_grad_by_freq`` of embeddings is switched
-    off, because their gradient would belong to another function.
+    off, because their gradient would correspond to another function.
     """
     with TURN, ExitStack() as stack:
         stack.enter_context(_unchanged_attributes(model))
@@ -180,7 +180,7 @@ def model_run(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluation_run(model: nn.Module, seed: int | None = 0) -> Iterator[Callable[[], bool]]:
-    """Combine ``model_run`` with ``evaluation_mode``, with a generator if a seed is given."""
+    """Combine ``model_run`` with ``evaluation_mode``, which gets a generator if a seed is given."""
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     with evaluation_mode(model, generator) as has_drawn, model_run(model):
         yield has_drawn
@@ -243,7 +243,7 @@ def held_tensors(model: nn.Module) -> list[Tensor]:
 
 
 def _contents(container: Any) -> list[Any]:
-    """Return the entries, for comparing them by identity."""
+    """Return a container's entries, for comparing them by identity."""
     return [*container, *container.values()] if isinstance(container, dict) else [*container]
 
 
@@ -260,7 +260,7 @@ def _put_back(container: Any, contents: list[Any]) -> None:
 
 @contextmanager
 def _unchanged_attributes(model: nn.Module) -> Iterator[None]:
-    """Restore what modules contain on exit. Tensors with a graph could not be deep-copied."""
+    """On exit, restore what modules contain. Tensors with a graph cannot be deep-copied."""
     holders = _holders(model)
     empty = [holder for holder in holders if not holder]
     before = [(holder, _contents(holder)) for holder in holders if holder]

@@ -1,4 +1,4 @@
-"""Linearize any module, with a plan for each input shape that is made once and then checked."""
+"""Linearize any module. Each input shape has a plan, which is made once and then checked."""
 
 import warnings
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ class InputPlan:
         return self.outputs.shape[1]
 
     def pack(self, x: Inputs, noise: Noise, data: slice) -> Tensor:
-        """Return inputs for ``model``, with several parts and their noise packed as one tensor."""
+        """Return inputs for ``model``. Several parts and their noise are packed into one tensor."""
         if isinstance(self.model, PackedModel):
             return self.model.pack(x, noise.slice(data.start, data.stop))
         assert isinstance(x, Tensor)
@@ -91,7 +91,7 @@ class Network:
         self._passes = 0
 
     def plan(self, x: Inputs) -> InputPlan:
-        """Return the plan for inputs of this shape, or for their single positions.
+        """Return the plan for inputs of this shape, or for single positions of them.
 
         Each plan is made only once.
         """
@@ -151,7 +151,7 @@ class Network:
             return tuple(check_output(f, len(few), positions=True).shape[1:-1]), layer
 
     def latest(self) -> InputPlan | None:
-        """Return the plan that was used last, or None."""
+        """Return the plan that was used last, or None before the first pass."""
         return next(reversed(self._plans.values()), None)
 
     def noise(self, seed: int, positions: Tensor | None = None) -> Noise:
@@ -161,15 +161,15 @@ class Network:
     # ------------------------------------------------------------ checking on real data
 
     def check_is_due(self) -> bool:
-        """Count a pass, and return whether to check the plan: at passes 1, 2, 4, 8, …."""
+        """Count a pass, and return whether a check is due. Passes 1, 2, 4, 8, … have checks."""
         self._passes += 1
         return self._passes & (self._passes - 1) == 0
 
     def checked(self, input_plan: InputPlan, x: Tensor) -> InputPlan:
         """Return the plan without the fast derivatives that are wrong for a random example.
 
-        The fast derivatives are compared with plain automatic differentiation of this example.
-        ``x`` are packed inputs.
+        The fast derivatives are compared with plain automatic differentiation for this example.
+        ``x`` contains packed inputs.
         """
         with torch.enable_grad():
             linearization = Linearization(
@@ -207,7 +207,7 @@ class Network:
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of passes and the plans, in plain types.
+        """Return the number of passes and the plans in plain types.
 
         Plans are stored because they depend on the weights at planning time and on later checks
         with real data. Planning again could give a different plan.
@@ -226,8 +226,8 @@ class Network:
         for jacobian_plan in self._loaded.values():
             if set(jacobian_plan.describe()) != set(self.weights):
                 raise ConfigurationError(
-                    "The state has a plan for other weights. Load a state that was saved for this"
-                    " model."
+                    "The state contains a plan for other weights. Load a state that was saved for"
+                    " this model."
                 )
         for key, old in self._plans.items():
             if key in self._loaded:

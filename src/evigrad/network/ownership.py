@@ -1,4 +1,4 @@
-"""Find the example that each row of a recorded call belongs to.
+"""Find the example to which each row of a recorded call belongs.
 
 A call's output has R = m F rows, the entries of dimension 0. The closed forms assume that row r
 belongs to example r // F. This holds if the model's outputs for all other examples have no
@@ -6,9 +6,9 @@ derivative in row r. If the rows are packed tokens or sorted for experts, R can 
 order is wrong. The closed forms are not used if the examples are unknown.
 
 ``traced`` follows the batch dimension through the autograd graph of the pass, from the outputs to
-the calls. It has a list of the operations that never mix rows, whatever their values, and computes
-nothing on them. ``probed`` checks calls behind other operations, such as indexing, sorting,
-scattering, products along the batch dimension and custom functions. It takes a few backward passes,
+the calls. It has a list of the operations that never mix rows, whatever their values, and does no
+computation for them. ``probed`` checks calls behind other operations, such as indexing, sorting,
+scattering, products along the batch dimension and custom functions. It takes a few backward passes
 and is exact except for a set of random numbers of measure zero.
 """
 
@@ -35,7 +35,7 @@ def placed(outputs: Tensor, calls: Sequence[Call]) -> tuple[Sequence[Call], set[
     """Return the calls, the ids of calls with known examples, and all nodes of the graph.
 
     ``traced`` finds the examples. Calls with examples in dimension 1 are transposed, as in networks
-    with time in dimension 0.
+    whose dimension 0 is time.
     """
     owned_ids, nodes, turned = traced(outputs, calls)
     data_first_calls = [call.data_first() if id(call) in turned else call for call in calls]
@@ -46,7 +46,7 @@ def placed(outputs: Tensor, calls: Sequence[Call]) -> tuple[Sequence[Call], set[
 def traced(outputs: Tensor, calls: Collection[Call]) -> tuple[set[int], set[Node], set[int]]:
     """Return the ids of calls whose rows belong to their examples, and all nodes of the graph.
 
-    The third set contains the ids of the calls with the examples in dimension 1 instead.
+    The third result contains the ids of the calls that have the examples in dimension 1 instead.
 
     The batch dimension is followed through the graph once. The outputs need not use the calls.
     """
@@ -190,7 +190,7 @@ _VIEWS = frozenset(("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"
 
 
 def _operation(node: Node) -> str:
-    """Return the name of a built-in operation, or an empty string for other nodes."""
+    """Return the name of a built-in operation, or an empty string for any other node."""
     name = node.name()
     # The name of a custom function's node ends in "Backward", without a digit.
     return name.rstrip("0123456789").removesuffix("Backward") if name[-1:].isdigit() else ""
@@ -215,7 +215,7 @@ class _Edge:
     of_input: Sequence[int]
 
     def signed(self, dim: int, further: int = 0) -> int:
-        """Return a dimension counted from the front, of ``further`` dimensions more than input."""
+        """Return a dimension of ``further`` dimensions more than input, counted from the front."""
         dim = dim - 2**64 if dim >= 2**63 else dim  # autograd stores -1 as 2^64 - 1
         return dim + len(self.of_input) + further if dim < 0 else dim
 
@@ -307,7 +307,7 @@ def _layer_norm(edge: _Edge) -> int | None:
 
 
 def _batch_norm(edge: _Edge) -> int | None:
-    """Step to the input. In training mode, statistics are sums over all dimensions but 1."""
+    """Step to the input. In training mode, the statistics are sums over all dimensions but 1."""
     # Instance norm calls batch norm in training mode, with the examples as part of dimension 1.
     if edge.which != 0 or (edge.node._saved_training and edge.dim != 1):
         return None

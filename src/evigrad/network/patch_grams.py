@@ -6,7 +6,7 @@ pairs of kernel rows at distance d share the products of image rows y and y + d:
     Σ_p a[p, u] a[p, v]ᵀ = Σ_y r_y r_{y+v-u}ᵀ,    y from u to u + h - 1,
 
 with the windows r_y along row y and the number h of vertical positions. This divides the number of
-products by the height of the kernel. The ranges of y differ only in a few rows at the border.
+products by the height of the kernel. The ranges of y differ only by a few rows at the border.
 
 With many channels it is faster to use horizontal distances as well. The products of two entries
 then depend only on their distance, except for patches beyond the output's positions. Summed over
@@ -15,10 +15,10 @@ then depend only on their distance, except for patches beyond the output's posit
     Σ_t x[t+u, c] x[t+v, c'] = C_{v-u}[c, c'],    C_d[c, c'] = Σ_s x[s, c] x[s+d, c'],
 
 where x is zero outside the image. C is the weight gradient of a convolution of x with itself. For a
-3 x 3 kernel it consists of 15 matrices of size c x c, instead of 81. The remaining 10 of 25
+3 x 3 kernel it consists of 15 matrices of size c x c, instead of 81. The remaining 10 of the 25
 distances give transposes. Shifts that are not positions of the output are then subtracted. They
-overlap only the border of the image. On a GPU these correlations are rounded like convolutions, by
-default to TF32.
+overlap only the border of the image. On a GPU, these correlations are rounded like convolutions, to
+TF32 by default.
 """
 
 from collections.abc import Iterator
@@ -85,7 +85,7 @@ def patch_sum(x: Float[Tensor, "M c *space"], g: Geometry) -> Float[Tensor, "M c
 
 
 def _chunks(x: Tensor, g: Geometry) -> Iterator[Tensor]:
-    """Yield inputs of a few examples each, whose patches fit ``_PATCH_NUMBERS``."""
+    """Yield the inputs in chunks of a few examples, whose patches fit ``_PATCH_NUMBERS``."""
     numbers_per_datum = prod(g.positions(x.shape[2:])) * x.shape[1] * prod(g.kernel)
     yield from x.split(max(1, _PATCH_NUMBERS // max(1, numbers_per_datum)))
 
@@ -99,7 +99,7 @@ def _pull(x: Tensor, matrix: Float[Tensor, "G i i"], g: Geometry) -> Tensor:
 
 
 def _has_rows(x: Tensor, g: Geometry) -> bool:
-    """Return whether ``_gram_by_rows`` is possible, and faster than the other algorithms."""
+    """Return whether ``_gram_by_rows`` is possible and faster than the other algorithms."""
     few_shifts = all(2 * pad >= size - 1 for pad, size in zip(g.padding, g.kernel, strict=True))
     return (
         len(g.kernel) == 2
@@ -154,7 +154,7 @@ def _add_products(
 
 
 def _has_distances(x: Tensor, g: Geometry) -> bool:
-    """Return whether ``_gram_by_distance`` is possible, and faster than products of patches."""
+    """Return whether ``_gram_by_distance`` is possible and faster than products of patches."""
     return (
         len(g.kernel) == 2
         and max(g.kernel) > 1
@@ -234,7 +234,7 @@ class _Rim(NamedTuple):
 
 
 def _rims(x: Float[Tensor, "M c h w"], g: Geometry) -> Iterator[_Rim]:
-    """Yield rims that contain each shift outside the output's positions once."""
+    """Yield rims that together contain each shift outside the output's positions once."""
     for dim, size in enumerate(g.kernel):
         outside = size - 1 - g.padding[dim]
         # Above and below: all horizontal shifts. Left and right: only vertical output positions.

@@ -1,4 +1,4 @@
-"""Plans: how the rows of each parameter are computed."""
+"""Plans, which determine how the rows of each parameter are computed."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ class Use(NamedTuple):
 
     Attributes:
         rule: Name of the closed form.
-        slot: The parameter's role in the call.
+        slot: The role of the parameter in the call.
         parts: F, the number of entries of dimension 0 per example.
         samples: The number of augmentation samples of each example.
         input: Shape of the call's input, without dimension 0.
@@ -39,14 +39,15 @@ class JacobianPlan:
     """How the rows of each parameter are computed. Call ``plan`` to make a plan.
 
     Attributes:
-        words: A description for each name, in the order of the weights. See ``describe``.
+        words: A description of each parameter by name, in the order of the weights. See
+            ``describe``.
         uses: The uses of each parameter with a closed form, by name.
         vectorised: Names whose generic rows may be computed for all examples in one call.
         kronecker: Names of parameters whose uses all have Kronecker factors.
         datum_shape: Shape of one input.
-        demoted: Names that take the plain loop in every pass. See ``demote``.
-        operations: Names of the nodes in the autograd graph that the plan was checked on. Empty if
-            the graph was not recorded.
+        demoted: Names that use the plain loop in every pass. See ``demote``.
+        operations: Names of the nodes in the autograd graph with which the plan was checked. Empty
+            if the graph was not recorded.
     """
 
     words: Mapping[str, str]

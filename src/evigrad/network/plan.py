@@ -46,13 +46,13 @@ _PROBE_SIZES = (2, 3)
 
 @dataclass(frozen=True)
 class _Recording:
-    """What the recorder found in every forward pass of the probe.
+    """What the recorder found in every forward pass over the probe.
 
     Attributes:
         uses: The uses of parameters whose uses all have closed forms, by name.
         kronecker: Names in ``uses`` whose uses all have Kronecker factors.
         idle: Names of parameters that are not used.
-        without_effect: Names of parameters that are used, but do not affect the outputs.
+        without_effect: Names of parameters that are used but do not affect the outputs.
         operations: Names of the nodes in the outputs' graph.
     """
 
@@ -72,7 +72,7 @@ def plan(model: nn.Module, weights: Mapping[str, nn.Parameter], x_probe: Tensor)
     - Dimension 0 counts the examples in every use, or consecutive parts of each example.
     - The rows and their derivatives agree with plain automatic differentiation on the probe.
 
-    Other parameters take the generic path, vectorized over examples if the results agree. Rows are
+    Other parameters use the generic path, vectorized over examples if the results agree. Rows are
     compared on a copy of the model with perturbed parameters, because a head initialized to zero
     would make the rows zero. If the probe has fewer than 3 different examples, they are varied.
 
@@ -82,7 +82,7 @@ def plan(model: nn.Module, weights: Mapping[str, nn.Parameter], x_probe: Tensor)
     Args:
         model: Module that maps m inputs to outputs (m, C).
         weights: Trainable parameters of the model by name.
-        x_probe: Typical inputs, if possible of 3 different examples, which dimension 0 counts.
+        x_probe: Typical inputs, if possible of 3 different examples. Dimension 0 counts them.
 
     Returns:
         The plan, for inputs of this shape.
@@ -154,11 +154,11 @@ def adapted(
     weights: Mapping[str, nn.Parameter],
     x_probe: Tensor,
 ) -> JacobianPlan | None:
-    """Return the first of the plans that is also valid for this length of inputs, or None.
+    """Return the first of the plans that is also valid for inputs of this length, or None.
 
-    This takes two passes. The check of a plan shows that first and second derivatives are correct
-    for certain operations with certain settings, whatever the length. The check remains valid if
-    the same functions with the same settings use each weight, and the graph has the same
+    This takes two passes. The check of a plan shows that the first and second derivatives of
+    certain operations with certain settings are correct, whatever the length. The check remains
+    valid if the same functions with the same settings use each weight, and the graph has the same
     operations. Every pass checks everything that may depend on the length: the example of each row,
     other uses of a weight, and in-place changes.
     """
@@ -220,7 +220,7 @@ def _counted(uses: Iterable[Use]) -> str:
 
 
 def _independent_outputs(model: nn.Module, x: Tensor) -> Tensor:
-    """Return the outputs for the probe. Raise an error if they depend on other examples."""
+    """Return the outputs for the probe, or raise an error if they depend on other examples."""
     with model_run(model), torch.no_grad():
         joint = model_outputs(model, x)
         alone = torch.cat([model_outputs(model, x[n : n + 1]) for n in range(len(x))])

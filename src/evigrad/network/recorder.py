@@ -3,7 +3,7 @@
 A mode intercepts all calls of functions with a closed form. If an argument is a tracked parameter,
 the call runs with the parameter *detached*, and is recorded as a ``Call``. Other uses of the
 parameter, such as in views, parametrizations, scripted modules or custom functions, remain in the
-autograd graph of the outputs. ``reachable`` finds them there, so no use is missed silently.
+autograd graph of the outputs. ``reachable`` finds them there, so no use is silently missed.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -59,13 +59,14 @@ class Call:
         rule: The closed form of the call.
         match: The arguments of the call.
         names: Names of the tracked parameters among the arguments, by slot.
-        edge: The edge of the graph for gradients of the output, even after in-place changes.
+        edge: The edge of the graph at which the output's gradients are taken, even after in-place
+            changes.
         output_shape: Shape of the output.
         version: The input's count of in-place changes at the time of the call.
         num_data: m, the number of examples in the pass.
         samples: S, the number of augmentation samples of each example, set by ``sampled``.
         turned: Whether dimension 1 of the output at ``edge`` counts the examples. In all other
-            tensors of the call, dimension 0 does.
+            tensors of the call, dimension 0 counts them.
     """
 
     rule: Rule
@@ -140,7 +141,7 @@ class Call:
         return self.rule.inner(slot, match, gradient, relative).to(cotangent.dtype) * scale
 
     def datum(self, index: int) -> "Call":
-        """Return the call for one of the examples."""
+        """Return the call for a single example."""
         one, match = slice(index * self.parts, (index + 1) * self.parts), self.match
         whole = match.computed
         computed = None if whole is None else lambda: whole()[one]
@@ -152,7 +153,7 @@ class Call:
         """Return the Kronecker factors of this call's part of the rows, from output gradients.
 
         If ``average``, take the mean input and the summed gradient over the samples of each
-        example. Otherwise samples count as positions, as other parts always do.
+        example. Otherwise, samples count as positions, as other parts always do.
         """
         match = self._match_in(gradient)
         if average and self.samples > 1 and self.parts % self.samples == 0:
@@ -178,7 +179,7 @@ class Call:
 def joined(
     uses: Iterable[tuple[Call, str, Tensor]],
 ) -> list[tuple[Call, str, Tensor]]:
-    """Join equal uses of a parameter, such as those at time steps, and their gradients."""
+    """Join equal uses of a parameter, such as at different time steps, and join their gradients."""
     groups: dict[Any, list[tuple[Call, str, Tensor]]] = {}
     for call, slot, gradient in uses:
         key = call.use(slot) if call.rule.at_positions else id(call)
@@ -203,8 +204,8 @@ class Recorder(TorchFunctionMode):
         weights: The tracked parameters.
         num_data: m, the number of examples in the pass.
         repeated: Planned uses of embeddings by name. If an embedding looks up a single list of
-            indices, such as positions, it is called with one copy per example. The graph then
-            shows the example of each row.
+            indices, such as positions, it is called with one copy of the list per example. The
+            graph then shows the example of each row.
     """
 
     def __init__(
@@ -287,7 +288,7 @@ class Recorder(TorchFunctionMode):
         )
 
     def _uses_weights(self, args: Sequence[Any]) -> bool:
-        """Return whether gradients are on and the arguments, or lists in them, have parameters."""
+        """Return whether gradients are on and the arguments, or lists in them, hold parameters."""
         has_weight = any(
             id(p) in self._names for a in args for p in (a if isinstance(a, list | tuple) else [a])
         )
@@ -336,7 +337,7 @@ class Recorder(TorchFunctionMode):
 def _decides(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> bool:
-    """Return whether the values of some examples may affect the computation for others."""
+    """Return whether the values of some examples may affect the computation for other examples."""
     name = getattr(func, "__name__", "")
     plain = name if name.startswith("__") else name.removesuffix("_")
     if plain in _DECIDING or "nested" in name:

@@ -1,7 +1,7 @@
 """Check fast paths against plain automatic differentiation.
 
 ``Reference`` checks a plan on a probe of a few different examples, with perturbed weights. This
-cannot detect everything. Other inputs may take another branch, and examples may mix only in larger
+cannot detect every error. Other inputs may take another branch, and examples may mix only in larger
 batches. ``spot_check`` and ``check_separate`` therefore check real passes, with their data and
 weights.
 """
@@ -50,7 +50,7 @@ class Reference:
 
     Attributes:
         rows: Rows for random cotangents (m, 2, *parameter shape), by name.
-        vanishing: Names whose rows are only rounding errors, which agree with anything.
+        vanishing: Names whose rows are only rounding errors. They count as agreeing with anything.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Reference:
 
 
 def distinct_probe(model: nn.Module, x: Tensor, size: int) -> tuple[Tensor, bool]:
-    """Return ``size`` inputs, if possible all different, and whether they are all different."""
+    """Return ``size`` inputs, if possible all different, and whether all of them are different."""
     # Equal examples would not reveal a layer that sorts or mixes them.
     probe = x.detach()[torch.arange(size, device=x.device) % len(x)]
     if _all_differ(probe):
@@ -200,7 +200,7 @@ def _runs(model: nn.Module, x: Tensor) -> bool:
 def moved_copy(
     model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor
 ) -> tuple[nn.Module, dict[str, nn.Parameter]] | None:
-    """Return a copy of the model with perturbed weights, and these, or None if copying fails."""
+    """Return a model's copy with perturbed weights, and its weights, or None if copying fails."""
     # A head initialized to zero makes all rows before it zero. Two algorithms for them would then
     # agree even if one is wrong.
     learnable = {name for name, p in named_parameters(model).items() if p.requires_grad}
@@ -235,7 +235,7 @@ def _move(parameters: list[nn.Parameter]) -> None:
 
 
 def refuse_reentrant(model: nn.Module, x: Tensor) -> None:
-    """Raise an error for reentrant checkpoints, which give no gradients of single parameters."""
+    """Raise an error for reentrant checkpoints, which give no gradients for single parameters."""
     x = x.clone()
     if x.is_floating_point():  # the checkpoint has a node only if its input requires a gradient
         x = x.requires_grad_().clone()
@@ -260,7 +260,7 @@ def spot_check(
     """Return the names whose rows of one example disagree with a separate pass of that example.
 
     This takes a forward pass and k backward passes of the example, and k backward passes of the
-    batch. It does nothing if every parameter takes the loop. The model must be in the same mode as
+    batch. It does nothing if every parameter uses the loop. The model must be in the same mode as
     in the checked pass, and ``vectors`` are the cotangents of its rows. Below double precision,
     rows must also disagree for the next example, because a rounding error can move a unit across
     the kink of its activation.
@@ -315,9 +315,9 @@ def check_separate(
     """Raise an error if an output depends on other examples of its batch.
 
     The examples pass through the model again in random parts of 1, 2, 4, … examples. Mixing may
-    depend on single examples, on several of them, or on their number. The parts take as long as one
-    forward pass without a graph. The model must be in the same mode as for the ``outputs`` f(x),
-    which have the type of the weights.
+    depend on single examples, on several of them, or on their number. The parts together take as
+    long as one forward pass without a graph. The model must be in the same mode as for the
+    ``outputs`` f(x), which have the type of the weights.
     """
     order, parts = torch.randperm(len(x), generator=generator, device="cpu"), list[Tensor]()
     while len(order):
@@ -341,7 +341,7 @@ def _is_separate(
 
 
 def _refuse_mixing(model: nn.Module, x: Tensor, parts: Sequence[Tensor]) -> None:
-    """Raise an error for outputs that differ, unless they agree in double precision."""
+    """Raise an error because outputs differ, unless they agree in double precision."""
     # For example, if a model selects experts by score, rounding may change the selection between
     # the batch and a part of it. In double precision, scores are not that close.
     try:

@@ -1,7 +1,7 @@
 """Replace fused functions by functions that have closed forms.
 
 ``nn.MultiheadAttention`` and recurrent layers call one function with all their parameters. While a
-pass is recorded, a function of this module replaces it, and returns the same values up to rounding.
+pass is recorded, a function of this module replaces it and returns the same values up to rounding.
 Its first argument is an ``F.linear`` that the pass records, with the examples in dimension 0. The
 remaining arguments are the original ones. It returns ``NotImplemented`` for arguments that it does
 not support. The fused function is then called, and its parameters take the generic path.
@@ -80,7 +80,7 @@ def _attention(
 
 
 def _added(mask: Tensor, like: Tensor) -> Tensor:
-    """Return a mask as numbers that are added to scores. True excludes a position."""
+    """Return a mask as numbers to add to the scores. True excludes a position."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill(
@@ -182,7 +182,7 @@ def _run(
     params: Sequence[Tensor],
     is_backward: bool,
 ) -> tuple[Float[Tensor, "m T h"], _State]:
-    """Return the outputs of one layer in one direction, and its last state."""
+    """Return the outputs of one layer in one direction, and the layer's last state."""
     w_ih, w_hh, *optional_params = params
     b_ih, b_hh = optional_params[:2] if len(optional_params) > 1 else (None, None)
     projection = optional_params[-1] if len(optional_params) % 2 else None

@@ -1,6 +1,7 @@
 """The curvature of a block: collect a statistic of its rows, and take its log-determinant.
 
-Each structure has a module, and computes or approximates ℓ = log|I + P0^{-1/2} H P0^{-1/2}|.
+Each structure has its own module, which computes or approximates
+ℓ = log|I + P0^{-1/2} H P0^{-1/2}|.
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -61,17 +62,18 @@ def make_curvature(
         weights: The model's weights by name.
         kronecker: The weights that have Kronecker factors (kfac).
         precision_groups: For each parameter whose precision is one number, the label of its prior
-            group. The precisions of other parameters vary inside them. None: each parameter has
-            its own number.
+            group. The precisions of other parameters vary within the parameter. None: each
+            parameter has its own number.
         blocks: The parameters of each block (blockdiag). None: each parameter is a block.
         sharing: ``"expand"`` or ``"reduce"`` (kfac).
         gram_dtype: Dtype of matrices and factorizations. None: the dtype of the rows.
-        dense_limit: Largest parameter without Kronecker factors that gets a dense block (kfac).
+        dense_limit: Size of the largest parameter without Kronecker factors that gets a dense block
+            (kfac).
         contracted: See ``Ntk`` (ntk, and ``BlockKernel``).
         keep: See ``Ntk``.
         itemsize: See ``Ntk``.
-        num_rows: Number of rows of a whole block. From it, full and blockdiag choose between H and
-            the Grams of the rows (``BlockKernel``), which give the same ℓ up to rounding. None: H.
+        num_rows: Number of rows of a whole block. It decides whether full and blockdiag use H or
+            the Grams of the rows (``BlockKernel``). Both give the same ℓ up to rounding. None: H.
 
     Raises:
         ConfigurationError: If the structure is unknown, or a setting does not fit it.

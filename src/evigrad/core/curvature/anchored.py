@@ -1,7 +1,8 @@
 """Log-determinants given anchors: ℓ(Z) + Σ_b w_b ℓ(B_b|Z), the anchored bound.
 
-ℓ is an entropy, so ℓ(B|Z) = ℓ(Z ∪ B) − ℓ(Z). With Z first, one Cholesky factor of I + S_{Z ∪ B}
-contains both terms. The logarithms of its diagonal sum to ½ ℓ(Z) for Z, and to ½ ℓ(B|Z) for B.
+ℓ is an entropy, so ℓ(B|Z) = ℓ(Z ∪ B) − ℓ(Z). If the rows of Z come first, one Cholesky factor of
+I + S_{Z ∪ B} contains both terms. The logarithms of its diagonal sum to ½ ℓ(Z) for Z, and to
+½ ℓ(B|Z) for B.
 """
 
 from dataclasses import dataclass

@@ -66,7 +66,7 @@ class Differential(Generic[StatisticT]):
 
 
 class Curvature(ABC, Generic[StatisticT]):
-    """A way to compute or approximate ℓ from rows.
+    """A method that computes or approximates ℓ from rows.
 
     A subclass implements ``collect`` and ``log_det``. ``Diagonal`` is the shortest example. The
     defaults of the other methods are correct for any curvature. Override them to save time or
@@ -74,14 +74,16 @@ class Curvature(ABC, Generic[StatisticT]):
 
     Attributes:
         name: Structure in the names of estimators.
-        log_det_is: Whether ℓ is exact for given rows, at least as large (Theorem 1), or neither.
-        keeps_rows: Whether the statistic stores separate rows, which can be rescaled or be anchors.
+        log_det_is: Whether the result is ℓ for the given rows, at least ℓ (Theorem 1), or neither.
+        keeps_rows: Whether the statistic stores separate rows, which can be rescaled or used as
+            anchors.
         counts_data: Whether examples without rows count, so that padding must keep its place.
         settings: Settings of ``Evidence`` that only this curvature uses.
         cheaper: Advice for users who run out of memory.
         takes_anchors: Whether ``evaluate`` and ``differentiate`` can condition on anchors.
-        rows_at_once: Largest number of rows per example whose gradients exist at once. None: all.
-        formed: The weights whose rows exist at once while a micro-batch is collected.
+        rows_at_once: Largest number of rows per example whose gradients are in memory at once.
+            None: all.
+        formed: The weights whose rows are in memory together while a micro-batch is collected.
     """
 
     name: str
@@ -105,7 +107,7 @@ class Curvature(ABC, Generic[StatisticT]):
         *,
         alone: bool = False,
     ) -> StatisticT:
-        """Return a new statistic that adds a micro-batch to ``statistic`` (None: the first one).
+        """Return a new statistic: ``statistic`` plus a micro-batch. None: this is the first one.
 
         It is differentiable if the rows or their scales are. ``alone`` means that no other
         micro-batch of the block has rows, that these rows have no graph, and that ``condense``
@@ -136,7 +138,7 @@ class Curvature(ABC, Generic[StatisticT]):
         """Raise an error if anchors are given but not supported."""
         if conditioning is not None and not self.takes_anchors:
             raise ConfigurationError(
-                f"{self.name!r} does not support anchors. Use 'ntk', whose rows can be anchors."
+                f"{self.name!r} does not support anchors. Use 'ntk', which supports them."
             )
 
     def differentiate(
@@ -152,7 +154,7 @@ class Curvature(ABC, Generic[StatisticT]):
             statistic: From ``collect``, without a graph. Its memory may be overwritten.
             precisions: As for ``log_det``.
             arguments: Leaves of the precisions' graph for further derivatives.
-            conditioning: Which of the rows are anchors, or None.
+            conditioning: Which of the rows are anchors, or None without anchors.
         """
         leaves = [tensor.detach().requires_grad_() for tensor in statistic.tensors()]
         with torch.enable_grad():
@@ -173,14 +175,15 @@ class Curvature(ABC, Generic[StatisticT]):
     ) -> Float[Tensor, ""]:
         """Return ⟨cotangent, the micro-batch's part of the statistic⟩, with a graph.
 
-        This is the second pass. Summed over micro-batches, the derivative of the result with
-        respect to the hyperparameters is the derivative of ℓ. The value itself has no meaning.
+        This is the second pass. The derivatives of the results with respect to the
+        hyperparameters, summed over micro-batches, are the derivatives of ℓ. The values
+        themselves have no meaning.
 
         Args:
             cotangent: From ``differentiate``.
             data: The micro-batch's positions among the examples of the statistic.
             linearization: The forward pass of the micro-batch, with a graph.
-            root: Its cotangents.
+            root: The cotangents of the micro-batch's rows.
         """
         return inner_product(cotangent, self.collect(None, linearization, root))
 
@@ -193,7 +196,7 @@ class Curvature(ABC, Generic[StatisticT]):
         return False
 
     def predicted_bytes(self, num_rows: int) -> int:
-        """Return the bytes of the statistic and of ``log_det`` with its derivatives.
+        """Return the number of bytes that the statistic and ``log_det`` with its derivatives need.
 
         ``passes.sweep`` adds the ``formed`` rows of one micro-batch. If these rows have a
         graph, it also adds what autograd keeps, and the cotangents of the rows.
@@ -220,7 +223,7 @@ def inner_product(cotangent: Statistic, statistic: Statistic) -> Float[Tensor, "
 
 
 def working_dtype(rows: torch.dtype, gram_dtype: torch.dtype | None) -> torch.dtype:
-    """Return ``gram_dtype`` or the rows' dtype, but float32 for types without a Cholesky."""
+    """Return ``gram_dtype`` or the rows' dtype, but float32 for types without a Cholesky kernel."""
     if gram_dtype is not None:
         return gram_dtype
     return torch.float32 if rows.itemsize < torch.float32.itemsize else rows

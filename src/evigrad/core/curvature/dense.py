@@ -1,6 +1,6 @@
 """H, or its dense blocks for a partition of the parameters (Theorem 1 of the paper).
 
-The log-determinants of the blocks sum to at least ℓ, and finer partitions have larger sums.
+The log-determinants of the blocks sum to at least ℓ. Finer partitions have larger sums.
 """
 
 from collections.abc import Mapping, Sequence

@@ -18,7 +18,7 @@ DIAGONAL_COPIES = 5
 
 
 class Diagonal(Curvature[BlockStatistic]):
-    """Each weight is a block: ℓ ≤ Σ log(1 + h_i / δ_i)."""
+    """One block for each weight: ℓ ≤ Σ log(1 + h_i / δ_i)."""
 
     name = "diag"
     log_det_is = "bound"

@@ -6,7 +6,7 @@ example (convolutions, sequences, augmentation samples, a layer called twice). T
 defines a Kronecker example (Eschenhagen et al., 2023, *Kronecker-Factored Approximate Curvature for
 Modern Neural Network Architectures*):
 
-- ``"expand"``: each position, which is exact for a deep linear network with a loss per position.
+- ``"expand"``: each position. This is exact for a deep linear network with a loss per position.
 - ``"reduce"``: each example, with its mean input and the sum of its gradients over positions. This
   is exact for a deep linear network whose outputs are averaged over positions.
 
@@ -83,7 +83,7 @@ class Factors:
         )
 
     def with_rows(self, use: KroneckerUse) -> "Factors":
-        """Return the sums with more rows of examples whose inputs are already in the sums."""
+        """Return sums that include more rows of examples whose inputs are already in them."""
         gradients = self.gradients + use.gradient_gram()
         return replace(self, gradients=gradients, num_rows=self.num_rows + use.num_rows)
 
@@ -110,7 +110,7 @@ class KfacStatistic(Statistic):
             instead of A or B, which have the same eigenvalues.
         blocks: The dense block (n, n) or diagonal (n,) of H of each other parameter.
         spectra: A cache of the factors' eigenvalues.
-        of_blocks: A cache of the eigenvalues of dense blocks.
+        of_blocks: A cache of the dense blocks' eigenvalues.
     """
 
     factors: dict[str, Factors] = field(default_factory=dict)
@@ -146,9 +146,9 @@ class KfacStatistic(Statistic):
 
 
 class Kfac(Curvature[KfacStatistic]):
-    """Kronecker factors for weights that have them, and exact blocks for other parameters.
+    """Kronecker factors for weights that have them, and exact blocks for all other parameters.
 
-    Weight and bias are separate blocks, so their precisions may differ.
+    A weight and its bias are separate blocks, so their precisions may differ.
 
     Args:
         weights: The parameters.
@@ -159,7 +159,7 @@ class Kfac(Curvature[KfacStatistic]):
         dense_limit: Largest size of a dense block of another parameter. Larger blocks are diagonal.
 
     Raises:
-        ConfigurationError: If a precision varies inside a Kronecker block.
+        ConfigurationError: If a precision varies within a Kronecker block.
     """
 
     name = "kfac"
@@ -215,7 +215,7 @@ class Kfac(Curvature[KfacStatistic]):
     def _add_others(
         self, blocks: Mapping[str, Tensor], linearization: Linearization, root: RootRows
     ) -> dict[str, Tensor]:
-        """Return the blocks plus the exact blocks and diagonals of a micro-batch."""
+        """Add the exact blocks and diagonals of a micro-batch, and return all blocks."""
         rows = linearization.rows(root.vectors, self.formed) if self.formed else {}
         added = dict(blocks)
         for name in self.formed:
@@ -289,7 +289,7 @@ class Kfac(Curvature[KfacStatistic]):
     def _examples(
         self, linearization: Linearization, root: RootRows
     ) -> dict[str, list[KroneckerUse]]:
-        """Return the uses of each Kronecker weight, or a single one with ``"reduce"``."""
+        """Return the uses of each Kronecker weight, joined into a single use with ``"reduce"``."""
         if not self._kronecker:
             return {}
         examples = {}
@@ -312,7 +312,7 @@ class Kfac(Curvature[KfacStatistic]):
         names = list(varying)
         if names:
             raise ConfigurationError(
-                f"The prior precision varies inside the Kronecker blocks of {names}, but KFAC needs"
+                f"The prior precision varies within the Kronecker blocks of {names}, but KFAC needs"
                 " one precision per tensor. Use a prior such as 'layerwise', or the structure"
                 " 'diag', 'blockdiag' or 'ntk'."
             )
@@ -323,8 +323,8 @@ def _kronecker_log_det(
 ) -> Float[Tensor, ""]:
     """Return Σ log|I + B ⊗ A / (count · precision)| over the Kronecker weights.
 
-    Eigenvalues have the type of the sums by default. If that rounds too much, they are computed
-    again in float64, from the same sums.
+    Eigenvalues have the type of the sums by default. If rounding errors are too large, they are
+    computed again in float64 from the same sums.
     """
     terms, used = list[Tensor](), list[tuple[Spectrum, Tensor]]()
     for name in statistic.factors:
@@ -363,8 +363,8 @@ def _spectrum(statistic: KfacStatistic, name: str, dtype: torch.dtype | None) ->
 def _factors(use: KroneckerUse, shape: torch.Size | None = None) -> Factors:
     """Return the sums over the examples of a use.
 
-    Given the ``shape`` of the weight, A or B is replaced by a Gram matrix of the examples if that
-    is smaller. It has the same eigenvalues.
+    Given the ``shape`` of the weight, A or B is replaced by a Gram matrix of the examples if this
+    matrix is smaller. Both have the same nonzero eigenvalues.
     """
     count, dtype = use.num_data * use.positions, use.pieces[0].dtype
     num_inputs = 0 if shape is None else shape[0] if use.transposed else prod(shape[1:])

@@ -1,4 +1,4 @@
-"""Kronecker factors of one use of a weight: its inputs, its gradients and their sums."""
+"""Kronecker factors of one use of a weight: the inputs, the gradients and their sums."""
 
 import copy
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class KroneckerUse:
     of channel groups, whose blocks are stacked along dimension 0 of the weight.
 
     Args:
-        inputs: Inputs of the matrix, possibly in a narrower type.
+        inputs: Inputs of the matrix, possibly in a narrower type than the gradients.
         gradients: Derivatives of the rows with respect to the product, in pieces. Each piece
             has some of the rows.
         transposed: Whether the weight is (in, out).
@@ -66,7 +66,7 @@ class KroneckerUse:
         return self.num_data * self.positions * sum(piece.shape[1] for piece in self.pieces)
 
     def input_gram(self, dtype: torch.dtype) -> Float[Tensor, "G i i"]:
-        """Return Σ a aᵀ over examples and positions, summed in this type, once differentiable."""
+        """Return Σ a aᵀ over examples and positions, summed in ``dtype``, once differentiable."""
         return Gram.apply(self._flat(dtype), outer_gram, outer_gram_pull)
 
     def inner_input_gram(self, cotangent: Float[Tensor, "G i i"]) -> Float[Tensor, ""]:
@@ -95,7 +95,7 @@ class KroneckerUse:
         return torch.stack(forms).sum()
 
     def scaled(self, scale: Float[Tensor, "m k"] | None, dtype: torch.dtype) -> "KroneckerUse":
-        """Return the use with gradients in this type, times the scale of each row (None: 1)."""
+        """Return the use with gradients in ``dtype``, times the scale of each row (None: 1)."""
         pieces = [piece.to(dtype) for piece in self.pieces]
         if scale is not None:
             scales = scale.to(dtype)[:, :, None, None, None].split([p.shape[1] for p in pieces], 1)
@@ -109,15 +109,15 @@ class KroneckerUse:
         return use
 
     def detach(self) -> "KroneckerUse":
-        """Return the factors without a graph."""
+        """Return the use without a graph."""
         use = self.with_gradients([piece.detach() for piece in self.pieces])
         use._inputs = None if self._inputs is None else self._inputs.detach()
         return use
 
     def _gradient_columns(self) -> "list[Float[Tensor, 'b G o R']]":
-        """Return batches of matrices whose columns are all gradients.
+        """Return batches of matrices whose columns are all the gradients.
 
-        The gradients of a convolution have their positions last in memory, so a matrix per row
+        The gradients of a convolution have their positions last in memory, so one matrix per row
         needs no copy. Its Gram is at most as large as the gradients, and short sums round less.
         Other gradients form one matrix.
         """

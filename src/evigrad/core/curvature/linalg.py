@@ -46,7 +46,7 @@ _refused: ContextVar[bool] = ContextVar("refused", default=False)
 
 
 class RoundingError(Exception):
-    """Rounding spoils a log-determinant. The caller can repeat the computation in a wider dtype."""
+    """Rounding makes a log-determinant inaccurate. The caller can compute it in a wider dtype."""
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def rounding_is_refused() -> bool:
 
 
 def check_rounding(error: Tensor, value: Tensor, dtype: torch.dtype) -> None:
-    """Warn, or raise within ``rounding_refused``, if rounding of a matrix of ``dtype`` matters.
+    """Warn if rounding of a matrix of ``dtype`` matters, or raise within ``rounding_refused``.
 
     ``error`` is an estimate of the error in the log-determinant ``value``, in nats.
     """
@@ -132,13 +132,14 @@ def psd_eigenvalues(
 ) -> Float[Tensor, "*batch r"]:
     """Return ascending eigenvalues of positive semidefinite matrices, with negative ones set to 0.
 
-    The result is differentiable once, for spectral functions, which treat equal eigenvalues
+    The result is differentiable once. Use it only in functions that treat equal eigenvalues
     equally. The cotangent V diag(v̄) Vᵀ then needs no gaps between eigenvalues. It ignores the
     clamp, so null directions keep their one-sided derivative.
 
     A sum of at most ``rank`` outer products has its eigenvectors in their span, which is found by
-    multiplying by a random matrix (Halko, Martinsson & Tropp, 2011, section 4). Zero eigenvalues
-    outside this span are omitted. Their derivative vanishes for every change of the outer products.
+    multiplying the sum by a random matrix (Halko, Martinsson & Tropp, 2011, section 4). Zero
+    eigenvalues outside this span are omitted. Their derivative vanishes for every change of the
+    outer products.
 
     Raises:
         NotPositiveDefiniteError: If the matrix is not finite.
@@ -160,7 +161,7 @@ def kronecker_rounding(
     """Return an estimate, in nats, of how rounding of A and B changes ``log_det_kronecker``.
 
     Errors have random signs, so their squares add up. Eigenvalues hidden by rounding also have a
-    common bias, because none is below zero.
+    common bias, because none of them is negative.
     """
     unit = EIGENVALUE_ROUNDINGS * torch.finfo(left.dtype).eps
     parts = []
@@ -210,7 +211,7 @@ def _shifted(matrix: Tensor, shift: float) -> Tensor:
 
 
 def _factor(matrix: Tensor) -> Tensor | None:
-    """Return the Cholesky factor, or None if there is none (also for NaN)."""
+    """Return the Cholesky factor, or None if it does not exist or the matrix has NaN entries."""
     factor, info = torch.linalg.cholesky_ex(matrix)
     return factor if int(info) == 0 else None
 
@@ -252,9 +253,10 @@ def factor_identity_plus(matrix: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
 
 
 def _check_pivots(sizes: Tensor, pivots: Tensor, dtype: torch.dtype) -> None:
-    """Call ``check_rounding`` for Σ log pivots, each off by some roundings of its size.
+    """Call ``check_rounding`` for Σ log pivots.
 
-    Exact pivots are at least 1. Roundings have random signs, so their squares add up.
+    Each pivot is off by some rounding errors of its size. Exact pivots are at least 1. Rounding
+    errors have random signs, so their squares add up.
     """
     unit, value = torch.finfo(dtype).eps, pivots.log().sum()
     errors = (PIVOT_ROUNDINGS * unit * sizes / pivots).log1p()
@@ -347,9 +349,10 @@ def _eigen(decompose: Callable[[Tensor], Any], matrix: Tensor) -> Sequence[Tenso
         return [part.to(matrix.dtype) for part in decompose(matrix.to(torch.float64))]
     except LinAlgError as error:
         raise NotPositiveDefiniteError(
-            f"LAPACK cannot compute eigenvalues of the curvature, even in float64: {error}. It has"
-            f" {matrix.shape[-1]} columns and a largest entry of {float(matrix.abs().max()):.3g}."
-            " Look for weights or hyperparameters that have diverged."
+            f"LAPACK cannot compute eigenvalues of the curvature, even in float64: {error}. The"
+            f" matrix has {matrix.shape[-1]} columns and a largest entry of"
+            f" {float(matrix.abs().max()):.3g}. Look for weights or hyperparameters that have"
+            " diverged."
         ) from error
 
 
@@ -361,9 +364,9 @@ class MatrixSpectrum:
     """The eigenvalues of a symmetric positive semidefinite matrix.
 
     Attributes:
-        values: In float64, as accurate as the matrix allows. Zeros may be missing.
+        values: The eigenvalues in float64, as accurate as the matrix allows. Zeros may be missing.
         dtype: The type of the matrix.
-        largest: Its largest diagonal element.
+        largest: The largest diagonal element of the matrix.
     """
 
     values: Float[Tensor, " n"]
@@ -371,7 +374,7 @@ class MatrixSpectrum:
     largest: Tensor
 
     def log_det(self, precision: Float[Tensor, ""]) -> Float[Tensor, ""]:
-        """Return log|I + matrix / precision| in nats, with a graph into the precision."""
+        """Return log|I + matrix / precision| in nats, differentiable in the precision."""
         ratios = self.values / precision.to(self.values.dtype)
         value = ratios.log1p().sum()
         with torch.no_grad():  # the rounding of the matrix, as for Cholesky pivots

@@ -71,7 +71,7 @@ class NtkStatistic(Statistic):
         return any(t.requires_grad for rows in self.rows.values() for t in rows.tensors())
 
     def __add__(self, other: "NtkStatistic") -> "NtkStatistic":
-        """Return the rows of both statistics, without cached Grams, which lack their products."""
+        """Return the rows of both statistics, without cached Grams, which lack mixed products."""
         scales = [part.scale for part in (self, other)]
         scale = next((s for s in scales if s is not None), None)
         if scale is not None:
@@ -107,7 +107,7 @@ class NtkStatistic(Statistic):
         return self.grams[key]
 
     def taken_gram(self, names: Sequence[str], like: Tensor) -> Float[Tensor, "R R"]:
-        """Return ``kept_gram`` and drop it from the cache, so that it may be overwritten."""
+        """Return ``kept_gram`` and remove it from the cache, so that it may be overwritten."""
         gram = self.kept_gram(names, like)
         del self.grams[(*names, like.dtype)]
         return gram
@@ -117,7 +117,7 @@ class NtkStatistic(Statistic):
     ) -> MatrixSpectrum | None:
         """Return the eigenvalues of ``kept_gram``, or None at the first call.
 
-        Without ``keep``, the Gram is not cached. ``rank`` is as for ``Spectra.at_second_use``.
+        Without ``keep``, the Gram is not cached. For ``rank``, see ``Spectra.at_second_use``.
         """
         gram = partial(self.kept_gram if keep else self.taken_gram, names, like)
         return self.spectra.at_second_use((*names, like.dtype), gram, rank)
@@ -140,14 +140,14 @@ class Ntk(Curvature[NtkStatistic]):
         weights: The parameters.
         precision_groups: For each parameter whose prior precision is one number, the label of its
             prior group. Parameters of a group share one precision and one Gram. The precisions of
-            other parameters vary inside them.
+            other parameters vary within the parameter.
         gram_dtype: Dtype of S and its factor. None: the dtype of the rows.
         contracted: Parameters whose rows stay products (``fast.contraction``), with the count of
-            numbers that represent one row. Ignored if the precision varies.
+            numbers that represent each row. Ignored if the precision varies.
         keep: Function that stores a tensor (``fast.storage``).
-        itemsize: Bytes of a stored number, or 0 if rows are on another device.
-        blocks: A partition of the parameters, each precision group within one block. ℓ is the sum
-            over the blocks. None: one block.
+        itemsize: Bytes of a stored number, or 0 if rows are stored on another device.
+        blocks: A partition of the parameters, with each precision group within one block. ℓ is the
+            sum over the blocks. None: one block.
     """
 
     name = "ntk"
@@ -200,7 +200,7 @@ class Ntk(Curvature[NtkStatistic]):
         *,
         alone: bool = False,
     ) -> NtkStatistic:
-        """Return all rows so far. Rows of a batch ``alone`` stay deferred until ``condense``."""
+        """Return all rows so far. If ``alone``, the rows stay deferred until ``condense``."""
         present = _present(root)
         rows = linearization.deferred_rows(root, list(self._numel), self.contracted)
         part = NtkStatistic(rows, _present_scale(root, present), (present,))
@@ -332,7 +332,7 @@ class Ntk(Curvature[NtkStatistic]):
         return {name: words[name] for name in self._numel}
 
     def condense(self, statistic: NtkStatistic) -> NtkStatistic:
-        """Return a statistic with the Grams of groups instead of the rows, whose memory it frees.
+        """Return a statistic with the groups' Grams instead of the rows, and free the rows' memory.
 
         If the rows have a graph or the Grams are not stored, return the same statistic.
         """
@@ -412,7 +412,7 @@ class Ntk(Curvature[NtkStatistic]):
     def _shared_groups(
         self, precisions: Mapping[str, Tensor], block: Collection[str]
     ) -> list[list[str]]:
-        """Return the precision groups of a block. Raise an error if one has several precisions."""
+        """Return a block's precision groups, or raise an error if one has several precisions."""
         groups = {group: names for group, names in self._groups.items() if names[0] in block}
         for group, names in groups.items():
             shared = all(precisions[name].ndim == 0 for name in names)
@@ -467,14 +467,14 @@ def _chained(
 
 
 class BlockKernel(Ntk):
-    """A dense structure, computed from the Gram matrices of the rows of each block.
+    """A dense structure, computed from the Gram matrix of each block's rows.
 
     For a block of n weights and R rows, let S_b be the R x R Gram matrix of the rows' entries in
     that block. Then log|I + P0^{-1/2} H_b P0^{-1/2}| = log|I + S_b| (Theorem 3 of the paper). For
     few rows and many weights, S_b is far cheaper. Ten examples with ten outputs and 12,800 weights
     need a matrix of 100 x 100 instead of 12,800 x 12,800.
 
-    ``dense`` is the structure that this one replaces and whose name it takes. Other arguments
+    ``dense`` is the structure that this object replaces and whose name it takes. Other arguments
     are as for ``Ntk``, but a precision group may span several blocks.
     """
 
@@ -505,8 +505,8 @@ def is_cheaper(kernel: BlockKernel, dense: BlockDiagonal, num_rows: int) -> bool
 
     For R rows and n weights in a block, H takes 2 R n² and its factor n³/3, and the Gram takes
     2 R² n and its factor R³/3. At R = n, Grams were 1.5 times faster for precisions and 1.9 times
-    faster in two passes, but took more memory. Only sizes count, so every machine makes the same
-    choice.
+    faster in two passes, but took more memory. The choice depends only on sizes, so it is the same
+    on every machine.
     """
     rows = num_rows
     by_grams = sum(6 * rows**2 * size + rows**3 for size in dense.sizes)

@@ -1,8 +1,8 @@
 """The rows of one parameter in a block, and products of them without a second copy.
 
-Rows are stored per micro-batch, in the requested type and on the requested device. They are read in
-slabs of columns, so there is never a second copy of all rows. The derivative of ℓ with respect to
-the rows can overwrite them.
+Each micro-batch's rows are stored in the requested type and on the requested device. They are read
+in slabs of columns, so there is never a second copy of all rows. The derivative of ℓ with respect
+to the rows can overwrite them.
 """
 
 from abc import ABC, abstractmethod
@@ -40,7 +40,7 @@ class Rows(ABC):
     def differentiable_gram(
         self, like: Tensor, precision: Float[Tensor, " n"]
     ) -> Float[Tensor, "R R"]:
-        """Return A P0^{-1} Aᵀ with a graph into the precision and the rows."""
+        """Return A P0^{-1} Aᵀ, differentiable in the precision and the rows."""
 
     @abstractmethod
     def write_cotangent(self, cotangent: Float[Tensor, "R R"], precision: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class Rows(ABC):
 
     @abstractmethod
     def tensors(self) -> list[Tensor]:
-        """Return the tensors for derivatives, in a fixed order."""
+        """Return the tensors with respect to which derivatives are taken, in a fixed order."""
 
     @abstractmethod
     def with_tensors(self, tensors: Iterator[Tensor]) -> Self:
@@ -60,7 +60,7 @@ class Rows(ABC):
 
     @abstractmethod
     def part(self, rows: slice, data: slice) -> Self:
-        """Return the part for a slice of rows and of their examples, as one micro-batch."""
+        """Return the part for a slice of rows, with their slice of examples, as one micro-batch."""
 
     @abstractmethod
     def kept(self, keep: Callable[[Tensor], Tensor]) -> "Rows":
@@ -72,12 +72,12 @@ class Rows(ABC):
 
     @abstractmethod
     def __add__(self, other: "Rows") -> "Rows":
-        """Return all rows, with those of ``other`` below the rows of this object."""
+        """Return all rows, with the rows of ``other`` below the rows of this object."""
 
 
 @dataclass(frozen=True, eq=False)
 class DenseRows(Rows):
-    """Rows as one matrix (R_i, n) for each micro-batch, in ``chunks``."""
+    """Rows as a list ``chunks`` of one matrix (R_i, n) for each micro-batch."""
 
     chunks: tuple[Tensor, ...]
 
@@ -141,10 +141,10 @@ class DenseRows(Rows):
 
 @dataclass(frozen=True, eq=False)
 class DeferredRows(Rows):
-    """Rows that are formed each time they are read, so that only one parameter's rows exist.
+    """Rows that are formed each time they are read, so that only one parameter uses memory.
 
     Attributes:
-        form: Returns the matrix (R, n). It holds the forward pass of the rows.
+        form: Function that returns the matrix (R, n). It holds the forward pass of the rows.
         count: R.
     """
 
@@ -209,7 +209,7 @@ def add_part(values: Float[Tensor, " n"], columns: slice, part: Tensor) -> None:
 
 
 def between(chunks: Sequence[Tensor], span: slice) -> Tensor:
-    """Return entries of tensors concatenated along dim 0, as a view if one tensor has them all."""
+    """Return entries of tensors concatenated along dim 0, as a view if one tensor has all."""
     parts, start = [], 0
     for chunk in chunks:
         stop = start + len(chunk)
@@ -226,7 +226,7 @@ def between(chunks: Sequence[Tensor], span: slice) -> Tensor:
 
 
 class MixedGrams(Function):
-    """Σ weight · Gram over stored Grams, without a scaled copy of each."""
+    """Σ weight · Gram over stored Grams, without a scaled copy of each Gram."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, *grams: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ class MixedGrams(Function):
 class RowsGram(Function):
     """A P0^{-1} Aᵀ of one parameter's rows A, in several chunks.
 
-    The backward pass keeps only the inputs, instead of a scaled copy of all rows. It reads the rows
+    The backward pass keeps only the inputs and not a scaled copy of all rows. It reads the rows
     once for both cotangents.
     """
 
