@@ -469,7 +469,7 @@ class _Batches:
 
 
 def last_layer(problem: Problem, data: object) -> list[str]:
-    """Return the weights of the last called module that has weights and no layers inside."""
+    """Return the weights of the last called module that has weights and contains no layers."""
     x = check_inputs(as_source(data).first(PROBE_SIZE)[0], problem.device)
     problem.network.plan(x)  # checks the model
     owned = partition_names(list(problem.weights), "module")
