@@ -141,7 +141,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_for(what: str, cheaper: str) -> Iterator[None]:
-    """Turn an allocator's error into a MemoryBudgetError that names ``what`` did not fit.
+    """Turn an allocator's error into a MemoryBudgetError about ``what`` did not fit.
 
     ``cheaper`` is what the message recommends instead.
 

@@ -845,9 +845,9 @@ class Evidence:
             self._positions = source.positions
         elif source.positions is None or not self._positions.has_the_places_of(source.positions):
             raise InputError(
-                "These examples have targets at other positions than the data set from which the"
-                f" anchors of {self.spec.name} were chosen. Pass the first data set again, in the"
-                " same order, or make an evidence for these examples with with_estimator(...)."
+                "These examples have targets at other positions than in the data set from which"
+                f" the anchors of {self.spec.name} were chosen. Pass the first data set again, in"
+                " the same order, or make an evidence for these examples with with_estimator(...)."
             )
 
     # ------------------------------------------------------------ telling and keeping

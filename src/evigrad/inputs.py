@@ -199,7 +199,7 @@ def as_inputs(value: Any) -> Inputs:
             )
         if part.layout != torch.strided:
             raise InputError(
-                f"{name} of the inputs must be dense, got a sparse tensor. Use its to_dense()."
+                f"{name} of the inputs must be dense, got a sparse tensor. Call its to_dense()."
             )
         if part.dim() == 0:
             raise InputError(
@@ -292,7 +292,7 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return containers with ``function`` applied to each part; None stays None."""
+    """Return containers with ``function`` applied to each part. None stays None."""
     if isinstance(value, Mapping):
         return {key: mapped(function, part) for key, part in value.items()}
     if isinstance(value, tuple | list):
@@ -463,7 +463,7 @@ class Transparent(nn.Module):
 
 
 def inside(module: Transparent) -> nn.Module:
-    """Return the model. It is not an attribute, because its submodules may have any name."""
+    """Return the model. It is not an attribute, because a submodule may have any name."""
     return module.__dict__[_MODEL]
 
 
@@ -535,8 +535,8 @@ class Outputs(Transparent):
 
     Args:
         model: Any module.
-        output: Which part of the result: the name of an attribute or a key, an index, or a function
-            of the result. Default: the result itself, or its ``logits`` if it has them.
+        output: Which part of the model's result: the name of an attribute or a key, an index, or a
+            function of the result. Default: the result itself, or its ``logits`` if it has them.
         channel_dim: Dimension of the C outputs, such as 1 for images (m, C, height, width).
             Default: −1, the last.
 

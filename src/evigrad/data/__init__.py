@@ -91,9 +91,10 @@ def load(
     - A path that ends in .csv, .tsv or .parquet: a table of features and a target, which may be
       classes or numbers. Text features become 0/1 columns.
     - ``NAME:VARIANT`` for any image set: each train and test image is transformed once, with
-      bilinear interpolation and black borders. ``rotated90`` and ``rotated180``: by an angle
-      uniform in ±90° or ±180°. ``translated8``: by up to 8 pixels in x and y. ``scaled``: by a
-      factor exp(u), u uniform in ±log 2. An image has the same transform for every subset and seed.
+      bilinear interpolation and black borders. ``rotated90`` and ``rotated180``: by a random angle,
+      uniform within ±90° or ±180°. ``translated8``: by up to 8 pixels in x and y. ``scaled``: by a
+      factor exp(u), with u uniform within ±log 2. An image has the same transform for every subset
+      and seed.
 
     Inputs and numeric targets are standardized with the statistics of the returned train data
     (images per channel). The global random state is not touched.
@@ -109,10 +110,10 @@ def load(
             the test set.
         target: Column of a table to predict. Default: the column that its metadata names.
         likelihood: Kind of a table's target: ``categorical`` (classes), ``gaussian`` or
-            ``student-t`` (numbers),
-            ``heteroscedastic`` or ``natural-gaussian`` (numbers, for a network with two outputs),
-            or ``poisson`` (counts, not standardized). Default: text, yes/no, and at most 20
-            different whole numbers are classes; other targets are ``gaussian``.
+            ``student-t`` (numbers), ``heteroscedastic`` or ``natural-gaussian`` (numbers, for a
+            network with two outputs), or ``poisson`` (counts, not standardized). Default: text,
+            yes/no, and at most 20 different whole numbers are classes. Other targets are
+            ``gaussian``.
         features: Columns of a table to use as features, as a list or a comma-separated string.
             Default: the columns that its metadata names, or else all other columns.
         drop: Columns of a table to ignore, in the same form.

@@ -1,7 +1,7 @@
 """The kinds of a table's columns: one set of rules for files and for scikit-learn's tables.
 
-Texts are categories, and a missing text is a category. Numbers and yes/no are numbers, and none of
-these may be missing. Constant columns are left out, with a warning.
+Texts are categories, and a missing text is a category. Numbers and yes/no values are numbers, none
+of which may be missing. Constant columns are omitted, with a warning.
 """
 
 import datetime
@@ -134,7 +134,7 @@ def _is_number(text: str) -> bool:
 
 
 def refuse(where: str, problems: Iterable[str | None]) -> None:
-    """Raise InputError with all problems of a table in one message; ``where`` names the table."""
+    """Raise InputError with all problems of the table named by ``where``, in one message."""
     texts = [problem for problem in problems if problem]
     sentences = [f"{text[:1].upper()}{text[1:]}." for text in texts]
     if len(texts) == 1:

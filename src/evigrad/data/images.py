@@ -156,7 +156,7 @@ def _channel_statistics(images: Tensor, largest: int) -> tuple[Tensor, Tensor]:
 
 
 def parquet_images(name: str, file: Path) -> Images:
-    """Return the images of a Parquet file, whose metadata may name classes; see `table_images`."""
+    """Return the images of a Parquet file, whose metadata may name classes. See `table_images`."""
     table = read_parquet(name, file)
     try:
         metadata = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))

@@ -81,8 +81,8 @@ class Averaged(nn.Module):
         inner = [module for module in model.modules() if isinstance(module, Stochastic)]
         if inner:
             raise ConfigurationError(
-                f"The averaged model must not draw noise, got {type(inner[0]).__name__} in it. Put"
-                " all random operations into one transform."
+                f"The averaged model must not draw noise, but contains {type(inner[0]).__name__}."
+                " Put all random operations into one transform."
             )
         self.model, self.invariance = model, invariance
         self.num_samples, self.average, self.chunk = num_samples, average, chunk

@@ -113,9 +113,9 @@ class Likelihood(nn.Module, ABC):
             y: Targets.
 
         Raises:
-            InputError: If the outputs do not have the shape (m, C), or there are no examples. Also
-                if y is not a tensor, has a different number of examples, or has NaN or infinite
-                values.
+            InputError: If the outputs do not have the shape (m, C), or there are no examples. It is also
+                raised if y is not a tensor, has a different number of examples, or has NaN or
+                infinite values.
         """
         shape = tuple(f_shape)
         if len(shape) != 2:
@@ -445,7 +445,7 @@ class Likelihood(nn.Module, ABC):
 
         Returns:
             ``log_likelihood`` in nats. For classes with ``probabilities``, also ``correct``, the
-            number of examples whose most probable class is right. If each label has its own
+            number of examples whose most probable class is correct. If each label has its own
             probability, ``correct`` is the number of correct labels divided by the number of labels
             per example.
         """
@@ -481,7 +481,7 @@ def by_entry(name: str, values: Tensor) -> dict[str, float]:
 
 
 def check_one_per_output(f_shape: Sequence[int], y: Tensor) -> None:
-    """Raise InputError unless targets are (m, C), as a missing axis would broadcast to m × m."""
+    """Raise InputError unless targets are (m, C). A missing axis would broadcast to m × m."""
     if tuple(y.shape) != tuple(f_shape):
         hint = " Use y.unsqueeze(-1)." if y.ndim == 1 and f_shape[1] == 1 else ""
         raise InputError(
@@ -509,5 +509,5 @@ def _differ(one: Tensor, other: Tensor) -> bool:
 
 
 def total(values: Tensor) -> float:
-    """Return the sum in float64, because float32 would lose digits over a batch."""
+    """Return the sum in float64, because float32 would lose precision over a batch."""
     return float(values.detach().double().sum())

@@ -19,11 +19,11 @@ class Weighted(Likelihood):
     examples. ``targets`` combines targets and weights in one tensor, which you pass as targets.
     Metrics and predictions ignore the weights.
 
-    The normalizer of a density also counts w times. So if the weights mean a noise of σ/√w for each
-    example, the learned noise of a Gaussian is too small by the square root of the mean weight. If
-    the mean weight is 1, the learned noise is correct for this meaning too. In ``kfac``, only the
-    factor of the gradients is weighted, so a weight of two does not have the effect of repeating
-    the example.
+    The normalizer of a density also counts w times. So if the weights represent a noise of σ/√w for
+    each example, the learned noise of a Gaussian is too small by the square root of the mean
+    weight. If the mean weight is 1, the learned noise is also correct for this meaning. In
+    ``kfac``, only the factor of the gradients is weighted, so a weight of two does not have the
+    effect of repeating the example.
 
     Args:
         likelihood: Likelihood of the targets.

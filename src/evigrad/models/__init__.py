@@ -1,4 +1,4 @@
-"""Networks by name: small networks, the paper's residual networks with Fixup, and sequences."""
+"""Networks by name: small networks, residual networks with Fixup, and sequence models."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -91,7 +91,7 @@ def make_network(record: Mapping[str, Any], seed: int = 0) -> nn.Module:
     """Return the network of a run, on the CPU, from its record in the run's configuration.
 
     ``model`` in the record has the arguments of ``make_model``. ``invariance`` is None, or has
-    ``num_samples``, ``average``, and in ``transform`` the arguments of ``AffineInvariance``.
+    ``num_samples``, ``average`` and ``transform``, the arguments of ``AffineInvariance``.
     Convolutions use the channels-last memory format, which is faster (docs/performance.md).
     """
     # Not in make_model, because FSDP2 needs contiguous weights.

@@ -89,8 +89,8 @@ def mean_over_ranks(
 
     Each estimate corresponds to one of the ``blocks``. The weight of a rank is its number of draws
     of anchored blocks, or its number of other blocks. Any rank except the first may have no blocks.
-    Its gradients are then zero. For H numbers in the gradients, a rank sends 2 (R − 1)/R · 8 (H +
-    7) bytes.
+    Its gradients are then zero. For H numbers in the gradients, a rank sends
+    2 (R − 1)/R · 8 (H + 7) bytes.
     """
     ranks = problem.ranks
     if ranks.count == 1:
