@@ -99,7 +99,7 @@ class Ranks:
     # ------------------------------------------------------------ tensors
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sums over the ranks, without a graph, in one message for each data type."""
+        """Return the sums over the ranks, without a graph. Send one message for each data type."""
         if self.count == 1:
             return list(tensors)
         sums = [tensor.detach() for tensor in tensors]
@@ -129,7 +129,7 @@ class Ranks:
         return [part[:size].to(tensor.device) for part, size in zip(parts, lengths, strict=True)]
 
     def share(self, tensors: Sequence[Tensor]) -> None:
-        """Give the values of rank 0 to all ranks, in place."""
+        """Copy the values of rank 0 to all ranks, in place."""
         if self.count == 1:
             return
         for tensor in tensors:
@@ -166,7 +166,7 @@ class Ranks:
     # ------------------------------------------------------------ errors
 
     def agree(self) -> None:
-        """Raise the error of another rank, before a call in which ranks wait for each other."""
+        """Raise the error of another rank, if any, before a call in which ranks wait for others."""
         with self.together():
             pass
 

@@ -178,7 +178,7 @@ def raised_in(whose: str) -> Iterator[None]:
 def require(module: str, purpose: str, extra: str = "data") -> Any:
     """Return a module that an extra of evigrad installs.
 
-    ``purpose`` says what needs the module, as the subject of the error's sentence.
+    ``purpose`` names what needs the module, as the subject of the error's sentence.
 
     Raises:
         EvigradError: If the module is not installed.

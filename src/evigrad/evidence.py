@@ -617,9 +617,10 @@ class Evidence:
             draws: Number of draws, each from a different part.
 
         Returns:
-            True if steps on the prior need only inner products of the rows, if separate passes
-            would not need fewer of these products, and if the products fit into the allowed memory.
-            The limits are the memory budget, and one gibibyte or the memory of the rows.
+            True if steps on the prior need only inner products of the rows, separate passes would
+            not need fewer of these products, and the products fit into memory. They may take at
+            most one gibibyte or the memory of the rows, whichever is larger. A memory budget limits
+            them further.
         """
         if self._anchors is None or draws < 2:
             return False

@@ -239,7 +239,7 @@ def each_once(x: Inputs) -> Tensor | Tree:
 
 
 def with_tensors(x: Tensor | Tree, tensors: Sequence[Tensor]) -> Tensor | Tree:
-    """Return the containers of ``x`` with other tensors."""
+    """Return the containers of ``x`` with these tensors."""
     return tensors[0] if isinstance(x, Tensor) else x.with_leaves(tensors)
 
 
@@ -365,7 +365,7 @@ def _raised_by(model: nn.Module, whose: str) -> Iterator[None]:
 def noted_calls(
     modules: Iterable[nn.Module], note: Callable[[nn.Module, tuple[Any, ...], Any], None]
 ) -> Iterator[None]:
-    """Pass each call of one of the modules, its arguments and its result, to ``note``."""
+    """Call ``note`` with the module, the arguments and the result of each call of a module."""
     handles = [module.register_forward_hook(note) for module in modules]
     try:
         yield

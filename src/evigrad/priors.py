@@ -182,9 +182,9 @@ class GaussianPrior(nn.Module):
             weights: Weights by name. A shared weight must occur once.
 
         Raises:
-            ConfigurationError: If there are no weights, the prior is bound to other weights, a
-                weight is not in exactly one group, a setting does not fit the groups, or the
-                hyperprior does not return a scalar.
+            ConfigurationError: If there are no weights, the prior is bound to other weights, or a
+                weight is not in exactly one group. It is also raised if a setting does not fit the
+                groups or the hyperprior does not return a scalar.
         """
         if not weights:
             raise ConfigurationError(

@@ -201,8 +201,8 @@ class AdditiveNoise(Transform):
         per_feature: Whether each feature has its own level. Default: False.
 
     Attributes:
-        raw_level: The level, possibly with a negative sign, because a step may cross 0. Its shape
-            is ``shape`` if ``per_feature``, else ().
+        raw_level: The level, possibly with a negative sign, because an optimizer step may cross 0.
+            Its shape is ``shape`` if ``per_feature``, else ().
 
     Raises:
         ConfigurationError: If the initial level is negative or not finite.

@@ -113,8 +113,8 @@ class Likelihood(nn.Module, ABC):
             y: Targets.
 
         Raises:
-            InputError: If the outputs do not have the shape (m, C), or there are no examples. It is also
-                raised if y is not a tensor, has a different number of examples, or has NaN or
+            InputError: If the outputs do not have the shape (m, C), or there are no examples. It is
+                also raised if y is not a tensor, has a different number of examples, or has NaN or
                 infinite values.
         """
         shape = tuple(f_shape)

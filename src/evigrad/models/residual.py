@@ -96,7 +96,7 @@ class Block(nn.Module):
                 self.shortcut = Subsample(inputs, outputs, stride)
 
     def initialise(self, num_branches: int) -> None:
-        """Start the last of m convolutions at zero. Scale the branch's earlier weights by L^(-1/(2m-2)).
+        """Start the last of m convolutions at zero. Scale the weights before it by L^(-1/(2m-2)).
 
         ``num_branches`` is L, the number of residual branches in the network.
         """

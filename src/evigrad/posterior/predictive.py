@@ -38,11 +38,11 @@ class Predictive:
         covariance: Covariance of each example's outputs due to uncertain weights (epistemic).
         likelihood: Likelihood of the posterior, which is only read.
         link: How probabilities and densities of targets are averaged over the outputs.
-            ``monte-carlo`` averages over samples. ``probit`` uses the outputs
-            f / √(1 + π/8 · variance), without samples and correlations. This is the formula of
-            MacKay (1992) for a sigmoid, and the mean-field approximation for a softmax. ``plug-in`` ignores the
-            uncertainty of the outputs. For Gaussian targets, ``monte-carlo`` and ``probit`` have a
-            closed form. The mean and the variances do not depend on the link.
+            ``monte-carlo`` averages over samples. ``probit`` uses the outputs f / √(1 + π/8 ·
+            variance), without samples and correlations. This is the formula of MacKay (1992) for a
+            sigmoid and the mean-field formula for a softmax. ``plug-in`` ignores the uncertainty of
+            the outputs. For Gaussian targets, ``monte-carlo`` and ``probit`` have a closed form.
+            The mean and the variances do not depend on the link.
         num_samples: Number of samples for ``monte-carlo``.
         seed: Seed of the samples, so that a prediction does not change between reads.
 
