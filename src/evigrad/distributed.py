@@ -207,7 +207,7 @@ class Ranks:
         )
 
     def _exchange(self, text: bytes, number: int) -> list[int]:
-        """Return the numbers of all ranks if none failed; ``text`` is the error of this rank."""
+        """Return the numbers of all ranks if none failed. ``text`` is the error of this rank."""
         seen = torch.tensor([len(text), number], device=self._place)
         lengths, numbers = torch.stack(self._gathered(seen)).mT.tolist()
         if any(lengths):

@@ -600,7 +600,7 @@ class Evidence:
         return self._not_kept(x, wrt) is None
 
     def _not_kept(self, x: Any, wrt: str | Sequence[str] | None) -> str | None:
-        """Return why a pass cannot follow the hyperparameters of ``wrt``; None if it can."""
+        """Return why a pass cannot follow the hyperparameters of ``wrt``, or None if it can."""
         changing, others = divided(self.hyperparameters(), wrt)
         plan = self._problem.plan_of(x)
         with held_constant(others):

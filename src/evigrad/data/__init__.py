@@ -211,7 +211,7 @@ def _is_plain(name: str) -> bool:
 
 
 def _table_file(name: str, folder: Path | None) -> Path | None:
-    """Return the table of this name; image sets and shipped sets take precedence."""
+    """Return the table of this name. Image sets and shipped sets take precedence."""
     short = name.removeprefix(f"{TABLE_FOLDER}/")
     if folder is None or name in (*SHIPPED, *SHIPPED_TABLES) or not _is_plain(short):
         return None

@@ -112,8 +112,9 @@ def problem_of_marks(column: Column, leave_out: str) -> str | None:
         return None
     if with_comma.any():
         return (
-            f"{column.label} holds numbers with a decimal comma, such as '{distinct[with_comma][0]}': write"
-            " them with a decimal point, and thousands without a separator"
+            f"{column.label} holds numbers with a decimal comma, such as"
+            f" '{distinct[with_comma][0]}': write them with a decimal point, and thousands without"
+            " a separator"
         )
     if len(others):
         marks = ", ".join(f"'{text}'" for text in others[:3])

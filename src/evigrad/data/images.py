@@ -213,7 +213,7 @@ def table_images(where: str, table: Any, class_names: dict[str, Any]) -> Images:
 
 
 def _decode(cell: Any, where: str) -> np.ndarray:
-    """Return the pixels of a struct of bytes and path; ``where`` names it in an error."""
+    """Return the pixels of a struct of bytes and path. ``where`` names it in an error."""
     pillow = require("PIL.Image", "Decoding images")
     data = cell.get("bytes") if isinstance(cell, dict) else None
     if not data:

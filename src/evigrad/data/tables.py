@@ -222,7 +222,7 @@ def _roles(
 
 
 def _names(file: Path, option: str, names: Names, columns: list[str], target: str) -> list[str]:
-    """Return the columns that an option names; raise an error for others, and for the target."""
+    """Return the columns that an option names. Raise an error for others and for the target."""
     listed = _listed(names)
     _refuse_strange(ConfigurationError, file, listed, f"which --{option} names", columns)
     if target in listed:
@@ -269,7 +269,7 @@ def _kind(values: Any) -> str:
 
 
 def _column(table: Any, name: str, is_declared: bool) -> Column:
-    """Return a column for the rules; ``is_declared`` makes its values categories."""
+    """Return a column for the rules. ``is_declared`` makes its values categories."""
     values = table.column(name)
     kind = _kind(values)
     if kind in NUMERIC and not is_declared:
@@ -308,7 +308,7 @@ def _present(values: Any) -> np.ndarray:
 
 
 def _inputs(file: Path, columns: Sequence[Column], choose: bool) -> Tensor:
-    """Return the features (n, F) float64, with 0/1 columns; ``choose`` omits constant ones."""
+    """Return the features (n, F) float64, with 0/1 columns. ``choose`` omits constant ones."""
     if choose and (constant := [column for column in columns if column.is_constant]):
         if len(constant) == len(columns):
             raise InputError(

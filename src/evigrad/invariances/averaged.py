@@ -130,7 +130,7 @@ class Averaged(nn.Module):
         return total / num_samples
 
     def _total(self, x: Tensor, noise: Tensor) -> Tensor:
-        """Return the sum of the outputs over some samples; with probabilities, its logarithm."""
+        """Return the sum of the outputs over some samples. With probabilities, return its logarithm."""
         num_data, num_samples = noise.shape[:2]
         repeated = x.repeat_interleave(num_samples, dim=0)
         # Applied here and not before all passes, because another thread may repeat a pass.
@@ -143,7 +143,7 @@ class Averaged(nn.Module):
         return self._sum(outputs)
 
     def _sum(self, values: Tensor) -> Tensor:
-        """Return the sum over dimension 1; with probabilities, the logsumexp."""
+        """Return the sum over dimension 1, or with probabilities, the logsumexp."""
         return values.logsumexp(1) if self.average == "probabilities" else values.sum(1)
 
     def extra_repr(self) -> str:

@@ -501,7 +501,7 @@ def refuse_where(wrong: Tensor, y: Tensor, words: str) -> None:
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
-    """Return whether two Hessians differ by more than rounding; NaN differs from anything."""
+    """Return whether two Hessians differ by more than rounding. NaN differs from anything."""
     eps = torch.finfo(one.dtype).eps
     size = torch.maximum(one.abs().amax(), other.abs().amax()) + eps**0.5
     # Not ``any(… > …)``, which would accept NaN.

@@ -248,7 +248,7 @@ def _check_sizes(model: str, **sizes: int) -> None:
 def _check_input(
     model: str, input_shape: Sequence[int], vocabulary: int | None, padding: int | None
 ) -> tuple[int, int]:
-    """Return the numbers of steps and of features; raise ConfigurationError for other inputs."""
+    """Return the numbers of steps and of features. Raise ConfigurationError for other inputs."""
     if len(input_shape) > 3:
         raise ConfigurationError(
             f"'{model}' needs sequences (T,) or (T, features), or images (channels, height, width),"

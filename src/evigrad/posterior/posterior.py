@@ -270,8 +270,8 @@ class Posterior:
         if (state["structure"], state["parameters"]) != (self.structure, self.parameters):
             raise ConfigurationError(
                 f"The state must belong to a {self.structure!r} posterior of"
-                f" {len(self.parameters)} tensors, got {state['structure']!r} of"
-                f" {len(state['parameters'])}. Use evidence.posterior(state=...)."
+                f" {len(self.parameters)} tensors, got a {state['structure']!r}"
+                f" posterior of {len(state['parameters'])}. Use evidence.posterior(state=...)."
             )
         self._check_weights(state["weights"])
         likelihood = copy.deepcopy(self._likelihood)
