@@ -38,7 +38,7 @@ class EvigradError(Exception):
 
 
 class InputError(EvigradError, ValueError):
-    """Data that cannot be used: wrong shapes or labels, NaN, too few or too many examples.
+    """Data that cannot be used: wrong shapes or labels, NaN, or a wrong number of examples.
 
     See also: docs/faq.md.
     """

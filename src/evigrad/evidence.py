@@ -424,8 +424,8 @@ class Evidence:
                 ``blocks``, or the result of ``collect``. If the estimator's name has ``N``, also
                 an iterable of batches of all the data.
             y: Targets, if ``x`` holds inputs.
-            at_mode: Whether to set ``at_mode`` of the estimate, the log evidence of the linearized
-                model at its own mode, which is higher by N times the ``mode_gap``. This needs
+            at_mode: Whether to set ``at_mode`` of the estimate: the log evidence of the linearized
+                model at its own mode. It is higher by N times the ``mode_gap``. ``at_mode`` needs
                 inputs and targets of all data, and an estimator with ``N`` whose curvature is a
                 structure of ``posterior``.
 
@@ -715,7 +715,7 @@ class Evidence:
                 return make_posterior(self._problem, data, structure, rows)
 
     def mode_gap(self, data: Any, *, structure: str = "ntk", rows: int | None = None) -> float:
-        """Return how much log evidence the weights lack because they are not at the mode.
+        """Return how much log evidence is lost because the weights are not at the mode.
 
         The log evidence assumes weights at the mode of the log joint density. The gap is what one
         Newton step of the linearized model would gain: ½ gᵀ(H + P0)⁻¹g / N, where g is the gradient

@@ -100,9 +100,9 @@ class AtPositions(_Joined):
     """Inputs for outputs (m, …, C) at single positions. Each position counts as one example.
 
     ``whole`` contains each input once. ``data`` (n,) is the index of the input of each position, or
-    None if each position has its own input. The ``positions`` (n,) count through all dimensions of
-    the outputs between the first and the last. ``count`` is the number of positions per example, if
-    known.
+    None if each position has its own input. The ``positions`` (n,) are indices into the flattened
+    dimensions of the outputs between the first and the last. ``count`` is the number of positions
+    per example, if known.
     """
 
     def __init__(

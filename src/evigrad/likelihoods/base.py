@@ -187,8 +187,8 @@ class Likelihood(nn.Module, ABC):
         If the Hessian of the density depends on the target, the class must override ``hessian``.
         For instance, a mask makes the Hessian depend on the target, because a masked example has
         the Hessian zero. A ``hessian``, ``root`` or ``score`` that is defined in the class of
-        ``log_prob``, or in a subclass, is not checked. A method of a base class was written for
-        another density, so it is compared with derivatives of ``log_prob``.
+        ``log_prob``, or in a subclass, is not checked. A method of a base class was written for a
+        different density, so it is compared with derivatives of ``log_prob``.
 
         Args:
             f: Outputs.

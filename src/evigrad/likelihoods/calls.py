@@ -60,8 +60,8 @@ def check_finite(what: str, value: Tensor) -> None:
     finite = torch.isfinite(value).flatten(1).all(1)
     if finite.any():
         raise NotFiniteOutputError(
-            f"{what} hold NaN or infinite values for {int((~finite).sum())} of {len(finite)}"
-            " examples only. Fix the inputs of these examples, or remove the examples. (A mask"
+            f"{what} hold NaN or infinite values for only {int((~finite).sum())} of {len(finite)}"
+            " examples. Fix the inputs of these examples, or remove the examples. (A mask"
             " may remove all of an example, and a mean or softmax over nothing is NaN.)"
         )
     raise NotFiniteOutputError(

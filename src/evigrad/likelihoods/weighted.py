@@ -12,7 +12,7 @@ from evigrad.likelihoods.base import Likelihood, refuse_where
 
 
 class Weighted(Likelihood):
-    """A likelihood with a weight w for each example, whose log density then counts w times.
+    """A likelihood with a weight w for each example, whose log density counts w times.
 
     A weight of two means that an example was seen twice, and a weight of zero means that it was not
     seen. Sums of log likelihoods and curvatures over examples become weighted sums. N still counts

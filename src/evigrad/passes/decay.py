@@ -35,7 +35,7 @@ class DecayWatch:
                 self._told.add("optimizer")
                 warnings.warn(
                     f"The optimizer has weight_decay={float(decay):g} for weights that the prior"
-                    " decays too. Set weight_decay=0, because the prior replaces this decay.",
+                    " also decays. Set weight_decay=0, because the prior replaces this decay.",
                     EvigradWarning,
                     stacklevel=3,
                 )

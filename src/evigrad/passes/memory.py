@@ -220,8 +220,8 @@ class MicroBatches:
         if self.asked != "auto":
             warnings.warn(
                 f"The {kind.partition(' of ')[0]} over {failed} examples did not fit into memory."
-                f" Later passes take {failed // 2} examples, which does not change results. Set"
-                f" micro_batch={failed // 2}, or 'auto'.",
+                f" Later passes take {failed // 2} examples, which does not change results. To"
+                f" avoid this warning, set micro_batch={failed // 2} or 'auto'.",
                 EvigradWarning,
                 stacklevel=2,
             )

@@ -189,7 +189,7 @@ class Posterior:
             vector: For each name in ``parameters``, a tensor of the weight's shape.
 
         Raises:
-            ConfigurationError: If the weights have changed, or a tensor is missing or has another
+            ConfigurationError: If the weights have changed, or a tensor is missing or has the wrong
                 shape.
         """
         self._check_weights(self._weights)
