@@ -77,8 +77,8 @@ class Transform(nn.Module, ABC):
                 )
             if not low < high or not (math.isfinite(low) or math.isfinite(high)):
                 raise ConfigurationError(
-                    f"The {whose} must be a lower and an upper bound, one of which may be"
-                    f" infinite, got {name}={(low, high)}."
+                    f"The {whose} must be a lower bound and a larger upper bound, one of which"
+                    f" may be infinite, got {name}={(low, high)}."
                 )
             value = parameters[name].detach()
             if bool(((value < low) | (value > high)).any()):
