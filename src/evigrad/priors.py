@@ -452,8 +452,9 @@ class GaussianPrior(nn.Module):
                     listed(mean_names) or "no weight" for mean_names in (mean_of, there)
                 )
                 raise ConfigurationError(
-                    f"The saved prior has a nonzero mean for {saved_text}, but this prior has"
-                    f" one for {expected_text}. Use the same mean=... as for the saved prior."
+                    "The priors have nonzero means for different weights: the saved prior for"
+                    f" {saved_text}, and this prior for {expected_text}. Use the same mean=... as"
+                    " for the saved prior."
                 )
             if self.log_precision is None:
                 self._shapes, self.group_names, self.group_of = shapes, names, group_of

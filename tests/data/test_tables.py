@@ -74,7 +74,7 @@ def test_the_split_is_chosen_by_number_or_by_the_seed(tmp_path: Path) -> None:
     assert sizes(split=1) == sizes(seed=1) == (3, 7)
     with pytest.raises(ConfigurationError, match="split must be between 0 and 1"):
         sizes(split=2)
-    with pytest.raises(ConfigurationError, match="split must be between 0 and 1, .* got"):
+    with pytest.raises(ConfigurationError, match="split must be between 0 and 1 for .* got"):
         sizes(split=-1)
 
 
