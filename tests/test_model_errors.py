@@ -272,7 +272,7 @@ def test_a_mask_that_leaves_nothing_of_a_datum() -> None:
     evidence, x = build(Mean(), estimator="ntk-N-1"), X.abs() + 1
     evidence.estimate(x, Y)
     x[-1] = -1.0
-    with pytest.raises(InputError, match=rf"NaN .* 1 of {N} examples only.*mask may remove all"):
+    with pytest.raises(InputError, match=rf"NaN .* only 1 of {N} examples.*mask may remove all"):
         evidence.estimate(x, Y)
 
 

@@ -544,7 +544,7 @@ def test_a_state_of_another_prior_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="other weights"):
         other.load_state_dict(state)
     swapped = GaussianPrior({"rest": GROUPS["rest"], "first": GROUPS["first"]})
-    with pytest.raises(ConfigurationError, match="other groups"):
+    with pytest.raises(ConfigurationError, match="have different groups"):
         swapped.load_state_dict(bound(GROUPS).state_dict())
     assert swapped.log_precision is None
     reordered = GaussianPrior("diagonal")

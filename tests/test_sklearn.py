@@ -334,7 +334,7 @@ def test_targets_that_are_no_numbers(y: Any, words: str) -> None:
 
 def test_columns_that_are_the_same_in_all_rows_are_left_out() -> None:
     X, y = table(30)
-    with pytest.warns(EvigradWarning, match="left out of the features.*: land, year"):
+    with pytest.warns(EvigradWarning, match="omitted from the features.*: land, year"):
         fitted = EvidenceRegressor(**SHORT).fit(X.assign(land="CH", year=2026), y)
     assert fitted.relevance_[-2:].tolist() == [0.0, 0.0]
     expected = fitted.predict(X.assign(land="CH", year=2026))

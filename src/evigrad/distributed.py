@@ -44,7 +44,7 @@ class Ranks:
 
     Args:
         group: Process group, such as ``torch.distributed.group.WORLD`` after
-            ``init_process_group``, or a device mesh of one dimension. Default: None, one process.
+            ``init_process_group``, or a one-dimensional device mesh. Default: None, one process.
 
     Attributes:
         rank: Number of this process, from 0.
@@ -55,7 +55,7 @@ class Ranks:
 
     Raises:
         ConfigurationError: If ``group`` has another type, does not contain this process, or is a
-            mesh of several dimensions. Also if ``torch.distributed`` is not initialized.
+            mesh of several dimensions, or if ``torch.distributed`` is not initialized.
     """
 
     def __init__(self, group: Group | None = None) -> None:
@@ -99,7 +99,7 @@ class Ranks:
     # ------------------------------------------------------------ tensors
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sums over the ranks, without a graph, in one message for each data type."""
+        """Return the sums over the ranks, without a graph. Send one message for each data type."""
         if self.count == 1:
             return list(tensors)
         sums = [tensor.detach() for tensor in tensors]
@@ -129,7 +129,7 @@ class Ranks:
         return [part[:size].to(tensor.device) for part, size in zip(parts, lengths, strict=True)]
 
     def share(self, tensors: Sequence[Tensor]) -> None:
-        """Give the values of rank 0 to all ranks, in place."""
+        """Copy the values of rank 0 to all ranks, in place."""
         if self.count == 1:
             return
         for tensor in tensors:
@@ -166,7 +166,7 @@ class Ranks:
     # ------------------------------------------------------------ errors
 
     def agree(self) -> None:
-        """Raise the error of another rank, before a call in which ranks wait for each other."""
+        """Raise the error of another rank, if any, before a call in which ranks wait for others."""
         with self.together():
             pass
 
@@ -174,7 +174,7 @@ class Ranks:
     def together(self) -> Iterator[dict[str, object]]:
         """Raise an error on all ranks if one rank raises it inside, so that no rank waits forever.
 
-        Inside, ranks may compute different things, and enter this context again. If one rank raises
+        Inside, ranks may compute different things and enter this context again. If one rank raises
         an exception, the other ranks raise a ``RankError`` with the exception's text.
 
         Yields:
@@ -207,7 +207,7 @@ class Ranks:
         )
 
     def _exchange(self, text: bytes, number: int) -> list[int]:
-        """Return the numbers of all ranks if none failed; ``text`` is the error of this rank."""
+        """Return the numbers of all ranks if none failed. ``text`` is the error of this rank."""
         seen = torch.tensor([len(text), number], device=self._place)
         lengths, numbers = torch.stack(self._gathered(seen)).mT.tolist()
         if any(lengths):
@@ -240,7 +240,8 @@ class Ranks:
             reason = _PLACE.sub("", str(error)).strip().partition(". ")[0].partition("\n")[0]
             raise RankError(
                 f"Rank {self.rank} of {self.count} has lost the other ranks ({reason}). One of them"
-                " may have been killed, or did not answer in time. Look for an error in its output."
+                " may have been killed or may not have answered in time. Look for an error in its"
+                " output."
             ) from error
 
 
@@ -263,7 +264,7 @@ def check_whole(model: nn.Module) -> None:
     sharded = _has_any("tensor", "DTensor", model.parameters())
     if wrapped or sharded:
         raise ConfigurationError(
-            f"The model's parameters are shards ({wrapped[0] if wrapped else 'DTensor'}), and"
+            f"The model's parameters are shards ({wrapped[0] if wrapped else 'DTensor'}), but"
             " estimates need whole parameters. Use the model before it is sharded. For a loop with"
             ' FSDP2, see "Weights in shards" in docs/machines.md.'
         )

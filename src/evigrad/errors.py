@@ -38,7 +38,7 @@ class EvigradError(Exception):
 
 
 class InputError(EvigradError, ValueError):
-    """Data that cannot be used: wrong shapes or labels, NaN, too few or too many examples.
+    """Data that cannot be used: wrong shapes or labels, NaN, or a wrong number of examples.
 
     See also: docs/faq.md.
     """
@@ -141,7 +141,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_for(what: str, cheaper: str) -> Iterator[None]:
-    """Turn an allocator's error into a MemoryBudgetError that names ``what`` did not fit.
+    """Turn an allocator's error into a MemoryBudgetError about ``what`` did not fit.
 
     ``cheaper`` is what the message recommends instead.
 
@@ -178,7 +178,7 @@ def raised_in(whose: str) -> Iterator[None]:
 def require(module: str, purpose: str, extra: str = "data") -> Any:
     """Return a module that an extra of evigrad installs.
 
-    ``purpose`` says what needs the module, as the subject of the error's sentence.
+    ``purpose`` names what needs the module, as the subject of the error's sentence.
 
     Raises:
         EvigradError: If the module is not installed.

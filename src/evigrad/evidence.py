@@ -424,8 +424,8 @@ class Evidence:
                 ``blocks``, or the result of ``collect``. If the estimator's name has ``N``, also
                 an iterable of batches of all the data.
             y: Targets, if ``x`` holds inputs.
-            at_mode: Whether to set ``at_mode`` of the estimate, the log evidence of the linearized
-                model at its own mode, which is higher by N times the ``mode_gap``. This needs
+            at_mode: Whether to set ``at_mode`` of the estimate: the log evidence of the linearized
+                model at its own mode. It is higher by N times the ``mode_gap``. ``at_mode`` needs
                 inputs and targets of all data, and an estimator with ``N`` whose curvature is a
                 structure of ``posterior``.
 
@@ -600,7 +600,7 @@ class Evidence:
         return self._not_kept(x, wrt) is None
 
     def _not_kept(self, x: Any, wrt: str | Sequence[str] | None) -> str | None:
-        """Return why a pass cannot follow the hyperparameters of ``wrt``; None if it can."""
+        """Return why a pass cannot follow the hyperparameters of ``wrt``, or None if it can."""
         changing, others = divided(self.hyperparameters(), wrt)
         plan = self._problem.plan_of(x)
         with held_constant(others):
@@ -617,9 +617,10 @@ class Evidence:
             draws: Number of draws, each from a different part.
 
         Returns:
-            True if steps on the prior need only inner products of the rows, if separate passes
-            would not need fewer of these products, and if the products fit into the allowed memory.
-            The limits are the memory budget, and one gibibyte or the memory of the rows.
+            True if steps on the prior need only inner products of the rows, separate passes would
+            not need fewer of these products, and the products fit into memory. They may take at
+            most one gibibyte or the memory of the rows, whichever is larger. A memory budget limits
+            them further.
         """
         if self._anchors is None or draws < 2:
             return False
@@ -714,7 +715,7 @@ class Evidence:
                 return make_posterior(self._problem, data, structure, rows)
 
     def mode_gap(self, data: Any, *, structure: str = "ntk", rows: int | None = None) -> float:
-        """Return how much log evidence the weights lack because they are not at the mode.
+        """Return how much log evidence is lost because the weights are not at the mode.
 
         The log evidence assumes weights at the mode of the log joint density. The gap is what one
         Newton step of the linearized model would gain: ½ gᵀ(H + P0)⁻¹g / N, where g is the gradient
@@ -845,9 +846,9 @@ class Evidence:
             self._positions = source.positions
         elif source.positions is None or not self._positions.has_the_places_of(source.positions):
             raise InputError(
-                "These examples have targets at other positions than the data set from which the"
-                f" anchors of {self.spec.name} were chosen. Pass the first data set again, in the"
-                " same order, or make an evidence for these examples with with_estimator(...)."
+                "These examples have targets at other positions than in the data set from which"
+                f" the anchors of {self.spec.name} were chosen. Pass the first data set again, in"
+                " the same order, or make an evidence for these examples with with_estimator(...)."
             )
 
     # ------------------------------------------------------------ telling and keeping

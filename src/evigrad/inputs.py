@@ -100,9 +100,9 @@ class AtPositions(_Joined):
     """Inputs for outputs (m, …, C) at single positions. Each position counts as one example.
 
     ``whole`` contains each input once. ``data`` (n,) is the index of the input of each position, or
-    None if each position has its own input. The ``positions`` (n,) count through all dimensions of
-    the outputs between the first and the last. ``count`` is the number of positions per example, if
-    known.
+    None if each position has its own input. The ``positions`` (n,) are indices into the flattened
+    dimensions of the outputs between the first and the last. ``count`` is the number of positions
+    per example, if known.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ def as_inputs(value: Any) -> Inputs:
             )
         if part.layout != torch.strided:
             raise InputError(
-                f"{name} of the inputs must be dense, got a sparse tensor. Use its to_dense()."
+                f"{name} of the inputs must be dense, got a sparse tensor. Call its to_dense()."
             )
         if part.dim() == 0:
             raise InputError(
@@ -239,7 +239,7 @@ def each_once(x: Inputs) -> Tensor | Tree:
 
 
 def with_tensors(x: Tensor | Tree, tensors: Sequence[Tensor]) -> Tensor | Tree:
-    """Return the containers of ``x`` with other tensors."""
+    """Return the containers of ``x`` with these tensors."""
     return tensors[0] if isinstance(x, Tensor) else x.with_leaves(tensors)
 
 
@@ -292,7 +292,7 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return containers with ``function`` applied to each part; None stays None."""
+    """Return containers with ``function`` applied to each part. None stays None."""
     if isinstance(value, Mapping):
         return {key: mapped(function, part) for key, part in value.items()}
     if isinstance(value, tuple | list):
@@ -365,7 +365,7 @@ def _raised_by(model: nn.Module, whose: str) -> Iterator[None]:
 def noted_calls(
     modules: Iterable[nn.Module], note: Callable[[nn.Module, tuple[Any, ...], Any], None]
 ) -> Iterator[None]:
-    """Pass each call of one of the modules, its arguments and its result, to ``note``."""
+    """Call ``note`` with the module, the arguments and the result of each call of a module."""
     handles = [module.register_forward_hook(note) for module in modules]
     try:
         yield
@@ -463,7 +463,7 @@ class Transparent(nn.Module):
 
 
 def inside(module: Transparent) -> nn.Module:
-    """Return the model. It is not an attribute, because its submodules may have any name."""
+    """Return the model. It is not an attribute, because a submodule may have any name."""
     return module.__dict__[_MODEL]
 
 
@@ -535,8 +535,8 @@ class Outputs(Transparent):
 
     Args:
         model: Any module.
-        output: Which part of the result: the name of an attribute or a key, an index, or a function
-            of the result. Default: the result itself, or its ``logits`` if it has them.
+        output: Which part of the model's result: the name of an attribute or a key, an index, or a
+            function of the result. Default: the result itself, or its ``logits`` if it has them.
         channel_dim: Dimension of the C outputs, such as 1 for images (m, C, height, width).
             Default: −1, the last.
 

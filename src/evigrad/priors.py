@@ -182,9 +182,9 @@ class GaussianPrior(nn.Module):
             weights: Weights by name. A shared weight must occur once.
 
         Raises:
-            ConfigurationError: If there are no weights, the prior is bound to other weights, a
-                weight is not in exactly one group, or a setting does not fit the groups. Also if
-                the hyperprior does not return a scalar.
+            ConfigurationError: If there are no weights, the prior is bound to other weights, or a
+                weight is not in exactly one group. It is also raised if a setting does not fit the
+                groups or the hyperprior does not return a scalar.
         """
         if not weights:
             raise ConfigurationError(
@@ -387,7 +387,7 @@ class GaussianPrior(nn.Module):
         return value
 
     def constant_groups(self) -> dict[str, str]:
-        """Return the name of each weight tensor's group, or an empty dict if diagonal."""
+        """Return the name of each weight tensor's group, or an empty dict for a diagonal prior."""
         self._log_precisions()
         return {name: self.group_names[index] for name, index in self.group_of.items()}
 
@@ -444,7 +444,7 @@ class GaussianPrior(nn.Module):
                     )
             if (names, group_of) != (saved["group_names"], saved["group_of"]):
                 raise ConfigurationError(
-                    "The saved prior has other groups than this prior. Use the same groups."
+                    "The saved prior and this prior have different groups. Use the same groups."
                 )
             mean_of = list(self._assigned_means(shapes, names, group_of))
             if (there := saved.get("mean_of", [])) != mean_of:
@@ -452,8 +452,9 @@ class GaussianPrior(nn.Module):
                     listed(mean_names) or "no weight" for mean_names in (mean_of, there)
                 )
                 raise ConfigurationError(
-                    f"The saved prior has a nonzero mean for {saved_text}, but this prior for"
-                    f" {expected_text}. Use the same mean=... as for the saved prior."
+                    "The priors have nonzero means for different weights: the saved prior for"
+                    f" {saved_text}, and this prior for {expected_text}. Use the same mean=... as"
+                    " for the saved prior."
                 )
             if self.log_precision is None:
                 self._shapes, self.group_names, self.group_of = shapes, names, group_of

@@ -62,7 +62,7 @@ def test_validation_is_stratified() -> None:
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, 1.5, 0.001, 0.999, float("nan")])
 def test_validation_with_an_empty_part(fraction: float) -> None:
-    with pytest.raises(ConfigurationError, match="leave an example in each part"):
+    with pytest.raises(ConfigurationError, match="leave at least one example in each part"):
         classification().split_validation(fraction)
 
 

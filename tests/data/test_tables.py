@@ -74,7 +74,7 @@ def test_the_split_is_chosen_by_number_or_by_the_seed(tmp_path: Path) -> None:
     assert sizes(split=1) == sizes(seed=1) == (3, 7)
     with pytest.raises(ConfigurationError, match="split must be between 0 and 1"):
         sizes(split=2)
-    with pytest.raises(ConfigurationError, match="split must be between 0 and 1, .* got"):
+    with pytest.raises(ConfigurationError, match="split must be between 0 and 1 for .* got"):
         sizes(split=-1)
 
 
@@ -227,7 +227,7 @@ def test_the_random_split_is_that_of_the_seed(tmp_path: Path) -> None:
         ({"area": [datetime.date(2020, 1, 1)] * 50}, "'area' holds dates instead of numbers"),
         ({"area": ["1.5", "?"] * 25}, r"'area' holds numbers, but also '\?': fill"),
         ({"area": ["1", "2", "-"] * 20}, "'area' holds numbers, but also '-': fill"),
-        ({"area": ["1,5", "2"] * 25}, "'area' holds numbers with a comma, such as '1,5'"),
+        ({"area": ["1,5", "2"] * 25}, "'area' holds numbers with a decimal comma, such as '1,5'"),
         ({"price": ["1.5", "2.5", "?"] * 20}, r"'price' holds numbers, but also '\?'"),
     ],
 )

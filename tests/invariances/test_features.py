@@ -157,7 +157,7 @@ def test_the_state_has_the_parameter_itself() -> None:
     ("bounds", "words"),
     [
         ({"widht": (0.0, 1.0)}, "got 'widht'.*Did you mean 'width'"),
-        ({"width": (2.0, 1.0)}, "a number and a larger number"),
+        ({"width": (2.0, 1.0)}, "a lower bound and a larger upper bound"),
         ({"width": (-math.inf, math.inf)}, "one of which may be infinite"),
         ({"width": (2.0, 3.0)}, "must start within its bounds .* got 1.0"),
     ],

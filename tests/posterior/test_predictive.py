@@ -148,7 +148,7 @@ def test_densities_of_numbers_are_averaged_over_the_outputs(likelihood):
     assert own.log_prob(y).item() == pytest.approx(expected, abs=0.01)
     plain = Predictive(own.outputs, own.covariance, likelihood, "plug-in")
     torch.testing.assert_close(plain.log_prob(y), likelihood.log_prob(own.outputs, y))
-    with pytest.raises(ConfigurationError, match="probit' needs a likelihood for classes"):
+    with pytest.raises(ConfigurationError, match="probit' needs a classification likelihood"):
         Predictive(own.outputs, own.covariance, likelihood, "probit").log_prob(y)
 
 

@@ -21,8 +21,8 @@ MANY, POOL = 2**16, 2**14
 class Pool:
     """A fixed subset of N examples, whose members have places 0, 1, ... in the subset.
 
-    It depends only on N. Its members are the start of a random permutation, which is computed on
-    demand.
+    It depends only on N. Its members are the first entries of a random permutation, which is
+    computed on demand.
 
     Args:
         num_data: Number of examples, N.
@@ -48,7 +48,7 @@ class Pool:
         return places if self.is_all else self._data[places]
 
     def others(self, places: Int[Tensor, " m"]) -> Int[Tensor, " m"]:
-        """Return the positions of examples outside the pool, by their places 0 … N − |pool| − 1."""
+        """Return the positions of examples outside the pool, whose places count from 0."""
         return self._order.at(POOL + places)
 
     def find(self, data: Int[Tensor, " m"]) -> tuple[Bool[Tensor, " m"], Int[Tensor, " k"]]:

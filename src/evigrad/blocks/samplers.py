@@ -1,4 +1,4 @@
-"""Check the samplers of a ``DataLoader``: the evidence counts each example once."""
+"""Check the samplers of a ``DataLoader``, because the evidence counts each example once."""
 
 import warnings
 from collections.abc import Sequence, Sized
@@ -26,7 +26,7 @@ def check_sampler(loader: DataLoader[Any], *, is_read: bool = False) -> None:
     """Raise an error if a sampler omits or repeats examples of the data set.
 
     Args:
-        loader: A loader of a data set with a length.
+        loader: A loader for a data set with a length.
         is_read: Whether the loader's batches are used, and not only its data set. Uniform draws
             with replacement then also raise an error.
 

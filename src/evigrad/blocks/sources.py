@@ -208,8 +208,8 @@ def _as_tensor(value: Any, name: str, index: int) -> Tensor:
     if isinstance(value, bool | int | float | np.ndarray | np.generic):
         return torch.as_tensor(value, device="cpu")
     raise InputError(
-        f"The {name} of item {index} is a {type(value).__name__}, not a tensor or a number. Add to"
-        " the data set a transform that returns tensors."
+        f"The {name} of item {index} is a {type(value).__name__}, not a tensor or a number. Add a"
+        " transform that returns tensors to the data set."
     )
 
 
@@ -224,7 +224,8 @@ def as_source(data: Any, dtype: torch.dtype | None = None) -> Source:
             transforms are drawn again. A data set with ``__getitems__`` is read one batch at a
             time. A loader provides its data set, ``collate_fn`` and workers. Its order and batches
             are ignored.
-        dtype: Type of the tensors that replace floating-point arrays. Default: PyTorch's.
+        dtype: Type of the tensors that replace floating-point arrays. Default: PyTorch's default
+            type.
 
     Raises:
         InputError: If the data have an unsupported type, are empty, or differ in length, or if a

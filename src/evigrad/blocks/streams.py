@@ -27,17 +27,17 @@ def fetched(block: Block, source: Source) -> Block:
 class Stream(Iterable[Block]):
     """An endless stream of an estimator's blocks with their data.
 
-    It stores no position: each iteration (``for``, ``take``, ``round``, ``epoch``) starts again.
-    With R ranks, each rank takes every R-th block of the same stream. All ranks must iterate in the
-    same way, with generators in the same state.
+    It stores no position: each iteration (``for``, ``take``, ``round``, ``epoch``) starts from the
+    beginning. With R ranks, each rank takes every R-th block of the same stream. All ranks must
+    iterate in the same way, with generators in the same state.
 
     Args:
         generator: A CPU generator.
         ranks: The processes that share the blocks. Default: one process.
 
     Attributes:
-        is_constant: Whether all blocks are identical, with all examples and outputs and nothing
-            drawn.
+        is_constant: Whether all blocks are identical, because each has all examples and outputs and
+            nothing is drawn.
         period: Number of consecutive iterations that use the same anchors. It is 1 without anchors.
     """
 
@@ -91,9 +91,8 @@ class BlockStream(Stream):
     """An endless stream of an estimator's blocks with their data.
 
     It yields the blocks of one random partition in random order, then the blocks of the next
-    partition.
-    Each iteration (`for`, `take`, `epoch`) draws a new partition. To resume, store only the state
-    of the generator.
+    partition. Each iteration (`for`, `take`, `epoch`) draws a new partition. To resume, store only
+    the state of the generator.
 
     Args:
         partition: The partition.

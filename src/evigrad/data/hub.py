@@ -41,7 +41,7 @@ def hub_is_installed() -> bool:
 
 
 def hub_images(name: str, elsewhere: str) -> tuple[Images, Images]:
-    """Return the train and test part of a `HUB` set; ``elsewhere`` tells how else to get it."""
+    """Return the train and test parts of a `HUB` set. ``elsewhere`` tells how else to get it."""
     place = HUB[name]
     if not hub_is_installed():
         raise ConfigurationError(

@@ -156,7 +156,7 @@ def _channel_statistics(images: Tensor, largest: int) -> tuple[Tensor, Tensor]:
 
 
 def parquet_images(name: str, file: Path) -> Images:
-    """Return the images of a Parquet file, whose metadata may name classes; see `table_images`."""
+    """Return the images of a Parquet file, whose metadata may name classes. See `table_images`."""
     table = read_parquet(name, file)
     try:
         metadata = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))
@@ -213,7 +213,7 @@ def table_images(where: str, table: Any, class_names: dict[str, Any]) -> Images:
 
 
 def _decode(cell: Any, where: str) -> np.ndarray:
-    """Return the pixels of a struct of bytes and path; ``where`` names it in an error."""
+    """Return the pixels of a struct of bytes and path. ``where`` names it in an error."""
     pillow = require("PIL.Image", "Decoding images")
     data = cell.get("bytes") if isinstance(cell, dict) else None
     if not data:

@@ -56,7 +56,7 @@ _AUTOMPG = "cylinders displacement horsepower weight acceleration year origin na
 
 
 def autompg() -> tuple[Path, Any]:
-    """Return UCI's Auto MPG that mlxtend ships, 392 cars: its file, and a ``pyarrow.Table``."""
+    """Return the file and the ``pyarrow.Table`` of UCI's Auto MPG (392 cars), from mlxtend."""
     package = require("mlxtend", "The data set 'autompg'")
     csv = require("pyarrow.csv", "The data set 'autompg'")
     file = Path(str(files(package).joinpath("data", "data", "autompg.csv.gz")))
@@ -84,14 +84,14 @@ def table_data_set(
 
     The schema metadata of a Parquet file may name the columns: ``features`` (comma-separated) and
     ``target``. Otherwise ``target`` names that column, and all others are features: numbers as they
-    are, and one 0/1 column per value of a text column (see ``columns``). Constant columns are left
-    out with a warning, unless they are named as features. Boolean columns ``test_00``, ``test_01``,
-    ... are splits, whose true rows are the test set. Without splits, the test set is a random fifth
-    of the rows, seeded by the split's number and stratified by class. Features and numeric targets,
-    but not counts, are standardized with the mean and standard deviation of the split's (drawn)
-    train rows. Whole numbers are classes only if the metadata does not name the target. Inputs are
-    (F,), float32; the target is one number or a label. Errors name the file and all problems of its
-    columns.
+    are, and one 0/1 column per value of a text column (see ``columns``). Constant columns are
+    omitted with a warning, unless they are named as features. Boolean columns ``test_00``,
+    ``test_01``, ... are splits, whose true rows are the test set. Without splits, the test set is a
+    random fifth of the rows, seeded by the split's number and stratified by class. Features and
+    numeric targets, but not counts, are standardized with the mean and standard deviation of the
+    split's (drawn) train rows. Whole numbers are classes only if the metadata does not name the
+    target. Inputs are (F,), float32. The target is one number or a label. Errors name the file and
+    all problems of its columns.
 
     Raises:
         ConfigurationError: If a column or split does not exist, or no target is named.
@@ -148,7 +148,7 @@ def table_data_set(
 
 
 def read_table(name: str, file: Path) -> Any:
-    """Return the ``pyarrow.Table`` of a Parquet, CSV or TSV file; raise InputError on failure."""
+    """Return the ``pyarrow.Table`` of a Parquet, CSV or TSV file, or raise InputError."""
     if file.suffix == ".parquet":
         return read_parquet(name, file)
     csv = require("pyarrow.csv", f"The data set '{name}'")
@@ -222,7 +222,7 @@ def _roles(
 
 
 def _names(file: Path, option: str, names: Names, columns: list[str], target: str) -> list[str]:
-    """Return the columns that an option names; raise an error for others, and for the target."""
+    """Return the columns that an option names. Raise an error for others and for the target."""
     listed = _listed(names)
     _refuse_strange(ConfigurationError, file, listed, f"which --{option} names", columns)
     if target in listed:
@@ -269,7 +269,7 @@ def _kind(values: Any) -> str:
 
 
 def _column(table: Any, name: str, is_declared: bool) -> Column:
-    """Return a column for the rules; ``is_declared`` makes its values categories."""
+    """Return a column for the rules. ``is_declared`` makes its values categories."""
     values = table.column(name)
     kind = _kind(values)
     if kind in NUMERIC and not is_declared:
@@ -308,7 +308,7 @@ def _present(values: Any) -> np.ndarray:
 
 
 def _inputs(file: Path, columns: Sequence[Column], choose: bool) -> Tensor:
-    """Return the features (n, F) float64, with 0/1 columns; ``choose`` omits constant ones."""
+    """Return the features (n, F) float64, with 0/1 columns. ``choose`` omits constant ones."""
     if choose and (constant := [column for column in columns if column.is_constant]):
         if len(constant) == len(columns):
             raise InputError(
@@ -349,8 +349,7 @@ def _test_rows(
         index = seed % len(columns) if split is None else split
         if not 0 <= index < len(columns):
             raise ConfigurationError(
-                f"split must be between 0 and {len(columns) - 1}, the splits of '{file.stem}', got"
-                f" {split}."
+                f"split must be between 0 and {len(columns) - 1} for '{file.stem}', got {split}."
             )
         refuse(str(file), [problem_of_missing(_column(table, columns[index], False), _LEAVE_OUT)])
         is_test = _present(table.column(columns[index]))
@@ -381,7 +380,7 @@ def reading(file: Path, kind: str = "Parquet") -> Iterator[None]:
 
 
 def read_parquet(name: str, file: Path) -> Any:
-    """Return the ``pyarrow.Table`` of a data set's file; raise InputError if it is not Parquet."""
+    """Return the ``pyarrow.Table`` of a data set's file. Raise InputError if it is not Parquet."""
     parquet = require("pyarrow.parquet", f"The data set '{name}'")
     with reading(file):
         table = parquet.read_table(file, page_checksum_verification=True, partitioning=None)

@@ -98,7 +98,7 @@ def transformed(
 def resampled(
     pixels: np.ndarray, maps: Float[Tensor, "n 2 3"]
 ) -> Float[Tensor, "n channels height width"]:
-    """Return images (float32) read at the places that their affine maps give; see `VARIANTS`."""
+    """Return images (float32) read at the places that their affine maps give. See `VARIANTS`."""
     result = torch.empty(pixels.shape, dtype=torch.float32, device="cpu")
     for start in range(0, len(pixels), BATCH):
         batch = slice(start, start + BATCH)

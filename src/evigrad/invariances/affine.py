@@ -123,7 +123,7 @@ class AffineInvariance(Transform):
         return dict(zip(GENERATORS, self.ranges.tolist(), strict=True))
 
     def sample(self, n: int, generator: torch.Generator) -> Float[Tensor, "n u"]:
-        """Draw u, (n, 6) or (n, 7), uniform on [−1, 1). The seventh decides whether to flip."""
+        """Draw u, (n, 6) or (n, 7), uniform on [−1, 1). The seventh column decides the flips."""
         return 2 * torch.rand(n, 6 + self.flip, generator=generator, device="cpu") - 1
 
     def forward(

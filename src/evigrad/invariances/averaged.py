@@ -81,8 +81,8 @@ class Averaged(nn.Module):
         inner = [module for module in model.modules() if isinstance(module, Stochastic)]
         if inner:
             raise ConfigurationError(
-                f"The averaged model must not draw noise, got {type(inner[0]).__name__} in it. Put"
-                " all random operations into one transform."
+                f"The averaged model must not draw noise, but contains {type(inner[0]).__name__}."
+                " Put all random operations into one transform."
             )
         self.model, self.invariance = model, invariance
         self.num_samples, self.average, self.chunk = num_samples, average, chunk
@@ -130,7 +130,7 @@ class Averaged(nn.Module):
         return total / num_samples
 
     def _total(self, x: Tensor, noise: Tensor) -> Tensor:
-        """Return the sum of the outputs over some samples; with probabilities, its logarithm."""
+        """Return the sum of the outputs over some samples, or with probabilities, its logarithm."""
         num_data, num_samples = noise.shape[:2]
         repeated = x.repeat_interleave(num_samples, dim=0)
         # Applied here and not before all passes, because another thread may repeat a pass.
@@ -143,7 +143,7 @@ class Averaged(nn.Module):
         return self._sum(outputs)
 
     def _sum(self, values: Tensor) -> Tensor:
-        """Return the sum over dimension 1; with probabilities, the logsumexp."""
+        """Return the sum over dimension 1, or with probabilities, the logsumexp."""
         return values.logsumexp(1) if self.average == "probabilities" else values.sum(1)
 
     def extra_repr(self) -> str:

@@ -61,7 +61,7 @@ class Transform(nn.Module, ABC):
         return super().__call__(*arguments, **keywords)
 
     def get_parameter(self, target: str) -> nn.Parameter:
-        """Return a parameter itself, without reflection; see ``nn.Module.get_parameter``."""
+        """Return a parameter itself, without reflection. See ``nn.Module.get_parameter``."""
         parameter = self._parameters.get(target)
         return super().get_parameter(target) if parameter is None else parameter
 
@@ -77,8 +77,8 @@ class Transform(nn.Module, ABC):
                 )
             if not low < high or not (math.isfinite(low) or math.isfinite(high)):
                 raise ConfigurationError(
-                    f"The {whose} must be a number and a larger number, one of which may be"
-                    f" infinite, got {name}={(low, high)}."
+                    f"The {whose} must be a lower bound and a larger upper bound, one of which"
+                    f" may be infinite, got {name}={(low, high)}."
                 )
             value = parameters[name].detach()
             if bool(((value < low) | (value > high)).any()):
@@ -149,8 +149,8 @@ class InputScale(Transform):
     """Multiply each feature by a learnable positive scale: automatic relevance determination.
 
     The evidence shrinks the scales of features that do not help (MacKay, 1994). The transform is
-    not random. Use it as a first layer of a network, or inside ``Averaged``. Learn the scales from
-    the evidence, because the training loss cannot distinguish a scale from the first layer's
+    not random. Use it as the first layer of a network, or inside ``Averaged``. Learn the scales
+    from the evidence, because the training loss cannot distinguish a scale from the first layer's
     weights.
 
     Args:
@@ -158,7 +158,7 @@ class InputScale(Transform):
         scale: Initial scale of every feature. Default: 1.
 
     Attributes:
-        log_scale: Logarithms of the scales, in this shape.
+        log_scale: Logarithms of the scales, of shape ``shape``.
 
     Raises:
         ConfigurationError: If the initial scale is not positive and finite.
@@ -201,8 +201,8 @@ class AdditiveNoise(Transform):
         per_feature: Whether each feature has its own level. Default: False.
 
     Attributes:
-        raw_level: The level, possibly with a negative sign, because a step may cross 0. Its shape
-            is ``shape`` if ``per_feature``, else ().
+        raw_level: The level, possibly with a negative sign, because an optimizer step may cross 0.
+            Its shape is ``shape`` if ``per_feature``, else ().
 
     Raises:
         ConfigurationError: If the initial level is negative or not finite.

@@ -113,9 +113,9 @@ class Likelihood(nn.Module, ABC):
             y: Targets.
 
         Raises:
-            InputError: If the outputs do not have the shape (m, C), or there are no examples. Also
-                if y is not a tensor, has a different number of examples, or has NaN or infinite
-                values.
+            InputError: If the outputs do not have the shape (m, C), or there are no examples. It is
+                also raised if y is not a tensor, has a different number of examples, or has NaN or
+                infinite values.
         """
         shape = tuple(f_shape)
         if len(shape) != 2:
@@ -187,8 +187,8 @@ class Likelihood(nn.Module, ABC):
         If the Hessian of the density depends on the target, the class must override ``hessian``.
         For instance, a mask makes the Hessian depend on the target, because a masked example has
         the Hessian zero. A ``hessian``, ``root`` or ``score`` that is defined in the class of
-        ``log_prob``, or in a subclass, is not checked. A method of a base class was written for
-        another density, so it is compared with derivatives of ``log_prob``.
+        ``log_prob``, or in a subclass, is not checked. A method of a base class was written for a
+        different density, so it is compared with derivatives of ``log_prob``.
 
         Args:
             f: Outputs.
@@ -445,7 +445,7 @@ class Likelihood(nn.Module, ABC):
 
         Returns:
             ``log_likelihood`` in nats. For classes with ``probabilities``, also ``correct``, the
-            number of examples whose most probable class is right. If each label has its own
+            number of examples whose most probable class is correct. If each label has its own
             probability, ``correct`` is the number of correct labels divided by the number of labels
             per example.
         """
@@ -481,7 +481,7 @@ def by_entry(name: str, values: Tensor) -> dict[str, float]:
 
 
 def check_one_per_output(f_shape: Sequence[int], y: Tensor) -> None:
-    """Raise InputError unless targets are (m, C), as a missing axis would broadcast to m × m."""
+    """Raise InputError unless targets are (m, C). A missing axis would broadcast to m × m."""
     if tuple(y.shape) != tuple(f_shape):
         hint = " Use y.unsqueeze(-1)." if y.ndim == 1 and f_shape[1] == 1 else ""
         raise InputError(
@@ -501,7 +501,7 @@ def refuse_where(wrong: Tensor, y: Tensor, words: str) -> None:
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
-    """Return whether two Hessians differ by more than rounding; NaN differs from anything."""
+    """Return whether two Hessians differ by more than rounding. NaN differs from anything."""
     eps = torch.finfo(one.dtype).eps
     size = torch.maximum(one.abs().amax(), other.abs().amax()) + eps**0.5
     # Not ``any(… > …)``, which would accept NaN.
@@ -509,5 +509,5 @@ def _differ(one: Tensor, other: Tensor) -> bool:
 
 
 def total(values: Tensor) -> float:
-    """Return the sum in float64, because float32 would lose digits over a batch."""
+    """Return the sum in float64, because float32 would lose precision over a batch."""
     return float(values.detach().double().sum())

@@ -31,7 +31,7 @@ class Bernoulli(Likelihood):
         return logsigmoid((2.0 * y.to(f) - 1.0) * f).sum(dim=1)
 
     def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
-        """Check that there are C zeros and ones per example (floating point, integer or bool)."""
+        """Check that each example has C labels, zeros or ones (floating point, integer or bool)."""
         super().validate(f_shape, y)
         check_one_per_output(f_shape, y)
         if y.is_complex():

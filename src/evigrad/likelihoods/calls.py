@@ -54,14 +54,14 @@ def _given(f_shape: Sequence[int], y: object) -> str:
 
 
 def check_finite(what: str, value: Tensor) -> None:
-    """Raise NotFiniteOutputError for NaN and infinite values; dimension 0 counts examples."""
+    """Raise NotFiniteOutputError for NaN and infinite values. Dimension 0 counts examples."""
     if is_finite(value):
         return
     finite = torch.isfinite(value).flatten(1).all(1)
     if finite.any():
         raise NotFiniteOutputError(
-            f"{what} hold NaN or infinite values for {int((~finite).sum())} of {len(finite)}"
-            " examples only. Fix the inputs of these examples, or remove the examples. (A mask"
+            f"{what} hold NaN or infinite values for only {int((~finite).sum())} of {len(finite)}"
+            " examples. Fix the inputs of these examples, or remove the examples. (A mask"
             " may remove all of an example, and a mean or softmax over nothing is NaN.)"
         )
     raise NotFiniteOutputError(
@@ -118,7 +118,7 @@ def summed_metrics(likelihood: Likelihood, f: Tensor, y: Tensor) -> dict[str, fl
 
 
 def class_probabilities(likelihood: Likelihood, f: Tensor) -> Tensor:
-    """Return class probabilities at outputs (m, C); raise ConfigurationError if there are none."""
+    """Return class probabilities at outputs (m, C), or raise an error if there are none."""
     name = type(likelihood).__name__
     with raised_in(f"probabilities of {name}"):
         is_other = "probabilities" in likelihood._inherited
@@ -126,7 +126,7 @@ def class_probabilities(likelihood: Likelihood, f: Tensor) -> Tensor:
     if probabilities is None:
         raise ConfigurationError(
             f"{name} has no class probabilities. For regression, use mean and std. log_prob(y)"
-            " works for any likelihood. A custom likelihood for classes needs a method"
+            " works for any likelihood. A custom classification likelihood needs a method"
             " probabilities(f)."
         )
     return probabilities.detach()
@@ -144,7 +144,7 @@ def noise_variance(likelihood: Likelihood, f: Tensor) -> Tensor | None:
 def moments(
     likelihood: Likelihood, f: Tensor, covariance: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return the mean of y, the variance of E[y|f] and the noise; None without ``moments``."""
+    """Return the mean of y, the variance of E[y|f] and the noise, or None without ``moments``."""
     noise = noise_variance(likelihood, f)
     if noise is not None:
         return f, covariance.diagonal(dim1=1, dim2=2).clamp(min=0.0), noise

@@ -54,7 +54,7 @@ class Categorical(Likelihood):
         return f.log_softmax(dim=1).gather(1, y.long().unsqueeze(1)).squeeze(1)
 
     def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
-        """Check that there is one integer in 0 … C − 1 per example, and C ≥ 2."""
+        """Check that each example has one integer label from 0 to C − 1, and that C ≥ 2."""
         super().validate(f_shape, y)
         num_data, num_outputs = f_shape
         if num_outputs == 1:
@@ -127,7 +127,7 @@ class Categorical(Likelihood):
         return RootRows(softmax_rows(f, columns, kind))
 
     def num_rows(self, num_outputs: int) -> int:
-        """Return C − 1, because equal changes of all logits have no effect; C for other roots."""
+        """Return C − 1, or C with another root. Equal changes of all logits have no effect."""
         is_own = type(self).root is not Categorical.root
         return num_outputs if is_own else max(num_outputs - 1, 1)
 

@@ -71,7 +71,7 @@ class HeteroscedasticGaussian(Likelihood):
         return torch.cat([precision, constant], dim=1).diag_embed()
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
-        """Return the residual over the variance, and half of (residual² over variance − 1)."""
+        """Return the residual over the variance, and ½ (residual² / variance − 1)."""
         mean, log_variance = f.chunk(2, dim=1)
         error, precision = y.to(f) - mean, (-log_variance).exp()
         return torch.cat([error * precision, 0.5 * (error.square() * precision - 1.0)], dim=1)

@@ -50,7 +50,7 @@ class Noisy(Likelihood):
         self.log_noise = nn.Parameter(log_noise, requires_grad=learnable)
 
     def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
-        """Check that there are C finite floating-point numbers per example."""
+        """Check that each example has C finite floating-point numbers."""
         super().validate(f_shape, y)
         check_one_per_output(f_shape, y)
         if not y.is_floating_point():

@@ -33,7 +33,7 @@ class Poisson(Likelihood):
         return (y * f - f.exp() - torch.lgamma(y + 1.0)).sum(dim=1)
 
     def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
-        """Check that there are C counts 0, 1, 2, … per example (floating point or integer)."""
+        """Check that each example has C counts 0, 1, 2, … (floating point or integer)."""
         super().validate(f_shape, y)
         check_one_per_output(f_shape, y)
         if y.is_complex():

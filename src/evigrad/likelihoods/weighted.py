@@ -12,18 +12,18 @@ from evigrad.likelihoods.base import Likelihood, refuse_where
 
 
 class Weighted(Likelihood):
-    """A likelihood with a weight w for each example, whose log density then counts w times.
+    """A likelihood with a weight w for each example, whose log density counts w times.
 
     A weight of two means that an example was seen twice, and a weight of zero means that it was not
     seen. Sums of log likelihoods and curvatures over examples become weighted sums. N still counts
     examples. ``targets`` combines targets and weights in one tensor, which you pass as targets.
     Metrics and predictions ignore the weights.
 
-    The normalizer of a density also counts w times. So if the weights mean a noise of σ/√w for each
-    example, the learned noise of a Gaussian is too small by the square root of the mean weight. If
-    the mean weight is 1, the learned noise is correct for this meaning too. In ``kfac``, only the
-    factor of the gradients is weighted, so a weight of two does not have the effect of repeating
-    the example.
+    The normalizer of a density also counts w times. So if the weights represent a noise of σ/√w for
+    each example, the learned noise of a Gaussian is too small by the square root of the mean
+    weight. If the mean weight is 1, the learned noise is also correct for this meaning. In
+    ``kfac``, only the factor of the gradients is weighted, so a weight of two does not have the
+    effect of repeating the example.
 
     Args:
         likelihood: Likelihood of the targets.

@@ -1,4 +1,4 @@
-"""Networks by name: small networks, the paper's residual networks with Fixup, and sequences."""
+"""Networks by name: small networks, residual networks with Fixup, and sequence models."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -88,10 +88,10 @@ def make_model(
 
 
 def make_network(record: Mapping[str, Any], seed: int = 0) -> nn.Module:
-    """Return the network of a run, on the CPU, from its record in the run's configuration.
+    """Return the network of a run, on the CPU, from the record in the run's configuration.
 
-    ``model`` in the record has the arguments of ``make_model``. ``invariance`` is None, or has
-    ``num_samples``, ``average``, and in ``transform`` the arguments of ``AffineInvariance``.
+    ``model`` in the record contains the arguments of ``make_model``. ``invariance`` is None, or has
+    ``num_samples``, ``average`` and ``transform``, the arguments of ``AffineInvariance``.
     Convolutions use the channels-last memory format, which is faster (docs/performance.md).
     """
     # Not in make_model, because FSDP2 needs contiguous weights.

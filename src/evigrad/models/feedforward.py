@@ -57,7 +57,7 @@ def mlp(
 
 
 def image_shape(model: str, input_shape: Sequence[int], smallest: int) -> tuple[int, int, int]:
-    """Return (channels, height, width); raise ConfigurationError for other or too small inputs."""
+    """Return (channels, height, width), or raise an error for other or too small inputs."""
     if len(input_shape) != 3 or min(input_shape[1:]) < smallest:
         raise ConfigurationError(
             f"'{model}' needs images (channels, height, width) of at least {smallest}x{smallest},"

@@ -63,7 +63,7 @@ class Subsample(nn.Module):
 class Block(nn.Module):
     """relu(shortcut + branch), with activations between the convolutions of the branch.
 
-    Inside, there are ``width`` channels. The first 3x3 convolution and the shortcut have the
+    The branch has ``width`` channels inside. The first 3x3 convolution and the shortcut have the
     ``stride``.
     """
 
@@ -96,7 +96,7 @@ class Block(nn.Module):
                 self.shortcut = Subsample(inputs, outputs, stride)
 
     def initialise(self, num_branches: int) -> None:
-        """Start the last of m convolutions at zero; scale the weights before it by L^(-1/(2m-2)).
+        """Start the last of m convolutions at zero. Scale the weights before it by L^(-1/(2m-2)).
 
         ``num_branches`` is L, the number of residual branches in the network.
         """
@@ -118,8 +118,8 @@ class Block(nn.Module):
 class Bottleneck(Block):
     """A block whose 3x3 convolution works on a quarter of the channels.
 
-    Shortcuts have weights, as in Fixup's networks for ImageNet. Only then does ResNet-50 have the
-    23.9 million parameters of the paper.
+    Shortcuts have weights, as in Fixup's networks for ImageNet. With them, ResNet-50 has the 23.9
+    million parameters of the paper.
     """
 
     expansion = 4

@@ -46,7 +46,7 @@ class Attention(nn.Module):
     def forward(
         self, h: Float[Tensor, "m T d"], bias: Float[Tensor, "#m #heads #T T"] | None
     ) -> Float[Tensor, "m T d"]:
-        """Return the attention output of each position; ``bias`` is added to the scores."""
+        """Return the attention output of each position. ``bias`` is added to the scores."""
         query, key, value = (
             layer(h).unflatten(2, (self.heads, -1)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
@@ -75,7 +75,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A small transformer encoder: pre-norm blocks, mean pooling, a linear head.
+    """A small transformer encoder with pre-norm blocks, mean pooling and a linear head.
 
     Inputs of shape (T,) with a ``vocabulary`` are T integer tokens. Other inputs are numbers: (T,)
     is a series of numbers, and (T, d) is a series of vectors. An image (c, h, w) is the sequence of
@@ -96,7 +96,7 @@ class Transformer(nn.Module):
         heads: Number of attention heads in each block.
         layers: Number of blocks.
         hidden: Number of units in a block's feed-forward part. Default: twice the width.
-        vocabulary: Number of different tokens; None for real inputs.
+        vocabulary: Number of different tokens. None for real inputs.
         padding: Token that is not part of the sequence, wherever it occurs.
         attention_length: Initial range of the attention, in positions. None means that the range is
             not limited.
@@ -177,7 +177,7 @@ class Recurrent(nn.Module):
         num_outputs: Number of outputs C.
         width: Number of units in each layer, and size of a token's embedding.
         layers: Number of recurrent layers.
-        vocabulary: Number of different tokens; None for real inputs.
+        vocabulary: Number of different tokens. None for real inputs.
         padding: Token that pads the end of a sequence.
         pooling_time: Initial time constant of the average, in steps. None uses only the last state.
 
@@ -248,7 +248,7 @@ def _check_sizes(model: str, **sizes: int) -> None:
 def _check_input(
     model: str, input_shape: Sequence[int], vocabulary: int | None, padding: int | None
 ) -> tuple[int, int]:
-    """Return the numbers of steps and of features; raise ConfigurationError for other inputs."""
+    """Return the numbers of steps and of features. Raise ConfigurationError for other inputs."""
     if len(input_shape) > 3:
         raise ConfigurationError(
             f"'{model}' needs sequences (T,) or (T, features), or images (channels, height, width),"

@@ -1,9 +1,9 @@
 """Keep freed memory for the next pass, instead of returning it to the system.
 
-A pass frees tensors of many megabytes, and soon allocates similar ones. By default glibc returns
-each to the system and gets new pages, which the system fills with zeros, one interrupt per page. On
-a CPU this can take as long as the computation (``docs/performance.md``). On a GPU, PyTorch keeps
-freed memory anyway.
+A pass frees tensors of many megabytes and soon allocates similar ones. By default, glibc returns
+their memory to the system and gets new pages, which the system fills with zeros, one interrupt per
+page. On a CPU this can take as long as the computation (``docs/performance.md``). On a GPU, PyTorch
+keeps freed memory anyway.
 """
 
 import ctypes
@@ -75,7 +75,7 @@ def kept_memory() -> Iterator[None]:
 
 
 def give_back() -> None:
-    """Return currently free memory to the system. Memory that is freed later is kept again."""
+    """Return the currently free memory to the operating system. Memory freed later is kept."""
     library = _glibc()
     if library is not None:
         library.malloc_trim(0)

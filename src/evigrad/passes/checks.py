@@ -48,7 +48,7 @@ def _check_masks(inputs: Tree) -> None:
                 raise InputError(
                     f"{name} of the inputs is zero everywhere for {int(empty.sum())} of"
                     f" {len(empty)} examples, the first at position {int(empty.int().argmax())}."
-                    " Omit these examples, or keep at least one token of each."
+                    " Omit these examples, or keep at least one token in each."
                 )
 
 
@@ -77,7 +77,7 @@ def check_positive(what: str, value: object) -> None:
 
 
 def check_type(what: str, value: object, kind: type, hint: str) -> None:
-    """Raise an error if the value is not of this class. ``hint`` describes valid values."""
+    """Raise an error if the value is not of the class ``kind``. ``hint`` describes valid values."""
     if not isinstance(value, kind):
         raise ConfigurationError(f"{what} must be {hint}, got {value!r}.")
 
@@ -112,7 +112,7 @@ def check_gradients(names: Iterable[str], gradients: Iterable[Tensor]) -> None:
 
 
 def as_generator(generator: torch.Generator | int | None) -> torch.Generator:
-    """Return a CPU generator, from a seed if necessary. Default: PyTorch's initial seed."""
+    """Return a CPU generator, created from a seed if necessary. Default: PyTorch's initial seed."""
     if isinstance(generator, torch.Generator):
         if generator.device.type != "cpu":
             raise ConfigurationError("generator must be on the CPU. Use torch.Generator().")
@@ -151,7 +151,7 @@ def check_block(block: Block, partition: Partition) -> None:
 def check_state(
     state: Mapping[str, Any], current_state: Mapping[str, Any], modules: Mapping[str, nn.Module]
 ) -> None:
-    """Raise an error if a state does not fit this evidence. Copies are loaded to find out."""
+    """Raise an error if a state does not fit this evidence. The check loads it into copies."""
     if missing := current_state.keys() - state.keys() - {"micro_batches", "preparation", "anchors"}:
         raise ConfigurationError(
             f"The state lacks {', '.join(sorted(missing))}. Use the result of state_dict()."

@@ -15,7 +15,7 @@ LOADING_WRITES = 4
 
 
 class DecayWatch:
-    """Observes the training of an evidence's weights, and warns once about each mistake."""
+    """Observes the training of an evidence's weights and warns once about each mistake."""
 
     def __init__(self, weights: Iterable[nn.Parameter]) -> None:
         self._weights = list(weights)
@@ -24,7 +24,7 @@ class DecayWatch:
         self._told: set[str] = set()
 
     def note_decay(self, optimizer: Optimizer | None = None) -> None:
-        """Note that the caller applies the prior's decay. Warn if ``optimizer`` has one too."""
+        """Record that the caller applies the prior's decay. Warn if ``optimizer`` has one too."""
         self._is_decayed = True
         if optimizer is None or "optimizer" in self._told:
             return
@@ -35,7 +35,7 @@ class DecayWatch:
                 self._told.add("optimizer")
                 warnings.warn(
                     f"The optimizer has weight_decay={float(decay):g} for weights that the prior"
-                    " decays too. Set weight_decay=0, because the prior replaces this decay.",
+                    " also decays. Set weight_decay=0, because the prior replaces this decay.",
                     EvigradWarning,
                     stacklevel=3,
                 )
@@ -44,8 +44,8 @@ class DecayWatch:
     def check(self) -> None:
         """Warn if the weights were trained since the last call, but never with the prior's decay.
 
-        A weight that changed and has a gradient was trained. Without a gradient, it may have been
-        loaded or initialized, which takes fewer writes than training.
+        A weight that changed and has a gradient was trained. A weight without a gradient may have
+        been loaded or initialized, which takes fewer writes than training.
         """
         if self._is_decayed or "missing" in self._told:
             return
@@ -68,7 +68,7 @@ class DecayWatch:
 
 
 def warn_of_averaged(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
-    """Warn if ranges of random transforms are weights, so that the training loss learns them."""
+    """Warn if ranges of random transforms are weights, which the training loss would learn."""
     names = {id(weight): name for name, weight in weights.items()}
     trained = [
         names[id(parameter)]

@@ -35,7 +35,7 @@ def estimates_of(passes: MicroBatchSweep | Sequence[KeptPass]) -> list[Estimate]
 def pass_over(sweep: MicroBatchSweep, *, beside: bool) -> Pass:
     """Return a condensed pass over a block, in a type that is accurate enough.
 
-    If ``beside``, keep the outputs, for steps on the likelihood in addition to the prior.
+    If ``beside`` is true, keep the outputs, for steps on the likelihood in addition to the prior.
     """
 
     def work(sweep: MicroBatchSweep) -> Pass:
@@ -50,9 +50,10 @@ def pass_over(sweep: MicroBatchSweep, *, beside: bool) -> Pass:
 def gradients_of(
     passes: MicroBatchSweep | Sequence[KeptPass], learned: Mapping[str, nn.Parameter]
 ) -> tuple[list[Estimate], list[Tensor]]:
-    """Return the estimates of ``estimates_of``, and the gradient of their mean.
+    """Return the estimates of ``estimates_of`` and the gradient of their mean.
 
-    The gradient has the order of the ``learned`` hyperparameters. Others need no gradients.
+    The gradients are in the order of the ``learned`` hyperparameters. Other hyperparameters need no
+    gradients.
     """
     parameters = list(learned.values())
     if not isinstance(passes, MicroBatchSweep):
@@ -86,9 +87,10 @@ def precisely(
     """Return the result of ``work``. If float32 rounds too much, run it again in float64.
 
     Every evaluation starts in float32, so it does not depend on earlier ones. If the user set
-    ``gram_dtype``, or memory is too small, rounding causes only a warning. ``work`` must leave
-    nothing behind if it raises. If ``condense``, it keeps only what log-determinants need.
-    ``trial`` is called with the result, to provoke the rounding errors of later steps.
+    ``gram_dtype``, or memory is too small, rounding causes only a warning. ``work`` must have no
+    side effects if it raises an error. If ``condense`` is true, ``work`` keeps only what
+    log-determinants need. ``trial`` is called with the result, to provoke the rounding errors of
+    later steps.
     """
     problem = sweep.problem
     sweep.check_memory(condense)

@@ -78,9 +78,9 @@ class Batches:
                 index >= len(first_signatures) or first_signatures[index] != signatures[index]
             ):
                 raise InputError(
-                    "The batches differ when they are read again. The gradient for hyperparameters"
-                    " of the forward pass needs to read them twice. Do not shuffle or augment in"
-                    " the loader, or pass a list of batches."
+                    "The batches differ when they are read again. The gradient with respect to"
+                    " hyperparameters of the forward pass reads them twice. Do not shuffle or"
+                    " augment in the loader, or pass a list of batches."
                 )
             if not len(x):
                 continue  # no target counts
@@ -107,7 +107,7 @@ class Batches:
 
 
 class CheckedSource(Source):
-    """A user's N examples (see ``as_source``), checked against model and likelihood when read.
+    """A user's N examples (see ``as_source``), checked when they are read.
 
     The constructor checks the number of examples, the first examples, all targets in memory, and
     whether the likelihood has rows at these targets. ``plan`` is the plan for their inputs. All
@@ -240,7 +240,7 @@ def _given_subset(problem: Problem, x: Inputs, y: Tensor | None) -> MicroBatchSw
             # Each position is equally likely to be drawn, but the number of positions is random,
             # and with it the factor of the estimate.
             raise InputError(
-                f"These examples have from {int(counts.min())} to {int(counts.max())} targets, so"
+                f"These examples have {int(counts.min())} to {int(counts.max())} targets each, so"
                 " they are not a subset of a known size. Use the blocks of all examples: for block"
                 " in evidence.blocks(data).take(n)."
             )
@@ -285,9 +285,12 @@ def _given_batches(problem: Problem, all_batches: Iterable[Batch]) -> MicroBatch
 
 
 def checked(problem: Problem, x: Inputs, y: Tensor) -> tuple[Inputs, Tensor, InputPlan]:
-    """Return checked data and the plan for inputs of their shape.
+    """Check the data, and plan for inputs of their shape.
 
     For outputs (m, …, C), each position with a target becomes an example.
+
+    Returns:
+        The checked data and the plan.
     """
     plan, likelihood = problem.plan_of(x), problem.likelihood
     num_outputs, device = plan.num_outputs, plan.outputs.device

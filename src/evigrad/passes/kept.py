@@ -69,7 +69,7 @@ def as_kept(
     hyperparameters: Mapping[str, nn.Parameter],
     learnable: Iterable[str],
 ) -> list[KeptPass] | None:
-    """Return the kept passes that were passed instead of data, or None if ``x`` contains data.
+    """Return the kept passes that were given instead of data, or None if ``x`` contains data.
 
     ``learnable`` are the names of the hyperparameters for which gradients are needed.
 

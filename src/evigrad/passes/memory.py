@@ -68,8 +68,8 @@ def check_memory(
     with ``hint``.
 
     Raises:
-        MemoryBudgetError: If memory is too small. The message has the needed memory, the free
-            memory, and a cheaper choice.
+        MemoryBudgetError: If memory is too small. The message states the needed and the free
+            memory, and suggests a cheaper choice.
     """
     predict = curvature.condensed_bytes if condensed else curvature.predicted_bytes
     kept = predict(num_rows)
@@ -123,7 +123,7 @@ def _cgroup_bytes() -> int | None:
 
 
 class PeakBytes(TorchDispatchMode):
-    """Measures the peak memory of tensors created inside, counting each storage once.
+    """Measures the peak memory of tensors created in its context, counting each storage once.
 
     It works on every device. It intercepts every operation, so it also counts what autograd keeps
     inside function transforms, where hooks on saved tensors raise an error.
@@ -174,7 +174,7 @@ class MicroBatches:
     Attributes:
         asked: A number of examples, None for all in one pass, or ``"auto"``.
         budget: Bytes for a pass, or None for a share of the free memory.
-        chosen: Sizes so far, for passes that are automatic or ran out of memory.
+        chosen: Sizes so far, for passes whose size is automatic or that ran out of memory.
     """
 
     asked: int | str | None
@@ -204,7 +204,7 @@ class MicroBatches:
         return min(total, self.chosen.get(kind, total))
 
     def halve(self, kind: str, failed: int) -> None:
-        """Halve the size of later passes after ``failed`` examples did not fit.
+        """Halve the size of later passes after a pass over ``failed`` examples did not fit.
 
         Warn unless the size is automatic.
 
@@ -220,8 +220,8 @@ class MicroBatches:
         if self.asked != "auto":
             warnings.warn(
                 f"The {kind.partition(' of ')[0]} over {failed} examples did not fit into memory."
-                f" Later passes take {failed // 2} examples, which does not change results. Set"
-                f" micro_batch={failed // 2}, or 'auto'.",
+                f" Later passes take {failed // 2} examples, which does not change results. To"
+                f" avoid this warning, set micro_batch={failed // 2} or 'auto'.",
                 EvigradWarning,
                 stacklevel=2,
             )
@@ -230,7 +230,7 @@ class MicroBatches:
 def fits(work: Callable[[], T]) -> list[T]:
     """Return a list with the result of ``work``, or free memory and return [] if it does not fit.
 
-    ``work`` must be repeatable, and leave nothing behind if it fails.
+    ``work`` must be repeatable and have no side effects if it fails.
     """
     try:
         return [work()]

@@ -38,7 +38,7 @@ def held_constant(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 def named_in_errors(hyperparameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
     """Add the values of the model's hyperparameters to errors about divergence.
 
-    A transform with a huge range is the most likely cause, but nothing else reports its range.
+    A transform with a huge range is the most likely cause, but no other message reports its range.
 
     Raises:
         NotFiniteError: If a NotFiniteError was raised inside.
@@ -61,11 +61,11 @@ def _in_words(parameter: nn.Parameter) -> str:
 
 
 def trainable(model: nn.Module, excluded: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Return the model's trainable parameters by name, except the excluded ones, each once.
+    """Return the model's trainable parameters by name, each once, without the excluded ones.
 
     Raises:
         ConfigurationError: If no parameter is left, a lazy module has not seen its first inputs, or
-            a parameter or buffer is on the device meta.
+            a parameter or buffer is on the meta device.
     """
     lazy = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]
     if lazy:
@@ -76,7 +76,7 @@ def trainable(model: nn.Module, excluded: Mapping[str, nn.Parameter]) -> dict[st
     empty = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     if empty:
         raise ConfigurationError(
-            f"The model has {listed(empty)} on the device meta, where tensors have no values."
+            f"The model has {listed(empty)} on the meta device, where tensors have no values."
             " Create the model on the CPU or on a GPU, for example under torch.device('cpu')."
         )
     ids = {id(p) for p in excluded.values()}

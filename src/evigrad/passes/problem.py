@@ -29,16 +29,16 @@ from evigrad.passes.settings import Settings
 
 @dataclass(frozen=True, eq=False)
 class Problem(LinearizedModel):
-    """A linearized model, and how its evidence is computed.
+    """A linearized model and how its evidence is computed.
 
     Attributes:
         settings: How the evidence is computed.
-        generator: Source of all random choices.
+        generator: Generator for all random choices.
         network: The model, with a plan for each shape of inputs.
         sizes: How many examples go through the network in one pass.
         ranks: The processes that share the work.
-        partitions: A cache, by number of outputs.
-        curvatures: A cache, by plan and type of matrices.
+        partitions: A cache of partitions, by number of outputs.
+        curvatures: A cache of curvatures, by plan and data type of the matrices.
     """
 
     settings: Settings
@@ -61,7 +61,7 @@ class Problem(LinearizedModel):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the first weight."""
+        """The data type of the first weight."""
         return next(iter(self.weights.values())).dtype
 
     def log_probabilities(self, f: Tensor, y: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class Problem(LinearizedModel):
         return not self.curvature(plan).keeps_rows and self.ranks.count <= self.num_data
 
     def curvature(self, plan: InputPlan, gram_dtype: torch.dtype | None = None) -> Curvature[Any]:
-        """Return the estimator's curvature, created once per plan and type of matrices."""
+        """Return the estimator's curvature, created once per plan and data type of the matrices."""
         dtype = self.settings.gram_dtype if gram_dtype is None else gram_dtype
         key = (plan, dtype)
         if key not in self.curvatures:
@@ -122,7 +122,7 @@ class Problem(LinearizedModel):
         )
 
     def last_layer(self, x: Inputs) -> tuple[Tensor, LastLayer | None]:
-        """Return outputs (m, C) without a graph, and their last layer (None if not linear)."""
+        """Return outputs (m, C) without a graph, and the last layer (None if it is not linear)."""
         model = self.model
         with evaluation_run(model), torch.no_grad(), watched(model, self.weights) as call:
             f = model_outputs(model, each_once(x), positions=True)
@@ -158,7 +158,7 @@ class ParameterReport:
         rows: How its derivatives are computed: by a closed form or a generic path.
         curvature: Its block of the curvature.
         group: Its prior group.
-        precision: Its prior precision, or the mean if it varies inside the tensor.
+        precision: Its prior precision, or its mean if it varies within the tensor.
 
     See also: docs/supported.md.
     """
@@ -174,7 +174,7 @@ class ParameterReport:
 def parameter_reports(problem: Problem, x: Any | None) -> list[ParameterReport]:
     """Return a report for each weight tensor, in the model's order.
 
-    ``x`` are some inputs, or None for the most recent plan.
+    ``x`` contains a few inputs, or is None to use the most recent plan.
 
     Raises:
         ConfigurationError: If ``x`` is None and there is no plan yet.

@@ -87,8 +87,8 @@ def mean_over_ranks(
 ) -> tuple[Estimate, list[Tensor]]:
     """Return the mean of the estimates of all ranks, and the mean of their gradients.
 
-    Each estimate belongs to one of the ``blocks``. The weight of a rank is its number of draws of
-    anchored blocks, or its number of other blocks. Any rank except the first may have no blocks.
+    Each estimate corresponds to one of the ``blocks``. The weight of a rank is its number of draws
+    of anchored blocks, or its number of other blocks. Any rank except the first may have no blocks.
     Its gradients are then zero. For H numbers in the gradients, a rank sends
     2 (R − 1)/R · 8 (H + 7) bytes.
     """

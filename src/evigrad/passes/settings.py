@@ -30,14 +30,14 @@ UNITS = {
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory and data types of estimates.
+    """The memory and the data types for estimates.
 
     Data types are names or PyTorch dtypes.
 
     Attributes:
-        micro_batch: Number of examples per forward pass of an estimate, or auto to choose it by the
-            available memory. If a pass runs out of memory, later passes take half of the examples.
-            Results do not depend on this number. Default: all examples of a block.
+        micro_batch: Number of examples per forward pass of an estimate, or auto to choose it
+            according to the available memory. If a pass runs out of memory, later passes take half
+            of the examples. Results do not depend on this number. Default: all examples of a block.
         memory_budget: Memory for a pass with micro_batch auto, in bytes or as an amount such as
             8GiB. Default: most of the free memory.
         gram_dtype: Data type of kernels and factors: float32 or float64. Default: the data type of

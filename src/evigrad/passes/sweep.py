@@ -63,7 +63,7 @@ _POSITIONS_HINT = (
 
 @dataclass(frozen=True, eq=False)
 class PlannedBatch(MicroBatch):
-    """A micro-batch, with a plan if its inputs have another shape than the block's first batch."""
+    """A micro-batch, with a plan if its inputs differ in shape from the block's first batch."""
 
     plan: InputPlan | None = None
 
@@ -117,7 +117,7 @@ class MicroBatchSweep:
             step: Function that returns the next state.
             start: The first state.
             graph: Whether ``step`` needs graphs.
-            label: Kind of pass. Passes with the same label need equal memory.
+            label: Kind of pass. Passes with the same label need the same amount of memory.
 
         Raises:
             InputError: If the batches do not contain the block's data.
@@ -230,9 +230,12 @@ class MicroBatchSweep:
     # ------------------------------------------------------------ checks on real data
 
     def verified(self) -> "MicroBatchSweep":
-        """Return the sweep without incorrect fast derivatives, after a check if one is due.
+        """Check the fast derivatives if a check is due.
 
         After a check, passes without a graph also check that the model does not mix examples.
+
+        Returns:
+            The sweep without incorrect fast derivatives.
         """
         network = self.problem.network
         if not network.check_is_due():
@@ -300,7 +303,7 @@ class MicroBatchSweep:
     # ------------------------------------------------------------ memory
 
     def check_memory(self, condense: bool) -> None:
-        """Raise an error if the block does not fit. ``condense`` is as for ``run_pass``."""
+        """Raise an error if the block does not fit. See ``run_pass`` for ``condense``."""
         problem, block, curvature = self.problem, self.block, self.curvature
         size, weights, width = len(block.indices), problem.weights, self._width
         most = most_at_once(problem, self.plan, block)
@@ -396,7 +399,7 @@ def new_sweep(
 
 
 def most_at_once(problem: Problem, plan: InputPlan, block: Block, position: int = 0) -> int | None:
-    """Return the most examples of one pass from a position on, or None for automatic sizes."""
+    """Return the most examples that one pass may take from a position on, or None if automatic."""
     asked = problem.sizes.asked
     if asked is None and block.num_draws > 1:
         # At most the rows of one draw, a number that the user has chosen.
@@ -413,7 +416,7 @@ def curvature_of(
 
 
 def bytes_per_datum(peak: Callable[[int], int], num_remaining: int) -> float:
-    """Return the bytes of each further example, from ``peak`` bytes of small passes."""
+    """Return the bytes that each further example needs, from ``peak`` bytes of small passes."""
     of_one = fits(partial(peak, 1))
     if not of_one:
         return math.inf
@@ -425,8 +428,9 @@ def predicted_bytes(problem: Problem, plan: InputPlan, x: Inputs) -> int:
     """Return the predicted peak memory of an estimate, from passes over a few examples.
 
     It is the larger of two amounts: the memory of the statistic and its log-determinant, and the
-    memory of a pass. A pass has activations and gradients for each row and each unit of the
-    network. ``x`` are inputs of a few examples, or one batch if the estimator uses all examples.
+    memory of a pass. A pass stores activations and gradients for each row and each unit of the
+    network. ``x`` contains inputs of a few examples, or one batch if the estimator uses all
+    examples.
     """
     partition, sizes, estimator = problem.partition(plan), problem.sizes, problem.estimator
     num_rows = partition.block_rows

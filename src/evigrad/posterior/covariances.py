@@ -42,7 +42,7 @@ class Dense:
         return cls(names, root, factor_identity_plus(root[:, None] * hessian * root))
 
     def whitened(self, rows: Mapping[str, Tensor]) -> Float[Tensor, "m k n"]:
-        """Return J Σ^{1/2} of the parameters' rows (m, k, *shape)."""
+        """Return J Σ^{1/2} for the parameters' rows (m, k, *shape)."""
         flat = [rows[name].flatten(2).to(self.factor) for name in self.names]
         scaled = torch.cat(flat, 2).mul_(self.root)
         solved = torch.linalg.solve_triangular(self.factor, scaled.flatten(0, 1).mT, upper=False)
@@ -58,24 +58,24 @@ class Diagonal:
 
     @property
     def names(self) -> Sequence[str]:
-        """Return the parameter, as the only one."""
+        """Return the name of the parameter, in a list."""
         return [self.name]
 
     def whitened(self, rows: Mapping[str, Tensor]) -> Float[Tensor, "m k n"]:
-        """Return J Σ^{1/2} of the parameter's rows (m, k, *shape)."""
+        """Return J Σ^{1/2} for the parameter's rows (m, k, *shape)."""
         return rows[self.name].flatten(2).to(self.std) * self.std
 
 
 @dataclass(frozen=True, eq=False)
 class Kronecker:
-    """A matrix with H = B ⊗ A / count, in the eigenbases of A and B, where δ adds to eigenvalues.
+    """A parameter with H = B ⊗ A / count. In the eigenbases of A and B, δ adds to eigenvalues.
 
-    A sum of few outer products has fewer eigenvectors U than dimensions. Outside their span its
+    A sum of few outer products has fewer eigenvectors U than dimensions. Outside their span, its
     eigenvalues are zero, so the columns of I − UUᵀ complete its basis:
 
         f(A + δ I) = U f(a + δ) Uᵀ + f(δ) (I − UUᵀ),      (I − UUᵀ)² = I − UUᵀ.
 
-    The eigenvectors are complete, or span the range.
+    The eigenvectors are either complete or span the range.
     """
 
     name: str
@@ -98,11 +98,11 @@ class Kronecker:
 
     @property
     def names(self) -> Sequence[str]:
-        """Return the parameter, as the only one."""
+        """Return the name of the parameter, in a list."""
         return [self.name]
 
     def whitened(self, rows: Mapping[str, Tensor]) -> Float[Tensor, "m k n"]:
-        """Return J Σ^{1/2} of the parameters' rows (m, k, *shape)."""
+        """Return J Σ^{1/2} for the parameters' rows (m, k, *shape)."""
         weight_rows = rows[self.name]
         shape = (self.gradients.shape[-2], self.inputs.shape[-2])
         matrices = weight_rows.reshape(*weight_rows.shape[:2], -1, *shape).to(self.std)

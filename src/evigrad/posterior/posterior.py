@@ -189,7 +189,7 @@ class Posterior:
             vector: For each name in ``parameters``, a tensor of the weight's shape.
 
         Raises:
-            ConfigurationError: If the weights have changed, or a tensor is missing or has another
+            ConfigurationError: If the weights have changed, or a tensor is missing or has the wrong
                 shape.
         """
         self._check_weights(self._weights)
@@ -270,8 +270,8 @@ class Posterior:
         if (state["structure"], state["parameters"]) != (self.structure, self.parameters):
             raise ConfigurationError(
                 f"The state must belong to a {self.structure!r} posterior of"
-                f" {len(self.parameters)} tensors, got {state['structure']!r} of"
-                f" {len(state['parameters'])}. Use evidence.posterior(state=...)."
+                f" {len(self.parameters)} tensors, got a {state['structure']!r}"
+                f" posterior of {len(state['parameters'])}. Use evidence.posterior(state=...)."
             )
         self._check_weights(state["weights"])
         likelihood = copy.deepcopy(self._likelihood)
@@ -469,7 +469,7 @@ class _Batches:
 
 
 def last_layer(problem: Problem, data: object) -> list[str]:
-    """Return the weights of the last called module that has weights and no layers inside."""
+    """Return the weights of the last called module that has weights and contains no layers."""
     x = check_inputs(as_source(data).first(PROBE_SIZE)[0], problem.device)
     problem.network.plan(x)  # checks the model
     owned = partition_names(list(problem.weights), "module")

@@ -38,11 +38,11 @@ class Predictive:
         covariance: Covariance of each example's outputs due to uncertain weights (epistemic).
         likelihood: Likelihood of the posterior, which is only read.
         link: How probabilities and densities of targets are averaged over the outputs.
-            ``monte-carlo`` averages over samples. ``probit`` uses the outputs
-            f / √(1 + π/8 · variance), without samples and correlations. This is the formula of
-            MacKay (1992) for a sigmoid, and the mean field for a softmax. ``plug-in`` ignores the
-            uncertainty of the outputs. For Gaussian targets, ``monte-carlo`` and ``probit`` have a
-            closed form. The mean and the variances do not depend on the link.
+            ``monte-carlo`` averages over samples. ``probit`` uses the outputs f / √(1 + π/8 ·
+            variance), without samples and correlations. This is the formula of MacKay (1992) for a
+            sigmoid and the mean-field formula for a softmax. ``plug-in`` ignores the uncertainty of
+            the outputs. For Gaussian targets, ``monte-carlo`` and ``probit`` have a closed form.
+            The mean and the variances do not depend on the link.
         num_samples: Number of samples for ``monte-carlo``.
         seed: Seed of the samples, so that a prediction does not change between reads.
 
@@ -112,7 +112,7 @@ class Predictive:
 
     @cached_property
     def probabilities(self) -> Float[Tensor, "m ... K"]:
-        """Return the probability of each class (Categorical), or that each label is 1 (Bernoulli).
+        """Return the probability of each class, or that each label is 1 for ``Bernoulli``.
 
         Raises:
             ConfigurationError: If the likelihood has no class probabilities.
@@ -148,7 +148,7 @@ class Predictive:
             one number per position, with shape (m, …) and NaN at positions without a target.
 
         Raises:
-            ConfigurationError: If the link is ``probit`` and targets are not classes.
+            ConfigurationError: If the link is ``probit`` and the targets are not classes.
             InputError: If the targets do not fit the likelihood or the outputs.
         """
         if self.outputs.dim() > 2 and is_batch(y, len(self.outputs)):
@@ -195,7 +195,7 @@ class Predictive:
             return self.outputs
         if not self.likelihood.is_classification:
             raise ConfigurationError(
-                "link='probit' needs a likelihood for classes, got"
+                "link='probit' needs a classification likelihood, got"
                 f" {type(self.likelihood).__name__}. Use link='monte-carlo' or 'plug-in'."
             )
         return self.outputs * (1.0 + math.pi / 8.0 * self._variance).rsqrt()

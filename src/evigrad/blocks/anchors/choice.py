@@ -1,4 +1,4 @@
-"""Choose anchors greedily by a kernel, by their scores, or spread over the inputs.
+"""Choose anchors greedily by a kernel, by their scores, or by their spread over the inputs.
 
 The kernel comes from the network's last layer W φ_n + b, so a forward pass is enough to compare
 rows. In this layer the row (n, d) is the derivative R_n[:, d] ⊗ (φ_n, 1), and two rows have the
@@ -6,7 +6,7 @@ product
 
     (R_n[:, d]ᵀ R_n'[:, d']) (φ_nᵀ φ_n' / δ_W + 1 / δ_b).
 
-The kernel of all layers is larger but similar. Anchors and blocks that it chooses are not better
+The kernel of all layers is larger but similar. The anchors and blocks chosen with it are not better
 (``benchmarks/anchor_search.py``). The estimate is a bound for any choice of anchors.
 """
 
@@ -49,12 +49,12 @@ class Anchoring:
 
     Attributes:
         share: Share of anchors among the rows of a block, in [0, 1).
-        choice: Which rows become anchors. ``greedy`` adds one row at a time, the row with the
-            largest conditional variance under the kernel of the last layer. If this layer is not
-            linear, rows are added by score. ``score`` takes the rows with the largest scores, where
-            the network is most uncertain. ``k-centre`` spreads anchors over the inputs, and
-            ``random`` ignores scores and inputs. ``auto`` is ``k-centre`` if all examples have the
-            same scores, as in regression, and ``greedy`` otherwise.
+        choice: Which rows become anchors. ``greedy`` repeatedly adds the row with the largest
+            conditional variance under the kernel of the last layer. If this layer is not linear,
+            rows are added by score. ``score`` takes the rows with the largest scores, where the
+            network is most uncertain. ``k-centre`` spreads anchors over the inputs, and ``random``
+            ignores scores and inputs. ``auto`` is ``k-centre`` if all examples have the same
+            scores, as in regression, and ``greedy`` otherwise.
         refresh: Number of streams of blocks (in training: rounds) that use the same anchors.
         grouped: Whether a block contains rows that are similar given the anchors, under the kernel
             of the last layer. Otherwise blocks are stratified by scores only.
@@ -133,8 +133,8 @@ def pivots(kernel: Float[Tensor, "m m"], count: int) -> Int[Tensor, " k"]:
     """Return the first ``count`` pivots of a Cholesky factorization of I + S, in order, for S ≥ 0.
 
     Given the earlier pivots Z, each pivot r has the largest variance S_rr|Z, and so the largest
-    entropy. The function ℓ is submodular, so the greedy ℓ(Z) is at least 1 − 1/e of the best value
-    for the same number of rows (Nemhauser et al., 1978).
+    entropy. The function ℓ is submodular, so the greedy ℓ(Z) is at least a fraction 1 − 1/e of the
+    best value for the same number of rows (Nemhauser et al., 1978).
     """
     left = kernel.diagonal().clone()
     factor = kernel.new_zeros(count, len(kernel))
@@ -214,8 +214,8 @@ class LastLayer:
     """The linear layer that computes the outputs.
 
     Attributes:
-        features: φ of each example: the layer's input, or the mean of its inputs if the layer has
-            several.
+        features: φ of each example: the layer's input, or the mean of its inputs if it has several
+            per example.
         of_weight: 1/δ_W over the temperature, averaged if weights have separate precisions.
         of_bias: 1/δ_b over the temperature, or 0 without a bias.
     """

@@ -42,7 +42,7 @@ class Scores:
     Attributes:
         head: |R_n[:, d]|² of each row of the first K columns.
         tail: The sum of |R_n[:, d]|² over all later columns.
-        behind: The number of later columns, or 0 if they are certainly zero.
+        behind: The number of later columns, or 0 if they are known to be zero.
     """
 
     head: Float[Tensor, "N K"]
@@ -58,7 +58,7 @@ class Scores:
 def ranked(
     rows: Int[Tensor, " r"], flat: Float[Tensor, " R"], generator: torch.Generator
 ) -> Int[Tensor, " r"]:
-    """Return rows n K + d by falling score, with equal scores in random order."""
+    """Return rows n K + d by decreasing score, with equal scores in random order."""
     rows = rows[torch.randperm(len(rows), generator=generator, device="cpu")]
     return rows[flat[rows].argsort(descending=True, stable=True)]
 
@@ -103,8 +103,8 @@ def form_groups(
 ) -> Groups:
     """Return parts of the rows (n, d) with the largest scores |R_n[:, d]|² that are not anchors.
 
-    ``num_rows`` counts the rows of a block, including its anchors. There are no parts if the
-    kernel is unknown, or if the considered rows hold too little of the curvature.
+    ``num_rows`` counts the rows of a block, including its anchors. There are no parts if the kernel
+    is unknown or if the considered rows hold too little of the curvature.
     """
     size = num_rows - len(anchors)
     flat = scores.flatten()
@@ -130,7 +130,7 @@ def form_groups(
 
 
 def conditional(kernel: Float[Tensor, "m m"], num_anchors: int) -> Float[Tensor, "r r"] | None:
-    """Return S_rr − S_rz (I + S_zz)⁻¹ S_zr for the first rows z, or None if rounding spoils it."""
+    """Return S_rr − S_rz (I + S_zz)⁻¹ S_zr for the first rows z, or None if it is inaccurate."""
     anchor_gram = kernel[:num_anchors, :num_anchors].double()
     factor, failed = torch.linalg.cholesky_ex(
         anchor_gram + torch.eye(num_anchors, dtype=anchor_gram.dtype, device="cpu")
@@ -147,9 +147,9 @@ def grouped(
 ) -> tuple[list[Int[Tensor, " _"]], Float[Tensor, " G"]]:
     """Return groups of row numbers and the entropy log det(1 + S_gg) of each, in float64.
 
-    A group contains the remaining row of largest variance, and the rows that correlate most with it
-    given unit noise. Each group has ``size`` rows, except for the last one. The kernel must be
-    symmetric positive semidefinite.
+    A group contains the remaining row with the largest variance and the rows that correlate most
+    with it given unit noise. Each group has ``size`` rows, except for the last one. The kernel must
+    be symmetric positive semidefinite.
     """
     variance = kernel.diagonal().clamp(min=0.0)
     shrunk = (1.0 + variance).rsqrt()
@@ -178,10 +178,10 @@ def _entropies(kernel: Float[Tensor, "r r"], parts: Int[Tensor, "G b"]) -> Float
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """A partition that needs no list of its rows: unlikely columns, or examples without scores.
+    """A partition that needs no list of its rows, for unlikely columns or unscored examples.
 
     The affine map t ↦ (a t + c) mod T with a random a coprime to T is a permutation. Part b
-    contains the images of b size, b size + 1, …
+    contains the images of b · size, b · size + 1, …
 
     Attributes:
         first: The first column.
@@ -312,7 +312,7 @@ class AnchoredPartition:
     def block(self, draws: Sequence[Draw], of_likelihood: Int[Tensor, "d u"]) -> Block:
         """Return a block of the anchors and drawn parts, without inputs.
 
-        Examples are sorted by falling number of rows. ``draws`` may be empty, if only the anchors
+        Examples are sorted by decreasing number of rows. ``draws`` may be empty if only the anchors
         count. ``of_likelihood`` are uniformly drawn examples for the log likelihood of each draw,
         or of the anchors.
         """

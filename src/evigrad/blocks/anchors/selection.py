@@ -23,7 +23,7 @@ from evigrad.likelihoods.calls import check_finite, log_probabilities
 class OutputMemory:
     """The latest outputs of each example of a pool, as computed by training and estimates.
 
-    They may be a few steps old, or belong to another random transform. This does no harm, because
+    They may be a few steps old or come from a different random transform. This is harmless, because
     the estimate is a bound for any choice of anchors.
     """
 
@@ -69,8 +69,8 @@ class AnchorSelection:
     """Choose anchors, and choose them again on a schedule.
 
     ``num_rows`` counts the rows of a block. ``root`` is the kind of the likelihood's root, which
-    determines the norms of the rows. ``look`` returns outputs and the last layer. The generator
-    belongs to the evidence.
+    determines the norms of the rows. ``look`` returns outputs and the last layer. The generator is
+    the evidence's generator.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class AnchorSelection:
         self.memory.update(places, self._likelihood.condensed(outputs, self._root))
 
     def scores(self) -> Scores:
-        """Return |R_n[:, d]|² of every row that is not certainly zero, for the stored outputs."""
+        """Return |R_n[:, d]|² of every row that is not known to be zero, for the stored outputs."""
         check_finite("The model's outputs", self.memory.outputs)
         heads: list[Tensor] = []
         tails: list[Tensor] = []

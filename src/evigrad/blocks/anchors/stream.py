@@ -109,7 +109,7 @@ class DrawnParts:
             yield self.block(start, at_once)
 
     def block(self, start: int, count: int) -> Block:
-        """Return a block, with data, of at most ``count`` draws from position ``start`` on."""
+        """Return a block, with data, of at most ``count`` draws, beginning at ``start``."""
         span = slice(start, start + count)
         block = self.partition.block(self.draws[span], self.of_likelihood[span])
         return fetched(block, self.source)
@@ -126,7 +126,7 @@ class AnchoredStream(Stream):
         source: The examples.
         period: Number of iterations between choices of anchors.
         num_rows: Number of rows in a block.
-        prepare: Function that is called at the start of an iteration, and returns a function that
+        prepare: Function that is called at the start of an iteration and returns a function that
             draws partitions.
         predictor: Predictor of the entropies of parts.
         generator: A CPU generator.
@@ -168,7 +168,7 @@ class AnchoredStream(Stream):
         return self.drawn(n, whole=True).blocks(1)
 
     def epoch(self) -> Iterator[Block]:
-        """See ``Stream.epoch``. The mean is ℓ(Z) + Σ_m ℓ(B_m|Z)."""
+        """See ``Stream.epoch``. The mean of the estimates is ℓ(Z) + Σ_m ℓ(B_m|Z)."""
         return self._local(self._all())
 
     def _all(self) -> Iterator[Callable[[], Block]]:
