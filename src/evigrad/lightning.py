@@ -127,7 +127,7 @@ class EvidenceCallback(pl.Callback):
 
     @property
     def history(self) -> list[Row]:
-        """Return one row per round: optimizer steps, log evidence per example, precisions."""
+        """Return one row per round: optimizer steps, log evidence per example, and precisions."""
         return self._hosted.history
 
     # ------------------------------------------------------------ hooks of the trainer
@@ -149,14 +149,14 @@ class EvidenceCallback(pl.Callback):
         if steps == float("inf"):
             raise ConfigurationError(
                 "The Trainer must have an end, because rounds are spread over the whole training"
-                " run, but it has none. Set max_epochs or max_steps."
+                " run, but there is none. Set max_epochs or max_steps."
             )
         (optimizer,) = trainer.optimizers
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
             raise ConfigurationError(
                 "The optimizer must not be fused in half precision, because it unscales gradients"
-                " inside its step, which is too late to add the weight decay. Set fused=False."
+                " inside its step, when it is too late to add the weight decay. Set fused=False."
             )
         batches = trainer.num_training_batches
         self._hosted.begin(
@@ -173,7 +173,7 @@ class EvidenceCallback(pl.Callback):
             if stopping.strict and stopping.monitor in columns:
                 raise ConfigurationError(
                     f"EarlyStopping(monitor={stopping.monitor!r}) would raise an error after the"
-                    " first epoch, because the burn-in is longer, so no round has set the value."
+                    " first epoch: the burn-in is longer, so no round has set this value yet."
                     " Set EarlyStopping(..., strict=False)."
                 )
 

@@ -63,7 +63,7 @@ class EvidenceCallback(_transformers.TrainerCallback):
     ``callback.log = trainer.log`` to also send the line to TensorBoard and other integrations. The
     file ``evigrad.pt`` of each checkpoint has the state, so
     ``trainer.train(resume_from_checkpoint=True)`` resumes with the same numbers. If there are
-    several processes, all take the same rounds.
+    several processes, all of them take the same rounds.
 
     Args:
         data: All training data, if the trainer has different data; see ``evigrad.fit``.
@@ -142,7 +142,7 @@ class EvidenceCallback(_transformers.TrainerCallback):
 
     @property
     def history(self) -> list[Row]:
-        """Return one row per round: optimizer steps, log evidence per example, precisions."""
+        """Return one row per round: optimizer steps, log evidence per example, and precisions."""
         return self._hosted.history
 
     # ------------------------------------------------------------ events of the trainer

@@ -91,7 +91,7 @@ class Parser(ArgumentParser):
     """Turn a mistake in the arguments into one sentence with the nearest option's name."""
 
     def __init__(self, **keywords: Any) -> None:
-        """Add ``--help`` and ``--config``; ``keywords`` are those of ``ArgumentParser``."""
+        """Add ``--help`` and ``--config``. ``keywords`` are passed to ``ArgumentParser``."""
         super().__init__(
             parser_mode=_YAML,
             formatter_class=Formatter,
@@ -200,7 +200,7 @@ def with_hyphens(arguments: Sequence[str]) -> list[str]:
 
 
 def explain(message: str, parser: ArgumentParser | None, command: str) -> ConfigurationError:
-    """Return the parser's message in plain words, for users of ``command``."""
+    """Return an error with the parser's message in plain words, for users of ``command``."""
     options = [
         option
         for action in ([] if parser is None else parser._actions)
@@ -273,7 +273,7 @@ def _metavar(name: str, kind: Any) -> str:
 
 
 def check_needs(parser: ArgumentParser, options: Namespace, typed: Iterable[str]) -> None:
-    """Raise an error for ``typed`` options without effect; show a note for options in a file."""
+    """Raise an error for ``typed`` options without effect, and note such options in a file."""
     typed_names = {
         word[2:].partition("=")[0].removeprefix("no-").replace("-", "_")
         for word in typed

@@ -196,7 +196,7 @@ def report(
     directory: RunDirectory,
     options: Namespace,
 ) -> None:
-    """Evaluate trained networks with common estimators, print the table, draw the figures."""
+    """Evaluate trained networks with the same estimators, print the table, and draw the figures."""
     evaluate_with = options.evaluate_with
     if options.figures:
         _draw(results, directory)
@@ -287,7 +287,7 @@ def settings_of(setup: Setup, options: Namespace) -> Settings:
 
 
 def prepare_runs(setup: Setup, options: Namespace, group: Group | None = None) -> list[Trainer]:
-    """Return the checked runs that options ask for; for ``compare_map``, a MAP run comes first."""
+    """Return the checked runs that options specify. With ``compare_map``, a MAP run is first."""
     settings = settings_of(setup, options)
     all_settings = [settings]
     if options.compare_map:

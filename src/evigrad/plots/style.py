@@ -71,7 +71,7 @@ DARK = Palette(
 
 
 def new_figure(width: float, height: float, palette: Palette = LIGHT) -> "Figure":
-    """Return an empty figure, sized in inches; raise ConfigurationError without matplotlib."""
+    """Return an empty figure, sized in inches, or raise ConfigurationError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -150,7 +150,7 @@ def plain_ticks(axis: "Axis") -> None:
 
 
 def burst_limits(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return limits of an axis without the few values far below the rest; None if all fit."""
+    """Return limits of an axis without the few values far below the rest, or None if all fit."""
     if len(values) < 8:
         return None
     ordered = sorted(values)

@@ -64,7 +64,7 @@ class Run:
         return f"{title}, {self.label}" if self.suffix else title
 
     def last(self, column: str) -> float | None:
-        """Return the last known value of a column; None if there is none."""
+        """Return the last known value of a column, or None if there is none."""
         return next(reversed(self.values(column)), None)
 
 

@@ -74,8 +74,8 @@ def write_report(
         The path of the page.
 
     Raises:
-        ConfigurationError: If a folder does not belong to a run with a finished epoch, or a file
-            cannot be read or written. Also if examples is negative, or matplotlib is missing.
+        ConfigurationError: If a folder does not belong to a run with a finished epoch, a file
+            cannot be read or written, examples is negative, or matplotlib is missing.
 
     Examples:
         >>> import torch

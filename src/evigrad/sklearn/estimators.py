@@ -160,7 +160,7 @@ class _EvidenceEstimator(BaseEstimator):
         counted = weights > 0
         if (weights < 0).any() or not counted.any():
             raise InputError(
-                "sample_weight must be 0 or more, and positive for at least one row. Remove rows"
+                "sample_weight must be non-negative, and positive for at least one row. Remove rows"
                 " with negative weights."
             )
         X, y, weights = X[counted], y[counted], weights[counted]
@@ -330,14 +330,14 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
         activation: Nonlinearity after each hidden layer: relu, tanh, silu, gelu, elu, softplus or
             sigmoid.
         module: Network to use instead of these layers: a torch module from inputs (n, inputs) to
-            outputs (n, classes). You can also pass a function from the numbers of inputs and
-            classes to a module. A copy is trained, in the module's type and on its device.
+            outputs (n, classes). You can also pass a function that makes a module from the numbers
+            of inputs and classes. A copy is trained, in the module's type and on its device.
         relevance: Whether the evidence learns a scale for each column, in front of the network.
         estimator: Name of the evidence estimator. None learns only the weights.
         prior: Which weights share a precision: layerwise, scalar, diagonal or a ``GaussianPrior``.
         posterior: Structure of the posterior over which ``predict_proba`` averages: kfac,
-            last-layer, diag, full or ntk. Default: None, the predictions of the network itself,
-            which are better if the network fits its data (docs/posterior.md).
+            last-layer, diag, full or ntk. Default: None, which predicts with the network itself.
+            This is better if the network fits its data (docs/posterior.md).
         epochs: Number of passes over the training table. Default: see ``evigrad.Schedule``.
         batch_size: Number of rows per optimizer step.
         learning_rate: Learning rate of the weights at the start. Default: see
@@ -345,7 +345,7 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
         settings: Other settings of ``evigrad.fit`` and its groups by name, such as
             ``{"burn_in": 20, "temperature": 0.5}``.
         handle_unknown: How to treat categories that did not occur in training: ``"error"`` raises
-            an error, ``"ignore"`` sets all inputs of the column to zero.
+            an error, and ``"ignore"`` sets all inputs of the column to zero.
         random_state: Seed of the initial weights and of all random draws in training.
         verbose: Whether to show the progress of training.
 
@@ -407,7 +407,7 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
             X: Table with the columns of the training table.
 
         Returns:
-            (n, classes), in the order of ``classes_``.
+            Probabilities (n, classes), in the order of ``classes_``.
 
         Raises:
             ValueError: If the table does not fit the training table.
@@ -449,8 +449,8 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
         activation: Nonlinearity after each hidden layer: relu, tanh, silu, gelu, elu, softplus or
             sigmoid.
         module: Network to use instead of these layers: a torch module from inputs (n, inputs) to
-            outputs (n, targets). You can also pass a function from the numbers of inputs and
-            targets to a module. A copy is trained, in the module's type and on its device.
+            outputs (n, targets). You can also pass a function that makes a module from the numbers
+            of inputs and targets. A copy is trained, in the module's type and on its device.
         relevance: Whether the evidence learns a scale for each column, in front of the network.
         estimator: Name of the evidence estimator. None learns only the weights.
         prior: Which weights share a precision: layerwise, scalar, diagonal or a ``GaussianPrior``.
@@ -463,7 +463,7 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
         settings: Other settings of ``evigrad.fit`` and its groups by name, such as
             ``{"burn_in": 20, "temperature": 0.5}``.
         handle_unknown: How to treat categories that did not occur in training: ``"error"`` raises
-            an error, ``"ignore"`` sets all inputs of the column to zero.
+            an error, and ``"ignore"`` sets all inputs of the column to zero.
         random_state: Seed of the initial weights and of all random draws in training.
         verbose: Whether to show the progress of training.
 

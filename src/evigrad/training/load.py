@@ -101,7 +101,7 @@ def load(
     state = RunDirectory(path, resume=True).read_checkpoint()
     if state is None:
         raise ConfigurationError(
-            f"run must be a folder with a checkpoint, got {path}: it has none, because no run"
+            f"run must be a folder with a checkpoint, got {path}, which has none, because no run"
             " started there. Use the folder of a run."
         )
     with fitting(f"The checkpoint in {path}"):

@@ -24,7 +24,7 @@ LOST_NATS = 0.5
 
 
 class Runaways:
-    """Watch the learned hyperparameters of a model from round to round; warn once about each.
+    """Watch the learned hyperparameters of a model from round to round, and warn once about each.
 
     ``starts`` are the initial values by name. ``best`` is the highest mean log likelihood per
     example of a round. A checkpoint stores ``starts`` and ``best``.
