@@ -34,7 +34,7 @@ def replacing(path: Path, before: Path | None = None) -> Iterator[IO[bytes]]:
     """Open a file for reading and writing that replaces an old file only when it is complete.
 
     The old file is replaced at the end, or kept if an exception is raised. The new file is
-    synchronized to the disk before it is renamed, so it survives a power cut. If the old file's
+    synchronized to the disk before it is renamed, so it survives a power failure. If the old file's
     digest shows that it is intact, it is first renamed to ``before``, if given.
 
     Yields:

@@ -55,10 +55,10 @@ class HostedLearner:
 
     @property
     def learner(self) -> Learner:
-        """Return the learner, after training has started."""
+        """Return the learner, which exists after training has started."""
         if self._learner is None:
             raise ConfigurationError(
-                "There is no evidence before training has started. Start training first."
+                "The evidence does not exist before training has started. Start training first."
             )
         return self._learner
 

@@ -57,9 +57,9 @@ class EvidenceCallback(pl.Callback):
             evigrad.Outputs(module.net, channel_dim=1)``. Default: the ``LightningModule`` itself,
             by its ``forward``.
         data: All training data; see ``evigrad.fit``. Set it if the training loader has different
-            data, or to read the data without random transforms.
+            data, or if you want to omit its random transforms.
         split: Function from a batch of the training loader to inputs and targets (x, y). Default: a
-            pair is used as it is, and in a dictionary ``labels`` or ``label`` are the targets.
+            pair is used as it is. In a dictionary, ``labels`` or ``label`` are the targets.
         loss: Loss that ``training_step`` minimizes: ``nll`` (default) or ``mse``.
         likelihood: Likelihood of the targets; see ``evigrad.fit``.
         estimator: Name of the evidence estimator.

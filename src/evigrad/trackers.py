@@ -1,4 +1,4 @@
-"""Trackers, which send the rows of a training run to other tools while it runs.
+"""Trackers, which send the rows of a training run to other tools during training.
 
 A tracker is a function that is called with each row. A row is a dictionary of numbers with the
 epoch or the step, like the rows of ``fit``'s history. Pass the tracker as ``fit(...,
@@ -24,7 +24,7 @@ _AT_ONCE = 1000
 
 
 def numbers(row: Mapping[str, int | float | None]) -> dict[str, float]:
-    """Return the numbers of a row that were computed, without the columns that count rows."""
+    """Return the computed numbers of a row, without the columns that count rows."""
     return {name: value for name, value in known(row).items() if name not in COUNTERS}
 
 
@@ -79,7 +79,7 @@ class TensorBoard(Tracker):
 
     It needs ``pip install 'evigrad[tensorboard]'``. Each row is in the file after its call, and a
     ``with`` statement closes the file. A resumed run continues in the same folder. If it repeats
-    epochs, their later values count.
+    epochs, the later values count.
 
     Args:
         folder: Folder to write to.

@@ -44,7 +44,7 @@ NO_ESTIMATOR = "none"
 
 
 class CommandLineError(Exception):
-    """A mistake in the arguments. Not a ``ValueError``, which the parser would treat as its own."""
+    """A mistake in the arguments. The parser would handle a ``ValueError`` as its own."""
 
 
 class Formatter(RawDescriptionHelpFormatter):
@@ -132,7 +132,7 @@ class Parser(ArgumentParser):
     ) -> None:
         """Add keywords of a function, or fields of a dataclass, as options to a group of the help.
 
-        ``source`` has the keywords, with types, defaults and a Google docstring. ``types``,
+        ``source`` defines the keywords, with types, defaults and a Google docstring. ``types``,
         ``defaults`` and ``words`` override it by name.
         """
         groups = {group.title: group for group in self._action_groups}

@@ -92,7 +92,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interruption:
-    """Handler of signals, which end a command immediately and a training run after its epoch."""
+    """Handler of signals, which end a command immediately, but a training run after its epoch."""
 
     def __init__(self) -> None:
         self.number: int | None = None

@@ -195,16 +195,16 @@ def set_up(
         drop: Columns of a table to ignore, separated by commas.
         categorical: Features of a table whose numbers are categories, separated by commas. Text
             features are always categories.
-        likelihood: Likelihood of the targets. It decides whether the targets of a table are classes
-            (categorical), numbers (gaussian, student-t, heteroscedastic, natural-gaussian) or
-            counts (poisson). Default: text, yes/no, and at most 20 different whole numbers are
+        likelihood: Likelihood of the targets. It determines whether the targets of a table are
+            classes (categorical), numbers (gaussian, student-t, heteroscedastic, natural-gaussian)
+            or counts (poisson). Default: text, yes/no, and at most 20 different whole numbers are
             classes.
         subset: Number of training examples, drawn at random. Default: all.
         test_subset: Number of test examples, drawn at random. Default: all.
         model: Network: mlp, digitsnet (8x8 images), mininet or lenet (28x28 images), cnn,
             resnet18, resnet50, wrn16-4, wide_resnet, transformer or gru. Default: mlp for tables,
             digitsnet or mininet for images of their sizes, and cnn for others.
-        depth: Number of layers of cnn and wide_resnet. Default: the network's own.
+        depth: Number of layers in cnn and wide_resnet. Default: the network's own.
         width: Channels of cnn and of the first layer of resnet18 and resnet50, widening factor of
             wide_resnet, features of transformer and gru. Default: the network's own.
         invariance: Random transforms of the images, over which the network's outputs are averaged:

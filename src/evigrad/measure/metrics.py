@@ -40,7 +40,7 @@ def evaluate(
         batch_size: Number of examples per forward pass. It is halved when memory runs out.
             Default: 1,000.
         generator: Generator for the model's own draws, if any. Default: seed 0.
-        ranks: Processes that each take a part of the data.
+        ranks: Processes, each of which evaluates a part of the data.
 
     Returns:
         Means over the examples, or over their positions with a target: ``log_likelihood`` (nats)

@@ -167,7 +167,7 @@ def add_legend(
     palette: Palette = LIGHT,
     beside: bool = False,
 ) -> None:
-    """Name the lines (name, color, style) below the axes, and make the figure taller to fit.
+    """Name the lines (name, color, style) below the axes, and make the figure tall enough.
 
     Names are in as many columns as fit. A name wider than the figure is broken into several lines.
     ``beside`` puts the names on the right, one below the other, if there is room.
@@ -264,7 +264,7 @@ def _inches(text: str, size: float) -> float:
 
 
 def words(text: str) -> str:
-    """Return a user's text escaped for matplotlib, so that a dollar sign starts no formula."""
+    """Return a user's text escaped for matplotlib, so that dollar signs do not start a formula."""
     return text.replace("$", r"\$")
 
 

@@ -42,7 +42,7 @@ def augmented_images(
         palette: Colors.
 
     Raises:
-        InputError: If the shapes are not shapes of images, or do not fit each other.
+        InputError: If the shapes are not shapes of images, or do not match.
 
     See also: docs/command_line.md.
     """

@@ -55,7 +55,7 @@ _AT_ONCE = 8192
 
 
 class ParameterError(ConfigurationError, TypeError):
-    """A keyword that an estimator does not have, for which Python raises a TypeError."""
+    """An unknown keyword of an estimator, for which Python raises a TypeError."""
 
 
 def _refusing_unknown(init: Callable[P, None]) -> Callable[P, None]:
@@ -535,15 +535,15 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
     def predict(
         self, X: Any, return_std: bool = False
     ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
-        """Return the mean of each row's target.
+        """Return the predicted mean of each row's target.
 
         Args:
             X: Table with the columns of the training table.
-            return_std: Whether to also return the standard deviation of the target, due to noise
-                and to uncertain weights.
+            return_std: Whether to also return the standard deviation of the target, which includes
+                noise and uncertain weights.
 
         Returns:
-            Means in the shape of the targets, and with ``return_std`` also standard deviations.
+            Means with the shape of the targets, and with ``return_std`` also standard deviations.
 
         Raises:
             ValueError: If the table does not fit the training table.

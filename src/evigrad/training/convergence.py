@@ -91,7 +91,7 @@ def warn_of_tails(trainer: "Trainer") -> None:
 
 
 def tail_gain(residuals: Tensor) -> float:
-    """Return how many nats per number Student's t gains over a normal density, at its best scale.
+    """Return the gain of Student's t over a normal density in nats per number, at its best scale.
 
     Args:
         residuals: Errors (m, C). Each output has its own scale.

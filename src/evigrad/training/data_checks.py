@@ -70,8 +70,8 @@ def warn_of_data(evidence: Evidence, data: RunData, outputs: Tensor) -> None:
     if has_classes and bool((outputs >= 0).all()) and torch.allclose(sums, torch.ones_like(sums)):
         warnings.warn(
             "The model's outputs are probabilities: each row is non-negative and sums to 1. The"
-            " categorical likelihood needs logits and has its own softmax. Remove the model's last"
-            " softmax.",
+            " categorical likelihood needs logits and applies its own softmax. Remove the model's"
+            " last softmax.",
             EvigradWarning,
             stacklevel=6,  # the caller of fit
         )
@@ -158,8 +158,8 @@ def _discrete_column(y: Tensor) -> str:
         is_count = float(values[0]) in (0.0, 1.0) and bool((values == values.round()).all())
         if is_count and len(values) > _HANDFUL and int(times.max()) > 1:
             return (
-                f"Column {column} of the targets has whole numbers from {float(values[0]):g} to"
-                f" {float(values[-1]):g}. If they are counts, use"
+                f"Column {column} of the targets contains whole numbers from"
+                f" {float(values[0]):g} to {float(values[-1]):g}. If they are counts, use"
                 ' likelihood="poisson" (evigrad.likelihoods.Poisson), whose outputs are log rates.'
             )
     return ""

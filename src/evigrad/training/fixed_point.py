@@ -70,7 +70,7 @@ class FixedPoint:
         self._log_precision()
 
     def effective_parameters(self, squares: Tensor | None = None) -> Float[Tensor, " G"]:
-        """Return γ (G,) of each learned prior group from the gradient of the last ``backward``."""
+        """Return γ (G,) for each learned prior group from the gradient of the last ``backward``."""
         log_precision = self._log_precision()
         gradient = log_precision.grad
         if gradient is None:

@@ -114,8 +114,8 @@ class Learner:
     ``weight_decay`` to 0, because the prior is the weight decay.
 
     Args:
-        evidence: Evidence whose model your loop trains, and whose hyperparameters are learned. Give
-            it a seeded ``generator`` to reproduce a run.
+        evidence: Evidence whose model your loop trains, and whose hyperparameters are learned. To
+            make a run reproducible, give it a seeded ``generator``.
         data: All training data; see ``Evidence.blocks``.
         schedule: Epochs, burn-in and rounds. ``epochs`` is required: the number of times you will
             call ``step``. If your loop has few epochs, call ``step`` after each optimizer step. The

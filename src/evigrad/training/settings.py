@@ -41,7 +41,7 @@ class Laplace:
 
     Attributes:
         temperature: Temperature T of the likelihood p^(1/T).
-        root: How the curvature of an example is split over outputs: subblock, fisher or eigen.
+        root: How the curvature of an example is divided among outputs: subblock, fisher or eigen.
             Default: the estimator's own choice.
         sharing: Treatment of shared weights in KFAC: expand or reduce.
         parameter_partition: Parameter blocks of blockdiag: tensor or module. (In Python,
@@ -83,9 +83,9 @@ class Schedule:
             on prior and noise. Default: steps. If neither hyper_every nor hyper_steps is set, each
             step updates all hyperparameters jointly.
         prior_blocks: Number of blocks per round over which all steps average the log evidence. The
-            network runs once per block, and further steps are cheap. Only for rounds that learn
-            nothing but prior and noise (see hyper_steps). Default: a block for each step, or one
-            block for all steps if the blocks do not change.
+            network runs once per block, and further steps are cheap. This is only for rounds that
+            learn nothing but prior and noise (see hyper_steps). Default: a block for each step, or
+            one block for all steps if the blocks do not change.
         eval_every: Number of epochs between evaluations on training and test data, or 0 for one
             evaluation at the end. Default: a tenth of all epochs.
         bracket_every: Number of epochs between lower and upper bounds on the exact log evidence.

@@ -62,7 +62,7 @@ class FitResult:
         history: One row per epoch (see ``metrics.csv``). Missing values are None.
         train_metrics: Means over the training data at the end: ``log_likelihood`` in nats per
             example, and ``accuracy`` or ``squared_error``.
-        test_metrics: The same metrics on the test data; empty without test data.
+        test_metrics: The same metrics on the test data. Empty without test data.
         seconds: Time of training in seconds, without evaluation and files.
         starts: Log evidence of each ``start_decay`` that was tried, in nats per example, after a
             third of the epochs. Empty if there was one start.

@@ -68,9 +68,9 @@ def tune(
 ) -> TuneResult:
     """Learn the prior, noise and hyperparameters of a trained model without changing its weights.
 
-    It takes the rounds of ``fit``, without epochs between them. In a round, the steps on the prior
-    and the noise share network passes. If the estimator, such as ``ntk-N-C``, uses all examples and
-    outputs, a round needs one pass, and the precisions converge to the optimum.
+    It takes the same rounds as ``fit``, without epochs between them. In a round, the steps on the
+    prior and the noise share network passes. If the estimator, such as ``ntk-N-C``, uses all
+    examples and outputs, a round needs one pass, and the precisions converge to the optimum.
 
     Args:
         model: Model with trained weights, which do not change.
