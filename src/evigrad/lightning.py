@@ -56,12 +56,12 @@ class EvidenceCallback(pl.Callback):
             function from the module to the network, such as ``lambda module:
             evigrad.Outputs(module.net, channel_dim=1)``. Default: the ``LightningModule`` itself,
             by its ``forward``.
-        data: All training data; see ``evigrad.fit``. Set it if the training loader has different
+        data: All training data. See ``evigrad.fit``. Set it if the training loader has different
             data, or if you want to omit its random transforms.
         split: Function from a batch of the training loader to inputs and targets (x, y). Default: a
             pair is used as it is. In a dictionary, ``labels`` or ``label`` are the targets.
         loss: Loss that ``training_step`` minimizes: ``nll`` (default) or ``mse``.
-        likelihood: Likelihood of the targets; see ``evigrad.fit``.
+        likelihood: Likelihood of the targets. See ``evigrad.fit``.
         estimator: Name of the evidence estimator.
         prior: Which weights share a prior precision.
         hyperparameters: Names of network parameters that the evidence learns. The training loss

@@ -66,12 +66,12 @@ class EvidenceCallback(_transformers.TrainerCallback):
     several processes, all of them take the same rounds.
 
     Args:
-        data: All training data, if the trainer has different data; see ``evigrad.fit``.
+        data: All training data, if the trainer has different data. See ``evigrad.fit``.
         split: Function from a collated batch to inputs and targets (x, y). Default: ``labels`` are
             the targets, shifted for a causal language model. The rest are inputs.
         loss: Loss that the trainer minimizes: ``nll`` (default), the mean negative log likelihood,
             or ``mse``, the mean squared error of a regression.
-        likelihood: Likelihood of the targets; see ``evigrad.fit``.
+        likelihood: Likelihood of the targets. See ``evigrad.fit``.
         estimator: Name of the evidence estimator.
         prior: Which weights share a prior precision, and the prior's mean. Use
             ``GaussianPrior(mean="initial")`` to keep a pretrained network close to its weights.

@@ -70,7 +70,7 @@ class Formatter(RawDescriptionHelpFormatter):
 
 
 def _load(text: str) -> Any:
-    """Parse a YAML file of options, or the value of an option; values must be plain."""
+    """Parse a YAML file of options, or the value of an option. Values must be plain."""
     check_plain(text)
     try:
         loaded = get_loader("yaml")(text)
@@ -106,7 +106,7 @@ class Parser(ArgumentParser):
                 action.help, action.metavar = "Print all options as a YAML file and exit.", ""
 
     def parse_args(self, *arguments: Any, **keywords: Any) -> Any:
-        """Return parsed arguments; unexpected errors become a CommandLineError."""
+        """Return parsed arguments. Unexpected errors become a CommandLineError."""
         try:
             return super().parse_args(*arguments, **keywords)
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:

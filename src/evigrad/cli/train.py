@@ -252,7 +252,7 @@ def _judge(results: dict[str, FitResult], setup: Setup, run_estimator: str | Non
 def _evaluated(
     results: dict[str, FitResult], setup: Setup, name: str, settings: Mapping[str, Any]
 ) -> dict[str, EvidenceValue]:
-    """Return the log evidence of each run by one estimator; empty if it fails."""
+    """Return the log evidence of each run by one estimator, or nothing if it fails."""
     values: dict[str, EvidenceValue] = {}
     try:
         for key, result in results.items():
@@ -386,7 +386,7 @@ def _print_results(
 
 
 def _gain(results: dict[str, FitResult]) -> str:
-    """Return a sentence on the gain over MAP on test data; empty without a MAP run."""
+    """Return a sentence on the gain over MAP on test data, or an empty string without a MAP run."""
     if len(results) < 2:
         return ""
     (name, base), (learner, learned) = results.items()

@@ -33,7 +33,7 @@ class Bracket:
 
     Attributes:
         lower: Lower bound, or an estimate of it from some of the blocks.
-        lower_error: Standard error of ``lower``; 0 if all blocks were used.
+        lower_error: Standard error of ``lower``, or 0 if all blocks were used.
         upper: Upper bound.
         num_data: Number of examples N.
         rows: Number of rows in a block, including anchors.

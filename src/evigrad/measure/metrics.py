@@ -95,7 +95,7 @@ def evaluate(
 
 
 def _names_of_any_rank(names: list[str], ranks: Ranks) -> list[str]:
-    """Return the names of the first rank that has some; other ranks' data may have no target."""
+    """Return the names of the first rank that has some. Other ranks' data may have no target."""
     encoded = torch.tensor(list("\n".join(names).encode()), dtype=torch.uint8, device="cpu")
     texts = [bytes(text.tolist()).decode() for text in ranks.gather(encoded)]
     return next((text.split("\n") for text in texts if text), [])

@@ -52,7 +52,7 @@ def series(history: History, column: str) -> tuple[list[float], list[float]]:
 
 
 def errors(history: History, column: str) -> list[float]:
-    """Return standard errors ``COLUMN_sem`` of the values of ``series``; empty if unknown."""
+    """Return standard errors ``COLUMN_sem`` of the values of ``series``, or nothing if unknown."""
     rows = [row for row in history if _is_known(row.get(column)) and row.get("epoch") is not None]
     _, values = series(rows, f"{column}_sem")
     return values if len(values) == len(rows) else []
@@ -192,7 +192,7 @@ def quantity_curves(
 def _draw(
     axes: "Axes", histories: Mapping[str, History], quantity: Quantity, palette: Palette
 ) -> tuple[dict[str, Look], dict[str, Look]]:
-    """Draw the lines of a quantity; return the looks of runs and of kinds that have values."""
+    """Draw the lines of a quantity, and return the looks of runs and of kinds that have values."""
     decorate(axes, quantity.title, "epoch", quantity.unit, palette)
     axes.locator_params(axis="x", integer=True)
     alone = len(histories) == 1

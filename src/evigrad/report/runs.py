@@ -153,7 +153,7 @@ def _read_history(path: Path) -> History:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the names and values in a JSON or YAML file; empty if there is no file."""
+    """Return the names and values in a JSON or YAML file, or nothing if there is no file."""
     if not path.is_file():
         return {}
     try:

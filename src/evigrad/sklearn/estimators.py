@@ -59,7 +59,7 @@ class ParameterError(ConfigurationError, TypeError):
 
 
 def _refusing_unknown(init: Callable[P, None]) -> Callable[P, None]:
-    """Raise ParameterError for unknown keywords of a constructor; keep its signature."""
+    """Raise ParameterError for unknown keywords of a constructor, and keep its signature."""
 
     @wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -238,7 +238,7 @@ class _EvidenceEstimator(BaseEstimator):
         num_outputs: int,
         posterior: str | None,
     ) -> None:
-        """Train and learn; ``targets`` are in the likelihood's format."""
+        """Train and learn. ``targets`` are in the likelihood's format."""
         if posterior is not None:  # raises before training if it could not be made afterwards
             check_choice("posterior", posterior, list(STRUCTURES))
             prior = self.prior.structure if isinstance(self.prior, GaussianPrior) else self.prior
@@ -353,8 +353,8 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
         classes_: Labels, sorted.
         relevance_: Learned scale of each column of the table, relative to the largest, (d,). The
             network does not use a column near 0. Only with ``relevance``.
-        log_evidence_: Estimate of the log evidence of the training table, in nats for all rows; NaN
-            without an estimator. With randomly drawn rows it is a lower bound on average.
+        log_evidence_: Estimate of the log evidence of the training table, in nats for all rows, or
+            NaN without an estimator. With randomly drawn rows it is a lower bound on average.
         posterior_: The ``evigrad.Posterior`` of the network's weights, or None.
         result_: The ``evigrad.FitResult``: network, evidence (with precisions) and history.
         n_features_in_: Number of columns of the training table, d.
@@ -473,8 +473,8 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
         relevance_: Learned scale of each column of the table, relative to the largest, (d,). The
             network does not use a column near 0. Only with ``relevance``.
         log_evidence_: Estimate of the log evidence of the training table, in nats for all rows, for
-            targets in their own units; NaN without an estimator. With randomly drawn rows it is a
-            lower bound on average.
+            targets in their own units, or NaN without an estimator. With randomly drawn rows it is
+            a lower bound on average.
         posterior_: The ``evigrad.Posterior`` of the network's weights.
         result_: The ``evigrad.FitResult``: network, evidence (with precisions) and history.
         n_features_in_: Number of columns of the training table, d.

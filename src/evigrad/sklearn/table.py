@@ -32,7 +32,7 @@ _LEAVE_OUT = "remove the column"
 
 
 def is_frame(X: Any) -> bool:
-    """Return whether a table is a ``pandas.DataFrame``; False if pandas is not loaded."""
+    """Return whether a table is a ``pandas.DataFrame``. It is not if pandas is not loaded."""
     pandas = sys.modules.get("pandas")
     return pandas is not None and isinstance(X, pandas.DataFrame)
 

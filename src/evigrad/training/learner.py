@@ -116,7 +116,7 @@ class Learner:
     Args:
         evidence: Evidence whose model your loop trains, and whose hyperparameters are learned. To
             make a run reproducible, give it a seeded ``generator``.
-        data: All training data; see ``Evidence.blocks``.
+        data: All training data. See ``Evidence.blocks``.
         schedule: Epochs, burn-in and rounds. ``epochs`` is required: the number of times you will
             call ``step``. If your loop has few epochs, call ``step`` after each optimizer step. The
             settings of batches, evaluations and checkpoints are ignored.
@@ -283,7 +283,7 @@ class Learner:
         return hyper_round
 
     def _round(self, group: StepGroup, before: Round) -> Round:
-        """Take the steps of a group; return their estimates after those of ``before``."""
+        """Take the steps of a group, and return their estimates after those of ``before``."""
         if self._blocks is None:
             self._blocks = self.evidence.blocks(self.data)
         estimates, is_shared, failed = list[Estimate](), False, 0

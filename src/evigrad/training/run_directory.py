@@ -63,7 +63,7 @@ class RunDirectory:
 
     @contextmanager
     def locked(self, wait: bool = False) -> Iterator[None]:
-        """Lock the folder unless it is locked here; ``wait`` until another run has unlocked it."""
+        """Lock the folder unless this run has. With ``wait``, wait for another run to unlock it."""
         if self._lock is not None:
             yield
             return

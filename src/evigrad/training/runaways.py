@@ -77,7 +77,7 @@ def free_hyperparameters(evidence: Evidence) -> dict[str, Tensor]:
 
 
 def _growth(name: str, start: Tensor, value: Tensor) -> str:
-    """Return in words how much an entry has grown; an empty string if none has run away."""
+    """Return in words how much an entry has grown, or an empty string if none has run away."""
     # Shrinking is fine: the range of a useless transform goes to zero, and so does the scale of a
     # useless feature.
     start, value = start.double().flatten(), value.detach().double().flatten()

@@ -257,7 +257,7 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the settings; ``Evidence`` checks those that concern only the evidence."""
+        """Check the settings. ``Evidence`` checks those that concern only the evidence."""
         refuse_former_name(self.estimator)
         check_integer("seed", self.seed, 0, most=None)
         if self.estimator is None:
@@ -352,7 +352,7 @@ def check_burn_in(burn_in: int | None, epochs: int | None) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return dictionaries and lists of numbers and strings; other objects become ``str``."""
+    """Return dictionaries and lists of numbers and strings. Other objects become ``str``."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):

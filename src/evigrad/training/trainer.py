@@ -251,7 +251,7 @@ class Trainer:
         resume: bool,
         progress: bool,
     ) -> RunDirectory | None:
-        """Return the folder, locked in ``stack``; restore its checkpoint if it has one."""
+        """Return the folder, locked in ``stack``, and restore its checkpoint if it has one."""
         ranks, directory, state = self.evidence.ranks, None, None
         with ranks.together():
             if isinstance(run_dir, str | Path):
@@ -288,7 +288,7 @@ class Trainer:
         callbacks: Sequence[Callback],
         stop: Callable[[], bool] | None,
     ) -> None:
-        """Train for the remaining epochs; call ``watchers`` with the row of each epoch.
+        """Train for the remaining epochs, and call ``watchers`` with the row of each epoch.
 
         ``callbacks`` only get the rows of the start that continues.
 
@@ -352,7 +352,7 @@ class Trainer:
         callbacks: Sequence[Callback],
         error: EvigradError | None = None,
     ) -> None:
-        """End the trial of a start; after the last one, show the rows of the best."""
+        """End the trial of a start. After the last trial, show the rows of the best start."""
         self.starts.advance(self, error)
         with self.evidence.ranks.together():
             if record is not None:
