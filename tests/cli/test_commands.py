@@ -286,12 +286,12 @@ def test_the_version(capsys):
         *[
             (
                 f"{command} --estimator map",
-                "'map' is not an estimator. For plain MAP training use estimator=None",
+                "'map' is not an estimator. For plain MAP training, use estimator=None",
             )
             for command in ("train", "doctor")
         ],
         ("train --estimator map-noise", "--estimator none --noise-on-loss"),
-        ("train --estimator augerino", "experiments.augerino"),
+        ("train --estimator augerino", "experiments/augerino"),
         ("train --augerino-weight 0.1", "The option --augerino-weight no longer exists"),
         ("doctor --batch-size 0", "batch_size must be at least 1"),
     ],

@@ -308,7 +308,7 @@ def test_an_estimate_that_fails_names_the_epoch(blobs, make_net):
         ({"noise_on_loss": True}, "'ntk-20-1', which learns the noise from the evidence"),
         (
             {"estimator": "map"},
-            "'map' is not an estimator. For plain MAP training use estimator=None",
+            "'map' is not an estimator. For plain MAP training, use estimator=None",
         ),
         ({"estimator": "map-noise"}, r"estimator=None with Optimization\(noise_on_loss=True\)"),
         ({"estimator": "augerino"}, "experiments.augerino"),
