@@ -263,7 +263,7 @@ def test_tables_that_do_not_fit_are_refused_in_words() -> None:
         (lambda: fitted.predict(X.iloc[:, :3]), "feature names should match"),
         (lambda: fitted.predict(np.zeros((2, 4))), "X must be a DataFrame"),
         (lambda: fitted.predict(X.assign(length="long")), "Column 'length' held numbers"),
-        (lambda: fit(X, y, sample_weight=-np.ones(30)), "sample_weight must be 0 or more"),
+        (lambda: fit(X, y, sample_weight=-np.ones(30)), "sample_weight must be non-negative"),
         (lambda: EvidenceClassifier(**SHORT).fit(X, np.zeros(30)), "y must have at least two"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):

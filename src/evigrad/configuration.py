@@ -1,4 +1,4 @@
-"""Configurations: YAML of names with plain values, which builds and calls nothing."""
+"""Configurations: YAML of names with plain values, which cannot build or call anything."""
 
 from evigrad.errors import ConfigurationError, require
 

@@ -34,7 +34,7 @@ def replacing(path: Path, before: Path | None = None) -> Iterator[IO[bytes]]:
     """Open a file for reading and writing that replaces an old file only when it is complete.
 
     The old file is replaced at the end, or kept if an exception is raised. The new file is
-    synchronized to the disk before it is renamed, so it survives a power cut. If the old file's
+    synchronized to the disk before it is renamed, so it survives a power failure. If the old file's
     digest shows that it is intact, it is first renamed to ``before``, if given.
 
     Yields:
@@ -58,7 +58,7 @@ def replacing(path: Path, before: Path | None = None) -> Iterator[IO[bytes]]:
 
 
 def seal(file: IO[bytes]) -> None:
-    """Append a digest, by which ``is_intact`` detects changes; ``torch.load`` ignores it."""
+    """Append a digest, by which ``is_intact`` detects changes. ``torch.load`` ignores it."""
     size = file.seek(0, os.SEEK_END)
     digest = _digest(file, size)
     file.seek(size)
@@ -66,7 +66,7 @@ def seal(file: IO[bytes]) -> None:
 
 
 def is_intact(path: Path) -> bool | None:
-    """Return whether content and digest agree; None if the file has no digest."""
+    """Return whether content and digest agree, or None if the file has no digest."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END) - len(_SEAL) - _DIGEST_BYTES
         file.seek(max(size, 0))
@@ -97,7 +97,7 @@ def _sync_names(folder: Path) -> None:
 def sole_writer(folder: Path, wait: bool = False) -> Iterator[None]:
     """Keep other processes, and other runs in this process, from writing into a folder.
 
-    The operating system's lock on the folder leaves no file, and ends with the process. If the file
+    The operating system's lock on the folder leaves no file and ends with the process. If the file
     system has no locks, nothing is locked. If ``wait`` is True, the call waits until the folder is
     unlocked.
 

@@ -55,10 +55,10 @@ class HostedLearner:
 
     @property
     def learner(self) -> Learner:
-        """Return the learner, after training has started."""
+        """Return the learner, which exists after training has started."""
         if self._learner is None:
             raise ConfigurationError(
-                "There is no evidence before training has started. Start training first."
+                "The evidence does not exist before training has started. Start training first."
             )
         return self._learner
 
@@ -141,12 +141,12 @@ class HostedLearner:
         return {"learner": self._learner.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep a state until training starts; an empty state changes nothing."""
+        """Keep a state until training starts. An empty state changes nothing."""
         self._state = state or None
 
 
 def take_over(optimizer: Optimizer, evidence: Evidence) -> None:
-    """Set the weight decay to 0 for the prior's weights; the optimizer must hold all of them."""
+    """Set the weight decay to 0 for the prior's weights. The optimizer must hold all of them."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     weights = evidence.weights()
     if missing := [name for name, weight in weights.items() if id(weight) not in held]:

@@ -56,12 +56,12 @@ class EvidenceCallback(pl.Callback):
             function from the module to the network, such as ``lambda module:
             evigrad.Outputs(module.net, channel_dim=1)``. Default: the ``LightningModule`` itself,
             by its ``forward``.
-        data: All training data; see ``evigrad.fit``. Set it if the training loader has different
-            data, or to read the data without random transforms.
+        data: All training data. See ``evigrad.fit``. Set it if the training loader has different
+            data, or if you want to omit its random transforms.
         split: Function from a batch of the training loader to inputs and targets (x, y). Default: a
-            pair is used as it is, and in a dictionary ``labels`` or ``label`` are the targets.
+            pair is used as it is. In a dictionary, ``labels`` or ``label`` are the targets.
         loss: Loss that ``training_step`` minimizes: ``nll`` (default) or ``mse``.
-        likelihood: Likelihood of the targets; see ``evigrad.fit``.
+        likelihood: Likelihood of the targets. See ``evigrad.fit``.
         estimator: Name of the evidence estimator.
         prior: Which weights share a prior precision.
         hyperparameters: Names of network parameters that the evidence learns. The training loss
@@ -127,7 +127,7 @@ class EvidenceCallback(pl.Callback):
 
     @property
     def history(self) -> list[Row]:
-        """Return one row per round: optimizer steps, log evidence per example, precisions."""
+        """Return one row per round: optimizer steps, log evidence per example, and precisions."""
         return self._hosted.history
 
     # ------------------------------------------------------------ hooks of the trainer
@@ -149,14 +149,14 @@ class EvidenceCallback(pl.Callback):
         if steps == float("inf"):
             raise ConfigurationError(
                 "The Trainer must have an end, because rounds are spread over the whole training"
-                " run, but it has none. Set max_epochs or max_steps."
+                " run, but there is none. Set max_epochs or max_steps."
             )
         (optimizer,) = trainer.optimizers
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
             raise ConfigurationError(
                 "The optimizer must not be fused in half precision, because it unscales gradients"
-                " inside its step, which is too late to add the weight decay. Set fused=False."
+                " inside its step, when it is too late to add the weight decay. Set fused=False."
             )
         batches = trainer.num_training_batches
         self._hosted.begin(
@@ -173,7 +173,7 @@ class EvidenceCallback(pl.Callback):
             if stopping.strict and stopping.monitor in columns:
                 raise ConfigurationError(
                     f"EarlyStopping(monitor={stopping.monitor!r}) would raise an error after the"
-                    " first epoch, because the burn-in is longer, so no round has set the value."
+                    " first epoch: the burn-in is longer, so no round has set this value yet."
                     " Set EarlyStopping(..., strict=False)."
                 )
 

@@ -1,9 +1,9 @@
-"""Trackers, which send the rows of a training run to other tools while it runs.
+"""Trackers, which send the rows of a training run to other tools during training.
 
-A tracker is a function of a row: a dictionary of numbers with the epoch or the step, like the rows
-of ``fit``'s history. Pass it as ``fit(..., callbacks=[tracker])``. Any such function is a tracker.
-`Tracker` is the base class of the trackers here. To write a tracker for another tool, define
-``write`` and ``close``.
+A tracker is a function that is called with each row. A row is a dictionary of numbers with the
+epoch or the step, like the rows of ``fit``'s history. Pass the tracker as ``fit(...,
+callbacks=[tracker])``. Any such function is a tracker. `Tracker` is the base class of the trackers
+here. To write a tracker for another tool, define ``write`` and ``close``.
 """
 
 import time
@@ -24,12 +24,12 @@ _AT_ONCE = 1000
 
 
 def numbers(row: Mapping[str, int | float | None]) -> dict[str, float]:
-    """Return the numbers of a row that were computed, without the columns that count rows."""
+    """Return the computed numbers of a row, without the columns that count rows."""
     return {name: value for name, value in known(row).items() if name not in COUNTERS}
 
 
 class Tracker(ABC):
-    """A callback of ``fit`` that writes the numbers of each row; use it in a ``with`` statement.
+    """A callback of ``fit`` that writes the numbers of each row. Use it in a ``with`` statement.
 
     Examples:
         >>> from evigrad.trackers import Tracker
@@ -75,11 +75,11 @@ class Tracker(ABC):
 
 
 class TensorBoard(Tracker):
-    """Write each row for TensorBoard; ``tensorboard --logdir FOLDER`` shows the rows.
+    """Write each row for TensorBoard. ``tensorboard --logdir FOLDER`` shows the rows.
 
     It needs ``pip install 'evigrad[tensorboard]'``. Each row is in the file after its call, and a
     ``with`` statement closes the file. A resumed run continues in the same folder. If it repeats
-    epochs, their later values count.
+    epochs, the later values count.
 
     Args:
         folder: Folder to write to.
@@ -108,7 +108,7 @@ class WandB(Tracker):
     """Write each row to a run of Weights & Biases, by default only on this machine.
 
     It needs ``pip install 'evigrad[wandb]'``. To upload an offline run, use
-    ``wandb sync FOLDER/wandb/offline-run-...``. A ``with`` statement finishes the run, and marks it
+    ``wandb sync FOLDER/wandb/offline-run-...``. A ``with`` statement finishes the run and marks it
     as failed after an error.
 
     Args:
@@ -136,7 +136,7 @@ class WandB(Tracker):
 class MLflow(Tracker):
     """Write each row as metrics of an MLflow run, separate from the script's active run.
 
-    It needs ``pip install 'evigrad[mlflow]'``. A ``with`` statement ends the run, and marks it as
+    It needs ``pip install 'evigrad[mlflow]'``. A ``with`` statement ends the run and marks it as
     failed after an error.
 
     Args:

@@ -49,10 +49,10 @@ class EvidenceCallback(_transformers.TrainerCallback):
 
     The learned prior replaces the optimizer's ``weight_decay``, which is set to 0. Before each step
     the callback adds (T/N) δ (w − w₀) to the gradients, with the learned precisions δ, and then
-    clips them to ``max_grad_norm``. (If the trainer clipped only the gradients of the loss, the
-    decay would be too strong.) Rounds take place after optimizer steps. By default, there are about
-    twenty rounds, which begin after a tenth of training. Weights are the parameters that require a
-    gradient, such as the adapters in a PEFT model.
+    clips the gradients to ``max_grad_norm``. (If the trainer clipped only the gradients of the
+    loss, the decay would be too strong.) Rounds take place after optimizer steps. By default, there
+    are about twenty rounds, which begin after a tenth of training. Weights are the parameters that
+    require a gradient, such as the adapters in a PEFT model.
 
     The callback uses the trainer's data and its collation. ``labels`` are the targets, one per
     sequence or per position. For a causal language model, whose loss compares each output with the
@@ -63,15 +63,15 @@ class EvidenceCallback(_transformers.TrainerCallback):
     ``callback.log = trainer.log`` to also send the line to TensorBoard and other integrations. The
     file ``evigrad.pt`` of each checkpoint has the state, so
     ``trainer.train(resume_from_checkpoint=True)`` resumes with the same numbers. If there are
-    several processes, all take the same rounds.
+    several processes, all of them take the same rounds.
 
     Args:
-        data: All training data, if the trainer has different data; see ``evigrad.fit``.
+        data: All training data, if the trainer has different data. See ``evigrad.fit``.
         split: Function from a collated batch to inputs and targets (x, y). Default: ``labels`` are
-            the targets, shifted for a causal language model, and the rest are inputs.
+            the targets, shifted for a causal language model. The rest are inputs.
         loss: Loss that the trainer minimizes: ``nll`` (default), the mean negative log likelihood,
             or ``mse``, the mean squared error of a regression.
-        likelihood: Likelihood of the targets; see ``evigrad.fit``.
+        likelihood: Likelihood of the targets. See ``evigrad.fit``.
         estimator: Name of the evidence estimator.
         prior: Which weights share a prior precision, and the prior's mean. Use
             ``GaussianPrior(mean="initial")`` to keep a pretrained network close to its weights.
@@ -142,7 +142,7 @@ class EvidenceCallback(_transformers.TrainerCallback):
 
     @property
     def history(self) -> list[Row]:
-        """Return one row per round: optimizer steps, log evidence per example, precisions."""
+        """Return one row per round: optimizer steps, log evidence per example, and precisions."""
         return self._hosted.history
 
     # ------------------------------------------------------------ events of the trainer

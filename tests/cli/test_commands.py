@@ -291,7 +291,7 @@ def test_the_version(capsys):
             for command in ("train", "doctor")
         ],
         ("train --estimator map-noise", "--estimator none --noise-on-loss"),
-        ("train --estimator augerino", "experiments/augerino.py"),
+        ("train --estimator augerino", "experiments/augerino"),
         ("train --augerino-weight 0.1", "The option --augerino-weight no longer exists"),
         ("doctor --batch-size 0", "batch_size must be at least 1"),
     ],

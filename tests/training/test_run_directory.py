@@ -44,7 +44,7 @@ def test_metrics_are_on_the_disk_before_the_file_is_closed(tmp_path):
 
 
 def test_reading_what_is_no_table_of_metrics(tmp_path):
-    with pytest.raises(InputError, match="no such file"):
+    with pytest.raises(InputError, match="which does not exist"):
         read_metrics(tmp_path / "metrics.csv")
     (tmp_path / "other.csv").write_text("a,b\n1,x\n")
     with pytest.raises(

@@ -55,9 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def reported(work: Callable[[], int]) -> int:
-    """Call ``work`` and return its exit code; show warnings and errors in plain words."""
+    """Call ``work`` and return its exit code. Show warnings and errors in plain words."""
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
-        words = "The command line needs more packages. Run: pip install 'evigrad[all]'"
+        words = "The command line needs additional packages. Run: pip install 'evigrad[all]'"
         print(f"{words} ({', '.join(missing)} missing).", file=sys.stderr)
         return 2
     from evigrad.cli.messages import is_first_process, show

@@ -38,7 +38,7 @@ def make_parser() -> Parser:
 
 
 def run(parser: Parser, options: Namespace) -> int:
-    """Examine a network as the options say; return the exit code."""
+    """Examine the network that the options specify, and return the exit code."""
     if options.estimator == NO_ESTIMATOR:
         raise ConfigurationError(
             "The doctor needs an estimator to examine, got none. Use a name such as ntk-100-1."

@@ -36,7 +36,7 @@ def show(kind: str, text: str) -> None:
 def print_table(
     title: str, caption: str, rows: Sequence[Mapping[str, str]], left: Collection[str]
 ) -> None:
-    """Print rows, with cells by column; columns that are not in ``left`` are aligned right."""
+    """Print rows, with cells by column. Columns that are not in ``left`` are right-aligned."""
     table = Table(box=SIMPLE_HEAD, title=title, caption=caption, caption_justify="left")
     for column in rows[0]:
         table.add_column(column, justify="left" if column in left else "right", overflow="fold")
@@ -46,6 +46,6 @@ def print_table(
 
 
 def results_console() -> Console:
-    """Return the console of tables of results, on standard output."""
+    """Return the console for tables of results, which writes to standard output."""
     console = Console()
     return console if console.is_terminal else Console(width=_FILE_WIDTH)

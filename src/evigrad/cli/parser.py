@@ -44,7 +44,7 @@ NO_ESTIMATOR = "none"
 
 
 class CommandLineError(Exception):
-    """A mistake in the arguments. Not a ``ValueError``, which the parser would treat as its own."""
+    """A mistake in the arguments. The parser would handle a ``ValueError`` as its own."""
 
 
 class Formatter(RawDescriptionHelpFormatter):
@@ -70,7 +70,7 @@ class Formatter(RawDescriptionHelpFormatter):
 
 
 def _load(text: str) -> Any:
-    """Parse a YAML file of options, or the value of an option; values must be plain."""
+    """Parse a YAML file of options, or the value of an option. Values must be plain."""
     check_plain(text)
     try:
         loaded = get_loader("yaml")(text)
@@ -91,7 +91,7 @@ class Parser(ArgumentParser):
     """Turn a mistake in the arguments into one sentence with the nearest option's name."""
 
     def __init__(self, **keywords: Any) -> None:
-        """Add ``--help`` and ``--config``; ``keywords`` are those of ``ArgumentParser``."""
+        """Add ``--help`` and ``--config``. ``keywords`` are passed to ``ArgumentParser``."""
         super().__init__(
             parser_mode=_YAML,
             formatter_class=Formatter,
@@ -106,7 +106,7 @@ class Parser(ArgumentParser):
                 action.help, action.metavar = "Print all options as a YAML file and exit.", ""
 
     def parse_args(self, *arguments: Any, **keywords: Any) -> Any:
-        """Return parsed arguments; unexpected errors become a CommandLineError."""
+        """Return parsed arguments. Unexpected errors become a CommandLineError."""
         try:
             return super().parse_args(*arguments, **keywords)
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
@@ -132,7 +132,7 @@ class Parser(ArgumentParser):
     ) -> None:
         """Add keywords of a function, or fields of a dataclass, as options to a group of the help.
 
-        ``source`` has the keywords, with types, defaults and a Google docstring. ``types``,
+        ``source`` defines the keywords, with types, defaults and a Google docstring. ``types``,
         ``defaults`` and ``words`` override it by name.
         """
         groups = {group.title: group for group in self._action_groups}
@@ -200,7 +200,7 @@ def with_hyphens(arguments: Sequence[str]) -> list[str]:
 
 
 def explain(message: str, parser: ArgumentParser | None, command: str) -> ConfigurationError:
-    """Return the parser's message in plain words, for users of ``command``."""
+    """Return an error with the parser's message in plain words, for users of ``command``."""
     options = [
         option
         for action in ([] if parser is None else parser._actions)
@@ -273,7 +273,7 @@ def _metavar(name: str, kind: Any) -> str:
 
 
 def check_needs(parser: ArgumentParser, options: Namespace, typed: Iterable[str]) -> None:
-    """Raise an error for ``typed`` options without effect; show a note for options in a file."""
+    """Raise an error for ``typed`` options without effect, and note such options in a file."""
     typed_names = {
         word[2:].partition("=")[0].removeprefix("no-").replace("-", "_")
         for word in typed

@@ -32,7 +32,7 @@ def make_parser() -> Parser:
 
 
 def run(parser: Parser, options: Namespace) -> int:
-    """Write the page; return the exit code."""
+    """Write the page, and return the exit code."""
     if not options.runs:
         raise ConfigurationError("A report needs the folder of a run. Use evigrad report RUN.")
     page = write_report(

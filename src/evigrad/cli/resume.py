@@ -53,8 +53,8 @@ def resumed_configuration(resume: str | None = None) -> Path | None:
             f" fit(..., run_dir={str(folder)!r}, resume=True)."
         )
     raise ConfigurationError(
-        f"There is no run to resume in {folder}: no {CONFIGURATION}. (A run that was stopped before"
-        " it wrote this file has done nothing yet. Start it again with --run-dir.)"
+        f"There is no run to resume in {folder}: it has no {CONFIGURATION}. (A run that was stopped"
+        " before it wrote this file has done nothing yet. Start it again with --run-dir.)"
     )
 
 
@@ -92,7 +92,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interruption:
-    """Handler of signals, which end a command immediately and a training run after its epoch."""
+    """Handler of signals, which end a command immediately, but a training run after its epoch."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -121,7 +121,7 @@ class Interruption:
 
 @contextmanager
 def interruptible(folder: Path) -> Iterator[Interruption]:
-    """Handle the signals for a run in a folder; an ``Interrupted`` says how to resume it."""
+    """Handle the signals for a run in a folder. An ``Interrupted`` says how to resume the run."""
     interruption, before = Interruption(), dict[int, Any]()
     if threading.current_thread() is threading.main_thread():  # others must not handle signals
         before = {number: signal.signal(number, interruption.take) for number in _SIGNALS}

@@ -51,7 +51,7 @@ class Invariance:
         return ("invariance",) if self.learn and self.ranges else ()
 
     def as_record(self, fill: list[float]) -> dict[str, Any]:
-        """Return the record of ``make_network``; ``fill`` is the color beyond the borders."""
+        """Return ``make_network``'s record. ``fill`` is the color outside the image borders."""
         transform = {"ranges": self.ranges, "learn": self.learn, "flip": self.flip, "fill": fill}
         return {"transform": transform, "num_samples": self.samples, "average": self.average}
 
@@ -65,7 +65,7 @@ class Invariance:
 def read_invariance(
     text: str | None, initial: float, learn: bool, flip: bool, samples: int, average: str
 ) -> Invariance | None:
-    """Return the invariance that options ask for, or None.
+    """Return the invariance that the options specify, or None.
 
     ``text`` is ``affine``, or names of generators, each with an optional ``=`` and range.
     ``initial`` is the range of names without one. The other arguments are fields of ``Invariance``.
@@ -141,7 +141,7 @@ class Setup:
         return {"model": model, "invariance": averaged}
 
     def make_model(self) -> nn.Module:
-        """Return the network with its initial weights, the same at every call."""
+        """Return the network with its initial weights, which are the same at every call."""
         return make_network(self.network, self.seed).to(self.device)
 
     @property
@@ -195,16 +195,16 @@ def set_up(
         drop: Columns of a table to ignore, separated by commas.
         categorical: Features of a table whose numbers are categories, separated by commas. Text
             features are always categories.
-        likelihood: Likelihood of the targets. It decides whether the targets of a table are classes
-            (categorical), numbers (gaussian, student-t, heteroscedastic, natural-gaussian) or
-            counts (poisson). Default: text, yes/no, and at most 20 different whole numbers are
+        likelihood: Likelihood of the targets. It determines whether the targets of a table are
+            classes (categorical), numbers (gaussian, student-t, heteroscedastic, natural-gaussian)
+            or counts (poisson). Default: text, yes/no, and at most 20 different whole numbers are
             classes.
         subset: Number of training examples, drawn at random. Default: all.
         test_subset: Number of test examples, drawn at random. Default: all.
         model: Network: mlp, digitsnet (8x8 images), mininet or lenet (28x28 images), cnn,
             resnet18, resnet50, wrn16-4, wide_resnet, transformer or gru. Default: mlp for tables,
             digitsnet or mininet for images of their sizes, and cnn for others.
-        depth: Number of layers of cnn and wide_resnet. Default: the network's own.
+        depth: Number of layers in cnn and wide_resnet. Default: the network's own.
         width: Channels of cnn and of the first layer of resnet18 and resnet50, widening factor of
             wide_resnet, features of transformer and gru. Default: the network's own.
         invariance: Random transforms of the images, over which the network's outputs are averaged:
@@ -277,7 +277,7 @@ def check_range(name: str, value: int, least: int, most: int) -> None:
 
 
 def sizes_of(model: str, depth: int | None, width: int | None) -> dict[str, int]:
-    """Return the settings of ``make_model`` for depth and width; None keeps the network's own."""
+    """Return the settings of ``make_model`` for depth and width. None keeps the network's own."""
     sizes = {"depth": depth, _WIDTHS.get(model, "width"): width}
     return {name: size for name, size in sizes.items() if size is not None}
 
@@ -290,7 +290,7 @@ def device_name(name: str) -> str:
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of an option; raise ConfigurationError if it is not available."""
+    """Return the device of an option, or raise ConfigurationError if it is not available."""
     try:
         device = torch.device(device_name(name))
         torch.empty(0, device=device)

@@ -196,7 +196,7 @@ def report(
     directory: RunDirectory,
     options: Namespace,
 ) -> None:
-    """Evaluate trained networks with common estimators, print the table, draw the figures."""
+    """Evaluate trained networks with the same estimators, print the table, and draw the figures."""
     evaluate_with = options.evaluate_with
     if options.figures:
         _draw(results, directory)
@@ -252,7 +252,7 @@ def _judge(results: dict[str, FitResult], setup: Setup, run_estimator: str | Non
 def _evaluated(
     results: dict[str, FitResult], setup: Setup, name: str, settings: Mapping[str, Any]
 ) -> dict[str, EvidenceValue]:
-    """Return the log evidence of each run by one estimator; empty if it fails."""
+    """Return the log evidence of each run by one estimator, or nothing if it fails."""
     values: dict[str, EvidenceValue] = {}
     try:
         for key, result in results.items():
@@ -287,7 +287,7 @@ def settings_of(setup: Setup, options: Namespace) -> Settings:
 
 
 def prepare_runs(setup: Setup, options: Namespace, group: Group | None = None) -> list[Trainer]:
-    """Return the checked runs that options ask for; for ``compare_map``, a MAP run comes first."""
+    """Return the checked runs that options specify. With ``compare_map``, a MAP run is first."""
     settings = settings_of(setup, options)
     all_settings = [settings]
     if options.compare_map:
@@ -386,7 +386,7 @@ def _print_results(
 
 
 def _gain(results: dict[str, FitResult]) -> str:
-    """Return a sentence on the gain over MAP on test data; empty without a MAP run."""
+    """Return a sentence on the gain over MAP on test data, or an empty string without a MAP run."""
     if len(results) < 2:
         return ""
     (name, base), (learner, learned) = results.items()

@@ -4,8 +4,8 @@ With anchors Z, a partition of the other rows into blocks B_m, and all rows I,
 
     max_m ℓ(Z ∪ B_m)  ≤  ℓ(I)  ≤  ℓ(Z) + Σ_m ℓ(B_m|Z).
 
-The left side holds for any choice of blocks. The sum on the right is exact over all blocks.
-Over some of them, it is scaled to an estimate of the full sum.
+The left side holds for any choice of blocks. The sum on the right is exact if it includes all
+blocks. If it includes only some of them, it is scaled to estimate the full sum.
 """
 
 import time
@@ -33,10 +33,10 @@ class Bracket:
 
     Attributes:
         lower: Lower bound, or an estimate of it from some of the blocks.
-        lower_error: Standard error of ``lower``; 0 if all blocks were used.
+        lower_error: Standard error of ``lower``, or 0 if all blocks were used.
         upper: Upper bound.
         num_data: Number of examples N.
-        rows: Number of rows in a block, anchors included.
+        rows: Number of rows in a block, including anchors.
         blocks: Number of blocks used.
         seconds: Time of the computation in seconds.
 
@@ -165,6 +165,6 @@ def check_bracket(spec: Estimator) -> None:
     """Raise ConfigurationError for curvatures other than the GGN."""
     if spec.curvature != "ggn":
         raise ConfigurationError(
-            f"The bounds need the GGN as curvature, got '{spec.curvature}' in {spec.name}. Use"
-            " an estimator with the GGN."
+            f"The bounds need the GGN curvature, got '{spec.curvature}' in {spec.name}. Use"
+            " an estimator with the GGN curvature."
         )

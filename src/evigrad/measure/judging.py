@@ -1,4 +1,4 @@
-"""Evaluation of trained models: their log evidence, and times.
+"""Evaluation of trained models: their log evidence and times.
 
 Runs with different estimators record different bounds during training, which cannot be
 compared. After training, one estimator close to the exact value evaluates all of the runs.
@@ -39,7 +39,7 @@ class EvidenceValue:
 
     Attributes:
         per_datum: Log evidence in nats per example.
-        sem: Standard error of the mean over the blocks; 0 for one block. If all blocks of a
+        sem: Standard error of the mean over the blocks, or 0 for one block. If all blocks of a
             partition were used, it measures the error of a single block.
         log_likelihood: Log likelihood in nats per example.
         log_prior: Term −½ (w−w₀)ᵀP0(w−w₀) in nats per example.
@@ -68,8 +68,8 @@ def tight_estimator(
 
     ``full-N-C`` and ``ntk-N-C`` both compute the exact log-determinant. If neither is affordable,
     the function returns the estimator with all outputs on the largest subsets for which a whole
-    partition is affordable. ``seconds`` is the time on one core. By default, it is not limited, but
-    the result takes at most about two minutes.
+    partition is affordable. ``seconds`` is the time limit on one core. By default there is no
+    limit, but the evaluation takes at most about two minutes.
     """
     most, most_of_subsets = (
         min(_MAX_OPERATIONS, rate * seconds) for rate in (_EXACT_RATE, _SUBSET_RATE)

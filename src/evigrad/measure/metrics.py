@@ -40,7 +40,7 @@ def evaluate(
         batch_size: Number of examples per forward pass. It is halved when memory runs out.
             Default: 1,000.
         generator: Generator for the model's own draws, if any. Default: seed 0.
-        ranks: Processes that each take a part of the data.
+        ranks: Processes, each of which evaluates a part of the data.
 
     Returns:
         Means over the examples, or over their positions with a target: ``log_likelihood`` (nats)
@@ -95,7 +95,7 @@ def evaluate(
 
 
 def _names_of_any_rank(names: list[str], ranks: Ranks) -> list[str]:
-    """Return the names of the first rank that has some; other ranks' data may have no target."""
+    """Return the names of the first rank that has some. Other ranks' data may have no target."""
     encoded = torch.tensor(list("\n".join(names).encode()), dtype=torch.uint8, device="cpu")
     texts = [bytes(text.tolist()).decode() for text in ranks.gather(encoded)]
     return next((text.split("\n") for text in texts if text), [])

@@ -1,7 +1,7 @@
 """Figures of runs, and shared elements of all figures: colors, axes, labels.
 
-Every function draws on its own ``Figure``, never on pyplot's global state. So it works without a
-display and in threads, and does not change the user's figures and settings.
+Every function draws on its own ``Figure``, never on pyplot's global state. Therefore, it works
+without a display and in threads, and does not change the user's figures or settings.
 """
 
 from evigrad.plots.runs import learning_curves, precision_paths, save_all

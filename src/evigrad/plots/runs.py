@@ -52,7 +52,7 @@ def series(history: History, column: str) -> tuple[list[float], list[float]]:
 
 
 def errors(history: History, column: str) -> list[float]:
-    """Return standard errors ``COLUMN_sem`` of the values of ``series``; empty if unknown."""
+    """Return standard errors ``COLUMN_sem`` of the values of ``series``, or nothing if unknown."""
     rows = [row for row in history if _is_known(row.get(column)) and row.get("epoch") is not None]
     _, values = series(rows, f"{column}_sem")
     return values if len(values) == len(rows) else []
@@ -82,11 +82,11 @@ class Quantity:
         ]
 
     def is_logarithmic(self, histories: Mapping[str, History]) -> bool:
-        """Return whether the axis is logarithmic; the loss of a density can be negative."""
+        """Return whether the axis is logarithmic. It is not if a value is 0 or negative."""
         return self.logarithmic and min(self.values(histories), default=0.0) > 0
 
     def limits(self, histories: Mapping[str, History]) -> tuple[float, float] | None:
-        """Return limits of an axis that omits very low first values; None if all values fit.
+        """Return limits of an axis that omits very low first values, or None if all values fit.
 
         The axis never omits a later value, because the end of a run matters most.
         """
@@ -192,7 +192,7 @@ def quantity_curves(
 def _draw(
     axes: "Axes", histories: Mapping[str, History], quantity: Quantity, palette: Palette
 ) -> tuple[dict[str, Look], dict[str, Look]]:
-    """Draw the lines of a quantity; return the looks of runs and of kinds that have values."""
+    """Draw the lines of a quantity, and return the looks of runs and of kinds that have values."""
     decorate(axes, quantity.title, "epoch", quantity.unit, palette)
     axes.locator_params(axis="x", integer=True)
     alone = len(histories) == 1
@@ -331,7 +331,7 @@ def value_paths(
 def save_all(
     histories: Mapping[str, History], folder: str | Path, learned: str | None = None
 ) -> list[Path]:
-    """Write the figures of a command; ``learned`` is the run whose precisions are shown."""
+    """Write the figures of a command. ``learned`` is the run whose precisions are shown."""
     folder = Path(folder)
     files = [save(learning_curves(histories), folder / "learning_curves.png")]
     if learned is not None:

@@ -71,7 +71,7 @@ DARK = Palette(
 
 
 def new_figure(width: float, height: float, palette: Palette = LIGHT) -> "Figure":
-    """Return an empty figure, sized in inches; raise ConfigurationError without matplotlib."""
+    """Return an empty figure, sized in inches, or raise ConfigurationError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -150,7 +150,7 @@ def plain_ticks(axis: "Axis") -> None:
 
 
 def burst_limits(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return limits of an axis without the few values far below the rest; None if all fit."""
+    """Return limits of an axis without the few values far below the rest, or None if all fit."""
     if len(values) < 8:
         return None
     ordered = sorted(values)
@@ -167,7 +167,7 @@ def add_legend(
     palette: Palette = LIGHT,
     beside: bool = False,
 ) -> None:
-    """Name the lines (name, color, style) below the axes, and make the figure taller to fit.
+    """Name the lines (name, color, style) below the axes, and make the figure tall enough.
 
     Names are in as many columns as fit. A name wider than the figure is broken into several lines.
     ``beside`` puts the names on the right, one below the other, if there is room.
@@ -264,7 +264,7 @@ def _inches(text: str, size: float) -> float:
 
 
 def words(text: str) -> str:
-    """Return a user's text escaped for matplotlib, so that a dollar sign starts no formula."""
+    """Return a user's text escaped for matplotlib, so that dollar signs do not start a formula."""
     return text.replace("$", r"\$")
 
 

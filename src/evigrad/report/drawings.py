@@ -38,9 +38,10 @@ class Drawing:
 
 
 def show(value: object, factor: float = 1.0, digits: int = 0) -> str:
-    """Return any value as a short text; None and non-finite numbers give a dash.
+    """Return any value as a short text. None and non-finite numbers give a dash.
 
-    ``factor`` multiplies a number; ``digits`` are its decimals, 0 for three significant digits.
+    ``factor`` multiplies a number. ``digits`` is its number of decimals, or 0 for three significant
+    digits.
     """
     if value is None or value == "":
         return NOTHING

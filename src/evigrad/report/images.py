@@ -42,7 +42,7 @@ def augmented_images(
         palette: Colors.
 
     Raises:
-        InputError: If the shapes are not shapes of images, or do not fit each other.
+        InputError: If the shapes are not shapes of images, or do not match.
 
     See also: docs/command_line.md.
     """
@@ -56,8 +56,8 @@ def augmented_images(
         names and len(names) != len(images)
     ):
         raise InputError(
-            "Images, their transforms and names must have the same number, and images and their"
-            " transforms must have the same shape."
+            "There must be the same number of images, transformed images and names, and images"
+            " and their transforms must have the same shape."
         )
     rows, draws = transformed.shape[:2]
     height, width = images.shape[-2:]
@@ -127,7 +127,7 @@ def rebuild(run: Run, data_dir: str | Path | None = None) -> tuple[DataSet, nn.M
 
 
 def find_transform(data: DataSet, model: nn.Module) -> nn.Module | None:
-    """Return the transform of a network's ``Averaged``; None without a transform or images."""
+    """Return the transform of a network's ``Averaged``, or None without a transform or images."""
     if len(data.input_shape) != 3:
         return None
     return next((part.invariance for part in model.modules() if isinstance(part, Averaged)), None)

@@ -64,7 +64,7 @@ class Run:
         return f"{title}, {self.label}" if self.suffix else title
 
     def last(self, column: str) -> float | None:
-        """Return the last known value of a column; None if there is none."""
+        """Return the last known value of a column, or None if there is none."""
         return next(reversed(self.values(column)), None)
 
 
@@ -153,7 +153,7 @@ def _read_history(path: Path) -> History:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the names and values in a JSON or YAML file; empty if there is no file."""
+    """Return the names and values in a JSON or YAML file, or nothing if there is no file."""
     if not path.is_file():
         return {}
     try:

@@ -52,14 +52,14 @@ def write_report(
 ) -> Path:
     """Write one HTML page about one or several runs, and its figures as PNGs.
 
-    The page has learning curves, prior precisions, noise and ranges of invariances over the
+    The page shows learning curves, prior precisions, noise and ranges of invariances over the
     epochs, test images under the learned augmentation, and tables of metrics, hyperparameters and
     settings. It needs no other files. An unfinished run is shown up to its last epoch. A run with
     ``compare_map`` is shown with its MAP run.
 
     Test images are drawn for networks that ``evigrad train`` has trained with random image
-    transforms. They need the data that the run's ``config.yaml`` names, and the last checkpoint. If
-    either is missing, the page says so.
+    transforms. They require the data that the run's ``config.yaml`` names, and the last checkpoint.
+    If either is missing, the page says so.
 
     Args:
         run_dir: Folder of the run.
@@ -74,8 +74,8 @@ def write_report(
         The path of the page.
 
     Raises:
-        ConfigurationError: If a folder does not belong to a run with a finished epoch, or a file
-            cannot be read or written. Also if examples is negative, or matplotlib is missing.
+        ConfigurationError: If a folder does not belong to a run with a finished epoch, a file
+            cannot be read or written, examples is negative, or matplotlib is missing.
 
     Examples:
         >>> import torch

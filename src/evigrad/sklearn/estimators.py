@@ -55,11 +55,11 @@ _AT_ONCE = 8192
 
 
 class ParameterError(ConfigurationError, TypeError):
-    """A keyword that an estimator does not have, for which Python raises a TypeError."""
+    """An unknown keyword of an estimator, for which Python raises a TypeError."""
 
 
 def _refusing_unknown(init: Callable[P, None]) -> Callable[P, None]:
-    """Raise ParameterError for unknown keywords of a constructor; keep its signature."""
+    """Raise ParameterError for unknown keywords of a constructor, and keep its signature."""
 
     @wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -160,7 +160,7 @@ class _EvidenceEstimator(BaseEstimator):
         counted = weights > 0
         if (weights < 0).any() or not counted.any():
             raise InputError(
-                "sample_weight must be 0 or more, and positive for at least one row. Remove rows"
+                "sample_weight must be non-negative, and positive for at least one row. Remove rows"
                 " with negative weights."
             )
         X, y, weights = X[counted], y[counted], weights[counted]
@@ -238,7 +238,7 @@ class _EvidenceEstimator(BaseEstimator):
         num_outputs: int,
         posterior: str | None,
     ) -> None:
-        """Train and learn; ``targets`` are in the likelihood's format."""
+        """Train and learn. ``targets`` are in the likelihood's format."""
         if posterior is not None:  # raises before training if it could not be made afterwards
             check_choice("posterior", posterior, list(STRUCTURES))
             prior = self.prior.structure if isinstance(self.prior, GaussianPrior) else self.prior
@@ -330,14 +330,14 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
         activation: Nonlinearity after each hidden layer: relu, tanh, silu, gelu, elu, softplus or
             sigmoid.
         module: Network to use instead of these layers: a torch module from inputs (n, inputs) to
-            outputs (n, classes). You can also pass a function from the numbers of inputs and
-            classes to a module. A copy is trained, in the module's type and on its device.
+            outputs (n, classes). You can also pass a function that makes a module from the numbers
+            of inputs and classes. A copy is trained, in the module's type and on its device.
         relevance: Whether the evidence learns a scale for each column, in front of the network.
         estimator: Name of the evidence estimator. None learns only the weights.
         prior: Which weights share a precision: layerwise, scalar, diagonal or a ``GaussianPrior``.
         posterior: Structure of the posterior over which ``predict_proba`` averages: kfac,
-            last-layer, diag, full or ntk. Default: None, the predictions of the network itself,
-            which are better if the network fits its data (docs/posterior.md).
+            last-layer, diag, full or ntk. Default: None, which predicts with the network itself.
+            This is better if the network fits its data (docs/posterior.md).
         epochs: Number of passes over the training table. Default: see ``evigrad.Schedule``.
         batch_size: Number of rows per optimizer step.
         learning_rate: Learning rate of the weights at the start. Default: see
@@ -345,7 +345,7 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
         settings: Other settings of ``evigrad.fit`` and its groups by name, such as
             ``{"burn_in": 20, "temperature": 0.5}``.
         handle_unknown: How to treat categories that did not occur in training: ``"error"`` raises
-            an error, ``"ignore"`` sets all inputs of the column to zero.
+            an error, and ``"ignore"`` sets all inputs of the column to zero.
         random_state: Seed of the initial weights and of all random draws in training.
         verbose: Whether to show the progress of training.
 
@@ -353,8 +353,8 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
         classes_: Labels, sorted.
         relevance_: Learned scale of each column of the table, relative to the largest, (d,). The
             network does not use a column near 0. Only with ``relevance``.
-        log_evidence_: Estimate of the log evidence of the training table, in nats for all rows; NaN
-            without an estimator. With randomly drawn rows it is a lower bound on average.
+        log_evidence_: Estimate of the log evidence of the training table, in nats for all rows, or
+            NaN without an estimator. With randomly drawn rows it is a lower bound on average.
         posterior_: The ``evigrad.Posterior`` of the network's weights, or None.
         result_: The ``evigrad.FitResult``: network, evidence (with precisions) and history.
         n_features_in_: Number of columns of the training table, d.
@@ -407,7 +407,7 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
             X: Table with the columns of the training table.
 
         Returns:
-            (n, classes), in the order of ``classes_``.
+            Probabilities (n, classes), in the order of ``classes_``.
 
         Raises:
             ValueError: If the table does not fit the training table.
@@ -449,8 +449,8 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
         activation: Nonlinearity after each hidden layer: relu, tanh, silu, gelu, elu, softplus or
             sigmoid.
         module: Network to use instead of these layers: a torch module from inputs (n, inputs) to
-            outputs (n, targets). You can also pass a function from the numbers of inputs and
-            targets to a module. A copy is trained, in the module's type and on its device.
+            outputs (n, targets). You can also pass a function that makes a module from the numbers
+            of inputs and targets. A copy is trained, in the module's type and on its device.
         relevance: Whether the evidence learns a scale for each column, in front of the network.
         estimator: Name of the evidence estimator. None learns only the weights.
         prior: Which weights share a precision: layerwise, scalar, diagonal or a ``GaussianPrior``.
@@ -463,7 +463,7 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
         settings: Other settings of ``evigrad.fit`` and its groups by name, such as
             ``{"burn_in": 20, "temperature": 0.5}``.
         handle_unknown: How to treat categories that did not occur in training: ``"error"`` raises
-            an error, ``"ignore"`` sets all inputs of the column to zero.
+            an error, and ``"ignore"`` sets all inputs of the column to zero.
         random_state: Seed of the initial weights and of all random draws in training.
         verbose: Whether to show the progress of training.
 
@@ -473,8 +473,8 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
         relevance_: Learned scale of each column of the table, relative to the largest, (d,). The
             network does not use a column near 0. Only with ``relevance``.
         log_evidence_: Estimate of the log evidence of the training table, in nats for all rows, for
-            targets in their own units; NaN without an estimator. With randomly drawn rows it is a
-            lower bound on average.
+            targets in their own units, or NaN without an estimator. With randomly drawn rows it is
+            a lower bound on average.
         posterior_: The ``evigrad.Posterior`` of the network's weights.
         result_: The ``evigrad.FitResult``: network, evidence (with precisions) and history.
         n_features_in_: Number of columns of the training table, d.
@@ -535,15 +535,15 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
     def predict(
         self, X: Any, return_std: bool = False
     ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
-        """Return the mean of each row's target.
+        """Return the predicted mean of each row's target.
 
         Args:
             X: Table with the columns of the training table.
-            return_std: Whether to also return the standard deviation of the target, due to noise
-                and to uncertain weights.
+            return_std: Whether to also return the standard deviation of the target, which includes
+                noise and uncertain weights.
 
         Returns:
-            Means in the shape of the targets, and with ``return_std`` also standard deviations.
+            Means with the shape of the targets, and with ``return_std`` also standard deviations.
 
         Raises:
             ValueError: If the table does not fit the training table.

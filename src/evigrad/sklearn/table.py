@@ -32,7 +32,7 @@ _LEAVE_OUT = "remove the column"
 
 
 def is_frame(X: Any) -> bool:
-    """Return whether a table is a ``pandas.DataFrame``; False if pandas is not loaded."""
+    """Return whether a table is a ``pandas.DataFrame``. It is not if pandas is not loaded."""
     pandas = sys.modules.get("pandas")
     return pandas is not None and isinstance(X, pandas.DataFrame)
 
@@ -41,11 +41,11 @@ class Columns:
     """The columns of a training table as numbers, with categories replaced by their positions.
 
     Columns of a frame are categories if their dtype is ``category``, ``string`` or ``object``
-    (unless an ``object`` column holds only numbers). A declared ``category`` has all of its
-    categories. The categories of other columns are the sorted training values. A missing value is a
-    category if the training data have missing values. ``evigrad.data.columns`` has the rules.
-    ``categories`` are the categories of each column by its position. ``ignore_unknown`` accepts
-    values that are in no category.
+    (unless an ``object`` column holds only numbers). A column of dtype ``category`` has all of its
+    declared categories. The categories of other columns are the sorted training values. A missing
+    value is a category if the training data have missing values. ``evigrad.data.columns`` has the
+    rules. ``categories`` are the categories of each column by its position. ``ignore_unknown``
+    accepts values that are in no category.
     """
 
     def __init__(self, X: Any, ignore_unknown: bool) -> None:
@@ -214,8 +214,8 @@ class Encoding:
     """Numbers standardized by the training table, and categories as zeros and ones.
 
     Inputs of a column that ``is_constant`` in the training table are zero. ``numbers`` and
-    ``categories`` are from ``Columns``; ``weights`` are how often each row counts. ``feature_of``
-    is the column of the table for each input of the network.
+    ``categories`` are from ``Columns``. ``weights`` are the number of times that each row counts.
+    ``feature_of`` is the column of the table for each input of the network.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class Encoding:
 
 
 def check_constants(is_constant: np.ndarray, names: Iterable[Hashable], num_rows: int) -> None:
-    """Warn about columns that are the same in all rows; raise InputError if all columns are."""
+    """Warn about columns that are the same in all rows. Raise InputError if all columns are."""
     if is_constant.all():
         rows = "one sample" if num_rows == 1 else f"{num_rows:,} rows"
         raise InputError(
@@ -257,7 +257,7 @@ def check_constants(is_constant: np.ndarray, names: Iterable[Hashable], num_rows
 class Relevance(nn.Module):
     """A learnable scale between 0 and 1 for each feature, shared by all inputs of the feature.
 
-    The scale can switch features off, and leaves the size of the outputs to the weights. A scale
+    The scale can switch features off and leaves the size of the outputs to the weights. A scale
     above 1 could saturate the softmax of a classifier, whatever the weights' prior is. A saturated
     softmax has no curvature, and the linearized evidence would reward that.
 

@@ -1,4 +1,4 @@
-"""Records of a run in its checkpoint, and checks that a checkpoint belongs to the present run."""
+"""Records that a run saves in its checkpoint, and checks that a checkpoint fits the present run."""
 
 import json
 import math
@@ -44,8 +44,8 @@ _NAMED = 4
 def packed(trainer: "Trainer") -> dict[str, Any]:
     """Return the state that a trainer needs to resume, and the records that identify its run.
 
-    Everything else follows from this state. The seed and the epoch give the order of the data and
-    the model's draws; the epoch and the number of steps give the learning rates.
+    The seed and the epoch determine the order of the data and the model's draws. The epoch and the
+    number of steps determine the learning rates.
     """
     model = trainer.evidence.model
     state = model.state_dict()
@@ -77,7 +77,7 @@ def packed(trainer: "Trainer") -> dict[str, Any]:
 
 
 def restore(trainer: "Trainer", state: Mapping[str, Any], where: str) -> None:
-    """Restore a trainer from the state of ``packed``, read from the folder ``where``."""
+    """Restore a trainer from a state that ``packed`` returned, read from the folder ``where``."""
     check_settings(state["settings"], trainer.identity["settings"], where)
     check_data(state["data"], trainer.identity["data"], where)
     check_network(state, trainer.evidence, where)
@@ -108,7 +108,7 @@ def restore(trainer: "Trainer", state: Mapping[str, Any], where: str) -> None:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Return what affects the last digits: PyTorch's version, the device and the CPU threads."""
+    """Return what affects the last digits of results: PyTorch version, device and CPU threads."""
     return {
         "torch": str(torch.__version__),
         "device": device.type,
@@ -149,7 +149,7 @@ def fitting(what: str) -> Iterator[None]:
 def load_optimizer(
     optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], *, groups: bool = False
 ) -> None:
-    """Load an optimizer's moments, step counts and rates; with ``groups``, also its settings."""
+    """Load an optimizer's moments, steps and rates. With ``groups``, also load its settings."""
     if groups:  # a custom optimizer, whose state can be anything
         optimizer.load_state_dict(dict(saved))
         return
@@ -179,7 +179,7 @@ def load_optimizer(
     for group, rate in zip(param_groups, rates, strict=True):
         if not isinstance(rate, float) or not 0 <= rate < math.inf:
             raise ConfigurationError(
-                f"The saved learning rate must be a number of at least 0, got {rate!r}."
+                f"The saved learning rate must be a non-negative number, got {rate!r}."
                 " Start a new run in another folder."
             )
         group["lr"] = rate
@@ -191,8 +191,8 @@ def check_format(state: Mapping[str, Any], where: object) -> None:
     if state.get("format") != CHECKPOINT_FORMAT:
         raise ConfigurationError(
             f"The checkpoint in {where} must have format {CHECKPOINT_FORMAT}, got"
-            f" {state.get('format')}. Start a new run in another folder, or resume it with the"
-            " version of evigrad that started it."
+            f" {state.get('format')}. Start a new run in another folder, or resume this run with"
+            " the version of evigrad that started it."
         )
 
 
@@ -252,7 +252,7 @@ def check_network(state: Mapping[str, Any], evidence: Evidence, where: object) -
 
 
 def load_network(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load weights, hyperparameters and all buffers, even those that no ``state_dict`` holds."""
+    """Load weights, hyperparameters and all buffers, even buffers that no ``state_dict`` holds."""
     saved: Mapping[str, Any] = state["model"]
     names = bare_names(model, model.state_dict())
     if saved.keys() != names.keys():  # the model is wrapped, for example by torch.compile
@@ -270,12 +270,13 @@ def load_network(model: nn.Module, state: Mapping[str, Any]) -> None:
 def check_outputs(
     saved: Tensor, outputs: Tensor, here: Mapping[str, Any], there: Mapping[str, Any], where: object
 ) -> None:
-    """Check that ``outputs`` equal the ``saved`` ones; warn if the machine has changed."""
+    """Check that ``outputs`` equal the ``saved`` ones, and warn if the machine has changed."""
     same = saved.shape == outputs.shape and saved.dtype == outputs.dtype
     if not same or not (outputs - saved).norm() <= _SAME_OUTPUTS * saved.norm():
         raise ConfigurationError(
-            f"The network has the parameters of the run in {where}, but not its outputs: layers or"
-            " activations differ. Use the same network, or start a new run in another folder."
+            f"The network has the same parameters as the run in {where}, but different outputs:"
+            " layers or activations differ. Use the same network, or start a new run in another"
+            " folder."
         )
     changed = [
         f"{words} {there[name]} then, {here[name]} now"

@@ -1,7 +1,8 @@
 """Warnings at the end of a training run: weights far from a mode, and residuals with heavy tails.
 
-The log evidence assumes weights at a mode of the log joint density. A Gaussian assumes residuals
-without outliers: it fits the largest ones first, and its noise grows with them.
+The log evidence assumes weights at a mode of the log joint density. A Gaussian likelihood assumes
+residuals without outliers. If there are outliers, it fits the largest ones first, and its noise
+grows with them.
 """
 
 import math
@@ -41,9 +42,9 @@ _MOST_NUMBERS = 2**27
 def mode_columns(trainer: "Trainer", epoch: int) -> Row:
     """Return the distance from the mode in nats per example, after the last epoch.
 
-    It is exact for few data. Otherwise it is an upper bound or, if this bound is large, an estimate
-    by Kronecker factors. It is None in other epochs, and also if it cannot be computed, for
-    instance because memory runs out.
+    It is exact for small data sets. For others it is an upper bound or, if this bound is large, an
+    estimate with Kronecker factors. It is None in other epochs, and also if it cannot be computed,
+    for instance because memory runs out.
     """
     if trainer.learner is None:
         return {}
@@ -70,7 +71,7 @@ def _mode_gap(trainer: "Trainer") -> float:
 
 
 def warn_of_tails(trainer: "Trainer") -> None:
-    """Warn if Student's t fits the residuals of a Gaussian much better than a normal density."""
+    """Warn if Student's t fits a Gaussian's residuals much better than a normal density does."""
     likelihood = trainer.evidence.likelihood
     if type(likelihood) is not Gaussian or trainer.learner is None:
         return
@@ -82,15 +83,15 @@ def warn_of_tails(trainer: "Trainer") -> None:
     if gain > _TAIL_GAIN:
         warnings.warn(
             "The residuals of the training data have heavy tails: Student's t fits them"
-            f" {gain:.2g} nats per number better than a Gaussian, which adapts the network to the"
-            ' largest errors. Use likelihood="student-t" (evigrad.likelihoods.StudentT).',
+            f" {gain:.2g} nats per number better than a Gaussian. A Gaussian adapts the network to"
+            ' the largest errors. Use likelihood="student-t" (evigrad.likelihoods.StudentT).',
             EvigradWarning,
             stacklevel=3,
         )
 
 
 def tail_gain(residuals: Tensor) -> float:
-    """Return how many nats per number Student's t gains over a normal density, at its best scale.
+    """Return the gain of Student's t over a normal density in nats per number, at its best scale.
 
     Args:
         residuals: Errors (m, C). Each output has its own scale.
@@ -115,7 +116,7 @@ def warn_of_distance(gap: float | None) -> None:
     if gap is not None and gap > TOLERANCE:
         warnings.warn(
             f"The weights are not at the mode: a Newton step of the linearized model would gain"
-            f" {gap:.2g} nats per example, and the log evidence is too low by this amount. Train"
+            f" {gap:.2g} nats per example, so the log evidence is too low by this amount. Train"
             " for more epochs (Schedule.epochs). A network with kinks, such as ReLU, may never"
             " reach a mode. SiLU and tanh have no kinks.",
             EvigradWarning,

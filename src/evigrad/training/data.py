@@ -1,8 +1,8 @@
 """The data of a run, held on the model's device or read in every epoch, and its random streams.
 
-A hash of the run's seed, the use and the epoch seeds each stream. So no stream depends on how much
-another has consumed: evaluating more often or resuming from a later epoch changes no draw. The
-global random state is restored after every use.
+A hash of the run's seed, the stream's use and the epoch seeds each stream. Therefore, no stream
+depends on the number of draws from another stream. Evaluating more often or resuming from a later
+epoch changes no draw. The global random state is restored after every use.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ def derived_seed(seed: int, use: Use, epoch: int = 0, rank: int = 0) -> int:
 
 
 def stream(seed: int, use: Use, epoch: int = 0) -> torch.Generator:
-    """Return a CPU generator at the start of a stream; arguments as for ``derived_seed``."""
+    """Return a CPU generator at the start of a stream, with the arguments of ``derived_seed``."""
     return torch.Generator().manual_seed(derived_seed(seed, use, epoch))
 
 
@@ -56,10 +56,10 @@ def batches(
 ) -> Iterator[Int[Tensor, " m"]]:
     """Yield the positions of the examples in each batch of an epoch. Epochs count from 1.
 
-    Passes over all data follow each other, each in a new random order. An epoch consists of the
-    next ``epoch_size`` examples. The seed and the number of the pass determine the order, so very
-    long orders need not be stored. All batches have about the same size, because a last batch of
-    one example would break batch normalization.
+    Passes over all data follow one another, each in a new random order. An epoch consists of the
+    next ``epoch_size`` examples. The seed and the number of the pass determine the order, so even a
+    very long order need not be stored. All batches have about the same size, because a last batch
+    of one example would break batch normalization.
     """
     count = -(-epoch_size // batch_size)
     place, order, present = (epoch - 1) * epoch_size, torch.empty(0, device="cpu"), -1
@@ -80,9 +80,9 @@ class RunData(Source):
 
     Tensors are kept on this device. Items of a data set are read when they are needed. Their draws
     from the global generators of PyTorch, NumPy and Python are seeded by the run's seed, the
-    present ``epoch`` (0 before the first) and the positions that are read together. So
-    every reading of a block is the same within an epoch, but differs in the next epoch. A resumed
-    run repeats the same draws. If ``is_column``, targets (m,) become (m, 1).
+    present ``epoch`` (0 before the first) and the positions that are read together. Therefore,
+    every reading of a block gives the same items within an epoch, but different items in the next
+    epoch. A resumed run repeats the same draws. If ``is_column``, targets (m,) become (m, 1).
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class RunData(Source):
         return len(indices)
 
     def fingerprint(self) -> str:
-        """Return a digest of all data in memory, or of some items that are read twice and agree."""
+        """Return a digest of all data in memory, or of some items that agree in two readings."""
         count = len(self)
         if self._source.is_held:
             x, y = self.fetch(torch.arange(count, device="cpu"))

@@ -42,7 +42,7 @@ def learns_likelihood(likelihood: str | Likelihood) -> bool:
 
 
 def check_data(evidence: Evidence, data: RunData, device: torch.device, count: int) -> Tensor:
-    """Check the data before the first step; return the outputs for a few examples."""
+    """Check the data before the first step, and return the outputs for a few examples."""
     probe, y = data.first(2)
     check_inputs(probe, device)
     f, likelihood = probe_outputs(evidence.model, probe), evidence.likelihood
@@ -70,8 +70,8 @@ def warn_of_data(evidence: Evidence, data: RunData, outputs: Tensor) -> None:
     if has_classes and bool((outputs >= 0).all()) and torch.allclose(sums, torch.ones_like(sums)):
         warnings.warn(
             "The model's outputs are probabilities: each row is non-negative and sums to 1. The"
-            " categorical likelihood needs logits and has its own softmax. Remove the model's last"
-            " softmax.",
+            " categorical likelihood needs logits and applies its own softmax. Remove the model's"
+            " last softmax.",
             EvigradWarning,
             stacklevel=6,  # the caller of fit
         )
@@ -127,7 +127,7 @@ def _warn_of_weights(weights: Tensor) -> None:
     if bool((weights != weights.round()).any()) and abs(mean - 1.0) > _MEAN_WEIGHT_TOLERANCE:
         warnings.warn(
             f"The positive weights average {mean:.3g} and are not whole numbers, but the Gaussian's"
-            " noise is learned. Weighted reads a weight as the number of times that an example"
+            " noise is learned. Weighted interprets a weight as the number of times that an example"
             " was seen. If weights are 1/σ² for known noise σ instead, the learned noise is too"
             f" small by the factor √{mean:.3g} = {mean**0.5:.3g}. Divide the weights by"
             f" {mean:.3g}, so that they average 1. The noise of an example is then noise /"
@@ -158,8 +158,8 @@ def _discrete_column(y: Tensor) -> str:
         is_count = float(values[0]) in (0.0, 1.0) and bool((values == values.round()).all())
         if is_count and len(values) > _HANDFUL and int(times.max()) > 1:
             return (
-                f"Column {column} of the targets has whole numbers from {float(values[0]):g} to"
-                f" {float(values[-1]):g}. If they are counts, use"
+                f"Column {column} of the targets contains whole numbers from"
+                f" {float(values[0]):g} to {float(values[-1]):g}. If they are counts, use"
                 ' likelihood="poisson" (evigrad.likelihoods.Poisson), whose outputs are log rates.'
             )
     return ""
@@ -180,14 +180,14 @@ def _warn_of_scale(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
     first = int(far.nonzero()[0])
     fix = "set the noise: likelihood=Gaussian(noise=...)"
     if isinstance(likelihood, HeteroscedasticGaussian):
-        fix = "start with outputs that fit them"
+        fix = "start with outputs that fit the targets"
     warnings.warn(
         f"The targets have a standard deviation of {float(spread[first]):.3g} and differ by"
         f" {float(error[first]):.3g} (root mean square) from the outputs before training. The"
         f" noise starts at {float(noise[first]):.3g}. Networks, learning rates and priors expect"
         " targets of about unit scale. Standardize the targets: set scaling ="
         " evigrad.data.Scaling.of(y) and train on (x, scaling(y)). Call scaling.undo(means) to"
-        f" convert predictions back. (If the targets are right as they are, {fix}.)",
+        f" convert predictions back. (If this scale is intended, {fix}.)",
         EvigradWarning,
         stacklevel=8,  # the caller of fit
     )

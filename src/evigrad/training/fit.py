@@ -65,8 +65,8 @@ def fit(
     and the model's own hyperparameters use Adam. Training uses only ``train``.
 
     ``fit`` does not touch the global random state. The order of the data, the blocks and the
-    model's own draws (dropout) use separate streams, derived from ``seed``. The initial weights are
-    the model's current weights.
+    model's own draws (dropout) use separate random streams, derived from ``seed``. The initial
+    weights are the model's current weights.
 
     Args:
         model: Module that maps inputs (m, ...) to outputs (m, C), or to (m, …, C) with a target at
@@ -87,26 +87,26 @@ def fit(
         prior: Which weights share a prior precision (weight decay): scalar (all weights),
             layerwise (each parameter tensor) or diagonal (none). Use a ``GaussianPrior`` for other
             groups, a hyperprior, or a nonzero mean (``mean="initial"`` for fine-tuning).
-        precision: Prior precision: its value if it is fixed, its initial value if it is learned
-            with ``Optimization(prior_update="adam")``. Fixed-point updates ignore it. Weight decay
-            is precision / N. Default: 5e-4 N if it is fixed, 1 for Adam.
-        hyperparameters: Names, or prefixes of names, of model parameters that the evidence learns
-            instead of the training loss. Without an estimator they keep their values.
+        precision: Value of the prior precision if it is fixed, or its initial value if it is
+            learned with ``Optimization(prior_update="adam")``. Fixed-point updates ignore it.
+            Weight decay is precision / N. Default: 5e-4 N if it is fixed, 1 for Adam.
+        hyperparameters: Names, or prefixes of names, of model parameters that are learned from the
+            evidence instead of the training loss. Without an estimator they keep their values.
         laplace: Temperature, root and details of the curvature.
         schedule: Epochs, batches, rounds of hyperparameter steps, evaluations and checkpoints.
         optimization: Optimizers and learning rates.
         memory: Batch sizes and data types of the estimates' passes.
         anchoring: How an anchored estimator chooses its anchors.
-        test: Test data in the format of ``train``. They are only evaluated and do not affect
-            training.
+        test: Test data in the format of ``train``. They are used only for evaluation and do not
+            affect training.
         seed: Seed of all random draws in training.
         run_dir: Folder for configuration, metrics (one row per epoch) and checkpoint. If it is not
             empty, the run uses the first free name among NAME-2, NAME-3, ..., unless ``resume`` is
             set. None writes nothing.
         resume: Whether to resume the run in ``run_dir`` from its last checkpoint, with the same
             results as without the interruption. Model, data and settings must be the same, except
-            ``checkpoint_every``. A folder without a checkpoint starts the run. A complete run
-            returns its result.
+            ``checkpoint_every``. If the folder has no checkpoint, the run starts from the
+            beginning. If the run is complete, its result is returned.
         progress: Whether to show progress on standard error.
         callbacks: Functions called after every epoch with its row of metrics. A resumed run calls
             them again for the epochs since the last checkpoint.
@@ -164,10 +164,10 @@ def prepare(
     process_group: Group | None = None,
     make: Callable[..., T] = Trainer,
 ) -> T:
-    """Return a checked trainer, without training the network or writing files.
+    """Return a trainer after checks, without training the network or writing files.
 
     It takes the arguments of ``fit``. ``network`` is the record of the model if
-    ``evigrad.models.make_network`` built it. ``make`` makes a ``Trainer`` from the trainer's
+    ``evigrad.models.make_network`` built it. ``make`` creates a ``Trainer`` from the trainer's
     arguments.
     """
     check_whole(model)
@@ -214,7 +214,7 @@ def prepare_evidence(
     if settings.optimization.noise_on_loss and not learns_likelihood(evidence.likelihood):
         raise ConfigurationError(
             "noise_on_loss learns the parameters of a likelihood, such as the noise of a Gaussian,"
-            f" but likelihood {evidence.likelihood.name} has none. Remove noise_on_loss."
+            f" but the likelihood {evidence.likelihood.name} has none. Remove noise_on_loss."
         )
     # Reading all items of a data set takes as long as an epoch. They are checked as they are read.
     outputs = check_data(evidence, data, place, len(data) if data.is_held else PROBE_SIZE)
@@ -228,7 +228,7 @@ def make_evidence(
     settings: Settings,
     process_group: Group | None = None,
 ) -> Evidence:
-    """Return the initial evidence of a run; estimator None is replaced by a placeholder."""
+    """Return the initial evidence of a run, with a placeholder if the estimator is None."""
     name, anchoring = settings.estimator, settings.anchoring
     if name is None:  # it fits any data, and is never evaluated
         name, anchoring = f"ntk-{min(num_data, 100)}-1", None
@@ -248,7 +248,7 @@ def make_evidence(
 
 
 def place_of(model: nn.Module) -> torch.device:
-    """Return the device of a model; raise ConfigurationError if it has no parameters."""
+    """Return the device of a model, or raise ConfigurationError if the model has no parameters."""
     first = next(model.parameters(), None)
     if first is None:
         raise ConfigurationError(

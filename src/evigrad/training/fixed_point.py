@@ -9,8 +9,9 @@ where γ_g is the effective number of parameters: how many of the group's P_g we
 determine, between 0 and P_g (D. MacKay, 1992, *Bayesian Interpolation*, Neural Computation 4,
 section 4; *A Practical Bayesian Framework for Backpropagation Networks*, ibid.). The gradient of
 −log evidence / N with respect to log δ_g is (δ_g ‖d_g‖² − γ_g) / 2N. So γ_g follows from the
-gradient for every structure and estimator, and δ_g ← γ_g / ‖d_g‖² costs nothing more. The update
-needs no learning rate and corrects precisions by orders of magnitude within a few steps.
+gradient for every structure and estimator, and the update δ_g ← γ_g / ‖d_g‖² has no additional
+cost. The update needs no learning rate and corrects precisions by orders of magnitude within a few
+steps.
 """
 
 import math
@@ -39,8 +40,8 @@ LOG_LIMIT = 12 * math.log(10.0)
 class FixedPoint:
     """Update precisions by damped steps δ ← (1 − rate) δ + rate · γ / ‖w − w₀‖².
 
-    The mean is over precisions and not over their logarithms. On a random block γ is an unbiased
-    estimate, so steps of a falling rate converge to the point where the mean gradient is zero.
+    The steps average precisions, not their logarithms. On a random block γ is an unbiased estimate,
+    so steps with a falling rate converge to the point where the mean gradient is zero.
 
     It replaces the prior's optimizer. Call it after each ``backward``::
 
@@ -48,8 +49,8 @@ class FixedPoint:
         evidence.backward(block)
         update.step()
 
-    γ is clipped at P_g, because the estimate of a small block may exceed it. A group whose weights
-    equal the prior's mean has no finite optimum, and keeps its precision.
+    γ is clipped at P_g, because the estimate from a small block may exceed P_g. A group whose
+    weights equal the prior's mean has no finite optimum and keeps its precision.
 
     Args:
         evidence: Evidence with a learnable prior without a hyperprior.
@@ -69,7 +70,7 @@ class FixedPoint:
         self._log_precision()
 
     def effective_parameters(self, squares: Tensor | None = None) -> Float[Tensor, " G"]:
-        """Return γ (G,) of each learned prior group from the gradient of the last ``backward``."""
+        """Return γ (G,) for each learned prior group from the gradient of the last ``backward``."""
         log_precision = self._log_precision()
         gradient = log_precision.grad
         if gradient is None:
@@ -93,7 +94,7 @@ class FixedPoint:
             return gamma.clamp(min=0.0).minimum(most.to(gamma))
 
     def start(self, zero: float, pretrained: float) -> None:
-        """Set the learned precisions at the start.
+        """Set the initial values of the learned precisions.
 
         Args:
             zero: Precision of weights with prior mean zero.

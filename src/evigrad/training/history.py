@@ -48,7 +48,7 @@ def headlines(row: Mapping[str, int | float | None]) -> dict[str, float]:
 
 
 def evidence_columns(learned: "Round | None") -> Row:
-    """Return means of log evidence and log-determinant, the standard error, and skipped steps."""
+    """Return mean log evidence and log-determinant, standard error, and number of skipped steps."""
     skipped: Row = {"skipped_steps": 0 if learned is None else learned.skipped}
     if learned is None or not learned.estimates:
         return dict.fromkeys(("log_evidence", "log_det_term", "log_evidence_sem")) | skipped
@@ -73,7 +73,7 @@ def round_columns(learner: "Learner", hyper_round: "Round | None") -> Row:
 
 
 def metric_columns(evidence: Evidence, metrics: Mapping[str, Mapping[str, float]]) -> Row:
-    """Return the columns of ``metrics`` on training and test data; None for missing metrics."""
+    """Return the columns of ``metrics`` on training and test data, or None for missing metrics."""
     error = "accuracy" if evidence.likelihood.is_classification else "squared_error"
     return {
         f"{part}_{name}": metrics.get(part, {}).get(name)
@@ -146,7 +146,7 @@ def read_metrics(path: str | Path) -> list[Row]:
             ]
     except FileNotFoundError:
         raise InputError(
-            f"path must be the metrics.csv of a run, got {path}: no such file."
+            f"path must be the metrics.csv of a run, got {path}, which does not exist."
         ) from None
     except (TypeError, ValueError) as error:
         raise InputError(f"path must be the metrics.csv of a run, got {path}: {error}.") from error

@@ -65,7 +65,7 @@ class Round:
 
 @dataclass
 class StepGroup:
-    """Hyperparameters that step together: ``steps`` times per round, ``taken`` times so far.
+    """Hyperparameters that step together: ``steps`` times per round, and ``taken`` times so far.
 
     A round follows the last epoch of the burn-in and every ``every``-th epoch after it, as in the
     paper's schedule. With a burn-in of 10 and every 5, these are epochs 10, 15, 20, ...
@@ -79,7 +79,7 @@ class StepGroup:
     taken: int = 0
 
     def is_due(self, epoch: int) -> bool:
-        """Return whether a round follows an epoch, counted from 1."""
+        """Return whether a round follows this epoch. Epochs count from 1."""
         return epoch >= self.burn_in and (epoch - self.burn_in) % self.every == 0
 
     @property
@@ -90,7 +90,7 @@ class StepGroup:
 
 
 def step_groups(schedule: Schedule, names: Collection[str]) -> list[StepGroup]:
-    """Return a group for prior and noise and one for the model's own, or one group for all."""
+    """Return one group for all, or one for prior and noise and one for the model's own."""
     s, every = schedule, planned(schedule.every)
     parts = [([*names], every, s.steps)]
     if s.hyper_every is not None or s.hyper_steps is not None:
@@ -114,9 +114,9 @@ class Learner:
     ``weight_decay`` to 0, because the prior is the weight decay.
 
     Args:
-        evidence: Evidence whose model your loop trains, and whose hyperparameters are learned. Give
-            it a seeded ``generator`` to reproduce a run.
-        data: All training data; see ``Evidence.blocks``.
+        evidence: Evidence whose model your loop trains, and whose hyperparameters are learned. To
+            make a run reproducible, give it a seeded ``generator``.
+        data: All training data. See ``Evidence.blocks``.
         schedule: Epochs, burn-in and rounds. ``epochs`` is required: the number of times you will
             call ``step``. If your loop has few epochs, call ``step`` after each optimizer step. The
             settings of batches, evaluations and checkpoints are ignored.
@@ -242,14 +242,14 @@ class Learner:
         return learned
 
     def start(self, decay: float) -> None:
-        """Set the precisions of the burn-in, if there is one, by a weight decay."""
+        """If there is a burn-in, set its precisions from a weight decay."""
         if self.fixed_point is not None and self.schedule.burn_in:
             num_data = self.evidence.num_data
             zero = burn_in_precision(decay, num_data)
             self.fixed_point.start(zero, PRETRAINED_DECAY * num_data)
 
     def is_due(self, epoch: int) -> bool:
-        """Return whether a round follows an epoch, counted from 1."""
+        """Return whether a round follows this epoch. Epochs count from 1."""
         return any(group.is_due(epoch) for group in self.step_groups)
 
     def learn(self, epoch: int) -> Round:
@@ -259,7 +259,7 @@ class Learner:
         Cholesky factor, the round ends: the remaining steps are skipped with a warning.
 
         Args:
-            epoch: Number of the epoch, counted from 1.
+            epoch: Number of the epoch. Epochs count from 1.
 
         Returns:
             The estimates, one per step.
@@ -283,7 +283,7 @@ class Learner:
         return hyper_round
 
     def _round(self, group: StepGroup, before: Round) -> Round:
-        """Take the steps of a group; return their estimates after those of ``before``."""
+        """Take the steps of a group, and return their estimates after those of ``before``."""
         if self._blocks is None:
             self._blocks = self.evidence.blocks(self.data)
         estimates, is_shared, failed = list[Estimate](), False, 0
@@ -387,7 +387,7 @@ def warn_of_unused(evidence: Evidence) -> None:
     """Warn about learned precisions of weights that no output depends on.
 
     The rows of P such weights with precision δ are zero. Then (P/2) log δ of the prior cancels with
-    −½ log|P0 + H|, and the log evidence depends on δ only by −½ δ ‖w − μ‖². Until training has
+    −½ log|P0 + H|, and the log evidence depends on δ only through −½ δ ‖w − μ‖². Until training has
     moved w to its mean μ, every step lowers δ, and no prediction changes.
     """
     prior, reports = evidence.prior, evidence.describe()

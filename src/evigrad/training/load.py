@@ -60,15 +60,15 @@ def load(
 
     The run may be finished or interrupted. Its data are not loaded. ``load`` builds the network if
     the run was started on the command line. ``fit`` does not record how to build its network, so
-    pass the network of such a run as ``model``. Loading runs no code from the folder.
+    pass the network of such a run as ``model``. Loading does not run any code from the folder.
 
     Args:
         run: Folder of the run.
         model: Network with the architecture of the run. Its weights are replaced. Default: the
             network that the command line trained.
-        likelihood: Likelihood of the same class, required if ``fit`` got an object. Its state is
+        likelihood: Likelihood of the run's class, required if ``fit`` got an object. Its state is
             replaced.
-        prior: Prior of the same structure, required if ``fit`` got an object. Its state is
+        prior: Prior with the run's structure, required if ``fit`` got an object. Its state is
             replaced.
         device: Device for the network, such as cpu or cuda. Default: the device of the model.
 
@@ -101,7 +101,7 @@ def load(
     state = RunDirectory(path, resume=True).read_checkpoint()
     if state is None:
         raise ConfigurationError(
-            f"run must be a folder with a checkpoint, got {path}: it has none, because no run"
+            f"run must be a folder with a checkpoint, got {path}, which has none, because no run"
             " started there. Use the folder of a run."
         )
     with fitting(f"The checkpoint in {path}"):

@@ -28,7 +28,7 @@ def make_weight_optimizer(
     settings: Optimization,
     scalars: Collection[nn.Parameter] = (),
 ) -> Optimizer:
-    """Return the checked optimizer of the weights; ``scalars`` have a lower learning rate."""
+    """Create, check and return the weights' optimizer. ``scalars`` have a lower learning rate."""
     if isinstance(settings.optimizer, str):
         slow, rate = {id(p) for p in scalars}, planned(settings.lr)
         groups: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""The plan of a run: settings that follow from its data if you leave them open."""
+"""The plan of a run: settings that follow from its data if you do not set them."""
 
 from dataclasses import replace
 from typing import TypeVar
@@ -43,7 +43,7 @@ ROUNDS = 20
 
 
 def plan(settings: Settings, num_data: int) -> Settings:
-    """Return the settings for N examples: defaults that depend on the data become numbers."""
+    """Return the settings for N examples, in which defaults that depend on the data are numbers."""
     precision = settings.precision
     if precision is None and not isinstance(settings.prior, GaussianPrior):
         is_kept = settings.estimator is None

@@ -1,4 +1,4 @@
-"""Progress of a run: a live line in a terminal, a few plain lines otherwise."""
+"""Progress of a run: a live line in a terminal, or a few plain lines elsewhere."""
 
 import importlib.util
 import sys
@@ -79,7 +79,7 @@ def make_progress(title: str, epochs: int) -> PlainProgress | RichProgress:
 
 
 def summary(row: Row) -> str:
-    """Return loss and log evidence in nats per example, and the range of the precisions."""
+    """Return the loss and the log evidence in nats per example, and the range of the precisions."""
     parts = [_part(row, "loss", "loss", ".4f"), _part(row, "log_evidence", "log evidence", ".3f")]
     lower, upper = row.get("bracket_lower"), row.get("bracket_upper")
     if lower is not None and upper is not None:

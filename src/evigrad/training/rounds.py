@@ -78,7 +78,7 @@ def passes_over(
 
 
 def draws_at_once(evidence: Evidence, x: Inputs, count: int) -> int:
-    """Return how many of ``count`` draws of an anchored estimator share a pass; 1 if none do."""
+    """Return how many of ``count`` draws of an anchored estimator share a pass, or 1 if none do."""
     while count > 1 and not evidence.shares_anchors(x[:PROBE_SIZE], count):
         count = -(-count // 2)
     return count

@@ -28,11 +28,12 @@ class RunDirectory:
     If a folder is not empty, only the resumed run may write into it. A new run uses the first free
     folder among ``name-2``, ``name-3``, ... instead.
 
-    Every file is replaced as a whole, except that ``metrics.csv`` gains rows one by one.
+    Every file is replaced as a whole, except ``metrics.csv``, to which rows are appended one by
+    one.
     """
 
     def __init__(self, path: str | Path, *, resume: bool = False) -> None:
-        """Make the folder; with ``resume``, use it as it is if it holds a run or is empty."""
+        """Create the folder. With ``resume``, use it as it is if it holds a run or is empty."""
         self.path, number = Path(path), 1
         while not resume and not _is_free(self.path):
             number += 1
@@ -55,14 +56,14 @@ class RunDirectory:
 
     @property
     def figures(self) -> Path:
-        """Return the folder of the figures; make it at the first use."""
+        """Return the folder of the figures, and create it at the first use."""
         folder = self.path / "figures"
         folder.mkdir(exist_ok=True)
         return folder
 
     @contextmanager
     def locked(self, wait: bool = False) -> Iterator[None]:
-        """Lock the folder unless it is locked here; ``wait`` until another run has unlocked it."""
+        """Lock the folder unless this run has. With ``wait``, wait for another run to unlock it."""
         if self._lock is not None:
             yield
             return
@@ -83,7 +84,7 @@ class RunDirectory:
             file.write(text.encode("utf-8"))
 
     def write_checkpoint(self, state: Mapping[str, Any]) -> None:
-        """Write tensors and plain values; keep the previous checkpoint, so that one is complete."""
+        """Write tensors and plain values. Keep the previous checkpoint, so that one is complete."""
         with replacing(self.checkpoint, self.checkpoint_before) as file:
             try:
                 torch.save(dict(state), file)
@@ -93,7 +94,7 @@ class RunDirectory:
             seal(file)
 
     def read_checkpoint(self) -> dict[str, Any] | None:
-        """Return the last checkpoint, or the previous one if it is damaged; None if none exists."""
+        """Return the last checkpoint, or the previous one if the last is damaged, or None."""
         reasons: list[str] = []
         for path in (self.checkpoint, self.checkpoint_before):
             try:
@@ -138,7 +139,7 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def naming_files(directory: RunDirectory, history: Sequence[Row]) -> Iterator[None]:
-    """Add to an error where the metrics are, and to an interruption how to resume the run."""
+    """Add the path of the metrics to an error, and how to resume the run to an interruption."""
     try:
         yield
     except EvigradError as error:
@@ -156,7 +157,7 @@ class RunRecord:
     """The files that grow while a run trains."""
 
     def __init__(self, directory: RunDirectory, history: Sequence[Row]) -> None:
-        """Write the finished epochs; drop the rows of epochs that will run again."""
+        """Write the finished epochs, and drop the rows of epochs that will run again."""
         self._directory = directory
         self._metrics: MetricsFile | None = None
         self._written = time.monotonic()  # time of the last checkpoint

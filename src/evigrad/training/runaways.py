@@ -24,7 +24,7 @@ LOST_NATS = 0.5
 
 
 class Runaways:
-    """Watch the learned hyperparameters of a model from round to round; warn once about each.
+    """Watch the learned hyperparameters of a model from round to round, and warn once about each.
 
     ``starts`` are the initial values by name. ``best`` is the highest mean log likelihood per
     example of a round. A checkpoint stores ``starts`` and ``best``.
@@ -77,7 +77,7 @@ def free_hyperparameters(evidence: Evidence) -> dict[str, Tensor]:
 
 
 def _growth(name: str, start: Tensor, value: Tensor) -> str:
-    """Return in words how much an entry has grown; an empty string if none has run away."""
+    """Return in words how much an entry has grown, or an empty string if none has run away."""
     # Shrinking is fine: the range of a useless transform goes to zero, and so does the scale of a
     # useless feature.
     start, value = start.double().flatten(), value.detach().double().flatten()

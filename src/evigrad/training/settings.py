@@ -41,7 +41,7 @@ class Laplace:
 
     Attributes:
         temperature: Temperature T of the likelihood p^(1/T).
-        root: How the curvature of an example is split over outputs: subblock, fisher or eigen.
+        root: How the curvature of an example is divided among outputs: subblock, fisher or eigen.
             Default: the estimator's own choice.
         sharing: Treatment of shared weights in KFAC: expand or reduce.
         parameter_partition: Parameter blocks of blockdiag: tensor or module. (In Python,
@@ -83,13 +83,13 @@ class Schedule:
             on prior and noise. Default: steps. If neither hyper_every nor hyper_steps is set, each
             step updates all hyperparameters jointly.
         prior_blocks: Number of blocks per round over which all steps average the log evidence. The
-            network runs once per block, and further steps are cheap. Only for rounds that learn
-            nothing but prior and noise (see hyper_steps). Default: a block for each step, or one
-            block for all steps if the blocks do not change.
+            network runs once per block, and further steps are cheap. This is only for rounds that
+            learn nothing but prior and noise (see hyper_steps). Default: a block for each step, or
+            one block for all steps if the blocks do not change.
         eval_every: Number of epochs between evaluations on training and test data, or 0 for one
             evaluation at the end. Default: a tenth of all epochs.
-        bracket_every: Number of epochs between lower and upper bounds on the exact log evidence. 0
-            computes none.
+        bracket_every: Number of epochs between lower and upper bounds on the exact log evidence.
+            With 0, no bounds are computed.
         checkpoint_every: Number of epochs between checkpoints. The last epoch always has one.
             Default: chosen so that checkpoints take at most a twentieth of the training time, which
             is every epoch for most networks.
@@ -144,16 +144,17 @@ class Optimization:
             precision. adam starts from precision, as in the paper. Noise and the model's own
             hyperparameters always use Adam. Default: fixed_point, or adam if the prior has a
             hyperprior.
-        start_decay: Weight decay of the burn-in, from which fixed_point starts. With several, each
-            trains for a third of the epochs, and the one with the highest log evidence continues.
+        start_decay: Weight decay of the burn-in, from which fixed_point starts. With several
+            values, the network trains with each value for a third of the epochs. Training continues
+            from the one with the highest log evidence.
             Default: 0.01, or 0.01 and 0.001 if the likelihood learns its noise.
         prior_lr: Learning rate of log precisions and log noise (Adam) at the start.
         prior_lr_min: Learning rate of log precisions and log noise at the end. The rate follows a
             cosine, step by step.
         hyper_lr: Learning rate of the model's own hyperparameters (Adam) at the start.
         hyper_lr_min: Learning rate of the model's own hyperparameters at the end.
-        noise_on_loss: Whether training without an estimator also learns the noise of a Gaussian, on
-            the training loss and with the learning rate of the weights.
+        noise_on_loss: Whether training without an estimator also learns the noise of a Gaussian,
+            from the training loss and with the learning rate of the weights.
 
     Raises:
         ConfigurationError: If the optimizer or update does not exist, or a rate is out of range.
@@ -256,7 +257,7 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the settings; ``Evidence`` checks those that concern only the evidence."""
+        """Check the settings. ``Evidence`` checks those that concern only the evidence."""
         refuse_former_name(self.estimator)
         check_integer("seed", self.seed, 0, most=None)
         if self.estimator is None:
@@ -265,7 +266,7 @@ class Settings:
         if self.optimization.noise_on_loss:
             raise ConfigurationError(
                 f"noise_on_loss is only for training without an estimator, got estimator"
-                f" '{self.estimator}', which learns the noise by the evidence. Remove"
+                f" '{self.estimator}', which learns the noise from the evidence. Remove"
                 " noise_on_loss, or set estimator=None."
             )
 
@@ -280,7 +281,7 @@ class Settings:
 
 
 def current_record(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record of settings, of this version or an earlier one, with today's names."""
+    """Return a record of settings, from this version or an earlier one, with the current names."""
     if record.get("estimator") == "map-noise":
         return {**record, "estimator": None, "noise_on_loss": True}
     return dict(record)
@@ -305,7 +306,7 @@ def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def explains_groups(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a function's error name the group if a field of ``GROUPS`` is passed directly."""
+    """Add the group's name to a function's error if a field of ``GROUPS`` is passed directly."""
 
     @wraps(function)
     def wrapped(*arguments: P.args, **keywords: P.kwargs) -> T:
@@ -351,7 +352,7 @@ def check_burn_in(burn_in: int | None, epochs: int | None) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return dictionaries and lists of numbers and strings; other objects become ``str``."""
+    """Return dictionaries and lists of numbers and strings. Other objects become ``str``."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):

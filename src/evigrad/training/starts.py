@@ -1,8 +1,8 @@
 """Several starts of one training run, of which the one with the highest log evidence continues.
 
-Weights and precisions depend on each other, so that training can end in several places: large noise
-and precisions keep weights small, and small weights leave the noise large. Each start trains from
-the same weights, on the same batches and blocks, until the evidence tells the starts apart.
+Weights and precisions depend on each other, so training can end in several places. Large noise and
+precisions keep weights small, and small weights leave the noise large. Each start trains from the
+same weights, on the same batches and blocks, until the evidence distinguishes the starts.
 """
 
 import copy
@@ -27,7 +27,7 @@ ROUNDS = 3
 
 
 class Starts:
-    """The starts of a training run: which one runs, and how well the others did.
+    """The starts of a training run: which one is running, and the results of the others.
 
     Attributes:
         decays: Weight decays of the burn-in, in the order of the trials.
@@ -50,7 +50,7 @@ class Starts:
 
     @property
     def are_tried(self) -> bool:
-        """Return whether a trial still runs, so that the present history may be dropped."""
+        """Return whether a trial is still running, so that the present history may be dropped."""
         return len(self.decays) > 1 and len(self.scores) < len(self.decays)
 
     def begin(self, trainer: "Trainer") -> None:
@@ -59,7 +59,7 @@ class Starts:
             self._initial = _state(trainer)
 
     def is_due(self, epoch: int) -> bool:
-        """Return whether the trial of a start ends after an epoch, counted from 1."""
+        """Return whether the trial of a start ends after this epoch. Epochs count from 1."""
         return self.are_tried and epoch == self.until
 
     def advance(self, trainer: "Trainer", error: EvigradError | None = None) -> None:
@@ -70,7 +70,7 @@ class Starts:
             error: The error that ended the trial, if training diverged.
 
         Raises:
-            EvigradError: The given one, if all starts diverged.
+            EvigradError: The given error, if all starts diverged.
         """
         best = max(self.scores.values(), default=-math.inf)
         score = _score(trainer) if error is None else -math.inf

@@ -62,7 +62,7 @@ class FitResult:
         history: One row per epoch (see ``metrics.csv``). Missing values are None.
         train_metrics: Means over the training data at the end: ``log_likelihood`` in nats per
             example, and ``accuracy`` or ``squared_error``.
-        test_metrics: The same metrics on the test data; empty without test data.
+        test_metrics: The same metrics on the test data. Empty without test data.
         seconds: Time of training in seconds, without evaluation and files.
         starts: Log evidence of each ``start_decay`` that was tried, in nats per example, after a
             third of the epochs. Empty if there was one start.
@@ -102,16 +102,16 @@ class Trainer:
     The optimizer of the weights changes only ``evidence.weights()``, and the learner changes only
     ``evidence.hyperparameters()``. Neither has weight decay. The prior in the loss is the weight
     decay of the weights, and decay of the hyperparameters would be an accidental hyperprior.
-    Without an estimator there is no learner. The training loss can then learn some hyperparameters
-    (``on_loss``), by a separate optimizer that steps in every batch.
+    Without an estimator there is no learner. Some hyperparameters (``on_loss``) can then be learned
+    from the training loss, by a separate optimizer that takes a step for every batch.
 
-    ``prepare`` makes a checked trainer; its ``train`` runs it once.
+    ``prepare`` returns a checked trainer, whose ``train`` can run only once.
 
     Args:
         evidence: Evidence of the model, with its initial prior and noise.
         data: Training data.
         settings: Settings from ``plan`` for these data.
-        test: Test data, which are only evaluated.
+        test: Test data, used only for evaluation.
         network: How the model was built, for ``evigrad.load``.
 
     Attributes:
@@ -195,9 +195,9 @@ class Trainer:
     ) -> FitResult:
         """Return the result of training for all remaining epochs.
 
-        ``run_dir``, ``resume``, ``progress`` and ``callbacks`` are as for ``fit``; only the first
-        rank uses them. ``stop`` is called after every epoch but the last. If it returns True, a
-        checkpoint is written and a ``KeyboardInterrupt`` raised.
+        ``run_dir``, ``resume``, ``progress`` and ``callbacks`` have the same meaning as in ``fit``.
+        Only the first rank uses them. ``stop`` is called after every epoch but the last. If it
+        returns True, a checkpoint is written and a ``KeyboardInterrupt`` is raised.
 
         Raises:
             ConfigurationError: If the trainer has already run; if the folder holds a run with other
@@ -206,7 +206,7 @@ class Trainer:
         """
         if self.history:
             raise ConfigurationError(
-                "A trainer runs only once, and this one has run. Prepare a new trainer."
+                "A trainer can run only once, and this one has already run. Prepare a new trainer."
             )
         if resume and run_dir is None:
             raise ConfigurationError("resume=True requires the folder of a run. Set run_dir=...")
@@ -251,7 +251,7 @@ class Trainer:
         resume: bool,
         progress: bool,
     ) -> RunDirectory | None:
-        """Return the folder, locked in ``stack``; restore its checkpoint if it has one."""
+        """Return the folder, locked in ``stack``, and restore its checkpoint if it has one."""
         ranks, directory, state = self.evidence.ranks, None, None
         with ranks.together():
             if isinstance(run_dir, str | Path):
@@ -288,7 +288,7 @@ class Trainer:
         callbacks: Sequence[Callback],
         stop: Callable[[], bool] | None,
     ) -> None:
-        """Train for the remaining epochs; call ``watchers`` with the row of each epoch.
+        """Train for the remaining epochs, and call ``watchers`` with the row of each epoch.
 
         ``callbacks`` only get the rows of the start that continues.
 
@@ -352,7 +352,7 @@ class Trainer:
         callbacks: Sequence[Callback],
         error: EvigradError | None = None,
     ) -> None:
-        """End the trial of a start; after the last one, show the rows of the best."""
+        """End the trial of a start. After the last trial, show the rows of the best start."""
         self.starts.advance(self, error)
         with self.evidence.ranks.together():
             if record is not None:
@@ -389,7 +389,7 @@ class Trainer:
         }
 
     def train_weights(self, epoch: int) -> tuple[float, int]:
-        """Take the steps of an epoch, counted from 1: one per batch.
+        """Take one step per batch of an epoch. Epochs count from 1.
 
         A batch whose loss or gradient is not finite is skipped, because its step would ruin the
         weights. The seed gives the order of the data (see ``batches``). The model's own draws
@@ -474,7 +474,7 @@ class Trainer:
         return total.item()
 
     def loss(self, x: Tensor, y: Tensor, indices: Tensor, scale: float) -> Tensor:
-        """Return the loss of a batch in nats per example; a step uses ``scale`` times the loss."""
+        """Return the loss of a batch in nats per example. A step uses ``scale`` times the loss."""
         # Precisions of weights that the data do not determine grow without limit.
         sgd = self.weight_optimizer if isinstance(self.weight_optimizer, SGD) else None
         return self.evidence.map_loss(
@@ -568,9 +568,10 @@ def training_mode(model: nn.Module) -> Iterator[None]:
 
 
 def is_evaluated(epoch: int, epochs: int, every: int | None) -> bool:
-    """Return whether an evaluation follows an epoch, counted from 1. One follows the last epoch.
+    """Return whether an evaluation follows this epoch. Epochs count from 1.
 
-    ``every`` is 0 for the last epoch only, and None for at most ten evaluations.
+    One always follows the last epoch. ``every`` is 0 for this evaluation only, and None for at most
+    ten evaluations.
     """
     if every is None:
         every = -(-epochs // _EVALUATIONS)

@@ -68,21 +68,21 @@ def tune(
 ) -> TuneResult:
     """Learn the prior, noise and hyperparameters of a trained model without changing its weights.
 
-    It takes the rounds of ``fit``, without epochs between them. In a round, the steps on the prior
-    and the noise share network passes. If the estimator, such as ``ntk-N-C``, uses all examples and
-    outputs, a round needs one pass, and the precisions converge to the optimum.
+    It takes the same rounds as ``fit``, without epochs between them. In a round, the steps on the
+    prior and the noise share network passes. If the estimator, such as ``ntk-N-C``, uses all
+    examples and outputs, a round needs one pass, and the precisions converge to the optimum.
 
     Args:
         model: Model with trained weights, which do not change.
         data: Data that the model was trained on.
-        likelihood: Likelihood of the targets; see ``fit``.
+        likelihood: Likelihood of the targets. See ``fit``.
         estimator: Name of the evidence estimator. It cannot be None.
-        prior: Prior of the weights; see ``fit``.
+        prior: Prior of the weights. See ``fit``.
         precision: Initial prior precision. Only Adam uses it.
         hyperparameters: Names of model parameters to learn.
         rounds: Number of rounds. Each round chooses new anchors and passes over the data again.
         steps: Number of hyperparameter steps per round.
-        prior_blocks: Number of blocks over which all steps of a round average; see ``Schedule``.
+        prior_blocks: Number of blocks over which all steps of a round average. See ``Schedule``.
         laplace: Temperature, root and details of the curvature.
         optimization: Learning rates of the hyperparameters, and ``prior_update``. Settings of the
             weights are ignored.
