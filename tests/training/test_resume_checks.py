@@ -136,7 +136,7 @@ def test_a_checkpoint_that_will_be_of_no_use_is_warned_of_at_once(blobs, tmp_pat
 def test_another_machine_is_warned_of(blobs, begun):
     machine = {"torch": "2.0.0", "device": "cpu", "threads": 1}
     change(begun, machine=machine)
-    words = f"which rounds in other ways \\(PyTorch 2.0.0 then, {torch.__version__} now"
+    words = f"which rounds differently \\(PyTorch 2.0.0 then, {torch.__version__} now"
     with pytest.warns(EvigradWarning, match=words.replace("+", "\\+")):
         train("ntk", blobs, begun, resume=True)
 
