@@ -584,14 +584,14 @@ class Evidence:
             raise ConfigurationError(reason)
 
     def can_collect(self, x: Any, *, wrt: str | Sequence[str] | None = None) -> bool:
-        """Return whether a pass of ``collect`` stays valid while these hyperparameters change.
+        """Return whether passes of ``collect`` stay valid while the hyperparameters change.
 
         Args:
             x: Inputs of a few examples.
             wrt: As for ``collect``.
 
         Returns:
-            False if ``check_collect`` would raise an error about ``wrt``, or else True.
+            False if ``check_collect`` would raise an error about ``wrt``, otherwise True.
 
         Raises:
             ConfigurationError: If ``wrt`` matches no hyperparameter, or the model does not fit.

@@ -229,7 +229,7 @@ def as_inputs(value: Any) -> Inputs:
 
 
 def tensors_of(x: Inputs) -> list[Tensor]:
-    """Return the tensors of some inputs."""
+    """Return all tensors of the inputs."""
     return [x] if isinstance(x, Tensor) else x.leaves()
 
 

@@ -141,7 +141,7 @@ class Block:
         )
 
     def expanded(self) -> "Block":
-        """Return a block that repeats an example with k rows k times, with one row per repetition.
+        """Return a block that repeats each example with k rows k times, each time with one row.
 
         Examples with equal numbers of rows go through the network together, and a few repetitions
         cost less than another pass. Use it only if the rows of an example do not depend on the

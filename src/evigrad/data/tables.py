@@ -95,7 +95,7 @@ def table_data_set(
 
     Raises:
         ConfigurationError: If a column or split does not exist, or no target is named.
-        InputError: If a value is missing or invalid, or a split has no train or no test data.
+        InputError: If a value is missing or invalid, or a split has no training or no test data.
     """
     names = table.column_names
     if twice := sorted({name for name in names if names.count(name) > 1}):

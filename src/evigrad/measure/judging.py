@@ -40,7 +40,7 @@ class EvidenceValue:
     Attributes:
         per_datum: Log evidence in nats per example.
         sem: Standard error of the mean over the blocks, or 0 for one block. If all blocks of a
-            partition were used, it measures the error of a single block.
+            partition were used, it measures the spread of the blocks, not an error of their mean.
         log_likelihood: Log likelihood in nats per example.
         log_prior: Term −½ (w−w₀)ᵀP0(w−w₀) in nats per example.
         log_det_term: Term −½ ℓ in nats per example.

@@ -170,7 +170,7 @@ def check_model(
     temperature: float,
     anchoring: Anchoring | None = None,
 ) -> None:
-    """Raise an error for numbers and roots that are invalid or do not fit the estimator."""
+    """Raise an error for settings that are invalid or do not fit the estimator."""
     check_count("num_data", num_data)
     if estimator.subset is not None and not estimator.rows and estimator.subset > num_data:
         of_all = estimator.name.replace(f"-{estimator.subset}-", "-N-", 1)

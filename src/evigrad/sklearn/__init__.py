@@ -1,6 +1,7 @@
 """Scikit-learn estimators for tabular data, which learn their hyperparameters in one fit.
 
-They need scikit-learn: ``pip install 'evigrad[sklearn]'``. Nothing else in evigrad imports it.
+They need scikit-learn: ``pip install 'evigrad[sklearn]'``. Nothing else in evigrad
+imports scikit-learn.
 """
 
 from evigrad.errors import require

@@ -212,7 +212,7 @@ class RunRecord:
             )
 
     def close(self) -> None:
-        """Close the file of the metrics."""
+        """Close the metrics file."""
         if self._metrics is not None:
             self._metrics.close()
 
