@@ -155,9 +155,9 @@ class EvidenceCallback(pl.Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
             raise ConfigurationError(
-                "The optimizer must not be fused in half precision, because a fused optimizer unscales"
-                " gradients inside its step, when it is too late to add the weight decay. Set"
-                " fused=False."
+                "The optimizer must not be fused in half precision, because a fused optimizer"
+                " unscales gradients inside its step, when it is too late to add the weight decay."
+                " Set fused=False."
             )
         batches = trainer.num_training_batches
         self._hosted.begin(
