@@ -1,4 +1,4 @@
-"""Learn a network's hyperparameters by stochastic gradient on the marginal likelihood.
+"""Learn a network's hyperparameters by stochastic gradient ascent on the marginal likelihood.
 
 The public API consists of the names in ``__all__``, here and in the public subpackages. All other
 names may change without notice. Each name is imported when it is first used, so commands that need

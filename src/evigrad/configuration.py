@@ -1,4 +1,4 @@
-"""Checks of YAML configurations, which may contain only plain values, so they cannot run code."""
+"""Checks that YAML configurations contain only plain values, so that they cannot run code."""
 
 from evigrad.errors import ConfigurationError, require
 
@@ -9,11 +9,12 @@ DEEPEST = 2
 
 
 def check_plain(text: str) -> None:
-    """Raise ConfigurationError if YAML has tags, anchors, deep nesting, or repeated names."""
+    """Raise ConfigurationError if a YAML text has tags, anchors, deep nesting or repeated names."""
     yaml = require("yaml", "Reading a configuration", extra="cli")
     if len(text) > LONGEST:
         raise ConfigurationError(
-            f"the YAML text must have at most {LONGEST:,} characters, got {len(text):,}: shorten it"
+            f"the YAML text must have at most {LONGEST:,} characters, got {len(text):,}: shorten"
+            " the text"
         )
     depth = 0
     try:
@@ -34,7 +35,7 @@ def check_plain(text: str) -> None:
             if depth > DEEPEST:
                 raise ConfigurationError(
                     f"{line} has values that are nested too deeply: use plain values or lists of"
-                    " them"
+                    " plain values"
                 )
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:

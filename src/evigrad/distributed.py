@@ -38,8 +38,8 @@ _TEXT = 2000
 class Ranks:
     """The processes of a process group, or a single process.
 
-    All ranks must call the methods that communicate in the same order. Each of these calls waits
-    for the other ranks, and its result is bit-for-bit equal on all ranks.
+    All ranks must make the same calls of communicating methods, in the same order. Each call waits
+    for the other ranks and gives the same result on all ranks, to the last bit.
 
     Args:
         group: Process group, such as ``torch.distributed.group.WORLD`` after
@@ -140,7 +140,7 @@ class Ranks:
             self.sent += sent.nbytes * (self.count - 1) if self.is_first else 0
 
     def shared(self, value: T) -> T:
-        """Return the ``value`` of rank 0 on all ranks. Other ranks get its tensors on the CPU."""
+        """Return rank 0's ``value`` on all ranks. On other ranks, its tensors are on the CPU."""
         if self.count == 1:
             return value
         file = BytesIO()
@@ -182,7 +182,7 @@ class Ranks:
 
         Raises:
             ConfigurationError: On all ranks, if added values differ. The message names them.
-            RankError: If another rank raised an exception. The message contains its text.
+            RankError: If another rank raised an exception. The message contains the exception.
         """
         alike: dict[str, object] = {}
         if self.count == 1:
@@ -239,9 +239,9 @@ class Ranks:
         except RuntimeError as error:
             reason = _PLACE.sub("", str(error)).strip().partition(". ")[0].partition("\n")[0]
             raise RankError(
-                f"Rank {self.rank} of {self.count} has lost the other ranks ({reason}). One of them"
-                " may have been killed, or may have taken too long to answer. Check the output of"
-                " all ranks for errors."
+                f"Rank {self.rank} of {self.count} has lost contact with the other ranks"
+                f" ({reason}). One of them may have been killed or may have taken too long to"
+                " answer. Check the output of all ranks for errors."
             ) from error
 
 

@@ -143,7 +143,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def memory_for(what: str, cheaper: str) -> Iterator[None]:
     """Turn an out-of-memory error into a MemoryBudgetError.
 
-    Its message says that there was not enough memory for ``what``, and recommends ``cheaper``.
+    Its message says that there was not enough memory for ``what`` and recommends ``cheaper``.
 
     Raises:
         MemoryBudgetError: If the code in this context runs out of memory.

@@ -68,7 +68,7 @@ _OF_A_RANK = ("micro_batch", "memory_budget", "rows_device")
 
 
 class Evidence:
-    """Estimate a model's log evidence, and its gradient with respect to the hyperparameters.
+    """Estimate a model's log evidence and the gradient with respect to the hyperparameters.
 
     Estimates use a linearized Laplace approximation. The weights are the trainable parameters of
     the model that are not hyperparameters, and the prior is bound to the weights. Every random
@@ -229,7 +229,7 @@ class Evidence:
 
     @property
     def model(self) -> nn.Module:
-        """The model."""
+        """The model whose evidence is estimated."""
         return self._problem.model
 
     @property
@@ -269,7 +269,7 @@ class Evidence:
 
     @property
     def ranks(self) -> Ranks:
-        """The processes that share the work."""
+        """The processes that share the computation."""
         return self._problem.ranks
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -373,9 +373,8 @@ class Evidence:
     def weight_decay(self) -> dict[str, Tensor]:
         """Return the current weight decay (T/N) δ of each weight tensor, with prior precision δ.
 
-        This decay is the factor of (w − w₀) in the gradient of ``map_loss``. If w₀ is zero, it
-        corresponds to the ``weight_decay`` of optimizers that add the decay to the gradient (SGD,
-        Adam) of a mean loss.
+        This decay is the factor of (w − w₀) in the gradient of ``map_loss``. If w₀ is zero, this
+        decay is the ``weight_decay`` for optimizers that add it to the gradient (SGD, Adam).
 
         Returns:
             Tensors by name: 0-dimensional, or of the weight's shape if the prior is diagonal.
@@ -429,9 +428,9 @@ class Evidence:
                 also pass an iterable of batches that together hold all the data.
             y: Targets, if ``x`` holds inputs.
             at_mode: Whether to also compute the estimate's ``at_mode``, the log evidence of the
-                linearized model at its own mode. It is higher by N times the ``mode_gap``. This
-                needs inputs and targets of all data, and an estimator with ``N`` whose curvature is
-                a structure of ``posterior``.
+                linearized model at its own mode. This value is higher than the log evidence by N
+                times the ``mode_gap``. ``at_mode=True`` needs inputs and targets of all data, and
+                an estimator with ``N`` whose curvature is a structure of ``posterior``.
 
         Returns:
             The estimate in nats, without a graph.
@@ -464,7 +463,7 @@ class Evidence:
     def backward(
         self, x: Data, y: Tensor | None = None, *, wrt: str | Sequence[str] | None = None
     ) -> Estimate:
-        """Estimate the log evidence, and add the gradient of −(log evidence)/N to ``.grad``.
+        """Estimate the log evidence and add the gradient of −(log evidence)/N to ``.grad``.
 
         The gradient includes the prior's log hyperprior, if there is one. Only the ``.grad`` of
         hyperparameters changes. If an exception is raised, no ``.grad`` changes.
@@ -519,8 +518,8 @@ class Evidence:
                 ``DataLoader`` of such a data set.
 
         Returns:
-            An endless stream of blocks. ``.take(n)`` ends it after n blocks, and ``.epoch()`` after
-            one partition of the data.
+            An endless stream of blocks. ``.take(n)`` ends the stream after n blocks, and
+            ``.epoch()`` ends it after one partition of the data.
 
         Raises:
             ConfigurationError: If there are no rows for the likelihood, for example because its
@@ -545,9 +544,9 @@ class Evidence:
         """Run the network on a block once, for many estimates and steps on the prior and the noise.
 
         Pass the result to ``estimate`` or ``backward`` instead of the block. To get the mean over
-        several blocks, pass a list of results. Both methods then do not run the network. The result
-        is valid until the weights, or hyperparameters that are not in ``wrt``, change. If an
-        anchored block holds several draws, the result's ``draws()`` returns one result per draw.
+        several blocks, pass a list of results. Neither method then runs the network. The result is
+        valid until the weights, or hyperparameters that are not in ``wrt``, change. If an anchored
+        block holds several draws, the result's ``draws()`` returns one result per draw.
 
         Args:
             x: As for ``estimate``.
@@ -556,7 +555,7 @@ class Evidence:
                 all.
 
         Returns:
-            The statistic of the block from which estimates are computed.
+            The block's statistic, from which estimates are computed.
 
         Raises:
             ConfigurationError: If the result would become invalid when a hyperparameter in ``wrt``
@@ -615,8 +614,8 @@ class Evidence:
         """Return whether one call of ``collect`` for several draws is cheaper than one per draw.
 
         A draw is a random part of the rows that is used together with the anchors. If the result is
-        True, call ``collect`` with a block of ``blocks(data).drawn(n).blocks(draws)``. The
-        ``draws()`` of its result returns one result per draw.
+        True, call ``collect`` with a block of ``blocks(data).drawn(n).blocks(draws)``. Then call
+        ``draws()`` of what ``collect`` returns, which gives one result per draw.
 
         Args:
             x: Inputs of a few examples.
@@ -731,8 +730,8 @@ class Evidence:
 
         Args:
             data: All N training examples, in a form that ``blocks`` takes.
-            structure: Approximation of H, as for ``posterior``. ``full``, and ``ntk`` (default)
-                with all rows, are exact.
+            structure: Approximation of H that ``posterior`` supports. ``ntk`` (default) with all
+                rows and ``full`` are exact.
             rows: Number of rows to keep for ``ntk`` with many examples. The result is then an upper
                 bound on the gap.
 
@@ -859,13 +858,13 @@ class Evidence:
             raise InputError(
                 "The targets are at other positions than in the data set from which the anchors of"
                 f" {self.spec.name} were chosen. Pass that data set again, in the same order, or"
-                " create an evidence for the new data set with with_estimator(...)."
+                " call with_estimator(...) to create an evidence for the new data set."
             )
 
     # ------------------------------------------------------------ telling and keeping
 
     def describe(self, x: Any = None) -> list[ParameterReport]:
-        """Describe how each weight tensor is differentiated, with its curvature and precision.
+        """Describe the derivatives, the curvature and the precision of each weight tensor.
 
         Args:
             x: Inputs of a few examples, required before the first estimate.
@@ -886,8 +885,7 @@ class Evidence:
         of the model need more memory.
 
         Args:
-            x: Inputs of at least two examples, or one batch if the estimator takes all data
-                (``N``).
+            x: Inputs of at least two examples, or one batch if the estimator uses all data (``N``).
 
         Returns:
             The memory for the log-determinant or for the passes, whichever is larger.

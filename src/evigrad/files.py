@@ -24,7 +24,7 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigurationError(
-            f"Cannot write {path}: {error.strerror or error}. Free some disk space, or use another"
+            f"Cannot write {path}: {error.strerror or error}. Free some disk space or use another"
             " folder. Existing files were not changed."
         ) from error
 
@@ -58,7 +58,7 @@ def replacing(path: Path, before: Path | None = None) -> Iterator[IO[bytes]]:
 
 
 def seal(file: IO[bytes]) -> None:
-    """Append a digest, so that ``is_intact`` can detect changes. ``torch.load`` ignores it."""
+    """Append a digest, with which ``is_intact`` detects changes. ``torch.load`` ignores digests."""
     size = file.seek(0, os.SEEK_END)
     digest = _digest(file, size)
     file.seek(size)
@@ -66,7 +66,7 @@ def seal(file: IO[bytes]) -> None:
 
 
 def is_intact(path: Path) -> bool | None:
-    """Return whether a file's content matches its digest, or None if it has no digest."""
+    """Return whether a file's content matches its digest, or None if there is no digest."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END) - len(_SEAL) - _DIGEST_BYTES
         file.seek(max(size, 0))
@@ -95,7 +95,7 @@ def _sync_names(folder: Path) -> None:
 
 @contextmanager
 def sole_writer(folder: Path, wait: bool = False) -> Iterator[None]:
-    """Lock a folder against other processes, and against other runs in this process.
+    """Lock a folder against other processes and against other runs in this process.
 
     The lock creates no file, and the operating system releases it when the process ends. If the
     file system does not support locks, the folder is not locked. If ``wait`` is True, the call

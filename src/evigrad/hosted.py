@@ -36,7 +36,7 @@ class HostedLearner:
     copy the hyperparameters of the first process.
 
     ``settings`` are the settings of ``fit``, without the number of epochs. ``loss`` is the loss
-    that the trainer minimizes: ``nll``, or ``mse``, the mean over examples and outputs.
+    that the trainer minimizes: ``nll``, or ``mse`` with the mean over examples and outputs.
     """
 
     def __init__(self, settings: Settings, loss: Literal["nll", "mse"]) -> None:
@@ -60,14 +60,13 @@ class HostedLearner:
         """Return the learner, which exists after training has started."""
         if self._learner is None:
             raise ConfigurationError(
-                "The evidence does not exist before training has started. Start training, and then"
-                " use the evidence."
+                "The evidence does not exist before training has started. Start training first."
             )
         return self._learner
 
     @property
     def history(self) -> list[Row]:
-        """Return one row per round: optimizer steps so far, and the columns of ``fit``."""
+        """Return one row per round: optimizer steps so far and the columns of ``fit``'s history."""
         return [] if self._learner is None else self._learner.history
 
     @property

@@ -58,7 +58,7 @@ class _Joined:
         return self.leaves()[0].device
 
     def to(self, device: torch.device) -> Self:
-        """Return a copy on a device."""
+        """Return a copy on ``device``."""
         return self.map(lambda leaf: leaf.to(device))
 
     def clone(self) -> Self:
@@ -179,7 +179,7 @@ Inputs = Tensor | Tree | AtPositions
 
 
 def as_inputs(value: Any) -> Inputs:
-    """Return a tensor unchanged. Check containers of tensors, and return them as a ``Tree``."""
+    """Return a tensor unchanged. Check containers of tensors and return them as a ``Tree``."""
     if isinstance(value, Tensor) and value.layout != torch.strided:
         raise InputError("Inputs must be dense, got a sparse tensor. Use x.to_dense().")
     if isinstance(value, Inputs):
@@ -200,7 +200,7 @@ def as_inputs(value: Any) -> Inputs:
             )
         if part.layout != torch.strided:
             raise InputError(
-                f"{name} of the inputs must be dense, got a sparse tensor. Use its to_dense()."
+                f"{name} of the inputs must be dense, got a sparse tensor. Call to_dense() on it."
             )
         if part.dim() == 0:
             raise InputError(
@@ -314,8 +314,8 @@ def check_integers(x: Inputs) -> None:
             (part.abs() > _LARGEST_INTEGER).any()
         ):
             raise InputError(
-                f"{name} of the inputs must not contain integers above 2^53, because they would be"
-                " rounded. If they are categories, number the categories from 0."
+                f"{name} of the inputs must not contain integers above 2^53, because conversion to"
+                " float64 would round them. If the integers are categories, number them from 0."
             )
 
 
@@ -326,7 +326,7 @@ _wanted: ContextVar[AtPositions | None] = ContextVar("wanted", default=None)
 
 
 def called(model: nn.Module, x: Inputs) -> object:
-    """Return the model's outputs for a copy of the inputs, so that it cannot change the inputs."""
+    """Call the model with a copy of the inputs and return the outputs."""
     if isinstance(x, AtPositions):
         return x.of_outputs(called(model, x.whole))
     if isinstance(model, Outputs):
@@ -376,7 +376,7 @@ def noted_calls(
 
 
 def output_layer(model: nn.Module, x: Tensor | Tree) -> tuple[object, nn.Linear | None]:
-    """Return the outputs, and the linear layer whose only call computes all of them, or None."""
+    """Return the outputs, and the linear layer that computes them in a single call, or None."""
     seen: dict[nn.Linear, list[tuple[int, Any]]] = {}
 
     def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -393,7 +393,7 @@ def output_layer(model: nn.Module, x: Tensor | Tree) -> tuple[object, nn.Linear 
 
 
 def called_at(model: nn.Module, layer: nn.Linear, x: AtPositions) -> object:
-    """Apply the output layer ``layer`` only at the positions, and return the outputs (n, C)."""
+    """Apply the output layer ``layer`` only at the positions and return the outputs (n, C)."""
 
     def gather(_: nn.Module, inputs: tuple[Any, ...]) -> Any:
         if (at_positions := _wanted.get()) is None:  # a call in another thread
@@ -502,7 +502,7 @@ def _is_parallel(module: nn.Module) -> bool:
 
 
 def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> dict[str, nn.Parameter]:
-    """Return a model's parameters by their ``bare_names``, by default shared ones only once."""
+    """Return a model's parameters by bare name. By default, include shared parameters once."""
     named = dict(model.named_parameters(remove_duplicate=remove_duplicate))
     bare = bare_names(model, named)
     return {bare[name]: parameter for name, parameter in named.items()}
@@ -531,8 +531,8 @@ class Outputs(Transparent):
     """Select the outputs from what a model returns, or move their channel dimension to the end.
 
     Pass this wrapper instead of the model to ``fit`` and ``Evidence``. It has the model's
-    parameters and buffers under the same names. Apply other wrappers, such as ``Averaged``, to this
-    wrapper.
+    parameters and buffers under the same names. Apply other wrappers, such as ``Averaged``, to the
+    wrapped model.
 
     Args:
         model: Any module.

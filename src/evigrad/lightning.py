@@ -42,9 +42,10 @@ class EvidenceCallback(pl.Callback):
 
     The learned prior replaces the optimizer's ``weight_decay``, which is set to 0. Before each
     step, and before gradients are clipped, the callback adds the weight decay (T/N) δ (w − w₀) to
-    the gradients, with the learned precisions δ. Rounds of hyperparameter steps take place between
-    optimizer steps. By default, there are about twenty rounds, which begin after a tenth of
-    training. You need not change your ``training_step``. It must minimize the mean negative log
+    the gradients of the weights w. Here δ are the learned precisions, w₀ is the prior mean, T is
+    the temperature, and N is the number of examples. Rounds of hyperparameter steps take place
+    between optimizer steps. By default, there are about twenty rounds, which begin after a tenth of
+    training. Your ``training_step`` does not change. It must minimize the mean negative log
     likelihood or, with ``loss="mse"``, the mean squared error.
 
     Each round sends the log evidence per example, the precisions and the noise to the trainer's
@@ -175,8 +176,8 @@ class EvidenceCallback(pl.Callback):
             if stopping.strict and stopping.monitor in columns:
                 raise ConfigurationError(
                     f"EarlyStopping(monitor={stopping.monitor!r}) would raise an error after the"
-                    " first epoch, because the burn-in is longer and no round has set this value."
-                    " Set EarlyStopping(..., strict=False)."
+                    " first epoch, because the burn-in is longer and no round has set this value by"
+                    " then. Set EarlyStopping(..., strict=False)."
                 )
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:

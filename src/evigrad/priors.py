@@ -178,7 +178,7 @@ class GaussianPrior(nn.Module):
     def bind(self, weights: Mapping[str, Tensor]) -> None:
         """Create a log precision for each group of the weights, on the weights' device.
 
-        Log precisions have the data type of the weights, or float32 if the weights have less
+        Log precisions have the data type of the weights, or float32 if the weights are in half
         precision. A second call with weights of the same names and shapes keeps the log precisions
         and means, but moves them to the device of these weights.
 
@@ -333,7 +333,7 @@ class GaussianPrior(nn.Module):
         return {name: groups[self.group_of[name]] for name in self._shapes}
 
     def means(self) -> dict[str, Tensor]:
-        """Return the nonzero means w₀ by the names of weights, in the shapes of the weights."""
+        """Return the nonzero means w₀ of the weights by name, each in the shape of its weight."""
         self._log_precisions()
         if self._means is None:
             return {}
@@ -397,7 +397,7 @@ class GaussianPrior(nn.Module):
         return {name: self.group_names[index] for name, index in self.group_of.items()}
 
     def group_name(self, name: str) -> str:
-        """Return the group's name of a weight tensor, or the tensor's name for a diagonal prior.
+        """Return the name of a weight's group, or the weight's own name for a diagonal prior.
 
         Raises:
             ConfigurationError: If there is no weight of this name.
@@ -412,7 +412,7 @@ class GaussianPrior(nn.Module):
     # ------------------------------------------------------------------ state
 
     def get_extra_state(self) -> dict[str, Any] | None:
-        """Return names, shapes and groups of the bound weights for checkpoints, if any."""
+        """Return the names, shapes and groups of the bound weights, or None before ``bind``."""
         if self.log_precision is None:
             return None
         return {
@@ -433,7 +433,7 @@ class GaussianPrior(nn.Module):
         if saved is not None:
             if saved["structure"] != self.structure:
                 raise ConfigurationError(
-                    f"The saved prior must have the structure {self.structure} of this prior, got"
+                    f"The saved prior must have this prior's structure, {self.structure}, got"
                     f" {saved['structure']}. Create this prior with the saved structure."
                 )
             shapes = {name: torch.Size(shape) for name, shape in saved["shapes"].items()}
@@ -555,13 +555,13 @@ def _difference(bound: Mapping[str, torch.Size], other: Mapping[str, torch.Size]
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a pattern is the name of a parameter or of its module, or matches the name."""
+    """Return whether a pattern names a parameter or its module, or matches by wildcards."""
     above = pattern if pattern.endswith(".") else f"{pattern}."
     return name == pattern or name.startswith(above) or fnmatchcase(name, pattern)
 
 
 def checked_groups(groups: Mapping[str, Sequence[str]], what: str) -> dict[str, list[str]]:
-    """Check that each group has patterns, and return the groups with lists of patterns."""
+    """Check that each group has patterns, and return the patterns of each group as a list."""
     taken = {
         name: [patterns] if isinstance(patterns, str) else list(patterns)
         for name, patterns in groups.items()

@@ -2,7 +2,7 @@
 
 A tracker is a function that is called with each row. A row is a dictionary of numbers with the
 epoch or the step, like the rows of ``fit``'s history. Pass the tracker as ``fit(...,
-callbacks=[tracker])``. To write a tracker for another tool, derive a class from ``Tracker``, and
+callbacks=[tracker])``. To write a tracker for another tool, derive a class from ``Tracker`` and
 define ``write`` and ``close``.
 """
 
@@ -24,7 +24,7 @@ _AT_ONCE = 1000
 
 
 def numbers(row: Mapping[str, int | float | None]) -> dict[str, float]:
-    """Return the numbers of a row, without missing values and the epoch, round or step."""
+    """Return the numbers of a row without missing values and without the epoch, round or step."""
     return {name: value for name, value in known(row).items() if name not in COUNTERS}
 
 
@@ -108,7 +108,7 @@ class WandB(Tracker):
     """Write each row to a run of Weights & Biases, by default only on this machine.
 
     The tracker needs ``pip install 'evigrad[wandb]'``. To upload an offline run, use ``wandb sync
-    FOLDER/wandb/offline-run-...``. A ``with`` statement finishes the run, and marks the run as
+    FOLDER/wandb/offline-run-...``. A ``with`` statement finishes the run and marks the run as
     failed after an error.
 
     Args:
@@ -136,8 +136,8 @@ class WandB(Tracker):
 class MLflow(Tracker):
     """Write each row as metrics of an MLflow run, separate from the script's active run.
 
-    The tracker needs ``pip install 'evigrad[mlflow]'``. A ``with`` statement ends the run, and
-    marks the run as failed after an error.
+    The tracker needs ``pip install 'evigrad[mlflow]'``. A ``with`` statement ends the run and marks
+    the run as failed after an error.
 
     Args:
         store: Tracking URI: a server, ``"sqlite:///mlflow.db"``, or a folder. For a folder, MLflow

@@ -49,11 +49,12 @@ class EvidenceCallback(_transformers.TrainerCallback):
     """Learn weight decay and other hyperparameters in a Transformers ``Trainer``.
 
     The learned prior replaces the optimizer's ``weight_decay``, which is set to 0. Before each
-    step, the callback adds the weight decay (T/N) δ (w − w₀) to the gradients, with the learned
-    precisions δ. The callback then clips the gradients to ``max_grad_norm``. (If the trainer
+    step, the callback adds the weight decay (T/N) δ (w − w₀) to the gradients of the weights w.
+    Here δ are the learned precisions, w₀ is the prior mean, T is the temperature, and N is the
+    number of examples. The callback then clips the gradients to ``max_grad_norm``. (If the trainer
     clipped only the gradients of the loss, the decay would be too strong.) Rounds of hyperparameter
     steps take place between optimizer steps. By default, there are about twenty rounds, which begin
-    after a tenth of training. Weights are the parameters that require a gradient, such as the
+    after a tenth of training. The weights are the parameters that require a gradient, such as the
     adapters in a PEFT model.
 
     The callback uses the trainer's data and data collator. ``labels`` are the targets, one per
@@ -164,8 +165,8 @@ class EvidenceCallback(_transformers.TrainerCallback):
         loader, model = keywords["train_dataloader"], keywords["model"]
         if isinstance(loader.dataset, IterableDataset):
             raise ConfigurationError(
-                "train_dataset must be a map-style data set, because an estimator reads the data by"
-                " index, got an iterable data set. Use a data set with __getitem__ and __len__."
+                "An estimator reads the training data by index, but train_dataset is an iterable"
+                " data set. Use a map-style data set, with __getitem__ and __len__."
             )
         if state.global_step:
             self._hosted.load_state_dict(_saved(args, state.global_step))
@@ -184,7 +185,7 @@ class EvidenceCallback(_transformers.TrainerCallback):
             _compare_losses(self.evidence, loader, split, args.gradient_accumulation_steps)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
-        """Add the weight decay to the gradients, and then clip the gradients."""
+        """Add the weight decay to the gradients and then clip them."""
         self._hosted.before_step()
         if self._max_norm:
             held = [p for group in keywords["optimizer"].param_groups for p in group["params"]]

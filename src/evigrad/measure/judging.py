@@ -148,7 +148,7 @@ def evaluate_evidence(
 
 
 def describe_estimator(estimator: str, blocks: int) -> str:
-    """Return the estimator's name, with the number of blocks or the word "exact" if it applies."""
+    """Return the estimator's name, with the number of blocks if there are several, or "exact"."""
     spec = Estimator.parse(estimator)
     if blocks > 1:
         return f"{spec.name}, mean over {blocks} blocks of a partition"

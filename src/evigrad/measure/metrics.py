@@ -79,8 +79,8 @@ def evaluate(
                 batch_size = len(indices) // 2
             else:
                 raise MemoryBudgetError(
-                    "Out of memory while evaluating the network on a single example. Use a smaller"
-                    " network, or a machine with more memory."
+                    "There is not enough memory to evaluate the network on a single example. Use a"
+                    " smaller network or a machine with more memory."
                 )
     names = _names_of_any_rank(list(totals), ranks)
     sums = torch.tensor(

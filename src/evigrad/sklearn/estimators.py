@@ -305,8 +305,9 @@ class _EvidenceEstimator(BaseEstimator):
         for name in settings:
             if name not in allowed_names:
                 raise ConfigurationError(
-                    "settings must be keyword arguments of evigrad.fit or fields of its groups of"
-                    f" settings, got '{name}'.{nearest(name, allowed_names)}"
+                    "Each key of settings must be an argument of evigrad.fit or a field of Laplace,"
+                    " Schedule, Optimization or Memory, got"
+                    f" '{name}'.{nearest(name, allowed_names)}"
                 )
         return settings
 
@@ -375,7 +376,7 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
     """
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Train the network, and learn the prior precisions and the relevance of each column.
+        """Train the network and learn the prior precisions and the relevance of each column.
 
         Args:
             X: Table (n, d) of numbers, or a ``pandas.DataFrame`` of numbers and categories.
@@ -498,7 +499,7 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
     """
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Train the network, and learn the prior precisions, the columns' relevances and the noise.
+        """Train the network and learn the prior precisions, the columns' relevances and the noise.
 
         Args:
             X: Table (n, d) of numbers, or a ``pandas.DataFrame`` of numbers and categories.
@@ -543,8 +544,8 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
 
         Args:
             X: Table with the columns of the training table.
-            return_std: Whether to also return the standard deviation of the target. It includes the
-                noise and the uncertainty of the weights.
+            return_std: Whether to also return the standard deviation of the target. This deviation
+                includes the noise and the uncertainty of the weights.
 
         Returns:
             Means in the shape of the targets. If ``return_std`` is True, means and standard

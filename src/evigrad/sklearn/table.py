@@ -38,7 +38,7 @@ def is_frame(X: Any) -> bool:
 
 
 class Columns:
-    """The columns of a training table as numbers, with categories replaced by their positions.
+    """The columns of a training table as numbers, with categories replaced by integers.
 
     A column of a ``pandas.DataFrame`` holds categories if its dtype is ``category``, ``string`` or
     ``object`` (unless an ``object`` column holds only numbers). A column of dtype ``category`` has
