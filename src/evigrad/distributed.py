@@ -38,8 +38,8 @@ _TEXT = 2000
 class Ranks:
     """The processes of a process group, or a single process.
 
-    All ranks must make the same calls of communicating methods, in the same order. Each call waits
-    for the other ranks and gives the same result on all ranks, to the last bit.
+    All ranks must call methods such as ``sum`` in the same order. Each call waits for the other
+    ranks and gives the same result on all ranks, to the last bit.
 
     Args:
         group: Process group, such as ``torch.distributed.group.WORLD`` after

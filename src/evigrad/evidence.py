@@ -864,7 +864,7 @@ class Evidence:
     # ------------------------------------------------------------ telling and keeping
 
     def describe(self, x: Any = None) -> list[ParameterReport]:
-        """Describe the derivatives, the curvature and the precision of each weight tensor.
+        """Describe the derivatives, the curvature and the prior precision of each weight tensor.
 
         Args:
             x: Inputs of a few examples, required before the first estimate.

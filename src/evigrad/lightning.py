@@ -145,7 +145,7 @@ class EvidenceCallback(pl.Callback):
         if len(trainer.optimizers) != 1:
             raise ConfigurationError(
                 f"The module must have one optimizer that holds all weights, got"
-                f" {len(trainer.optimizers)} optimizers. Use only one."
+                f" {len(trainer.optimizers)} optimizers. Use only one optimizer."
             )
         steps = trainer.estimated_stepping_batches
         if steps == float("inf"):

@@ -570,7 +570,7 @@ def checked_groups(groups: Mapping[str, Sequence[str]], what: str) -> dict[str, 
     if empty or not taken:
         raise ConfigurationError(
             f"Each group of {what} must name at least one weight, got none for"
-            f" {listed(empty) or 'all'}."
+            f" {listed(empty) or 'any group'}."
         )
     return taken
 

@@ -337,7 +337,7 @@ def anchored_log_det(
 
 
 def gradients(evidence: Evidence, block: Block, **settings: Any) -> dict[str, Tensor]:
-    """Return the gradients of −(log evidence + log hyperprior)/N by names of hyperparameters.
+    """Return the gradient of −(log evidence + log hyperprior)/N by name of the hyperparameter.
 
     ``settings`` are keyword arguments of ``log_evidence``.
     """
