@@ -43,12 +43,14 @@ def mode_columns(trainer: "Trainer", epoch: int) -> Row:
     """Return the distance from the mode in nats per example, after the last epoch.
 
     It is exact for small data sets. For others it is an upper bound or, if this bound is large, an
-    estimate with Kronecker factors. It is None in other epochs, and also if it cannot be computed,
-    for instance because memory runs out.
+    estimate with Kronecker factors. It is None in other epochs, if epochs have only a part of the
+    data, because it takes a pass over all of them, and if it cannot be computed, for instance
+    because memory runs out.
     """
     if trainer.learner is None:
         return {}
-    if epoch < trainer.epochs:
+    num_data = len(trainer.data)
+    if epoch < trainer.epochs or trainer.schedule.data_in_epoch(num_data) < num_data:
         return {"mode_gap": None}
     try:
         return {"mode_gap": _mode_gap(trainer)}

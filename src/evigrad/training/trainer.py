@@ -67,8 +67,8 @@ class FitResult:
         starts: Log evidence of each ``start_decay`` that was tried, in nats per example, after a
             third of the epochs. Empty if there was one start.
         mode_gap: How much log evidence the weights lack because they are not at the mode, in nats
-            per example (see ``Evidence.mode_gap``). None without an estimator, or if it could not
-            be computed.
+            per example (see ``Evidence.mode_gap``). None without an estimator, with
+            ``Schedule.epoch_size``, or if it could not be computed.
         run_dir: Folder of the run on the first rank, or None.
         estimator: Name of the estimator, or None for training without one.
 
