@@ -259,7 +259,7 @@ def stacked(values: list[Any], what: str) -> Any:
         if len(shapes) > 1:
             raise InputError(
                 f"All {what} must have the same shape to be stacked, got {sorted(shapes)[:3]}. Pad"
-                f" the {what}, or pass a DataLoader whose collate_fn pads them."
+                " them, or pass a DataLoader whose collate_fn pads them."
             )
         return torch.stack(values)
     first = values[0]
