@@ -282,7 +282,7 @@ def test_samplers_that_omit_or_repeat_examples_are_refused() -> None:
         ({"mask": torch.ones(N - 1, LENGTH)}, "got 12 in 'ids' and 11 in 'mask'"),
         ({"mask": "yes"}, "'mask' of the inputs must be a tensor, got str"),
         ({"mask": torch.tensor(1.0)}, "'mask' of the inputs must have a first dimension"),
-        ({"ids": torch.full((N, LENGTH), 2**60)}, "integers of at most 2"),
+        ({"ids": torch.full((N, LENGTH), 2**60)}, "integers above 2"),
         ({"numbers": torch.full((N, 2), torch.nan)}, "NaN"),
         ({"numbers": torch.zeros(N, 2, dtype=torch.complex64)}, "complex"),
         ({"other": torch.zeros(N)}, "as one argument"),

@@ -326,7 +326,7 @@ def test_each_weight_is_in_one_group() -> None:
 
 @pytest.mark.parametrize("groups", [{}, {"a": []}])
 def test_groups_must_not_be_empty(groups) -> None:
-    with pytest.raises(ConfigurationError, match="must name weights"):
+    with pytest.raises(ConfigurationError, match="must name at least one weight"):
         GaussianPrior(groups)
 
 
@@ -536,7 +536,7 @@ def test_an_unbound_state_round_trips() -> None:
 def test_a_state_of_another_prior_is_refused() -> None:
     state = bound("layerwise").state_dict()
     with pytest.raises(
-        ConfigurationError, match="saved prior must be scalar like this prior, got layerwise"
+        ConfigurationError, match="have this prior's structure, scalar, got layerwise"
     ):
         GaussianPrior("scalar").load_state_dict(state)
     other = GaussianPrior("layerwise")

@@ -448,7 +448,7 @@ def test_settings() -> None:
         ({"settings": {"epoch": 3}}, "got 'epoch'. Did you mean 'epochs'"),
         (
             {"settings": {"schedule": evigrad.Schedule()}},
-            "fields of its groups of settings, got 'schedule'",
+            "a field of Laplace, Schedule, Optimization or Memory, got 'schedule'",
         ),
         ({"prior": "diagonal"}, "posterior='kfac' needs one precision per weight matrix"),
     ):

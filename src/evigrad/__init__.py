@@ -1,8 +1,8 @@
-"""Learn a network's hyperparameters by stochastic gradient on the marginal likelihood.
+"""Learn a network's hyperparameters by stochastic gradient ascent on the marginal likelihood.
 
-The names listed here, with ``evigrad.likelihoods``, ``evigrad.priors`` and ``evigrad.errors``, are
-the public API; everything else may change without notice. Each name is imported when it is first
-used, so commands that need no tensors, such as ``evigrad --help``, do not wait for PyTorch.
+The public API consists of the names in ``__all__``, here and in the public subpackages. All other
+names may change without notice. Each name is imported when it is first used, so commands that need
+no tensors, such as ``evigrad --help``, do not wait for PyTorch.
 """
 
 from importlib import import_module

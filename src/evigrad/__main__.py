@@ -1,4 +1,4 @@
-"""``python -m evigrad``: the command line."""
+"""Run the command line with ``python -m evigrad``."""
 
 from evigrad.cli import main
 

@@ -1,4 +1,4 @@
-"""Configurations: YAML of names with plain values, which cannot build or call anything."""
+"""Checks that YAML configurations contain only plain values, so that they cannot run code."""
 
 from evigrad.errors import ConfigurationError, require
 
@@ -9,10 +9,13 @@ DEEPEST = 2
 
 
 def check_plain(text: str) -> None:
-    """Raise ConfigurationError unless YAML has only unique names with plain values or lists."""
+    """Raise ConfigurationError if a YAML text has tags, anchors, deep nesting or repeated names."""
     yaml = require("yaml", "Reading a configuration", extra="cli")
     if len(text) > LONGEST:
-        raise ConfigurationError(f"it must have at most {LONGEST:,} characters, got {len(text):,}")
+        raise ConfigurationError(
+            f"the YAML text must have at most {LONGEST:,} characters, got {len(text):,}: shorten"
+            " the text"
+        )
     depth = 0
     try:
         # Events and not values, so that nothing is built or called.
@@ -21,7 +24,7 @@ def check_plain(text: str) -> None:
             if getattr(event, "anchor", None) is not None:
                 raise ConfigurationError(
                     f"{line} has an anchor or an alias, '{event.anchor}', which is not supported:"
-                    " write the value itself"
+                    " write out the value"
                 )
             if getattr(event, "tag", None) is not None:
                 raise ConfigurationError(
@@ -31,7 +34,8 @@ def check_plain(text: str) -> None:
             depth -= isinstance(event, yaml.CollectionEndEvent)
             if depth > DEEPEST:
                 raise ConfigurationError(
-                    f"{line} has values that are nested too deeply: use plain values"
+                    f"{line} has values that are nested too deeply: use plain values or lists of"
+                    " plain values"
                 )
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:

@@ -1,7 +1,6 @@
-"""Processes that share the work on one evidence.
+"""Communication between processes that evaluate the evidence together.
 
-Only this module uses ``torch.distributed``. Each of the R processes is a *rank*. With one process,
-nothing is communicated.
+Each of the R processes is a *rank*. A single process does not communicate.
 """
 
 import re
@@ -37,25 +36,26 @@ _TEXT = 2000
 
 
 class Ranks:
-    """The processes of a group, or the only process.
+    """The processes of a process group, or a single process.
 
-    All ranks must call the same methods in the same order, and each call waits for the other ranks.
-    Results are equal on all ranks, to the last bit.
+    All ranks must call methods such as ``sum`` in the same order. Each call waits for the other
+    ranks and gives the same result on all ranks, to the last bit.
 
     Args:
         group: Process group, such as ``torch.distributed.group.WORLD`` after
-            ``init_process_group``, or a one-dimensional device mesh. Default: None, one process.
+            ``init_process_group``, or a one-dimensional device mesh. Default: None, which means a
+            single process.
 
     Attributes:
-        rank: Number of this process, from 0.
+        rank: Index of this process, from 0.
         count: Number of processes R.
-        sent: Number of bytes that this rank has sent, without the headers of messages. A sum of n
-            bytes sends 2n(R − 1)/R bytes (a ring), and a gathered tensor or shard sends n(R − 1).
-            Rank 0 counts n(R − 1) for n bytes that it gives to all ranks.
+        sent: Number of bytes that this rank has sent, without message headers. A sum of n bytes
+            counts as 2n(R − 1)/R bytes (the cost of a ring). A gathered tensor of n bytes counts as
+            n(R − 1). On rank 0, copying n bytes to all ranks counts as n(R − 1).
 
     Raises:
-        ConfigurationError: If ``group`` has another type, does not contain this process, or is a
-            mesh of several dimensions, or if ``torch.distributed`` is not initialized.
+        ConfigurationError: If ``group`` has the wrong type, does not contain this process, or is a
+            mesh of several dimensions. Also if ``torch.distributed`` is not initialized.
     """
 
     def __init__(self, group: Group | None = None) -> None:
@@ -77,8 +77,8 @@ class Ranks:
             group = mesh.get_group()
         if not isinstance(group, distributed.ProcessGroup):
             raise ConfigurationError(
-                "process_group must be a process group that contains this process, or a device"
-                f" mesh, got {group!r}. Use torch.distributed.group.WORLD."
+                "process_group must be a device mesh, or a process group that contains this"
+                f" process, got {group!r}. Use torch.distributed.group.WORLD."
             )
         self._group = group
         self.rank, self.count = distributed.get_rank(group), distributed.get_world_size(group)
@@ -91,7 +91,7 @@ class Ranks:
         return self.rank == 0
 
     def part(self, count: int, rank: int | None = None) -> slice:
-        """Return a rank's part of ``count`` items, by default for this rank."""
+        """Return the slice of ``count`` items for ``rank``, or by default for this rank."""
         first = self.rank if rank is None else rank
         start, stop = (-(-count * index // self.count) for index in (first, first + 1))
         return slice(start, stop)
@@ -99,7 +99,7 @@ class Ranks:
     # ------------------------------------------------------------ tensors
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sums over the ranks, without a graph. Send one message for each data type."""
+        """Return the sum of each tensor over the ranks, without a graph."""
         if self.count == 1:
             return list(tensors)
         sums = [tensor.detach() for tensor in tensors]
@@ -114,7 +114,7 @@ class Ranks:
         return sums
 
     def any(self, value: bool) -> bool:
-        """Return whether a value is true on any rank, or raise the error of another rank."""
+        """Return whether a value is true on any rank, or raise RankError if another rank failed."""
         return value if self.count == 1 else any(self._exchange(b"", int(value)))
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
@@ -140,7 +140,7 @@ class Ranks:
             self.sent += sent.nbytes * (self.count - 1) if self.is_first else 0
 
     def shared(self, value: T) -> T:
-        """Return rank 0's tensors and plain values on all ranks, with tensors on the CPU."""
+        """Return rank 0's ``value`` on all ranks. On other ranks, its tensors are on the CPU."""
         if self.count == 1:
             return value
         file = BytesIO()
@@ -166,23 +166,23 @@ class Ranks:
     # ------------------------------------------------------------ errors
 
     def agree(self) -> None:
-        """Raise the error of another rank, if any, before a call in which ranks wait for others."""
+        """Wait for the other ranks, and raise RankError if one of them failed."""
         with self.together():
             pass
 
     @contextmanager
     def together(self) -> Iterator[dict[str, object]]:
-        """Raise an error on all ranks if one rank raises it inside, so that no rank waits forever.
+        """Raise an error on all ranks if one rank fails in this context.
 
-        Inside, ranks may compute different things and enter this context again. If one rank raises
-        an exception, the other ranks raise a ``RankError`` with the exception's text.
+        Thus no rank waits forever for a failed rank. The ranks may compute different things in the
+        context, and contexts may be nested.
 
         Yields:
-            A dictionary for values that must be equal on all ranks, by name.
+            An empty dictionary. Add values that must be equal on all ranks, by name.
 
         Raises:
-            ConfigurationError: On all ranks, with the names of values that differ.
-            RankError: If another rank raised an exception.
+            ConfigurationError: On all ranks, if added values differ. The message names them.
+            RankError: If another rank raised an exception. The message contains the exception.
         """
         alike: dict[str, object] = {}
         if self.count == 1:
@@ -203,7 +203,7 @@ class Ranks:
         names = [name for name, same in zip(alike, is_same, strict=True) if not same]
         raise ConfigurationError(
             f"The {self.count} ranks differ in the {', '.join(names)}. All ranks must make the same"
-            " calls, with the same model, data and settings."
+            " calls with the same model, data and settings."
         )
 
     def _exchange(self, text: bytes, number: int) -> list[int]:
@@ -239,9 +239,9 @@ class Ranks:
         except RuntimeError as error:
             reason = _PLACE.sub("", str(error)).strip().partition(". ")[0].partition("\n")[0]
             raise RankError(
-                f"Rank {self.rank} of {self.count} has lost the other ranks ({reason}). One of them"
-                " may have been killed or may not have answered in time. Look for an error in its"
-                " output."
+                f"Rank {self.rank} of {self.count} has lost contact with the other ranks"
+                f" ({reason}). One of them may have been killed or may have taken too long to"
+                " answer. Check the output of all ranks for errors."
             ) from error
 
 
@@ -257,16 +257,16 @@ def check_whole(model: nn.Module) -> None:
     if isinstance(model, DistributedDataParallel):
         raise ConfigurationError(
             "The model is a DistributedDataParallel, which averages gradients in every pass. Pass"
-            " the wrapped model, model.module."
+            " the model inside it, model.module."
         )
     kinds = {"FullyShardedDataParallel": "FSDP1", "FSDPModule": "FSDP2"}
     wrapped = [kind for name, kind in kinds.items() if _has_any("fsdp", name, model.modules())]
     sharded = _has_any("tensor", "DTensor", model.parameters())
     if wrapped or sharded:
         raise ConfigurationError(
-            f"The model's parameters are shards ({wrapped[0] if wrapped else 'DTensor'}), but"
-            " estimates need whole parameters. Use the model before it is sharded. For a loop with"
-            ' FSDP2, see "Weights in shards" in docs/machines.md.'
+            f"The model's parameters are sharded ({wrapped[0] if wrapped else 'DTensor'}), but"
+            " estimates need whole parameters. Pass the model before you shard it. For a training"
+            ' loop with FSDP2, see "Weights in shards" in docs/machines.md.'
         )
 
 

@@ -1,4 +1,4 @@
-"""The exceptions and the warning of evigrad, and conversions from other exceptions."""
+"""Exceptions and the warning category of evigrad, and conversions from other exceptions."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -45,21 +45,21 @@ class InputError(EvigradError, ValueError):
 
 
 class ConfigurationError(EvigradError, ValueError):
-    """A setting that does not exist, or does not fit the other settings.
+    """A setting that is unknown, invalid or incompatible with other settings.
 
     See also: docs/faq.md.
     """
 
 
 class MemoryBudgetError(EvigradError, MemoryError):
-    """A computation needs more memory than is free, as predicted or after a failed allocation.
+    """A computation needs, or is predicted to need, more memory than is free.
 
     Args:
-        need: Sentence about the needed and the free memory.
-        cheaper: Advice on what to use instead, at the end of the message.
+        need: Sentence about the needed memory and the free memory.
+        cheaper: Sentence with advice on what to use instead. Default: no advice.
 
     Attributes:
-        need: The argument ``need``, for callers that give other advice.
+        need: The argument ``need``.
 
     See also: docs/faq.md.
     """
@@ -77,7 +77,7 @@ class NotFiniteError(EvigradError, ArithmeticError):
 
 
 class NotFiniteOutputError(InputError, NotFiniteError):
-    """The model's outputs are NaN or infinite, due to inputs, weights or hyperparameters.
+    """The model's outputs are NaN or infinite, because of inputs, weights or hyperparameters.
 
     See also: docs/faq.md.
     """
@@ -98,14 +98,14 @@ class RankError(EvigradError, RuntimeError):
 
 
 class EvigradWarning(UserWarning):
-    """Something that you should know, but that does not stop the computation.
+    """A warning about a problem that does not stop the computation.
 
     See also: docs/faq.md.
     """
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
-    """Return ``" Did you mean 'x'?"`` for a similar candidate, or else an empty string."""
+    """Return ``" Did you mean 'x'?"`` for the most similar candidate, or "" if none is similar."""
     best = max(candidates, key=lambda candidate: _likeness(name, candidate), default="")
     return f" Did you mean '{best}'?" if _likeness(name, best) else ""
 
@@ -125,13 +125,13 @@ def _likeness(name: str, other: str) -> float:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return names as text such as ``'a', 'b'``, with at most five names and a count."""
+    """Return the first five names in quotes, and the number of remaining names, as text."""
     shown = ", ".join(f"'{name}'" for name in names[:5])
     return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error of PyTorch, Python or CUDA's libraries means out of memory."""
+    """Return whether an error from PyTorch, Python or a CUDA library means "out of memory"."""
     import torch  # here, so that --help does not wait for it
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -141,30 +141,30 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_for(what: str, cheaper: str) -> Iterator[None]:
-    """Turn an allocator's error into a MemoryBudgetError about ``what`` did not fit.
+    """Turn an out-of-memory error into a MemoryBudgetError.
 
-    ``cheaper`` is what the message recommends instead.
+    Its message says that there was not enough memory for ``what`` and recommends ``cheaper``.
 
     Raises:
-        MemoryBudgetError: If an allocator raised an error inside.
+        MemoryBudgetError: If the code in this context runs out of memory.
     """
     try:
         yield
     except Exception as error:
         if isinstance(error, EvigradError) or not is_out_of_memory(error):
             raise
-        raise MemoryBudgetError(f"Out of memory for {what}. Use {cheaper}.") from error
+        raise MemoryBudgetError(f"There is not enough memory for {what}. Use {cheaper}.") from error
 
 
 @contextmanager
 def raised_in(whose: str) -> Iterator[None]:
-    """Turn an exception of the user's code into an error that names the code.
+    """Turn an exception from the user's code into an InputError that names this code.
 
-    evigrad's own errors and out-of-memory errors pass unchanged. ``whose`` names the code and its
-    arguments. It is the subject of the error's sentence.
+    evigrad's errors and out-of-memory errors pass unchanged. ``whose`` names the code and its
+    arguments, as the subject of the message.
 
     Raises:
-        InputError: If any other exception was raised inside.
+        InputError: If the code in this context raises any other exception.
     """
     try:
         yield
@@ -176,9 +176,9 @@ def raised_in(whose: str) -> Iterator[None]:
 
 
 def require(module: str, purpose: str, extra: str = "data") -> Any:
-    """Return a module that an extra of evigrad installs.
+    """Return a module that ``pip install 'evigrad[EXTRA]'`` installs.
 
-    ``purpose`` names what needs the module, as the subject of the error's sentence.
+    ``purpose`` names what needs the module, as the subject of the error message.
 
     Raises:
         EvigradError: If the module is not installed.

@@ -1,4 +1,4 @@
-"""The log evidence of a network and its hyperparameter gradient (Algorithm 1)."""
+"""The log evidence of a network, and its gradient with respect to the hyperparameters."""
 
 import math
 import warnings
@@ -68,12 +68,13 @@ _OF_A_RANK = ("micro_batch", "memory_budget", "rows_device")
 
 
 class Evidence:
-    """Estimates a model's log evidence and its gradients by a linearized Laplace approximation.
+    """Estimate a model's log evidence and the gradient with respect to the hyperparameters.
 
-    The weights are the trainable parameters of the model that are not hyperparameters. The prior is
-    bound to them. Every random choice comes from the evidence's own generator, and the global
-    random state does not change. Estimates turn dropout off and use the running statistics of
-    batch normalization, whether the model is in training or evaluation mode.
+    Estimates use a linearized Laplace approximation. The weights are the trainable parameters of
+    the model that are not hyperparameters, and the prior is bound to the weights. Every random
+    choice uses the evidence's own generator, and the global random state does not change. Estimates
+    turn dropout off and use the running statistics of batch normalization, whether the model is in
+    training or evaluation mode.
 
     Examples:
         >>> import torch
@@ -228,7 +229,7 @@ class Evidence:
 
     @property
     def model(self) -> nn.Module:
-        """The model."""
+        """The model whose evidence is estimated."""
         return self._problem.model
 
     @property
@@ -243,12 +244,12 @@ class Evidence:
 
     @property
     def spec(self) -> Estimator:
-        """The parts of the estimator's name."""
+        """The estimator's name, parsed into its parts."""
         return self._problem.estimator
 
     @property
     def num_data(self) -> int:
-        """N, the number of training examples."""
+        """N, the number of training examples, or of positions with a target."""
         return self._problem.num_data
 
     @property
@@ -258,17 +259,17 @@ class Evidence:
 
     @property
     def root(self) -> str:
-        """How the curvature of an example is split into rows."""
+        """How an example's curvature is split into rows: ``subblock``, ``fisher`` or ``eigen``."""
         return self._problem.root
 
     @property
     def generator(self) -> torch.Generator:
-        """The source of every random choice."""
+        """The random generator of all random choices."""
         return self._problem.generator
 
     @property
     def ranks(self) -> Ranks:
-        """The processes that share the work."""
+        """The processes that share the computation."""
         return self._problem.ranks
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -280,20 +281,23 @@ class Evidence:
         if isinstance(getattr(type(self), name, None), property):
             received = repr(value) if isinstance(value, str | Real) else type(value).__name__
             raise ConfigurationError(
-                f"{name} of an evidence cannot be replaced, got {received}. Make a new Evidence, or"
-                " call evidence.with_estimator(...) to use the same model with another estimator,"
-                " prior, likelihood or temperature."
+                f"{name} of an evidence cannot be replaced, got {received}. Create a new Evidence,"
+                " or call evidence.with_estimator(...) to use the same model with another"
+                " estimator, prior, likelihood or temperature."
             )
         super().__setattr__(name, value)
 
     # ------------------------------------------------------------ what there is to learn
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """The weights by name: the parameters under the prior, which training fits (the MAP)."""
+        """Return the weights by name: the parameters that have a prior and that training fits."""
         return dict(self._weights)
 
     def hyperparameters(self) -> dict[str, nn.Parameter]:
-        """The learnable hyperparameters by name: ``prior.…``, ``likelihood.…``, ``model.…``."""
+        """Return the learnable hyperparameters by name.
+
+        Names begin with ``prior.``, ``likelihood.`` or ``model.``.
+        """
         named = {
             **{f"prior.{name}": p for name, p in self._problem.prior.named_parameters()},
             **{f"likelihood.{name}": p for name, p in self._problem.likelihood.named_parameters()},
@@ -315,8 +319,9 @@ class Evidence:
     ) -> Tensor:
         """Return the training loss: mean NLL + (T/2N) (w−w₀)ᵀP0(w−w₀), in nats per example.
 
-        It equals −(T/N) times the log joint density, up to terms that do not depend on the weights.
-        The model runs in its current mode. Hyperparameters that are not in ``wrt`` get no gradient.
+        The loss equals −(T/N) times the log joint density of targets and weights, up to terms that
+        do not depend on the weights. The model runs in its current mode (training or evaluation).
+        Hyperparameters that are not in ``wrt`` get no gradient.
 
         Args:
             x: Inputs (m, ...): a tensor, or dictionaries, tuples or lists of tensors. A dictionary
@@ -331,7 +336,7 @@ class Evidence:
             optimizer: Optimizer of the weights. If given, no decay is larger than 1/lr, as in
                 ``add_weight_decay``.
             scale: Factor by which you multiply the loss before you take its gradients. Only the
-                limit of the decay depends on it.
+                limit on the decay depends on this factor.
 
         Returns:
             The scalar loss. It is 0 if outputs (m, …, C) have no target that counts.
@@ -366,10 +371,10 @@ class Evidence:
         return -log_prob.mean() + 0.5 * factor * decay
 
     def weight_decay(self) -> dict[str, Tensor]:
-        """Return the current weight decay (T/N) δ of each weight tensor, for a mean loss.
+        """Return the current weight decay (T/N) δ of each weight tensor, with prior precision δ.
 
-        It is the factor of (w − w₀) in the gradient of ``map_loss``. If w₀ is zero, it is the
-        ``weight_decay`` of optimizers that add the decay to the gradient (SGD, Adam).
+        This decay is the factor of (w − w₀) in the gradient of ``map_loss``. If w₀ is zero, this
+        decay is the ``weight_decay`` for optimizers that add it to the gradient (SGD, Adam).
 
         Returns:
             Tensors by name: 0-dimensional, or of the weight's shape if the prior is diagonal.
@@ -385,21 +390,19 @@ class Evidence:
         *,
         scale: float | Tensor = 1.0,
     ) -> None:
-        """Add (T/N) δ (w − w₀), the prior's part of ``map_loss``, to the weights' ``.grad``.
+        """Add (T/N) δ (w − w₀), the gradient of the prior's part of ``map_loss``, to ``.grad``.
 
-        Use it in a custom loop whose loss is the mean negative log likelihood. Call it once per
-        optimizer step, after ``backward`` and before you clip gradients. If you accumulate
-        gradients, divide each loss by the number of losses. With a ``GradScaler``, unscale the
-        gradients first. The optimizer needs ``weight_decay=0``. The decay of AdamW does not
-        correspond to a Gaussian prior, because AdamW does not divide the decay by the second
-        moments of the gradients.
+        Use this method in a custom loop whose loss is the mean negative log likelihood. Call it
+        once per optimizer step, after ``backward`` and before you clip gradients. If you accumulate
+        gradients, divide each loss by the number of accumulated losses. With a ``GradScaler``,
+        unscale the gradients first. The optimizer needs ``weight_decay=0``. AdamW's own decay does
+        not correspond to a Gaussian prior, because AdamW rescales the gradients but not the decay.
 
         Args:
             optimizer: Optimizer of the weights. Set its own ``weight_decay``, which is 0.01 by
                 default in ``AdamW``, to 0. If you pass the optimizer, evigrad warns about any other
-                value and limits each decay to 1/lr. In plain SGD, a decay of 1/lr moves a weight
-                onto the prior mean in one step, and a larger decay overshoots. Adam is not
-                affected.
+                value and limits each decay to 1/lr. In plain SGD, a decay of 1/lr moves a weight to
+                the prior mean in one step, and a larger decay overshoots.
             scale: Ratio of your loss to the mean negative log likelihood, up to an additive
                 constant. It is 2σ²/C for the mean squared error of C outputs with noise σ.
         """
@@ -421,19 +424,20 @@ class Evidence:
 
         Args:
             x: Inputs (m, ...) of a uniformly random subset of the data, a ``Block`` from
-                ``blocks``, or the result of ``collect``. If the estimator's name has ``N``, also
-                an iterable of batches of all the data.
+                ``blocks``, or the result of ``collect``. If the estimator's name has ``N``, you can
+                also pass an iterable of batches that together hold all the data.
             y: Targets, if ``x`` holds inputs.
-            at_mode: Whether to set ``at_mode`` of the estimate: the log evidence of the linearized
-                model at its own mode. It is higher by N times the ``mode_gap``. ``at_mode`` needs
-                inputs and targets of all data, and an estimator with ``N`` whose curvature is a
-                structure of ``posterior``.
+            at_mode: Whether to also compute the estimate's ``at_mode``, the log evidence of the
+                linearized model at its own mode. This value is higher than the log evidence by N
+                times the ``mode_gap``. ``at_mode=True`` needs inputs and targets of all data, and
+                an estimator with ``N`` whose curvature is a structure of ``posterior``.
 
         Returns:
             The estimate in nats, without a graph.
 
         Raises:
-            ConfigurationError: If ``at_mode`` is set and the estimator or the data do not fit it.
+            ConfigurationError: If ``at_mode`` is True, but the estimator or the data do not allow
+                it.
             InputError: If the data do not fit the model, the likelihood or the estimator.
             MemoryBudgetError: If the structure would not fit into the free memory.
         """
@@ -449,9 +453,9 @@ class Evidence:
         structures = {name: s for s, name in STRUCTURES.items() if s != "last-layer"}
         if self.spec.name not in structures or y is None:
             raise ConfigurationError(
-                f"at_mode needs the inputs and targets of all data, and one of the estimators"
-                f" {', '.join(structures)}, got {self.spec.name}. Use"
-                " evidence.with_estimator(...), or mode_gap(data)."
+                f"at_mode=True needs x and y of all data, and one of the estimators"
+                f" {', '.join(structures)}, got the estimator {self.spec.name}. Pass x and y, and"
+                " use evidence.with_estimator(...). You can also call evidence.mode_gap(data)."
             )
         gap = self.num_data * self.mode_gap((x, y), structure=structures[self.spec.name])
         return replace(estimate, at_mode=estimate.log_evidence + gap)
@@ -459,10 +463,10 @@ class Evidence:
     def backward(
         self, x: Data, y: Tensor | None = None, *, wrt: str | Sequence[str] | None = None
     ) -> Estimate:
-        """Estimate the log evidence and add the gradient of −log evidence / N to ``.grad``.
+        """Estimate the log evidence and add the gradient of −(log evidence)/N to ``.grad``.
 
-        The gradient includes the prior's log hyperprior, if there is one. Only the ``.grad`` of the
-        hyperparameters changes. If an exception is raised, nothing changes.
+        The gradient includes the prior's log hyperprior, if there is one. Only the ``.grad`` of
+        hyperparameters changes. If an exception is raised, no ``.grad`` changes.
 
         Args:
             x: As for ``estimate``.
@@ -475,8 +479,8 @@ class Evidence:
             The estimate in nats, without a graph.
 
         Raises:
-            ConfigurationError: If ``wrt`` matches no hyperparameter, or if a kept pass has no
-                gradient for it.
+            ConfigurationError: If ``wrt`` matches no hyperparameter, or if a result of ``collect``
+                has no gradient for a hyperparameter in ``wrt``.
             EvigradError: If a gradient is not finite.
             InputError: If the data do not fit the model, the likelihood or the estimator.
             MemoryBudgetError: If the structure would not fit into the free memory.
@@ -486,8 +490,8 @@ class Evidence:
         if not learnable:
             raise ConfigurationError(
                 "There is no hyperparameter to learn: the prior and the likelihood are fixed, and"
-                " hyperparameters=[...] names no parameter of the model. Make one of"
-                " them learnable."
+                " hyperparameters=[...] names no parameter of the model. Make the prior or the"
+                " likelihood learnable, or name a parameter of the model."
             )
         self._decay.check()
         with torch.enable_grad(), self._failing_by_name():
@@ -504,26 +508,26 @@ class Evidence:
         return estimate
 
     def blocks(self, data: Any) -> BlockStream | AnchoredStream:
-        """Return the estimator's blocks of a data set, drawn uniformly.
+        """Return a stream of the estimator's blocks, drawn uniformly from a data set.
 
-        Anchors are chosen when you iterate over the stream, from the outputs that ``map_loss`` has
-        kept. Missing outputs are computed.
+        Anchored estimators choose their anchors when you iterate over the stream. The choice uses
+        the outputs that ``map_loss`` has kept, and missing outputs are computed.
 
         Args:
             data: All N examples: a pair (x, y), a map-style data set of (x, y) items, or a
                 ``DataLoader`` of such a data set.
 
         Returns:
-            An endless stream of blocks. ``.take(n)`` ends it after n blocks, and ``.epoch()`` after
-            one partition.
+            An endless stream of blocks. ``.take(n)`` ends the stream after n blocks, and
+            ``.epoch()`` ends it after one partition of the data.
 
         Raises:
-            ConfigurationError: If the likelihood cannot make rows, for example because its Hessian
-                depends on the targets.
-            InputError: If ``data`` does not hold N examples, or does not fit the model and the
+            ConfigurationError: If there are no rows for the likelihood, for example because its
+                Hessian depends on the targets.
+            InputError: If ``data`` does not hold N examples, or does not fit the model or the
                 likelihood. Targets in memory are checked in this call, and all other data when they
-                are read. With anchors, targets must also be at the same positions as in an earlier
-                data set.
+                are read. With anchors, the targets must also be at the same positions as in the
+                first data set.
         """
         with self.ranks.together():
             source = CheckedSource(self._problem, data)
@@ -537,12 +541,12 @@ class Evidence:
     def collect(
         self, x: Data, y: Tensor | None = None, *, wrt: str | Sequence[str] | None = None
     ) -> KeptPass:
-        """Pass over a block once, to make many estimates and steps on the prior and the noise.
+        """Run the network on a block once, for many estimates and steps on the prior and the noise.
 
-        Pass the result to ``estimate`` or ``backward`` instead of the block. Pass a list of results
-        to get their mean. Both methods then skip the network. The result is valid until the
-        weights, or hyperparameters that are not in ``wrt``, change. If an anchored block holds
-        several draws, the result's ``draws()`` returns one result for each draw.
+        Pass the result to ``estimate`` or ``backward`` instead of the block. To get the mean over
+        several blocks, pass a list of results. Neither method then runs the network. The result is
+        valid until the weights, or hyperparameters that are not in ``wrt``, change. If an anchored
+        block holds several draws, the result's ``draws()`` returns one result per draw.
 
         Args:
             x: As for ``estimate``.
@@ -551,11 +555,11 @@ class Evidence:
                 all.
 
         Returns:
-            The block's statistic.
+            The block's statistic, from which estimates are computed.
 
         Raises:
-            ConfigurationError: If the statistic depends on a hyperparameter that will change: a
-                hyperparameter of the model, or a noise that does more than scale the rows.
+            ConfigurationError: If the result would become invalid when a hyperparameter in ``wrt``
+                changes: a hyperparameter of the model, or a noise that does more than scale rows.
             InputError: If the data do not fit the model, the likelihood or the estimator.
         """
         changing, others = divided(self.hyperparameters(), wrt)
@@ -577,24 +581,24 @@ class Evidence:
             wrt: As for ``collect``.
 
         Raises:
-            ConfigurationError: If ``collect`` would raise it. The message says why.
+            ConfigurationError: If ``collect`` would raise this error. The message gives the reason.
             InputError: If the inputs do not fit the model.
         """
         if reason := self._not_kept(x, wrt):
             raise ConfigurationError(reason)
 
     def can_collect(self, x: Any, *, wrt: str | Sequence[str] | None = None) -> bool:
-        """Return whether passes of ``collect`` stay valid while the hyperparameters change.
+        """Return whether a result of ``collect`` stays valid while hyperparameters change.
 
         Args:
             x: Inputs of a few examples.
             wrt: As for ``collect``.
 
         Returns:
-            False if ``check_collect`` would raise an error about ``wrt``, otherwise True.
+            Whether the result stays valid while the hyperparameters in ``wrt`` change.
 
         Raises:
-            ConfigurationError: If ``wrt`` matches no hyperparameter, or the model does not fit.
+            ConfigurationError: If ``wrt`` matches no hyperparameter, or the model is not supported.
             InputError: If the inputs do not fit the model.
         """
         return self._not_kept(x, wrt) is None
@@ -607,20 +611,21 @@ class Evidence:
             return not_keepable(self._problem, plan, list(changing))
 
     def shares_anchors(self, x: Any, draws: int) -> bool:
-        """Return whether several draws with the same anchors are cheaper in one kept pass.
+        """Return whether one call of ``collect`` for several draws is cheaper than one per draw.
 
-        If so, call ``collect`` with a block of ``blocks(data).drawn(n).blocks(draws)``. The
-        result's ``draws()`` returns a pass for each draw.
+        A draw is a random part of the rows that is used together with the anchors. If the result is
+        True, call ``collect`` with a block of ``blocks(data).drawn(n).blocks(draws)``. Then call
+        ``draws()`` of what ``collect`` returns, which gives one result per draw.
 
         Args:
             x: Inputs of a few examples.
-            draws: Number of draws, each from a different part.
+            draws: Number of draws that share the anchors.
 
         Returns:
-            True if steps on the prior need only inner products of the rows, separate passes would
-            not need fewer of these products, and the products fit into memory. They may take at
-            most one gibibyte or the memory of the rows, whichever is larger. A memory budget limits
-            them further.
+            True if steps on the prior need only inner products of the rows, if a shared pass does
+            not need more of these products than separate passes, and if the products fit into
+            memory. The products may take at most one gibibyte or the memory of the rows, whichever
+            is larger. A memory budget limits them further.
         """
         if self._anchors is None or draws < 2:
             return False
@@ -678,16 +683,17 @@ class Evidence:
     ) -> Posterior:
         """Return the posterior of the weights given all data, for predictions with error bars.
 
-        It is N(w*, (H + P0)⁻¹). Here w* are the current weights, and H is the Gauss-Newton matrix
-        of all data at the evidence's temperature. H does not depend on the estimator. Matrices are
-        float64 unless you set ``Memory(gram_dtype=...)``.
+        The posterior is N(w*, (H + P0)⁻¹). Here w* are the current weights, P0 is the prior
+        precision, and H is the Gauss-Newton matrix of all data at the evidence's temperature. H
+        does not depend on the estimator. Matrices are float64 unless you set
+        ``Memory(gram_dtype=...)``.
 
         Args:
             data: All N training examples, in a form that ``blocks`` takes.
-            structure: Approximation of H. ``kfac``: Kronecker factors, for networks of any size.
-                ``last-layer``: the weights of the last layer, with all other weights fixed.
-                ``diag``: the diagonal. ``full``: the whole matrix, for a few thousand weights.
-                ``ntk``: the whole matrix through a kernel of all rows, for few examples.
+            structure: Approximation of H. ``kfac`` (default): Kronecker factors, for networks of
+                any size. ``last-layer``: the whole matrix of the last layer, with all other weights
+                fixed. ``diag``: the diagonal. ``full``: the whole matrix, for a few thousand
+                weights. ``ntk``: the whole matrix, through a kernel of all rows, for few examples.
             rows: Number of rows to keep for ``ntk`` with many examples, chosen as in
                 ``ntk-ROWS-rows-anchored``. The variance is then an upper bound on the exact
                 variance.
@@ -703,8 +709,8 @@ class Evidence:
         """
         if (data is None) == (state is None):
             raise ConfigurationError(
-                "posterior needs either the data or state=..., got both or neither. Pass one"
-                " of them."
+                "posterior needs either the data or state=..., got both or neither. Pass exactly"
+                " one of them."
             )
         with torch.no_grad(), self._failing_by_name():
             if state is not None:
@@ -717,23 +723,24 @@ class Evidence:
     def mode_gap(self, data: Any, *, structure: str = "ntk", rows: int | None = None) -> float:
         """Return how much log evidence is lost because the weights are not at the mode.
 
-        The log evidence assumes weights at the mode of the log joint density. The gap is what one
-        Newton step of the linearized model would gain: ½ gᵀ(H + P0)⁻¹g / N, where g is the gradient
-        of the log joint density.
+        The log evidence assumes that the weights are at the mode of the log joint density. The gap
+        is the gain from one Newton step of the linearized model: ½ gᵀ(H + P0)⁻¹g / N. Here g is the
+        gradient of the log joint density, H is the Gauss-Newton matrix, and P0 is the prior
+        precision.
 
         Args:
             data: All N training examples, in a form that ``blocks`` takes.
-            structure: Structure of H, one that ``posterior`` takes. ``ntk`` with all rows and
-                ``full`` are exact.
+            structure: Approximation of H that ``posterior`` supports. ``ntk`` (default) with all
+                rows and ``full`` are exact.
             rows: Number of rows to keep for ``ntk`` with many examples. The result is then an upper
                 bound on the gap.
 
         Returns:
-            Nats per example, 0 at the mode.
+            The gap in nats per example. It is 0 at the mode.
 
         Raises:
             ConfigurationError: If the structure is unknown, or does not fit the prior or the model.
-            InputError: If the data do not fit.
+            InputError: If the data do not fit the model or the likelihood.
             MemoryBudgetError: If the structure would not fit into the free memory.
 
         Examples:
@@ -768,15 +775,16 @@ class Evidence:
     ) -> "Evidence":
         """Return an evidence of the same model with another estimator, prior or likelihood.
 
-        The two evidences share the model, and the prior and likelihood that you do not replace.
+        The two evidences share the model. They also share the prior and the likelihood, unless you
+        replace them.
 
         Args:
             estimator: Name of the estimator.
             prior: Prior on the same weights. Default: the prior of this evidence.
             likelihood: Likelihood of the same outputs. Default: the likelihood of this evidence.
-            **changes: Other keyword arguments of ``Evidence``. Default: the temperature and the
-                sizes of micro-batches of this evidence, and the defaults of ``Evidence`` for
-                everything else.
+            **changes: Other keyword arguments of ``Evidence``. Default: the temperature,
+                micro-batch size and memory budget of this evidence, and the defaults of
+                ``Evidence`` for everything else.
 
         Returns:
             The new evidence.
@@ -815,21 +823,23 @@ class Evidence:
         return self._problem.plan_of(x).num_outputs
 
     def refresh_anchors(self, data: Any) -> float:
-        """Choose the anchors again, from the outputs of the current weights for all the data.
+        """Choose the anchors again, using the model's current outputs for all the data.
 
         Args:
             data: As for ``blocks``.
 
         Returns:
-            (1/T) log p(D|w,h) of all the data in nats, computed from the same outputs.
+            The log likelihood (1/T) log p(D|w,h) of all the data in nats, from the same outputs.
 
         Raises:
             ConfigurationError: If the estimator has no anchors.
-            InputError: If the data do not fit. In this case, the anchors do not change.
+            InputError: If the data do not fit the evidence. In this case, the anchors do not
+                change.
         """
         if self._anchors is None:
             raise ConfigurationError(
-                f"{self.spec.name} has no anchors. Use a name that ends in -anchored."
+                f"The estimator {self.spec.name} has no anchors. Use an estimator whose name ends"
+                " in -anchored."
             )
         with self.ranks.together():
             source = CheckedSource(self._problem, data)
@@ -846,15 +856,15 @@ class Evidence:
             self._positions = source.positions
         elif source.positions is None or not self._positions.has_the_places_of(source.positions):
             raise InputError(
-                "These examples have targets at other positions than in the data set from which"
-                f" the anchors of {self.spec.name} were chosen. Pass the first data set again, in"
-                " the same order, or make an evidence for these examples with with_estimator(...)."
+                "The targets are at other positions than in the data set from which the anchors of"
+                f" {self.spec.name} were chosen. Pass that data set again, in the same order, or"
+                " call with_estimator(...) to create an evidence for the new data set."
             )
 
     # ------------------------------------------------------------ telling and keeping
 
     def describe(self, x: Any = None) -> list[ParameterReport]:
-        """Describe how each weight tensor gets its derivatives, with its curvature and precision.
+        """Describe the derivatives, the curvature and the prior precision of each weight tensor.
 
         Args:
             x: Inputs of a few examples, required before the first estimate.
@@ -868,18 +878,17 @@ class Evidence:
         return parameter_reports(self._problem, x)
 
     def predicted_bytes(self, x: Any) -> int:
-        """Return the predicted peak memory of an estimate, without weights and data.
+        """Return the predicted peak memory of an estimate in bytes, without weights and data.
 
-        The memory of the statistic and its log-determinant follows from a formula. The memory of
-        the passes is measured with one and with two examples. Gradients with respect to
-        hyperparameters of the model need more memory.
+        The memory for the log-determinant follows from a formula. The memory for passes over the
+        network is extrapolated from one and two examples. Gradients with respect to hyperparameters
+        of the model need more memory.
 
         Args:
-            x: Inputs of at least two examples, or one batch if the estimator takes all data
-                (``N``).
+            x: Inputs of at least two examples, or one batch if the estimator uses all data (``N``).
 
         Returns:
-            Bytes of the statistic or of the passes, whichever is larger.
+            The memory for the log-determinant or for the passes, whichever is larger.
         """
         x = check_inputs(x, self._problem.device)
         plan = self._problem.network.plan(x)
@@ -887,9 +896,9 @@ class Evidence:
             return predicted_bytes(self._problem, plan, x)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the prior, likelihood, generator and automatic choices.
+        """Return the state of the prior, the likelihood, the generator and the automatic choices.
 
-        It does not include the model, which has its own ``state_dict``.
+        The state does not include the model, which has its own ``state_dict``.
         """
         anchors = {} if self._anchors is None else {"anchors": self._anchors.state_dict()}
         return {
@@ -909,8 +918,8 @@ class Evidence:
             state: Result of ``state_dict``.
 
         Raises:
-            ConfigurationError: If the state belongs to another estimator, or does not fit. In this
-                case, the evidence does not change.
+            ConfigurationError: If the state comes from an evidence with another estimator, or does
+                not fit this evidence. In this case, the evidence does not change.
         """
         # Older states of a wrapped model, as by torch.compile, have names with the wrapper.
         state = with_bare_names(self.model, state)

@@ -1,4 +1,4 @@
-"""Files that a crash does not leave incomplete, and folders with a single writer."""
+"""Writing files that a crash cannot leave incomplete, and locking folders for a single writer."""
 
 import hashlib
 import os
@@ -24,21 +24,21 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigurationError(
-            f"Cannot write {path}: {error.strerror or error}. Free some space, or use another"
+            f"Cannot write {path}: {error.strerror or error}. Free some disk space or use another"
             " folder. Existing files were not changed."
         ) from error
 
 
 @contextmanager
 def replacing(path: Path, before: Path | None = None) -> Iterator[IO[bytes]]:
-    """Open a file for reading and writing that replaces an old file only when it is complete.
+    """Open a new file that replaces ``path`` only after it has been written completely.
 
-    The old file is replaced at the end, or kept if an exception is raised. The new file is
-    synchronized to the disk before it is renamed, so it survives a power failure. If the old file's
-    digest shows that it is intact, it is first renamed to ``before``, if given.
+    If an exception is raised, the old file at ``path`` is kept. The new file is flushed to the disk
+    before it replaces the old file, so it survives a power failure. If ``before`` is given, an old
+    file whose digest shows that it is intact is renamed to ``before``.
 
     Yields:
-        The open file.
+        The new file, open for reading and writing bytes.
     """
     partial = path.with_name(path.name + PARTIAL)
     with writing(path):
@@ -58,7 +58,7 @@ def replacing(path: Path, before: Path | None = None) -> Iterator[IO[bytes]]:
 
 
 def seal(file: IO[bytes]) -> None:
-    """Append a digest, by which ``is_intact`` detects changes. ``torch.load`` ignores it."""
+    """Append a digest, with which ``is_intact`` detects changes. ``torch.load`` ignores digests."""
     size = file.seek(0, os.SEEK_END)
     digest = _digest(file, size)
     file.seek(size)
@@ -66,7 +66,7 @@ def seal(file: IO[bytes]) -> None:
 
 
 def is_intact(path: Path) -> bool | None:
-    """Return whether content and digest agree, or None if the file has no digest."""
+    """Return whether a file's content matches its digest, or None if there is no digest."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END) - len(_SEAL) - _DIGEST_BYTES
         file.seek(max(size, 0))
@@ -95,11 +95,11 @@ def _sync_names(folder: Path) -> None:
 
 @contextmanager
 def sole_writer(folder: Path, wait: bool = False) -> Iterator[None]:
-    """Keep other processes, and other runs in this process, from writing into a folder.
+    """Lock a folder against other processes and against other runs in this process.
 
-    The operating system's lock on the folder leaves no file and ends with the process. If the file
-    system has no locks, nothing is locked. If ``wait`` is True, the call waits until the folder is
-    unlocked.
+    The lock creates no file, and the operating system releases it when the process ends. If the
+    file system does not support locks, the folder is not locked. If ``wait`` is True, the call
+    waits until the folder is unlocked.
 
     Raises:
         ConfigurationError: If the folder is locked and ``wait`` is False.
@@ -113,8 +113,8 @@ def sole_writer(folder: Path, wait: bool = False) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise ConfigurationError(
-                f"Another process is writing into {folder}. Wait until it has finished, or stop it"
-                " first."
+                f"Another process is writing into {folder}. Wait until this process has finished,"
+                " or stop it."
             ) from None
         except (ImportError, OSError):  # not a POSIX system, or no locks
             pass

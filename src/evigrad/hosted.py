@@ -1,4 +1,4 @@
-"""Learning inside another library's training loop, whose callbacks report its steps."""
+"""Learning hyperparameters inside the training loop of another library, such as Lightning."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -28,13 +28,15 @@ TARGETS = ("labels", "label")
 
 
 class HostedLearner:
-    """A learner for a network that another library trains, with its own loss and optimizer.
+    """A learner of hyperparameters for a network that another library trains.
 
-    The prior's decay is added to the gradients before each step of the optimizer. Rounds follow
-    steps, not epochs, because fine-tuning has few epochs. Several processes that train replicas
-    take the same rounds from the same seed, and then use the numbers of the first process.
+    The prior's weight decay is added to the gradients before each optimizer step. A round of
+    hyperparameter steps may follow any optimizer step, because fine-tuning has few epochs. If
+    several processes train replicas, all of them take the same rounds with the same seed, and then
+    copy the hyperparameters of the first process.
+
     ``settings`` are the settings of ``fit``, without the number of epochs. ``loss`` is the loss
-    that the trainer minimizes: ``nll``, or ``mse`` over examples and outputs.
+    that the trainer minimizes: ``nll``, or ``mse`` with the mean over examples and outputs.
     """
 
     def __init__(self, settings: Settings, loss: Literal["nll", "mse"]) -> None:
@@ -64,7 +66,7 @@ class HostedLearner:
 
     @property
     def history(self) -> list[Row]:
-        """Return one row per round: the number of steps before it, and the columns of ``fit``."""
+        """Return one row per round: optimizer steps so far and the columns of ``fit``'s history."""
         return [] if self._learner is None else self._learner.history
 
     @property
@@ -74,13 +76,13 @@ class HostedLearner:
 
     @property
     def learns_in_first_epoch(self) -> bool:
-        """Return whether a round follows a step of the first epoch or has already taken place."""
+        """Return whether a round takes place in the first epoch or has already taken place."""
         return bool(self.history) or planned(self.learner.schedule.burn_in) <= self._epoch
 
     def begin(
         self, network: nn.Module, data: Any, optimizer: Optimizer, *, steps: int, epoch: int
     ) -> None:
-        """Create the evidence for ``steps`` optimizer steps, ``epoch`` of them per epoch."""
+        """Prepare for ``steps`` optimizer steps in total, with ``epoch`` steps per epoch."""
         s = self.settings.schedule
         check_burn_in(s.burn_in, -(-steps // epoch))
         schedule = replace(
@@ -109,10 +111,10 @@ class HostedLearner:
             self._state = None
 
     def before_step(self) -> None:
-        """Complete the gradients of a step: add the prior's decay, and remove other gradients.
+        """Add the prior's weight decay to the gradients, and remove hyperparameters' gradients.
 
-        The optimizer may hold hyperparameters of the model, which the training loss must not
-        change.
+        The optimizer may hold hyperparameters of the model, but the training loss must not change
+        them.
         """
         for name, parameter in self.evidence.hyperparameters().items():
             if name.startswith("model."):
@@ -123,7 +125,7 @@ class HostedLearner:
         self.evidence.add_weight_decay(self._optimizer, scale=scale)
 
     def after_step(self) -> Row | None:
-        """Count an optimizer step, take a round if one is due, and return its row."""
+        """Count an optimizer step, take a round if one is due, and return the round's row."""
         if self.learner.step() is None:
             return None
         if distributed.is_available() and distributed.is_initialized():
@@ -135,24 +137,24 @@ class HostedLearner:
         return self.history[-1]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to resume from, without the states of the network and the optimizer."""
+        """Return the state for a checkpoint, without the network and the optimizer."""
         if self._learner is None:
             return {} if self._state is None else dict(self._state)
         return {"learner": self._learner.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep a state until training starts. An empty state changes nothing."""
+        """Keep a state to load when training starts. An empty state has no effect."""
         self._state = state or None
 
 
 def take_over(optimizer: Optimizer, evidence: Evidence) -> None:
-    """Set the weight decay to 0 for the prior's weights. The optimizer must hold all of them."""
+    """Check that an optimizer holds all weights of the prior, and set their weight decay to 0."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     weights = evidence.weights()
     if missing := [name for name, weight in weights.items() if id(weight) not in held]:
         raise ConfigurationError(
             f"The optimizer must hold all weights of the prior, but it lacks {listed(missing)}."
-            " Pass them to the optimizer, or freeze them (requires_grad_(False))."
+            " Pass these weights to the optimizer, or freeze them with requires_grad_(False)."
         )
     weight_ids = {id(weight) for weight in weights.values()}
     for group in optimizer.param_groups:
@@ -161,24 +163,24 @@ def take_over(optimizer: Optimizer, evidence: Evidence) -> None:
 
 
 def as_pair(batch: Any) -> tuple[Any, Tensor]:
-    """Return inputs and targets of a pair, or of a dictionary with ``labels`` or ``label``."""
+    """Return the inputs and targets of a pair, or of a dictionary with ``labels`` or ``label``."""
     if isinstance(batch, Mapping):
         for key in TARGETS:
             if key in batch:
                 return {name: part for name, part in batch.items() if name != key}, batch[key]
     elif isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
-    what = f"{list(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+    what = f"keys {list(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
     raise InputError(
-        f"A batch of the training data must be (x, y) or a dictionary with {' or '.join(TARGETS)},"
-        f" got {what}. Set split=..., a function from a batch to (x, y)."
+        "A batch of the training data must be a pair (x, y), or a dictionary with the key"
+        f" {' or '.join(TARGETS)}, got {what}. Set split=... to a function from a batch to (x, y)."
     )
 
 
 def loader_of_pairs(
     loader: DataLoader[Any], split: Callable[[Any], tuple[Any, Tensor]]
 ) -> DataLoader[Any]:
-    """Return the data set of a loader, with its workers, in batches that are pairs (x, y)."""
+    """Return a loader of the same data set, whose batches are pairs (x, y)."""
     check_sampler(loader)
     return DataLoader(
         loader.dataset,

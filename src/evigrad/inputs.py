@@ -1,6 +1,7 @@
-"""Inputs and outputs of a model: trees of tensors, positions of outputs, and calls.
+"""A model's inputs and outputs: trees of tensors, positions of outputs, and calls of the model.
 
-Inputs are one tensor, or a tree of tensors whose first dimension counts examples.
+Inputs are one tensor, or a tree of tensors: nested dictionaries, tuples or lists. The first
+dimension of each tensor counts examples.
 """
 
 import inspect
@@ -40,7 +41,7 @@ class _Joined:
     """Tensors that move together like one tensor."""
 
     def named(self) -> list[tuple[str, Tensor]]:
-        """Return the tensors (n, ...) with the names of their places, in a fixed order."""
+        """Return the name and value of each tensor (n, ...), in a fixed order."""
         raise NotImplementedError
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
@@ -57,7 +58,7 @@ class _Joined:
         return self.leaves()[0].device
 
     def to(self, device: torch.device) -> Self:
-        """Return a copy on a device."""
+        """Return a copy on ``device``."""
         return self.map(lambda leaf: leaf.to(device))
 
     def clone(self) -> Self:
@@ -70,7 +71,7 @@ class _Joined:
 
 
 class Tree(_Joined):
-    """Nested containers of tensors that share dimension 0, made by ``as_inputs``."""
+    """Nested dictionaries, tuples or lists of tensors whose dimension 0 counts examples."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -97,12 +98,12 @@ class Tree(_Joined):
 
 
 class AtPositions(_Joined):
-    """Inputs for outputs (m, …, C) at single positions. Each position counts as one example.
+    """Inputs for single positions of outputs (m, …, C). Each position counts as one example.
 
-    ``whole`` contains each input once. ``data`` (n,) is the index of the input of each position, or
-    None if each position has its own input. The ``positions`` (n,) are indices into the flattened
-    dimensions of the outputs between the first and the last. ``count`` is the number of positions
-    per example, if known.
+    ``whole`` contains each input once. ``data`` (n,) contains the index of the input for each
+    position, or is None if each position has its own input. ``positions`` (n,) contains indices
+    into the outputs' middle dimensions, flattened. ``count`` is the number of positions per input,
+    if known.
     """
 
     def __init__(
@@ -112,12 +113,12 @@ class AtPositions(_Joined):
 
     @classmethod
     def every(cls, whole: Tensor | Tree, count: int) -> "AtPositions":
-        """Return all ``count`` positions of each example."""
+        """Return all ``count`` positions of each input in ``whole``."""
         number = torch.arange(len(whole) * count, device=whole.device)
         return cls(whole, number // count, number % count)
 
     def alone(self) -> "AtPositions":
-        """Return the same positions, with a copy of the inputs for each."""
+        """Return the same positions, with a separate copy of the input for each position."""
         if self.data is None:
             return self
         return AtPositions(self.whole[self.data], None, self.positions, self.count)
@@ -138,7 +139,7 @@ class AtPositions(_Joined):
         return AtPositions(whole, None, leaves[-1], self.count)
 
     def of_outputs(self, f: object) -> Float[Tensor, "n C"]:
-        """Return the outputs at the positions, from the outputs of the whole inputs."""
+        """Return the outputs at these positions, given the model's outputs ``f`` for ``whole``."""
         if (
             not isinstance(f, Tensor)
             or f.dim() < _WITH_POSITIONS
@@ -178,7 +179,7 @@ Inputs = Tensor | Tree | AtPositions
 
 
 def as_inputs(value: Any) -> Inputs:
-    """Return a tensor as it is, and containers of tensors as a checked ``Tree``."""
+    """Return a tensor unchanged. Check containers of tensors and return them as a ``Tree``."""
     if isinstance(value, Tensor) and value.layout != torch.strided:
         raise InputError("Inputs must be dense, got a sparse tensor. Use x.to_dense().")
     if isinstance(value, Inputs):
@@ -199,12 +200,12 @@ def as_inputs(value: Any) -> Inputs:
             )
         if part.layout != torch.strided:
             raise InputError(
-                f"{name} of the inputs must be dense, got a sparse tensor. Call its to_dense()."
+                f"{name} of the inputs must be dense, got a sparse tensor. Call to_dense() on it."
             )
         if part.dim() == 0:
             raise InputError(
                 f"{name} of the inputs must have a first dimension that counts examples, got a"
-                " single number."
+                " 0-dimensional tensor. Pass one value per example."
             )
         if part.is_complex():
             raise InputError(
@@ -212,18 +213,18 @@ def as_inputs(value: Any) -> Inputs:
                 " torch.view_as_real, and call torch.view_as_complex in forward."
             )
     if not parts:
-        raise InputError("Inputs must contain at least one tensor, got none.")
+        raise InputError("Inputs must contain at least one tensor, got none. Pass a tensor.")
     (first, one), *other_parts = parts
     for name, part in other_parts:
         if len(part) != len(one):
             raise InputError(
                 f"All parts of the inputs must have the same number of examples, got {len(one)} in"
-                f" {first} and {len(part)} in {name}. Their first dimension counts examples."
+                f" {first} and {len(part)} in {name}. The first dimension must count examples."
             )
         if part.device != one.device:
             raise InputError(
                 f"All parts of the inputs must be on the same device, got {one.device} for {first}"
-                f" and {part.device} for {name}. Move one of them."
+                f" and {part.device} for {name}. Move all parts to one device."
             )
     return tree
 
@@ -234,17 +235,17 @@ def tensors_of(x: Inputs) -> list[Tensor]:
 
 
 def each_once(x: Inputs) -> Tensor | Tree:
-    """Return the inputs of whole examples, each once."""
+    """Return the inputs, each once even if it has several positions."""
     return x.whole if isinstance(x, AtPositions) else x
 
 
 def with_tensors(x: Tensor | Tree, tensors: Sequence[Tensor]) -> Tensor | Tree:
-    """Return the containers of ``x`` with these tensors."""
+    """Return ``x`` with its tensors replaced by ``tensors``."""
     return tensors[0] if isinstance(x, Tensor) else x.with_leaves(tensors)
 
 
 def layout(x: Inputs) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    """Return the place, the shape of an example, and the type of each tensor."""
+    """Return the name, the shape per example, and the data type of each tensor."""
     if isinstance(x, AtPositions):
         return [*layout(x.whole), ("position", (), torch.int64)]
     named = [("x", x)] if isinstance(x, Tensor) else x.named()
@@ -252,13 +253,13 @@ def layout(x: Inputs) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
 
 
 def stacked(values: list[Any], what: str) -> Any:
-    """Stack items into a tensor, or into containers of tensors. ``what`` is x or y, for errors."""
+    """Stack items into a tensor or containers of tensors. ``what`` names the items in errors."""
     if all(isinstance(value, Tensor) for value in values):
         shapes = {tuple(value.shape) for value in values}
         if len(shapes) > 1:
             raise InputError(
                 f"All {what} must have the same shape to be stacked, got {sorted(shapes)[:3]}. Pad"
-                " them, or pass a DataLoader whose collate_fn pads."
+                " them, or pass a DataLoader whose collate_fn pads them."
             )
         return torch.stack(values)
     first = values[0]
@@ -269,8 +270,8 @@ def stacked(values: list[Any], what: str) -> Any:
     if all(value is None for value in values):
         return None
     raise InputError(
-        f"All {what} must have the same parts, such as dictionary keys. Check the items of the data"
-        " set."
+        f"All {what} must have the same structure, such as the same dictionary keys. Check the"
+        " items of the data set."
     )
 
 
@@ -292,7 +293,7 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return containers with ``function`` applied to each part. None stays None."""
+    """Return nested containers with ``function`` applied to each part except None."""
     if isinstance(value, Mapping):
         return {key: mapped(function, part) for key, part in value.items()}
     if isinstance(value, tuple | list):
@@ -306,15 +307,15 @@ def _made(like: Any, parts: Any) -> Any:
 
 
 def check_integers(x: Inputs) -> None:
-    """Raise InputError for integers that a packed tree would round."""
+    """Raise InputError if a tree contains integers that conversion to float64 would round."""
     x = each_once(x)
     for name, part in [] if isinstance(x, Tensor) else x.named():
         if part.dtype in (torch.int64, torch.uint64) and bool(
             (part.abs() > _LARGEST_INTEGER).any()
         ):
             raise InputError(
-                f"{name} of the inputs must hold integers of at most 2^53, because larger integers"
-                " would be rounded. Number the categories from 0."
+                f"{name} of the inputs must not contain integers above 2^53, because conversion to"
+                " float64 would round them. If the integers are categories, number them from 0."
             )
 
 
@@ -325,7 +326,7 @@ _wanted: ContextVar[AtPositions | None] = ContextVar("wanted", default=None)
 
 
 def called(model: nn.Module, x: Inputs) -> object:
-    """Return the outputs of the model for a copy of the inputs, which the model may change."""
+    """Call the model with a copy of the inputs and return the outputs."""
     if isinstance(x, AtPositions):
         return x.of_outputs(called(model, x.whole))
     if isinstance(model, Outputs):
@@ -365,7 +366,7 @@ def _raised_by(model: nn.Module, whose: str) -> Iterator[None]:
 def noted_calls(
     modules: Iterable[nn.Module], note: Callable[[nn.Module, tuple[Any, ...], Any], None]
 ) -> Iterator[None]:
-    """Call ``note`` with the module, the arguments and the result of each call of a module."""
+    """Call ``note`` with the module, its arguments and its result after each call of a module."""
     handles = [module.register_forward_hook(note) for module in modules]
     try:
         yield
@@ -375,7 +376,7 @@ def noted_calls(
 
 
 def output_layer(model: nn.Module, x: Tensor | Tree) -> tuple[object, nn.Linear | None]:
-    """Return the outputs, and the linear layer that computes them in one call, if any."""
+    """Return the outputs, and the linear layer that computes them in a single call, or None."""
     seen: dict[nn.Linear, list[tuple[int, Any]]] = {}
 
     def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -392,7 +393,7 @@ def output_layer(model: nn.Module, x: Tensor | Tree) -> tuple[object, nn.Linear 
 
 
 def called_at(model: nn.Module, layer: nn.Linear, x: AtPositions) -> object:
-    """Return the outputs (n, C) with ``layer``, which computes them, only at the positions."""
+    """Apply the output layer ``layer`` only at the positions and return the outputs (n, C)."""
 
     def gather(_: nn.Module, inputs: tuple[Any, ...]) -> Any:
         if (at_positions := _wanted.get()) is None:  # a call in another thread
@@ -409,17 +410,17 @@ def called_at(model: nn.Module, layer: nn.Linear, x: AtPositions) -> object:
 
 
 def scores_of(output: object) -> Any:
-    """Return the ``logits`` of an object that has them, or else the object itself."""
+    """Return ``output.logits`` if it is a tensor, or else ``output``."""
     logits = getattr(output, "logits", None)
     return logits if isinstance(logits, Tensor) else output
 
 
 def arguments(model: nn.Module, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and named arguments of ``forward`` for the value of a ``Tree``.
+    """Return positional arguments and keyword arguments of ``forward`` for a ``Tree``'s value.
 
-    A dictionary becomes keyword arguments if ``forward`` accepts all of its keys. A tuple becomes
-    positional arguments if ``forward`` requires this number of them. Any other value is one
-    argument.
+    A dictionary becomes keyword arguments if ``forward`` accepts all of its keys. A tuple or list
+    becomes positional arguments if ``forward`` requires exactly this number of them. Any other
+    value becomes a single argument.
     """
     parameters = inspect.signature(model.forward).parameters.values()
     kinds = {parameter.name: parameter.kind for parameter in parameters}
@@ -440,7 +441,7 @@ def arguments(model: nn.Module, value: Any) -> tuple[tuple[Any, ...], dict[str, 
 
 
 class Transparent(nn.Module):
-    """A module around a model, with the model's parameters, buffers, submodules and mode."""
+    """A wrapper module that shares the model's parameters, buffers, submodules and mode."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -451,7 +452,7 @@ class Transparent(nn.Module):
 
     @property
     def training(self) -> bool:
-        """Return the model's own mode."""
+        """Return whether the model is in training mode."""
         return inside(self).training
 
     @training.setter
@@ -463,15 +464,15 @@ class Transparent(nn.Module):
 
 
 def inside(module: Transparent) -> nn.Module:
-    """Return the model. It is not an attribute, because a submodule may have any name."""
+    """Return the model inside a wrapper."""
     return module.__dict__[_MODEL]
 
 
 def bare_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Return each name without the parts that module wrappers add.
+    """Return each name without the parts that wrappers such as ``DataParallel`` add.
 
-    Such wrappers are ``DataParallel`` and ``torch.compile``. ``names`` are names of a model's
-    parameters, buffers or modules. The model may be wrapped, or have wrapped modules.
+    ``names`` are names of a model's parameters, buffers or modules. The model may be wrapped, or
+    contain wrapped modules.
 
     Returns:
         A dictionary from each name to the name without these parts.
@@ -501,14 +502,14 @@ def _is_parallel(module: nn.Module) -> bool:
 
 
 def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> dict[str, nn.Parameter]:
-    """Return a model's parameters by ``bare_names``, with shared ones once or under each name."""
+    """Return a model's parameters by bare name. By default, include shared parameters once."""
     named = dict(model.named_parameters(remove_duplicate=remove_duplicate))
     bare = bare_names(model, named)
     return {bare[name]: parameter for name, parameter in named.items()}
 
 
 def with_bare_names(model: nn.Module, state: Any) -> Any:
-    """Return a state in which a wrapped model's tensors have their ``bare_names``."""
+    """Return ``state`` with a wrapped model's names replaced by the ``bare_names``."""
     buffers = (name for name, _ in model.named_buffers(remove_duplicate=False))
     names = bare_names(model, [*model.state_dict(), *buffers])
     if all(name == bare for name, bare in names.items()):
@@ -527,15 +528,15 @@ def with_bare_names(model: nn.Module, state: Any) -> Any:
 
 
 class Outputs(Transparent):
-    """Select the outputs from what a model returns, or move their channels last.
+    """Select the outputs from what a model returns, or move their channel dimension to the end.
 
     Pass this wrapper instead of the model to ``fit`` and ``Evidence``. It has the model's
-    parameters and buffers under the same names. Apply other wrappers, such as ``Averaged``,
-    outside.
+    parameters and buffers under the same names. Apply other wrappers, such as ``Averaged``, to the
+    wrapped model.
 
     Args:
         model: Any module.
-        output: Which part of the model's result: the name of an attribute or a key, an index, or a
+        output: Part of the model's result to use: the name of an attribute, a key, an index, or a
             function of the result. Default: the result itself, or its ``logits`` if it has them.
         channel_dim: Dimension of the C outputs, such as 1 for images (m, C, height, width).
             Default: −1, the last.
@@ -567,14 +568,14 @@ class Outputs(Transparent):
             )
         if not isinstance(channel_dim, int) or channel_dim == 0:
             raise ConfigurationError(
-                f"channel_dim must be a dimension of the outputs, got {channel_dim!r}. It cannot be"
-                " 0, because dimension 0 counts the examples."
+                f"channel_dim must be a dimension of the outputs, got {channel_dim!r}. Use a"
+                " nonzero integer, because dimension 0 counts the examples."
             )
         # Not registered, because a module that is given as a function belongs elsewhere.
         self.__dict__["_output"], self.__dict__["_channel_dim"] = output, channel_dim
 
     def forward(self, *positional: Any, **named: Any) -> Any:
-        """Return the outputs for the arguments that the model takes."""
+        """Return the selected outputs of the model for these arguments."""
         return _part(self, inside(self)(*positional, **named))
 
 

@@ -1,6 +1,7 @@
-"""A Lightning callback that learns weight decay, noise and hyperparameters.
+"""A Lightning callback that learns weight decay, noise and other hyperparameters.
 
-It needs Lightning: ``pip install 'evigrad[lightning]'``. Nothing else in evigrad imports it.
+The callback needs Lightning: ``pip install 'evigrad[lightning]'``. No other module of evigrad
+imports Lightning.
 """
 
 import copy
@@ -37,27 +38,28 @@ STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 
 
 class EvidenceCallback(pl.Callback):
-    """Learn weight decay, noise and hyperparameters by the evidence in a Lightning ``Trainer``.
+    """Learn weight decay, noise and other hyperparameters in a Lightning ``Trainer``.
 
     The learned prior replaces the optimizer's ``weight_decay``, which is set to 0. Before each
-    step, and before gradients are clipped, the callback adds (T/N) δ (w − w₀) to the gradients,
-    with the learned precisions δ. Rounds take place after optimizer steps. By default, there are
-    about twenty rounds, which begin after a tenth of training. Your ``training_step`` does not
-    change. It must minimize the mean negative log likelihood or, with ``loss="mse"``, the mean
-    squared error.
+    step, and before gradients are clipped, the callback adds the weight decay (T/N) δ (w − w₀) to
+    the gradients of the weights w. Here δ are the learned precisions, w₀ is the prior mean, T is
+    the temperature, and N is the number of examples. Rounds of hyperparameter steps take place
+    between optimizer steps. By default, there are about twenty rounds, which begin after a tenth of
+    training. Your ``training_step`` does not change. It must minimize the mean negative log
+    likelihood or, with ``loss="mse"``, the mean squared error.
 
-    Each round sends the log evidence per example, precisions and noise to the trainer's loggers. At
-    the end of an epoch, these values also go to ``trainer.callback_metrics``. Lightning's
-    checkpoints contain the state, so ``ckpt_path=...`` resumes with the same results. Under DDP,
-    all processes take the same rounds.
+    Each round sends the log evidence per example, the precisions and the noise to the trainer's
+    loggers. At the end of an epoch, these values also go to ``trainer.callback_metrics``.
+    Lightning's checkpoints contain the callback's state, so ``ckpt_path=...`` resumes with the same
+    results. Under DDP, all processes take the same rounds.
 
     Args:
         network: Name of the module's submodule that maps inputs to outputs, such as ``"net"``, or a
             function from the module to the network, such as ``lambda module:
             evigrad.Outputs(module.net, channel_dim=1)``. Default: the ``LightningModule`` itself,
             by its ``forward``.
-        data: All training data. See ``evigrad.fit``. Set it if the training loader has different
-            data, or if you want to omit its random transforms.
+        data: All training data. See ``evigrad.fit``. Default: the data set of the training loader.
+            Set ``data`` if the loader has different data, or to omit its random transforms.
         split: Function from a batch of the training loader to inputs and targets (x, y). Default: a
             pair is used as it is. In a dictionary, ``labels`` or ``label`` are the targets.
         loss: Loss that ``training_step`` minimizes: ``nll`` (default) or ``mse``.
@@ -122,7 +124,7 @@ class EvidenceCallback(pl.Callback):
 
     @property
     def evidence(self) -> Evidence:
-        """Return the evidence of the network, after training has started."""
+        """Return the evidence of the network, which exists after training has started."""
         return self._hosted.evidence
 
     @property
@@ -143,21 +145,21 @@ class EvidenceCallback(pl.Callback):
         if len(trainer.optimizers) != 1:
             raise ConfigurationError(
                 f"The module must have one optimizer that holds all weights, got"
-                f" {len(trainer.optimizers)} optimizers. Use only one."
+                f" {len(trainer.optimizers)} optimizers. Use only one optimizer."
             )
         steps = trainer.estimated_stepping_batches
         if steps == float("inf"):
             raise ConfigurationError(
                 "The Trainer must have an end, because rounds are spread over the whole training"
-                " run, but there is none. Set max_epochs or max_steps."
+                " run, but it has no limit on epochs or steps. Set max_epochs or max_steps."
             )
         (optimizer,) = trainer.optimizers
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
             raise ConfigurationError(
-                "The optimizer must not be fused in half precision, because a fused optimizer"
-                " unscales gradients inside its step, when it is too late to add the weight decay."
-                " Set fused=False."
+                "The optimizer must not be fused in half precision. A fused optimizer unscales"
+                " gradients inside its step, but the weight decay must be added to unscaled"
+                " gradients before the step. Set fused=False."
             )
         batches = trainer.num_training_batches
         self._hosted.begin(
@@ -174,8 +176,8 @@ class EvidenceCallback(pl.Callback):
             if stopping.strict and stopping.monitor in columns:
                 raise ConfigurationError(
                     f"EarlyStopping(monitor={stopping.monitor!r}) would raise an error after the"
-                    " first epoch: the burn-in is longer, so no round has set this value yet."
-                    " Set EarlyStopping(..., strict=False)."
+                    " first epoch, because the burn-in is longer and no round has set this value by"
+                    " then. Set EarlyStopping(..., strict=False)."
                 )
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
@@ -196,7 +198,7 @@ class EvidenceCallback(pl.Callback):
                 logger.log_metrics(known(row), step=trainer.global_step)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Pass the latest round to callbacks that monitor metrics."""
+        """Log the numbers of the latest round for callbacks that monitor metrics."""
         if self.history:
             pl_module.log_dict(known(self.history[-1]), logger=False, sync_dist=True)
 
@@ -205,7 +207,7 @@ class EvidenceCallback(pl.Callback):
         return self._hosted.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the state of a checkpoint for the start of training."""
+        """Keep a checkpoint's state to load when training starts."""
         self._hosted.load_state_dict(state_dict)
 
     # ------------------------------------------------------------ the module and its data
@@ -225,8 +227,8 @@ class EvidenceCallback(pl.Callback):
         if type(module).forward is pl.LightningModule.forward:
             names = ", ".join(name for name, _ in module.named_children())
             raise ConfigurationError(
-                "The module has no forward(x) that returns outputs. Name a submodule with such a"
-                f" forward: network=..., one of {names}."
+                "The module has no forward(x) that returns outputs. Set network=... to the name of"
+                f" a submodule that has such a forward, one of {names}."
             )
         # It shares parameters and submodules. It has no trainer, because passes restore all that
         # a network holds.
@@ -238,8 +240,8 @@ class EvidenceCallback(pl.Callback):
         loader = trainer.train_dataloader
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             raise ConfigurationError(
-                "An estimator reads the training data by index. Use a training DataLoader with a"
-                " map-style data set, or pass data=..."
+                "The training loader must be a DataLoader of a map-style data set, because an"
+                " estimator reads the data by index. Use such a loader, or pass data=..."
             )
         in_memory = isinstance(loader.dataset, TensorDataset) and len(loader.dataset.tensors) == 2
         if in_memory and loader.collate_fn is default_collate and self._split is as_pair:

@@ -3,7 +3,7 @@
 The prior is p(w|h) = N(w; w₀, P0⁻¹). The diagonal P0 has one precision for all weights, for each
 parameter tensor, for each group of tensors, or for each single weight. Precisions are learned as
 logarithms, so they stay positive and a step changes them by a factor. The mean w₀ is fixed: zero,
-the weights at the start (fine-tuning), or tensors.
+the initial weights (for fine-tuning), or tensors that you pass.
 """
 
 import math
@@ -35,7 +35,7 @@ class NormalHyperprior:
         std: Standard deviation of each log precision. Default: 1.
 
     Raises:
-        ConfigurationError: If a number is not finite, or ``std`` is not positive.
+        ConfigurationError: If ``mean`` or ``std`` is not finite, or ``std`` is not positive.
 
     Examples:
         >>> import torch
@@ -64,8 +64,8 @@ class NormalHyperprior:
 class GaussianPrior(nn.Module):
     """A Gaussian prior N(w₀, P0⁻¹) over the weights with mean w₀ and diagonal precision P0.
 
-    A prior has no parameters until ``Evidence`` calls ``bind`` with the weights. Before that, all
-    other methods raise a ConfigurationError.
+    A prior has no parameters until ``Evidence`` calls ``bind`` with the weights. Before that,
+    methods that need the parameters raise a ConfigurationError.
 
     For fine-tuning, use ``mean="initial"``, which pulls the weights toward their initial values. A
     larger learned precision keeps weights closer to the pretrained weights. With
@@ -76,14 +76,15 @@ class GaussianPrior(nn.Module):
         structure: ``"scalar"`` (one precision), ``"layerwise"`` (one per parameter tensor, the
             default), ``"diagonal"`` (one per weight), or groups: a dict from a group's name to
             patterns of parameter names. A pattern is the name of a parameter or module
-            (``"encoder"`` means ``encoder.weight``, not ``encoder2.weight``), or has wildcards
-            ``*``, ``?`` and ``[…]``. Each weight must be in exactly one group.
-        precision: Initial precision: one number, or one per group by name. (The groups of
-            ``"scalar"`` and ``"layerwise"`` are ``"all"`` and the parameters' names.) Default: 1.
+            (``"encoder"`` matches ``encoder.weight`` but not ``encoder2.weight``), or it has
+            wildcards ``*``, ``?`` and ``[…]``. Each weight must be in exactly one group.
+        precision: Initial precision: one number, or a dict with a number for each group. (The only
+            group of ``"scalar"`` is ``"all"``, and the groups of ``"layerwise"`` have the
+            parameters' names.) Default: 1.
         learnable: Whether the precisions are learned: one bool, or a dict from names of some groups
             to bools. Groups that are not in the dict are learned. Default: True.
         hyperprior: Function from the log precisions (G,) to their joint log density (a scalar, in
-            nats), such as ``NormalHyperprior``. Default: None, a flat density.
+            nats), such as ``NormalHyperprior()``. Default: None, which is a flat density.
         mean: Mean w₀: ``"zero"``, ``"initial"`` (the weights at the first ``bind``), or a dict from
             groups, names or patterns to ``"zero"``, ``"initial"`` or a tensor of the weight's
             shape. Other weights have mean zero. The ``state_dict`` contains the mean, and loading a
@@ -91,9 +92,10 @@ class GaussianPrior(nn.Module):
 
     Attributes:
         log_precision: Log precisions of the learned groups, (G,), or of all groups if none is
-            learned. If diagonal, log precisions of the weights, (P,). None before ``bind``.
-        group_names: Names of the groups. Empty if diagonal.
-        group_of: Index into ``group_names`` for each weight tensor. Empty if diagonal.
+            learned. A diagonal prior has the log precisions of the weights, (P,). None before
+            ``bind``.
+        group_names: Names of the groups. Empty for a diagonal prior.
+        group_of: Index into ``group_names`` for each weight tensor. Empty for a diagonal prior.
 
     Raises:
         ConfigurationError: If the structure or the mean is unknown, a precision is not positive, or
@@ -138,7 +140,8 @@ class GaussianPrior(nn.Module):
         if isinstance(precision, Mapping):
             if self.structure == "diagonal":
                 raise ConfigurationError(
-                    "precision of a diagonal prior must be one number, got a mapping by groups."
+                    "precision of a diagonal prior must be one number, got a mapping. A diagonal"
+                    " prior has no groups."
                 )
             self._precision = {
                 group: _positive(value, f"precision of '{group}'")
@@ -173,18 +176,19 @@ class GaussianPrior(nn.Module):
     # ------------------------------------------------------------------ the weights
 
     def bind(self, weights: Mapping[str, Tensor]) -> None:
-        """Make a log precision for each group of these weights, with their device and dtype.
+        """Create a log precision for each group of the weights, on the weights' device.
 
-        A second call with the same names and shapes keeps precisions and means, and moves them to
-        the weights' device and dtype.
+        Log precisions have the data type of the weights, or float32 if the weights are in half
+        precision. A second call with weights of the same names and shapes keeps the log precisions
+        and means, but moves them to the device of these weights.
 
         Args:
             weights: Weights by name. A shared weight must occur once.
 
         Raises:
             ConfigurationError: If there are no weights, the prior is bound to other weights, or a
-                weight is not in exactly one group. It is also raised if a setting does not fit the
-                groups or the hyperprior does not return a scalar.
+                weight is not in exactly one group. Also if a setting does not fit the groups, or
+                the hyperprior does not return a scalar.
         """
         if not weights:
             raise ConfigurationError(
@@ -284,7 +288,7 @@ class GaussianPrior(nn.Module):
             ]
             if not matching_names:
                 raise ConfigurationError(
-                    f"mean must name weights, modules, patterns or groups, got '{key}'."
+                    f"Each key of mean must match a weight, module or group, got '{key}'."
                     f"{nearest(key, [*names, *_known(shapes)])}"
                 )
             for name in matching_names:
@@ -302,7 +306,7 @@ class GaussianPrior(nn.Module):
         return {name: mean for name in shapes if (mean := means.get(name)) is not None}
 
     def learned_groups(self) -> list[int]:
-        """Return indices into ``group_names`` of the entries of ``log_precision``."""
+        """Return the index into ``group_names`` of each entry of ``log_precision``."""
         return self._learned_index.tolist() or list(range(len(self.group_names)))
 
     def _log_precisions(self) -> Tensor:
@@ -329,7 +333,7 @@ class GaussianPrior(nn.Module):
         return {name: groups[self.group_of[name]] for name in self._shapes}
 
     def means(self) -> dict[str, Tensor]:
-        """Return the nonzero means w₀ of weight tensors, in their shapes, by name."""
+        """Return the nonzero means w₀ of the weights by name, each in the shape of its weight."""
         self._log_precisions()
         if self._means is None:
             return {}
@@ -344,7 +348,7 @@ class GaussianPrior(nn.Module):
         return {name: w - means[name] if name in means else w for name, w in weights.items()}
 
     def quadratic(self, weights: Mapping[str, Tensor]) -> Float[Tensor, ""]:
-        """Return (w − w₀)ᵀ P0 (w − w₀), differentiable in the weights and in precisions.
+        """Return (w − w₀)ᵀ P0 (w − w₀), differentiable in the weights and the precisions.
 
         Raises:
             ConfigurationError: If the weights are not the bound weights.
@@ -382,7 +386,8 @@ class GaussianPrior(nn.Module):
         value = self.hyperprior(log_precision)
         if not isinstance(value, Tensor) or value.ndim:
             raise ConfigurationError(
-                "The hyperprior must return a 0-dimensional tensor. Sum its log densities."
+                "The hyperprior must return a 0-dimensional tensor, but returned another shape or"
+                " type. Sum the log densities of all precisions."
             )
         return value
 
@@ -392,7 +397,7 @@ class GaussianPrior(nn.Module):
         return {name: self.group_names[index] for name, index in self.group_of.items()}
 
     def group_name(self, name: str) -> str:
-        """Return the name of a weight tensor's group, or the tensor's own name if diagonal.
+        """Return the name of a weight's group, or the weight's own name for a diagonal prior.
 
         Raises:
             ConfigurationError: If there is no weight of this name.
@@ -407,7 +412,7 @@ class GaussianPrior(nn.Module):
     # ------------------------------------------------------------------ state
 
     def get_extra_state(self) -> dict[str, Any] | None:
-        """Return the bound weights in plain types, or None before ``bind``, for checkpoints."""
+        """Return the names, shapes and groups of the bound weights, or None before ``bind``."""
         if self.log_precision is None:
             return None
         return {
@@ -428,8 +433,8 @@ class GaussianPrior(nn.Module):
         if saved is not None:
             if saved["structure"] != self.structure:
                 raise ConfigurationError(
-                    f"The saved prior must be {self.structure} like this prior, got"
-                    f" {saved['structure']}. Make this prior with the structure of the saved one."
+                    f"The saved prior must have this prior's structure, {self.structure}, got"
+                    f" {saved['structure']}. Create this prior with the saved structure."
                 )
             shapes = {name: torch.Size(shape) for name, shape in saved["shapes"].items()}
             if self.log_precision is None:
@@ -550,13 +555,13 @@ def _difference(bound: Mapping[str, torch.Size], other: Mapping[str, torch.Size]
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a pattern is a parameter's name, a module above it or a matching wildcard."""
+    """Return whether a pattern names a parameter or its module, or matches by wildcards."""
     above = pattern if pattern.endswith(".") else f"{pattern}."
     return name == pattern or name.startswith(above) or fnmatchcase(name, pattern)
 
 
 def checked_groups(groups: Mapping[str, Sequence[str]], what: str) -> dict[str, list[str]]:
-    """Return the list of patterns of each group. ``what`` names the groups' owner in errors."""
+    """Check that each group has patterns, and return the patterns of each group as a list."""
     taken = {
         name: [patterns] if isinstance(patterns, str) else list(patterns)
         for name, patterns in groups.items()
@@ -564,7 +569,8 @@ def checked_groups(groups: Mapping[str, Sequence[str]], what: str) -> dict[str, 
     empty = [name for name, patterns in taken.items() if not patterns]
     if empty or not taken:
         raise ConfigurationError(
-            f"Each group of {what} must name weights, got none for {listed(empty) or 'all'}."
+            f"Each group of {what} must name at least one weight, got none for"
+            f" {listed(empty) or 'any group'}."
         )
     return taken
 
@@ -575,7 +581,7 @@ def _known(names: Iterable[str]) -> list[str]:
 
 
 def assign(names: Sequence[str], groups: Mapping[str, Sequence[str]], what: str) -> dict[str, str]:
-    """Return the group of each weight. ``what`` names the groups' owner in errors."""
+    """Check that each weight is in exactly one group, and return the group of each weight."""
     owners = {
         name: [g for g, patterns in groups.items() if any(matches(p, name) for p in patterns)]
         for name in names

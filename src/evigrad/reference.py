@@ -1,14 +1,15 @@
 """The method in dense float64 matrices: short, slow, and the reference for every fast path.
 
-Nothing here is shared with the estimators. Each Jacobian, curvature and determinant is formed as
-the paper writes it and differentiated by plain autograd, so use networks with about 100
-weights. Equation numbers refer to Immer et al. (2023), *Stochastic Marginal Likelihood Gradients
-using Neural Tangent Kernels*. The page ``theory`` of the documentation walks through this file.
+The estimators do not use these functions. Each Jacobian, curvature and determinant is formed
+explicitly, as in the paper, and differentiated by autograd. Use networks with about 100 weights.
+Equation numbers refer to Immer et al. (2023), *Stochastic Marginal Likelihood Gradients using
+Neural Tangent Kernels*. For a guided tour of this file, see docs/theory.md.
 
-Notation: N examples, C outputs, P weights w, T the temperature. J_n is ∂f(x_n)/∂w (C × P), P0 the
-diagonal prior precision, Λ_n the curvature of −(1/T) log p(y_n|f) with respect to the outputs (C ×
-C). For some examples, a block B lists columns of a root R_n of Λ_n. M_n = R_n[:, B] R_n[:, B]ᵀ is
-the part of Λ_n that the block keeps, and M_n = Λ_n if it keeps all columns. Then
+There are N examples, C outputs and P weights w, and T is the temperature. The Jacobian J_n (C × P)
+is ∂f(x_n)/∂w, and the diagonal matrix P0 contains the prior precisions. Λ_n (C × C) is the
+curvature of −(1/T) log p(y_n|f) with respect to the outputs, and R_n is a root: R_n R_nᵀ = Λ_n. A
+block B lists columns of R_n for some examples. The block keeps the part M_n = R_n[:, B] R_n[:, B]ᵀ
+of Λ_n. If it lists all columns, M_n = Λ_n. Then
 
     H_B = Σ_n J_nᵀ M_n J_n,    K_B = J P0⁻¹ Jᵀ M,    ℓ(B) = log|I + H_B P0⁻¹| = log|I + K_B|.
 """
@@ -98,8 +99,8 @@ def softmax_root(f: Float[Tensor, "N C"], kind: str) -> Float[Tensor, "N C C"]:
     """Return a root R of the softmax's Λ, so that R Rᵀ = Λ.
 
     ``fisher`` is diag(√p) − p √pᵀ, whose column d corresponds to class d. ``eigen`` is this root
-    times Q, the eigenvectors of RᵀR in order of descending eigenvalues. Q is a free parameter of
-    the bound and held constant.
+    times Q, the eigenvectors of RᵀR in order of descending eigenvalues. Q is held constant, because
+    any orthogonal Q gives a root.
     """
     half = (0.5 * f.log_softmax(-1)).exp()  # √p, with finite derivatives if p underflows
     fisher = torch.diag_embed(half) - half.square()[:, :, None] * half[:, None, :]
@@ -110,10 +111,10 @@ def softmax_root(f: Float[Tensor, "N C"], kind: str) -> Float[Tensor, "N C C"]:
 
 
 def matrix_root(curvature: Float[Tensor, "N C C"], kind: str) -> Float[Tensor, "N C C"]:
-    """Return a root R of any Λ: the symmetric one (``fisher``), or V√λ, largest first (``eigen``).
+    """Return a root R of any Λ: symmetric (``fisher``), or V√λ with descending λ (``eigen``).
 
-    R = R₀ + (I − ½Π)(Λ − Λ₀)R₀⁺ᵀ, where R₀ is the root of the current Λ₀ and Π = R₀R₀⁺. Its value
-    is R₀, and R Rᵀ has the same derivative as Λ.
+    R = R₀ + (I − ½Π)(Λ − Λ₀)R₀⁺ᵀ, where Λ₀ is the value of Λ without a graph, R₀ is the root of Λ₀,
+    and Π = R₀R₀⁺. The value of R is R₀, and R Rᵀ has the same derivative as Λ.
     """
     frozen = curvature.detach()
     values, vectors = torch.linalg.eigh(frozen)
@@ -130,7 +131,7 @@ def kept_curvature(
     columns: Int[Tensor, "N k"] | None,
     root: Float[Tensor, "N C C"] | None = None,
 ) -> Float[Tensor, "N C C"]:
-    """Return M_n, the part of Λ_n in a block that lists these root columns (−1 is padding).
+    """Return M_n, the part of Λ_n that a block with these root columns keeps (−1 is padding).
 
     Without a root, M_n is the paper's sub-block: the rows and columns of Λ_n for the listed
     outputs.
@@ -163,7 +164,7 @@ def log_det(
 ) -> Float[Tensor, ""]:
     """Return log|I + H_𝒫 P0⁻¹|, with H restricted to the blocks of a partition 𝒫 (Eq. 8).
 
-    By default 𝒫 has one block. Theorem 1: a finer partition has a larger log-determinant.
+    By default, 𝒫 has one block. A finer partition gives a larger log-determinant (Theorem 1).
     """
     matrix = (
         torch.eye(len(h), dtype=h.dtype, device=h.device)
@@ -180,8 +181,8 @@ def kernel_log_det(
 ) -> Float[Tensor, ""]:
     """Return log|I + J P0⁻¹ Jᵀ M| from the neural tangent kernel (Eqs. 6 and 7).
 
-    It equals ``log_det(ggn(jac, kept), precision)`` (Theorem 3). The matrix is not symmetric. This
-    is acceptable in float64, but the library takes a Cholesky factor of I + S instead.
+    The result equals ``log_det(ggn(jac, kept), precision)`` (Theorem 3). The matrix is not
+    symmetric, which is acceptable in float64. The estimators use a symmetric matrix instead.
     """
     num_rows = jac.shape[0] * jac.shape[1]
     rows = jac.reshape(num_rows, -1)
@@ -192,7 +193,7 @@ def kernel_log_det(
 def parameter_partition(
     structure: str, weights: Mapping[str, Tensor], groups: ParameterPartition = "tensor"
 ) -> list[Int[Tensor, " _"]]:
-    """Return the partition 𝒫 of 0 … P − 1 for a structure other than ``kfac``."""
+    """Return the partition 𝒫 of weight indices 0 … P − 1 for a structure other than ``kfac``."""
     sizes = [w.numel() for w in weights.values()]
     every = torch.arange(sum(sizes), device="cpu")
     if structure in ("ntk", "full"):
@@ -212,15 +213,16 @@ def kfac_log_det(
     precisions: Mapping[str, Tensor],
     sharing: str = "expand",
 ) -> Float[Tensor, ""]:
-    """Return Σ log|I + (B ⊗ A)/(count · δ)| over weight matrices, plus exact blocks for the rest.
+    """Return Σ log|I + (B ⊗ A)/(count · δ)| over weight matrices, plus terms for other weights.
 
-    With the inputs a_nt of a linear or convolutional layer at position t, and the Jacobian G_nt of
-    the network's outputs with respect to the layer's output there,
+    The input of a linear or convolutional layer at position t is a_nt. G_nt is the Jacobian of the
+    network's outputs with respect to the layer's output at t, and δ is the prior precision. For
+    ``sharing="expand"``,
 
-        A = Σ_n Σ_t a_nt a_ntᵀ,    B = Σ_n Σ_t G_ntᵀ M_n G_nt,    count = number of pairs (n, t)
+        A = Σ_n Σ_t a_nt a_ntᵀ,    B = Σ_n Σ_t G_ntᵀ M_n G_nt,    count = number of pairs (n, t).
 
-    for ``sharing="expand"``. With ``reduce``, an example has one position, with the mean of its
-    inputs and the sum of its G_nt (Eschenhagen et al., 2023). KFAC is not a bound.
+    With ``reduce``, each example has one position, with the mean of a_nt and the sum of G_nt over t
+    (Eschenhagen et al., 2023). KFAC does not give a bound.
     """
     factors = _layer_factors(model, weights, x)
     terms = []
@@ -253,7 +255,7 @@ def log_evidence(
     sharing: str = "expand",
     curvature: Callable[[Tensor], Tensor] | None = None,
 ) -> Float[Tensor, ""]:
-    """Return the estimate of log q(D|h) on a block, in nats, with a graph (Algorithm 1).
+    """Return the estimate of log q(D|h) from a block, in nats, with a graph (Algorithm 1).
 
     Args:
         evidence: Evidence that contains the model, the likelihood, the prior and the estimator.
@@ -274,7 +276,8 @@ def log_evidence(
     log_prob = likelihood.log_prob(f, y)
     if spec.curvature == "mc":
         raise ConfigurationError(
-            "A block does not contain the labels sampled by 'mc'. Use another curvature."
+            "A block does not contain the labels sampled by 'mc', so there is no reference for this"
+            " curvature. Use another curvature."
         )
     if spec.curvature == "ef":  # M_n is the outer product of the score
         (score,) = torch.autograd.grad(log_prob.sum(), f, create_graph=True)
@@ -316,10 +319,11 @@ def anchored_log_det(
     labels: Int[Tensor, "m k"],
     weights: Sequence[float],
 ) -> Float[Tensor, ""]:
-    """Return ℓ(Z) + Σ_b w_b (ℓ(Z ∪ B_b) − ℓ(Z)), which bounds ℓ(I) in expectation for any Z.
+    """Return ℓ(Z) + Σ_b w_b (ℓ(Z ∪ B_b) − ℓ(Z)), in expectation an upper bound on ℓ of all rows.
 
-    ``entropy`` returns ℓ of the listed columns. ``labels`` are 0 for a column in Z, b for a column
-    in B_b, and −1 for all other columns. w_b is one over the probability of drawing B_b.
+    ``entropy`` returns ℓ of the listed columns. ``labels`` are 0 for a column of the anchors Z, b
+    for a column in B_b, and −1 for all other columns. ``weights`` contains w_b, which is one over
+    the probability of drawing B_b.
     """
 
     def where(listed: Bool[Tensor, "m k"]) -> Float[Tensor, ""]:
@@ -333,7 +337,7 @@ def anchored_log_det(
 
 
 def gradients(evidence: Evidence, block: Block, **settings: Any) -> dict[str, Tensor]:
-    """Return the gradient of −(log evidence + log hyperprior)/N for each hyperparameter, by name.
+    """Return the gradient of −(log evidence + log hyperprior)/N by name of the hyperparameter.
 
     ``settings`` are keyword arguments of ``log_evidence``.
     """
@@ -347,7 +351,7 @@ def gradients(evidence: Evidence, block: Block, **settings: Any) -> dict[str, Te
 
 
 def vector(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Float[Tensor, " P"]:
-    """Return one tensor for each weight, broadcast to the weight's shape, as a single vector."""
+    """Return the tensors as a single vector, after broadcasting each to the shape of its weight."""
     return _flat([tensors[name].expand_as(w) for name, w in weights.items()])
 
 

@@ -2,8 +2,8 @@
 
 A tracker is a function that is called with each row. A row is a dictionary of numbers with the
 epoch or the step, like the rows of ``fit``'s history. Pass the tracker as ``fit(...,
-callbacks=[tracker])``. Any such function is a tracker. `Tracker` is the base class of the trackers
-here. To write a tracker for another tool, define ``write`` and ``close``.
+callbacks=[tracker])``. To write a tracker for another tool, derive a class from ``Tracker`` and
+define ``write`` and ``close``.
 """
 
 import time
@@ -24,12 +24,12 @@ _AT_ONCE = 1000
 
 
 def numbers(row: Mapping[str, int | float | None]) -> dict[str, float]:
-    """Return the computed numbers of a row, without the columns that count rows."""
+    """Return the numbers of a row without missing values and without the epoch, round or step."""
     return {name: value for name, value in known(row).items() if name not in COUNTERS}
 
 
 class Tracker(ABC):
-    """A callback of ``fit`` that writes the numbers of each row. Use it in a ``with`` statement.
+    """A callback for ``fit`` that writes the numbers of each row. Use it in a ``with`` statement.
 
     Examples:
         >>> from evigrad.trackers import Tracker
@@ -61,7 +61,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def close(self, *, failed: bool = False) -> None:
-        """End the record.
+        """Close the tracker after training.
 
         Args:
             failed: Whether training ended with an error.
@@ -77,9 +77,9 @@ class Tracker(ABC):
 class TensorBoard(Tracker):
     """Write each row for TensorBoard. ``tensorboard --logdir FOLDER`` shows the rows.
 
-    It needs ``pip install 'evigrad[tensorboard]'``. Each row is in the file after its call, and a
-    ``with`` statement closes the file. A resumed run continues in the same folder. If it repeats
-    epochs, the later values count.
+    The tracker needs ``pip install 'evigrad[tensorboard]'``. Each row is written to the file at
+    once, and a ``with`` statement closes the file. A resumed run continues in the same folder. If
+    the run repeats epochs, the later values count.
 
     Args:
         folder: Folder to write to.
@@ -107,9 +107,9 @@ class TensorBoard(Tracker):
 class WandB(Tracker):
     """Write each row to a run of Weights & Biases, by default only on this machine.
 
-    It needs ``pip install 'evigrad[wandb]'``. To upload an offline run, use
-    ``wandb sync FOLDER/wandb/offline-run-...``. A ``with`` statement finishes the run and marks it
-    as failed after an error.
+    The tracker needs ``pip install 'evigrad[wandb]'``. To upload an offline run, use ``wandb sync
+    FOLDER/wandb/offline-run-...``. A ``with`` statement finishes the run and marks the run as
+    failed after an error.
 
     Args:
         folder: Folder to write to.
@@ -123,7 +123,7 @@ class WandB(Tracker):
     """
 
     def __init__(self, folder: str | Path = ".", mode: str = "offline", **settings: Any) -> None:
-        wandb: Any = require("wandb", "the tracker for Weights & Biases", extra="wandb")
+        wandb: Any = require("wandb", "The tracker for Weights & Biases", extra="wandb")
         self._run = wandb.init(dir=str(folder), mode=mode, **settings)
 
     def write(self, values: dict[str, float], count: int) -> None:
@@ -136,15 +136,15 @@ class WandB(Tracker):
 class MLflow(Tracker):
     """Write each row as metrics of an MLflow run, separate from the script's active run.
 
-    It needs ``pip install 'evigrad[mlflow]'``. A ``with`` statement ends the run and marks it as
-    failed after an error.
+    The tracker needs ``pip install 'evigrad[mlflow]'``. A ``with`` statement ends the run and marks
+    the run as failed after an error.
 
     Args:
-        store: Tracking URI: a server, ``"sqlite:///mlflow.db"``, or a folder, for which MLflow
-            3.13 and newer need ``MLFLOW_ALLOW_FILE_STORE=true`` in the environment. Default: None,
-            MLflow's own choice.
+        store: Tracking URI: a server, ``"sqlite:///mlflow.db"``, or a folder. For a folder, MLflow
+            3.13 or newer needs ``MLFLOW_ALLOW_FILE_STORE=true`` in the environment. Default: None,
+            which uses MLflow's default.
         experiment: Name of the experiment, which is created if it does not exist.
-        name: Name of the run. Default: None, MLflow's own choice.
+        name: Name of the run. Default: None, which lets MLflow choose a name.
 
     Raises:
         EvigradError: If MLflow is not installed.

@@ -1,6 +1,7 @@
-"""A callback for Hugging Face's ``Trainer`` that learns weight decay and hyperparameters.
+"""A callback for Hugging Face's ``Trainer`` that learns weight decay and other hyperparameters.
 
-It needs Transformers: ``pip install 'evigrad[transformers]'``. Nothing else in evigrad imports it.
+The callback needs Transformers: ``pip install 'evigrad[transformers]'``. No other module of evigrad
+imports Transformers.
 """
 
 import warnings
@@ -45,24 +46,26 @@ _SAME_LOSS = 0.03
 
 
 class EvidenceCallback(_transformers.TrainerCallback):
-    """Learn weight decay and hyperparameters by the evidence in a Transformers ``Trainer``.
+    """Learn weight decay and other hyperparameters in a Transformers ``Trainer``.
 
-    The learned prior replaces the optimizer's ``weight_decay``, which is set to 0. Before each step
-    the callback adds (T/N) δ (w − w₀) to the gradients, with the learned precisions δ, and then
-    clips the gradients to ``max_grad_norm``. (If the trainer clipped only the gradients of the
-    loss, the decay would be too strong.) Rounds take place after optimizer steps. By default, there
-    are about twenty rounds, which begin after a tenth of training. Weights are the parameters that
-    require a gradient, such as the adapters in a PEFT model.
+    The learned prior replaces the optimizer's ``weight_decay``, which is set to 0. Before each
+    step, the callback adds the weight decay (T/N) δ (w − w₀) to the gradients of the weights w.
+    Here δ are the learned precisions, w₀ is the prior mean, T is the temperature, and N is the
+    number of examples. The callback then clips the gradients to ``max_grad_norm``. (If the trainer
+    clipped only the gradients of the loss, the decay would be too strong.) Rounds of hyperparameter
+    steps take place between optimizer steps. By default, there are about twenty rounds, which begin
+    after a tenth of training. The weights are the parameters that require a gradient, such as the
+    adapters in a PEFT model.
 
-    The callback uses the trainer's data and its collation. ``labels`` are the targets, one per
+    The callback uses the trainer's data and data collator. ``labels`` are the targets, one per
     sequence or per position. For a causal language model, whose loss compares each output with the
     next label, the labels are shifted. Positions with label −100 do not count.
 
     Each round adds a line to ``trainer.state.log_history``. If there are more than three
     precisions, the line has only the lowest, median and highest, but ``history`` has all. Set
     ``callback.log = trainer.log`` to also send the line to TensorBoard and other integrations. The
-    file ``evigrad.pt`` of each checkpoint has the state, so
-    ``trainer.train(resume_from_checkpoint=True)`` resumes with the same numbers. If there are
+    file ``evigrad.pt`` in each checkpoint contains the callback's state, so
+    ``trainer.train(resume_from_checkpoint=True)`` resumes with the same results. If there are
     several processes, all of them take the same rounds.
 
     Args:
@@ -137,7 +140,7 @@ class EvidenceCallback(_transformers.TrainerCallback):
 
     @property
     def evidence(self) -> Evidence:
-        """Return the evidence of the network, after training has started."""
+        """Return the evidence of the network, which exists after training has started."""
         return self._hosted.evidence
 
     @property
@@ -148,10 +151,10 @@ class EvidenceCallback(_transformers.TrainerCallback):
     # ------------------------------------------------------------ events of the trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
-        """Create the evidence of the network and the training data, or resume it from a file."""
+        """Create the evidence of the network and the data. If training resumes, load its state."""
         if args.deepspeed or args.fsdp:
             raise ConfigurationError(
-                "Every process must have all weights, got DeepSpeed or FSDP. Use one device, or"
+                "Every process must have all weights, got DeepSpeed or FSDP. Use one device or"
                 " plain data parallelism."
             )
         if args.label_smoothing_factor:
@@ -162,8 +165,8 @@ class EvidenceCallback(_transformers.TrainerCallback):
         loader, model = keywords["train_dataloader"], keywords["model"]
         if isinstance(loader.dataset, IterableDataset):
             raise ConfigurationError(
-                "An estimator reads the training data by index, got an iterable data set. Use a"
-                " map-style train_dataset."
+                "An estimator reads the training data by index, but train_dataset is an iterable"
+                " data set. Use a map-style data set, with __getitem__ and __len__."
             )
         if state.global_step:
             self._hosted.load_state_dict(_saved(args, state.global_step))
@@ -182,7 +185,7 @@ class EvidenceCallback(_transformers.TrainerCallback):
             _compare_losses(self.evidence, loader, split, args.gradient_accumulation_steps)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
-        """Add the weight decay to the gradients, and clip them."""
+        """Add the weight decay to the gradients and then clip them."""
         self._hosted.before_step()
         if self._max_norm:
             held = [p for group in keywords["optimizer"].param_groups for p in group["params"]]
@@ -202,11 +205,11 @@ class EvidenceCallback(_transformers.TrainerCallback):
         control.should_log = due
 
     def on_train_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
-        """Restore the trainer's clipping."""
+        """Restore the trainer's ``max_grad_norm``."""
         args.max_grad_norm, self._max_norm = self._max_norm, 0.0
 
     def on_save(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
-        """Write the state into the folder of the checkpoint."""
+        """Write the callback's state into the checkpoint's folder."""
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero and folder.is_dir():
             with replacing(folder / FILE) as file:
@@ -222,8 +225,9 @@ def _saved(args: Any, step: int) -> dict[str, Any]:
         if (folder / FILE).is_file():
             return torch.load(folder / FILE, map_location="cpu", weights_only=True)
     raise ConfigurationError(
-        f"There is no {FILE} in {folders[0]}: the checkpoint was saved without this callback, or is"
-        " elsewhere. Set its folder with TrainingArguments(resume_from_checkpoint=FOLDER)."
+        f"There is no {FILE} in {folders[0]}. If the checkpoint is in another folder, set"
+        " TrainingArguments(resume_from_checkpoint=FOLDER). If it was saved without this callback,"
+        " start a new run."
     )
 
 

@@ -284,7 +284,7 @@ def test_memory_that_never_suffices_ends_training_with_what_is_cheaper(allocator
         "a training step on 20 examples. Use a smaller batch_size": (Evidence, "map_loss"),
         "an estimate by ntk-20-1. Use fewer rows in a block": (linalg, "_factor"),
         "A pass over a single example does not fit": (MicroBatchSweep, "linearize"),
-        "evaluating the network on a single example": (metrics, "flattened"),
+        "evaluate the network on a single example": (metrics, "flattened"),
     }
     for number, (words, (owner, name)) in enumerate(cases.items()):
         with (

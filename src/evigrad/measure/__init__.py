@@ -1,4 +1,4 @@
-"""Measures of a trained model: metrics on data, and its log evidence by any estimator."""
+"""Evaluation of a trained model: metrics on data, and the log evidence by any estimator."""
 
 from evigrad.measure.judging import (
     EvidenceValue,

@@ -1,11 +1,12 @@
-"""Two bounds on the exact log evidence, at the cost of a few estimates.
+"""A lower and an upper bound on the exact log evidence, at the cost of a few estimates.
 
-With anchors Z, a partition of the other rows into blocks B_m, and all rows I,
+The rows I consist of anchors Z and blocks B_m, which are a partition of the other rows. The
+log-determinant ℓ has the bounds
 
-    max_m ℓ(Z ∪ B_m)  ≤  ℓ(I)  ≤  ℓ(Z) + Σ_m ℓ(B_m|Z).
+    max_m ℓ(Z ∪ B_m)  ≤  ℓ(I)  ≤  ℓ(Z) + Σ_m ℓ(B_m|Z),    ℓ(B_m|Z) = ℓ(Z ∪ B_m) − ℓ(Z).
 
-The left side holds for any choice of blocks. The sum on the right is exact if it includes all
-blocks. If it includes only some of them, it is scaled to estimate the full sum.
+The lower bound on ℓ also holds for the maximum over some of the blocks. A sum over some of the
+blocks is scaled to estimate the sum over all blocks.
 """
 
 import time
@@ -32,13 +33,13 @@ class Bracket:
     """Bounds on the log evidence of the linearized Laplace approximation, in nats for all data.
 
     Attributes:
-        lower: Lower bound, or an estimate of it from some of the blocks.
+        lower: Lower bound, or an estimate of the lower bound if only some blocks were used.
         lower_error: Standard error of ``lower``, or 0 if all blocks were used.
         upper: Upper bound.
         num_data: Number of examples N.
         rows: Number of rows in a block, including anchors.
         blocks: Number of blocks used.
-        seconds: Time of the computation in seconds.
+        seconds: Computation time in seconds.
 
     See also: docs/anchored_bound.md.
     """
@@ -73,20 +74,21 @@ def bracket(
     memory: Memory | None = None,
     seed: int = 0,
 ) -> Bracket:
-    """Return bounds on the exact log evidence of a model at its present hyperparameters.
+    """Return bounds on the exact log evidence of a model at its current hyperparameters.
 
-    Both bounds are on the value of ``full-N-C``, whatever the estimator of ``evidence`` is. If the
-    model draws random transforms, the bounds hold given one draw per example.
+    The exact log evidence is the estimate by ``full-N-C``, whichever estimator ``evidence`` has. If
+    the model draws random transforms, the bounds hold for one fixed draw per example.
 
     Args:
         evidence: Evidence of the model, which is not changed.
         data: All N training examples.
-        rows: Number of rows in a block. More rows bring the bounds closer together, and with all
-            rows they are exact. Default: 1,000.
+        rows: Number of rows in a block. With more rows, the bounds are closer together. With all
+            rows, both are exact. Default: 1,000.
         blocks: Number of blocks to use. None uses all blocks, and the standard error is then 0.
             Default: 8.
         root: Root of the likelihood's curvature: fisher or eigen (default).
-        anchoring: How many rows are anchors, and how they are chosen. Default: three quarters.
+        anchoring: How many rows are anchors, and how they are chosen. Default: three quarters of
+            the rows of a block.
         memory: Batch sizes and data types of passes. Default: the micro-batches of ``evidence``.
         seed: Seed of all random draws.
 
@@ -162,7 +164,7 @@ def bracket(
 
 
 def check_bracket(spec: Estimator) -> None:
-    """Raise ConfigurationError for curvatures other than the GGN."""
+    """Raise ConfigurationError if the estimator's curvature is not the Gauss-Newton matrix."""
     if spec.curvature != "ggn":
         raise ConfigurationError(
             f"The bounds need the GGN curvature, got '{spec.curvature}' in {spec.name}. Use"

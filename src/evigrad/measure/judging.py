@@ -1,7 +1,7 @@
-"""Evaluation of trained models: their log evidence and times.
+"""Evaluation of the log evidence and the computation time of trained models.
 
-Runs with different estimators record different bounds during training, which cannot be
-compared. After training, one estimator close to the exact value evaluates all of the runs.
+Runs with different estimators record different bounds during training, and these bounds cannot be
+compared. After training, evaluate all runs with one estimator that is close to the exact value.
 """
 
 import math
@@ -40,14 +40,14 @@ class EvidenceValue:
     Attributes:
         per_datum: Log evidence in nats per example.
         sem: Standard error of the mean over the blocks, or 0 for one block. If all blocks of a
-            partition were used, it measures the spread of the blocks, not an error of their mean.
+            partition were used, it measures the spread of the estimates, not an error of the mean.
         log_likelihood: Log likelihood in nats per example.
         log_prior: Term −½ (w−w₀)ᵀP0(w−w₀) in nats per example.
-        log_det_term: Term −½ ℓ in nats per example.
+        log_det_term: Log-determinant of the curvature times −½, in nats per example.
         estimator: Name of the estimator.
         blocks: Number of blocks.
         is_bound: Whether the value is a lower bound on the log evidence.
-        seconds: Time of the evaluation in seconds.
+        seconds: Evaluation time in seconds.
     """
 
     per_datum: float
@@ -66,10 +66,10 @@ def tight_estimator(
 ) -> str:
     """Return the name of the tightest estimator that evaluates all data within a given time.
 
-    ``full-N-C`` and ``ntk-N-C`` both compute the exact log-determinant. If neither is affordable,
-    the function returns the estimator with all outputs on the largest subsets for which a whole
-    partition is affordable. ``seconds`` is the time limit on one core. By default there is no
-    limit, but the evaluation takes at most about two minutes.
+    ``full-N-C`` and ``ntk-N-C`` both compute the exact log-determinant. If both take too much time
+    or memory, the result is ``ntk-k-C`` with the largest affordable number k of examples per block.
+    ``num_rows`` is the number of rows per example. ``seconds`` is the time limit on one core.
+    Without this limit, the evaluation takes at most about two minutes.
     """
     most, most_of_subsets = (
         min(_MAX_OPERATIONS, rate * seconds) for rate in (_EXACT_RATE, _SUBSET_RATE)
@@ -102,22 +102,22 @@ def evaluate_evidence(
 ) -> EvidenceValue:
     """Evaluate the log evidence of a trained model with another estimator.
 
-    The estimate is averaged over all blocks of one random partition, or over ``blocks`` of them. If
-    the name has ``N`` and ``C``, the estimate is the exact log evidence of the structure.
+    The estimate is averaged over the blocks of one random partition. If the estimator's name has
+    ``N`` and ``C``, the only block holds all rows, so the estimate has no sampling error.
 
     Args:
         evidence: Evidence of the trained model, such as ``FitResult.evidence``. It is not changed.
         data: All training data, on the model's device.
         estimator: Name of the estimator.
         seed: Seed of the partition.
-        blocks: Maximum number of blocks that are used. Default: all.
+        blocks: Maximum number of blocks to use. Default: all blocks of the partition.
         memory: Batch sizes and data types of passes. Default: micro-batches that keep the rows of a
-            pass below 100 MB.
+            pass below 100 MB in float32.
         **options: Other keyword arguments of ``Evidence``, such as root, sharing and
             parameter_partition.
 
     Returns:
-        The mean and its terms.
+        The mean estimate and its terms.
 
     Raises:
         ConfigurationError: If the estimator does not exist.
@@ -148,7 +148,7 @@ def evaluate_evidence(
 
 
 def describe_estimator(estimator: str, blocks: int) -> str:
-    """Return words such as ``"full-N-C, exact"`` or ``"ntk-400-C, mean over 4 blocks ..."``."""
+    """Return the estimator's name, with the number of blocks if there are several, or "exact"."""
     spec = Estimator.parse(estimator)
     if blocks > 1:
         return f"{spec.name}, mean over {blocks} blocks of a partition"
@@ -158,7 +158,7 @@ def describe_estimator(estimator: str, blocks: int) -> str:
 
 
 def default_memory(evidence: Evidence, data: Any) -> Memory:
-    """Return a memory setting that keeps the Jacobian rows of a pass below 100 MB."""
+    """Return a memory setting that keeps the Jacobian rows of a pass below 100 MB in float32."""
     x, _ = as_source(data).first(2)
     num_outputs = probe_outputs(evidence.model, x).shape[-1]
     num_weights = sum(w.numel() for w in evidence.weights().values())
@@ -166,7 +166,7 @@ def default_memory(evidence: Evidence, data: Any) -> Memory:
 
 
 def step_seconds(evidence: Evidence, x: Tensor, y: Tensor) -> float:
-    """Return the median time of the training loss of a batch and its gradient, in seconds."""
+    """Return the median time in seconds of the training loss and its gradient for a batch."""
     weights, grad = list(evidence.weights().values()), torch.autograd.grad
     return median_seconds(
         lambda: grad(evidence.map_loss(x, y), weights, allow_unused=True), x.device
@@ -174,7 +174,7 @@ def step_seconds(evidence: Evidence, x: Tensor, y: Tensor) -> float:
 
 
 def median_seconds(action: Callable[[], Any], device: torch.device) -> float:
-    """Return the median time of at least three calls, or of one long call, after a warm-up call."""
+    """Return the median time of a call in seconds, over several calls after a warm-up call."""
     action()  # the first call allocates and plans
     times: list[float] = []
     while len(times) < 3 or (sum(times) < SECONDS and len(times) < _MOST_REPETITIONS):

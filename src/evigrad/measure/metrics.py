@@ -1,4 +1,4 @@
-"""Metrics of a model on a data set, and its hyperparameters as numbers."""
+"""Metrics of a model on a data set, and the values of the model's hyperparameters."""
 
 from typing import Any
 
@@ -34,21 +34,22 @@ def evaluate(
     """Return metrics of a model on a data set, in evaluation mode and at temperature 1.
 
     Args:
-        model: Model from inputs (m, ...) to outputs (m, C) or (m, …, C). Its mode is restored.
+        model: Model from inputs (m, ...) to outputs (m, C) or (m, …, C). Afterwards, it is in the
+            same mode (training or evaluation) as before.
         likelihood: Likelihood of the targets given the outputs.
         data: A pair (x, y) of tensors or a map-style data set, on the model's device.
         batch_size: Number of examples per forward pass. It is halved when memory runs out.
             Default: 1,000.
-        generator: Generator for the model's own draws, if any. Default: seed 0.
-        ranks: Processes, each of which evaluates a part of the data.
+        generator: Generator for random draws in the model. Default: a generator with seed 0.
+        ranks: Processes, each of which evaluates a part of the data. Default: one process.
 
     Returns:
-        Means over the examples, or over their positions with a target: ``log_likelihood`` (nats)
-        and ``accuracy`` (a fraction) or ``squared_error`` (summed over the outputs), depending on
-        the likelihood.
+        Means over the examples, or over their positions with a target. They are
+        ``log_likelihood`` (nats) and, depending on the likelihood, ``accuracy`` (a fraction) or
+        ``squared_error`` (summed over the outputs).
 
     Raises:
-        InputError: If there are no data, or they do not fit the likelihood.
+        InputError: If there are no data, or the data do not fit the likelihood.
         MemoryBudgetError: If there is not enough memory for one example.
     """
     source, ranks = as_source(data), ranks or Ranks()
@@ -78,8 +79,8 @@ def evaluate(
                 batch_size = len(indices) // 2
             else:
                 raise MemoryBudgetError(
-                    "Out of memory while evaluating the network on a single example. Use a smaller"
-                    " network, or a machine with more memory."
+                    "There is not enough memory to evaluate the network on a single example. Use a"
+                    " smaller network or a machine with more memory."
                 )
     names = _names_of_any_rank(list(totals), ranks)
     sums = torch.tensor(
@@ -102,21 +103,22 @@ def _names_of_any_rank(names: list[str], ranks: Ranks) -> list[str]:
 
 
 def probe_outputs(model: nn.Module, x: Inputs) -> Tensor:
-    """Return outputs (m, …, C) in evaluation mode, without a graph, with fixed draws."""
+    """Return outputs (m, …, C) in evaluation mode, without a graph, with a fixed random seed."""
     generator = torch.Generator().manual_seed(0)
     with evaluation_mode(model, generator), model_run(model), torch.no_grad():
         return model_outputs(model, x, positions=True)
 
 
 def hyperparameter_values(evidence: Evidence) -> dict[str, float]:
-    """Return the present hyperparameters of model, prior and likelihood.
+    """Return the current hyperparameters of the model, prior and likelihood by name.
 
     Returns:
-        ``precision/GROUP`` for each group of the prior (for a diagonal prior the geometric mean
-        over each parameter tensor), ``noise`` or ``noise/OUTPUT`` for the standard deviation of a
-        Gaussian, ``likelihood/NAME`` for other parameters of the likelihood, ``range/NAME`` for the
-        ranges of transforms, learned or fixed, and ``model/NAME`` for each other hyperparameter of
-        the model: its value, or its Euclidean norm if it has several entries.
+        A number for each of these names. ``precision/GROUP`` is the precision of a group of the
+        prior, or the geometric mean over a parameter tensor for a diagonal prior. ``noise`` or
+        ``noise/OUTPUT`` is the standard deviation of a Gaussian. ``likelihood/NAME`` is another
+        parameter of the likelihood. ``range/NAME`` is the range of a transform, learned or fixed.
+        ``model/NAME`` is another hyperparameter of the model: its value, or its Euclidean norm if
+        it has several entries.
     """
     row = dict[str, float]()
     for name, precision in evidence.prior.precisions().items():

@@ -1,7 +1,6 @@
-"""Scikit-learn estimators for tabular data, which learn their hyperparameters in one fit.
+"""Scikit-learn estimators for tabular data that learn their hyperparameters in one fit.
 
-They need scikit-learn: ``pip install 'evigrad[sklearn]'``. Nothing else in evigrad
-imports scikit-learn.
+They need scikit-learn: ``pip install 'evigrad[sklearn]'``.
 """
 
 from evigrad.errors import require

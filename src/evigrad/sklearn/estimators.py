@@ -55,7 +55,7 @@ _AT_ONCE = 8192
 
 
 class ParameterError(ConfigurationError, TypeError):
-    """An unknown keyword of an estimator, for which Python raises a TypeError."""
+    """An unknown keyword argument of an estimator. It is also a TypeError, as in Python."""
 
 
 def _refusing_unknown(init: Callable[P, None]) -> Callable[P, None]:
@@ -161,7 +161,7 @@ class _EvidenceEstimator(BaseEstimator):
         if (weights < 0).any() or not counted.any():
             raise InputError(
                 "sample_weight must be non-negative, and positive for at least one row. Remove rows"
-                " with negative weights."
+                " with negative weights, or give some rows a positive weight."
             )
         X, y, weights = X[counted], y[counted], weights[counted]
         is_whole = (weights == weights.round()).all()
@@ -171,14 +171,14 @@ class _EvidenceEstimator(BaseEstimator):
         return X, y, weights
 
     def inputs(self, X: Any) -> Tensor:
-        """Return a table as inputs of the network ``result_.model``.
+        """Return the inputs of the network ``result_.model`` for a table.
 
         Args:
             X: Table with the columns of the training table.
 
         Returns:
-            Inputs (n, inputs), first standardized numbers and then zeros and ones for categories.
-            They have the network's type and are on its device.
+            Inputs (n, inputs): first standardized numbers, then zeros and ones for categories. They
+            have the network's data type and are on the network's device.
 
         Raises:
             ValueError: If the table does not fit the training table.
@@ -305,8 +305,9 @@ class _EvidenceEstimator(BaseEstimator):
         for name in settings:
             if name not in allowed_names:
                 raise ConfigurationError(
-                    "settings must be keyword arguments of evigrad.fit or fields of its groups of"
-                    f" settings, got '{name}'.{nearest(name, allowed_names)}"
+                    "Each key of settings must be an argument of evigrad.fit or a field of Laplace,"
+                    " Schedule, Optimization or Memory, got"
+                    f" '{name}'.{nearest(name, allowed_names)}"
                 )
         return settings
 
@@ -320,9 +321,9 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
     """Classify rows of a table with a network that learns its own regularization.
 
     Numbers are standardized, and categories of a ``pandas.DataFrame`` (dtype ``category``,
-    ``string`` or ``object``) become zeros and ones. The marginal likelihood of the training table
-    learns the precision of each layer's weights and the relevance of each column. You need no
-    validation split and no search.
+    ``string`` or ``object``) are one-hot encoded. The prior precision of each layer's weights and
+    the relevance of each column are learned by maximizing the marginal likelihood of the training
+    table. You need no validation split and no hyperparameter search.
 
     Args:
         hidden_layer_sizes: Number of units of each hidden layer. An empty sequence makes the
@@ -331,13 +332,14 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
             sigmoid.
         module: Network to use instead of these layers: a torch module from inputs (n, inputs) to
             outputs (n, classes). You can also pass a function that makes a module from the numbers
-            of inputs and classes. A copy is trained, in the module's type and on its device.
+            of inputs and classes. A copy of the module is trained, with the module's data type and
+            on its device.
         relevance: Whether the evidence learns a scale for each column, in front of the network.
         estimator: Name of the evidence estimator. None learns only the weights.
         prior: Which weights share a precision: layerwise, scalar, diagonal or a ``GaussianPrior``.
         posterior: Structure of the posterior over which ``predict_proba`` averages: kfac,
             last-layer, diag, full or ntk. Default: None, which predicts with the network itself.
-            This is better if the network fits its data (docs/posterior.md).
+            This is better if the network fits the data well (docs/sklearn.md).
         epochs: Number of passes over the training table. Default: see ``evigrad.Schedule``.
         batch_size: Number of rows per optimizer step.
         learning_rate: Learning rate of the weights at the start. Default: see
@@ -351,10 +353,11 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
 
     Attributes:
         classes_: Labels, sorted.
-        relevance_: Learned scale of each column of the table, relative to the largest, (d,). The
-            network does not use a column near 0. Only with ``relevance``.
+        relevance_: Learned scale of each column of the table, relative to the largest scale, (d,).
+            The network hardly uses columns with scales near 0. Exists only if ``relevance`` is
+            True.
         log_evidence_: Estimate of the log evidence of the training table, in nats for all rows, or
-            NaN without an estimator. With randomly drawn rows it is a lower bound on average.
+            NaN without an estimator. With randomly drawn rows, it is a lower bound on average.
         posterior_: The ``evigrad.Posterior`` of the network's weights, or None.
         result_: The ``evigrad.FitResult``: network, evidence (with precisions) and history.
         n_features_in_: Number of columns of the training table, d.
@@ -373,7 +376,7 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
     """
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Train the network and learn its precisions and relevances.
+        """Train the network and learn the prior precisions and the relevance of each column.
 
         Args:
             X: Table (n, d) of numbers, or a ``pandas.DataFrame`` of numbers and categories.
@@ -435,13 +438,13 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
 
 
 class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
-    """Predict numbers and error bars for rows of a table, with a network that regularizes itself.
+    """Predict numbers and error bars with a network that learns its own regularization.
 
     Numbers and targets are standardized, and categories of a ``pandas.DataFrame`` (dtype
-    ``category``, ``string`` or ``object``) become zeros and ones. The marginal likelihood of the
-    training table learns the precision of each layer's weights, the relevance of each column and
-    the noise of the targets. You need no validation split and no search. Predictions are in the
-    units of the targets.
+    ``category``, ``string`` or ``object``) are one-hot encoded. The prior precision of each layer's
+    weights, the relevance of each column and the noise of the targets are learned by maximizing the
+    marginal likelihood of the training table. You need no validation split and no hyperparameter
+    search. Predictions are in the units of the targets.
 
     Args:
         hidden_layer_sizes: Number of units of each hidden layer. An empty sequence makes the
@@ -450,7 +453,8 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
             sigmoid.
         module: Network to use instead of these layers: a torch module from inputs (n, inputs) to
             outputs (n, targets). You can also pass a function that makes a module from the numbers
-            of inputs and targets. A copy is trained, in the module's type and on its device.
+            of inputs and targets. A copy of the module is trained, with the module's data type and
+            on its device.
         relevance: Whether the evidence learns a scale for each column, in front of the network.
         estimator: Name of the evidence estimator. None learns only the weights.
         prior: Which weights share a precision: layerwise, scalar, diagonal or a ``GaussianPrior``.
@@ -468,13 +472,14 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
         verbose: Whether to show the progress of training.
 
     Attributes:
-        noise_: Standard deviation of the targets' noise in their units: a number, or one per target
-            if there are several.
-        relevance_: Learned scale of each column of the table, relative to the largest, (d,). The
-            network does not use a column near 0. Only with ``relevance``.
+        noise_: Standard deviation of the noise in the units of the targets: a number, or one per
+            target if there are several.
+        relevance_: Learned scale of each column of the table, relative to the largest scale, (d,).
+            The network hardly uses columns with scales near 0. Exists only if ``relevance`` is
+            True.
         log_evidence_: Estimate of the log evidence of the training table, in nats for all rows, for
-            targets in their own units, or NaN without an estimator. With randomly drawn rows it is
-            a lower bound on average.
+            targets in their own units. NaN without an estimator. With randomly drawn rows, it is a
+            lower bound on average.
         posterior_: The ``evigrad.Posterior`` of the network's weights.
         result_: The ``evigrad.FitResult``: network, evidence (with precisions) and history.
         n_features_in_: Number of columns of the training table, d.
@@ -494,7 +499,7 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
     """
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Train the network and learn its precisions, its relevances and the noise.
+        """Train the network and learn the prior precisions, the columns' relevances and the noise.
 
         Args:
             X: Table (n, d) of numbers, or a ``pandas.DataFrame`` of numbers and categories.
@@ -539,11 +544,12 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
 
         Args:
             X: Table with the columns of the training table.
-            return_std: Whether to also return the standard deviation of the target, which includes
-                noise and uncertain weights.
+            return_std: Whether to also return the standard deviation of the target. This deviation
+                includes the noise and the uncertainty of the weights.
 
         Returns:
-            Means with the shape of the targets, and with ``return_std`` also standard deviations.
+            Means in the shape of the targets. If ``return_std`` is True, means and standard
+            deviations.
 
         Raises:
             ValueError: If the table does not fit the training table.

@@ -1,4 +1,4 @@
-"""Inputs of a network from a table of numbers and categories."""
+"""Conversion of a table of numbers and categories to the inputs of a network."""
 
 import sys
 import warnings
@@ -32,20 +32,21 @@ _LEAVE_OUT = "remove the column"
 
 
 def is_frame(X: Any) -> bool:
-    """Return whether a table is a ``pandas.DataFrame``. It is not if pandas is not loaded."""
+    """Return whether a table is a ``pandas.DataFrame``, without importing pandas."""
     pandas = sys.modules.get("pandas")
     return pandas is not None and isinstance(X, pandas.DataFrame)
 
 
 class Columns:
-    """The columns of a training table as numbers, with categories replaced by their positions.
+    """The columns of a training table as numbers, with categories replaced by integers.
 
-    Columns of a frame are categories if their dtype is ``category``, ``string`` or ``object``
-    (unless an ``object`` column holds only numbers). A column of dtype ``category`` has all of its
-    declared categories. The categories of other columns are the sorted training values. A missing
-    value is a category if the training data have missing values. ``evigrad.data.columns`` has the
-    rules. ``categories`` are the categories of each column by its position. ``ignore_unknown``
-    accepts values that are in no category.
+    A column of a ``pandas.DataFrame`` holds categories if its dtype is ``category``, ``string`` or
+    ``object`` (unless an ``object`` column holds only numbers). A column of dtype ``category`` has
+    all of its declared categories. The categories of other columns are the sorted training values.
+    A missing value is a category if the column has missing values in the training table.
+
+    ``categories`` maps the position of each such column to its list of categories. If
+    ``ignore_unknown`` is True, values that are in no category are accepted.
     """
 
     def __init__(self, X: Any, ignore_unknown: bool) -> None:
@@ -65,12 +66,12 @@ class Columns:
                 self.categories[position] = column.categories
 
     def numbers(self, X: Any) -> Any:
-        """Return a frame as numbers (n, d) with −1 for no category, and other tables unchanged."""
+        """Return a DataFrame as numbers, with −1 for no category. Return other tables unchanged."""
         if not is_frame(X):
             if self.categories:
                 raise InputError(
-                    "X must be a DataFrame with the columns of the training table, which had"
-                    " categories."
+                    "X must be a DataFrame, because the training table was a DataFrame with"
+                    " categories. Convert X to a DataFrame with the same columns."
                 )
             _refuse_texts(X)
             return X
@@ -154,13 +155,13 @@ def _refuse_texts(X: Any) -> None:
         raise InputError(
             f"X must be numbers or a DataFrame, got an array with strings, such as {first!r} in"
             f" column {texts[0]} (could not convert string to float). For categories, use a"
-            " DataFrame. A ColumnTransformer or pipeline keeps it with"
+            " DataFrame. If X comes from a ColumnTransformer or pipeline, call its"
             " set_output(transform='pandas')."
         )
 
 
 def refuse_numbers(numbers: np.ndarray) -> None:
-    """Raise InputError for missing or infinite numbers in an array (n, d), for all columns."""
+    """Raise InputError if an array (n, d) has missing or infinite numbers, and name the columns."""
     if np.isfinite(numbers).all():
         return
     columns = (Column(index, "numbers", values) for index, values in enumerate(numbers.T))
@@ -168,7 +169,7 @@ def refuse_numbers(numbers: np.ndarray) -> None:
 
 
 def refuse_targets(y: Any, is_classes: bool) -> None:
-    """Raise InputError for targets (n,) or (n, D) that scikit-learn's checks do not explain."""
+    """Raise InputError for invalid targets whose problem scikit-learn would not explain."""
     if y is None:  # scikit-learn raises an error
         return
     array = y.to_numpy() if hasattr(y, "to_numpy") else np.asarray(y)
@@ -201,9 +202,9 @@ def refuse_targets(y: Any, is_classes: bool) -> None:
 def in_order(
     numbers: np.ndarray, targets: np.ndarray, weights: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return the three arrays with sorted rows, so that their order does not affect training.
+    """Return the three arrays with rows sorted, so that the row order does not affect training.
 
-    Training amplifies rounding, and even a sum depends on the order of its terms.
+    Rounding errors depend on the row order, and training amplifies them.
     """
     columns = [*numbers.T, *np.atleast_2d(targets.T)]
     order = np.lexsort(columns if weights is None else [weights, *columns])
@@ -211,11 +212,11 @@ def in_order(
 
 
 class Encoding:
-    """Numbers standardized by the training table, and categories as zeros and ones.
+    """An encoder that standardizes numbers and turns categories into zeros and ones.
 
-    Inputs of a column that ``is_constant`` in the training table are zero. ``numbers`` and
-    ``categories`` are from ``Columns``. ``weights`` are the number of times that each row counts.
-    ``feature_of`` is the column of the table for each input of the network.
+    If a column is constant in the training table, its inputs are zero. ``numbers`` and
+    ``categories`` come from ``Columns``. ``weights`` contains the number of times that each row
+    counts. ``feature_of`` contains the index of the table's column for each input of the network.
     """
 
     def __init__(
@@ -243,11 +244,12 @@ class Encoding:
 
 
 def check_constants(is_constant: np.ndarray, names: Iterable[Hashable], num_rows: int) -> None:
-    """Warn about columns that are the same in all rows. Raise InputError if all columns are."""
+    """Warn about constant columns, or raise InputError if all columns are constant."""
     if is_constant.all():
         rows = "one sample" if num_rows == 1 else f"{num_rows:,} rows"
         raise InputError(
-            f"X must have a column that varies, got the same values in all rows ({rows})."
+            f"X must have a column that varies, got the same values in all rows ({rows}). Add rows"
+            " with other values."
         )
     if is_constant.any():
         constant = [name for name, same in zip(names, is_constant, strict=True) if same]
@@ -257,11 +259,11 @@ def check_constants(is_constant: np.ndarray, names: Iterable[Hashable], num_rows
 class Relevance(nn.Module):
     """A learnable scale between 0 and 1 for each feature, shared by all inputs of the feature.
 
-    The scale can switch features off and leaves the size of the outputs to the weights. A scale
-    above 1 could saturate the softmax of a classifier, whatever the weights' prior is. A saturated
-    softmax has no curvature, and the linearized evidence would reward that.
+    A scale of 0 switches a feature off. A scale above 1 could saturate the softmax of a classifier,
+    regardless of the prior on the weights. A saturated softmax has no curvature, which would
+    increase the linearized evidence.
 
-    ``feature_of`` is the feature of each input, 0 … d − 1.
+    ``feature_of`` contains the index of the feature, 0 … d − 1, for each input.
     """
 
     feature_of: Tensor
@@ -277,5 +279,5 @@ class Relevance(nn.Module):
         return self.raw.sigmoid()
 
     def forward(self, x: Float[Tensor, "m inputs"]) -> Float[Tensor, "m inputs"]:
-        """Return the inputs times their scales."""
+        """Return the inputs, each multiplied by the scale of its feature."""
         return x * self.values[self.feature_of]
