@@ -12,7 +12,7 @@ from evigrad.likelihoods.base import Likelihood, check_one_per_output, refuse_wh
 
 
 class Bernoulli(Likelihood):
-    """C yes-or-no labels with p(y_c=1|f) = sigmoid(f_c). Targets are (m, C), zeros and ones.
+    """C yes-or-no labels with p(y_c=1|f) = sigmoid(f_c). Targets (m, C) are zeros and ones.
 
     Examples:
         >>> import torch

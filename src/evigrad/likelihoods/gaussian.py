@@ -20,11 +20,11 @@ class Gaussian(Noisy):
             one per output. Default: 1.
         num_outputs: Number of outputs C. Set it to learn one σ per output, starting from a single
             number.
-        learnable: Whether ``log_noise`` = log σ, of shape () or (C,), is learned.
+        learnable: Whether ``log_noise`` = log σ, of shape () or (C,), is learned. Default: True.
 
     Raises:
-        ConfigurationError: If a σ is not a positive number, the number of σ is not 1 or C, or
-            ``learnable`` is not a bool.
+        ConfigurationError: If a value of σ is not positive and finite, there are not 1 or C values,
+            or ``learnable`` is not a bool.
 
     Examples:
         >>> from evigrad.likelihoods import Gaussian
@@ -67,7 +67,7 @@ class Gaussian(Noisy):
         columns: Int[Tensor, "m k"] | None = None,
         kind: str = "subblock",
     ) -> RootRows:
-        """Return unit vectors scaled by 1/σ."""
+        """Return unit vectors with the scale 1/σ."""
         return self._units(f, columns, kind)
 
     def _diagonal_root(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
