@@ -1,6 +1,6 @@
 """Estimator names: ``STRUCTURE-SUBSET-OUTPUTS[-MODIFIER...]``, such as ``kfac-150-1``.
 
-A name specifies the *structure* of the curvature, and how examples and outputs are *partitioned*
+A name specifies the *structure* of the curvature and how examples and outputs are *partitioned*
 into blocks (`evigrad.core.partition`). This module parses names and checks combinations.
 """
 

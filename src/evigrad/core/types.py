@@ -136,8 +136,8 @@ class Sweep(Protocol):
     ) -> State:
         """Return the final state after applying ``step`` to each micro-batch in turn.
 
-        ``step`` must return the next state without changing the old one, so that it can be repeated
-        with fewer examples. ``graph`` determines whether ``step`` gets autograd graphs.
+        ``step`` must return the next state without changing the old one, so that a step can be
+        repeated with fewer examples. ``graph`` determines whether ``step`` gets autograd graphs.
         """
         ...
 

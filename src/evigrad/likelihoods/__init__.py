@@ -55,7 +55,7 @@ LIKELIHOODS: dict[str, type[Likelihood]] = {
 
 
 def make_likelihood(likelihood: str | Likelihood) -> Likelihood:
-    """Return the likelihood with this name in ``LIKELIHOODS``, with its default settings.
+    """Return the likelihood of this name in ``LIKELIHOODS``, with default settings.
 
     A ``Likelihood`` object is returned unchanged.
 

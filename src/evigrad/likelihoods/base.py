@@ -43,7 +43,8 @@ class Likelihood(nn.Module, ABC):
 
     Attributes:
         name: Name of the likelihood in ``LIKELIHOODS``.
-        couples_outputs: Whether the Hessian Λ of −log p(y|f) in f has off-diagonal entries.
+        couples_outputs: Whether Λ, the Hessian of −log p(y|f) with respect to f, has off-diagonal
+            entries.
         is_classification: Whether targets are classes. If they are, and the likelihood has
             ``probabilities``, ``metrics`` counts correct predictions.
 
@@ -126,7 +127,8 @@ class Likelihood(nn.Module, ABC):
             )
         if not isinstance(y, Tensor):
             raise InputError(
-                f"Targets must be a tensor, got {type(y).__name__}. Use torch.as_tensor."
+                f"Targets must be a tensor, got {type(y).__name__}. Convert them with"
+                " torch.as_tensor."
             )
         if 0 in shape:
             raise InputError(
@@ -247,8 +249,8 @@ class Likelihood(nn.Module, ABC):
             worst = int((product - expected).abs().amax(1).argmax())
             target = y[worst].item() if y.ndim == 1 else y[worst].flatten()[:3].tolist()
             raise ConfigurationError(
-                f"The Hessian of {type(self).__name__}.log_prob depends on the targets: at target"
-                f" {target} it differs from the Hessian at reference_targets, which the rows use."
+                f"The Hessian of {type(self).__name__}.log_prob depends on the targets. At target"
+                f" {target}, it differs from the Hessian at reference_targets, which the rows use."
                 " If some examples are masked, remove them from the data set (num_data counts the"
                 " rest). Otherwise, override hessian(f) to return a matrix that does not depend on"
                 " the targets, such as the Fisher information."
@@ -277,7 +279,10 @@ class Likelihood(nn.Module, ABC):
         return torch.zeros_like(f), torch.ones_like(f)
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
-        """Return the score ∇_f log p(y|f) of each example, differentiable in f and parameters."""
+        """Return the score ∇_f log p(y|f) of each example.
+
+        The score is differentiable in f and in the likelihood's parameters.
+        """
         return torch.func.grad(lambda f: self.log_prob(f, y).sum())(f)
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Tensor:
@@ -330,8 +335,8 @@ class Likelihood(nn.Module, ABC):
 
         Returns:
             The mean of y, the variance of E[y|f] (epistemic), and the mean variance of y given f
-            (noise), in units of y and y². The default, None, limits the posterior to the mean and
-            variance of the outputs.
+            (noise). Variances are in units of y². The default, None, limits the posterior to the
+            mean and variance of the outputs.
         """
         return None
 
@@ -341,7 +346,7 @@ class Likelihood(nn.Module, ABC):
         columns: Int[Tensor, "m k"] | None = None,
         kind: str = "subblock",
     ) -> RootRows:
-        """Return columns of a root of Λ, the cotangents of the rows, at temperature 1.
+        """Return columns of a root of Λ, which are the cotangents of the rows, at temperature 1.
 
         The default computes them from ``hessian``. If the Hessian depends on the likelihood's
         parameters, so do the columns.
@@ -358,7 +363,7 @@ class Likelihood(nn.Module, ABC):
             The columns, differentiable in f.
 
         Raises:
-            ConfigurationError: If the kind is unknown, or Λ has entries off its diagonal although
+            ConfigurationError: If the kind is unknown, or Λ has off-diagonal entries although
                 ``couples_outputs`` is False.
             NotPositiveDefiniteError: If Λ has a negative eigenvalue.
         """

@@ -1,4 +1,4 @@
-"""Calls to the methods of a likelihood, whose errors name the likelihood's class and method."""
+"""Calls to the methods of a likelihood. Errors name the class and method of the likelihood."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -54,7 +54,7 @@ def _given(f_shape: Sequence[int], y: object) -> str:
 
 
 def check_finite(what: str, value: Tensor) -> None:
-    """Raise a NotFiniteOutputError if an entry is NaN or infinite. Dimension 0 counts examples."""
+    """Raise a NotFiniteOutputError if an entry is NaN or infinite. Dimension 0 indexes examples."""
     if is_finite(value):
         return
     finite = torch.isfinite(value).flatten(1).all(1)

@@ -13,10 +13,10 @@ LOG_TWO_PI = math.log(2.0 * math.pi)
 
 
 class Gaussian(Noisy):
-    """Independent Gaussian noise on each output: y = f + σ·ε. Targets are (m, C), floating point.
+    """Independent Gaussian noise on each output: y = f + σ·ε. Targets (m, C) are floating point.
 
     Args:
-        noise: Standard deviation σ in units of y (not the variance): one number for all outputs, or
+        noise: Standard deviation σ (not the variance) in units of y: one number for all outputs, or
             one per output. Default: 1.
         num_outputs: Number of outputs C. Set it to learn one σ per output, starting from a single
             number.
@@ -49,11 +49,11 @@ class Gaussian(Noisy):
         return (-2.0 * self.log_noise.to(f)).exp().expand(f.shape).diag_embed()
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
-        """Return the residual divided by σ², also differentiable in ``log_noise``."""
+        """Return the residual divided by σ², differentiable in f and ``log_noise``."""
         return (y.to(f) - f) * (-2.0 * self.log_noise.to(f)).exp()
 
     def noise_variance(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
-        """Return σ²."""
+        """Return σ² for each output."""
         return (2.0 * self.log_noise.to(f)).exp().expand(f.shape)
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Float[Tensor, "m C"]:

@@ -52,8 +52,8 @@ class HeteroscedasticGaussian(Likelihood):
         m, c = f_shape
         if c % 2 or tuple(y.shape) == (m, c):
             raise InputError(
-                f"The model must have two outputs per target, {self.outputs_are}, got {c} outputs"
-                f" for targets {tuple(y.shape)}."
+                f"The model must have two outputs per target ({self.outputs_are}), got {c} outputs"
+                f" for targets of shape {tuple(y.shape)}."
             )
         check_one_per_output((m, c // 2), y)
         if not y.is_floating_point():
@@ -104,9 +104,9 @@ class HeteroscedasticGaussian(Likelihood):
 class NaturalGaussian(HeteroscedasticGaussian):
     """Gaussian noise that depends on the input, in natural parameters: y = μ + ε/√β.
 
-    Targets are (m, D). The outputs f are (m, 2D): D numbers a = μβ, then D numbers b with the
-    precision β = softplus(b). Small noise requires large outputs, which the prior penalizes. This
-    prevents training from treating the targets as noise-free. Rows use the Fisher information.
+    Targets are (m, D). The outputs f are (m, 2D): D numbers a = μβ, then D numbers b that give
+    the precision β = softplus(b). Small noise requires large outputs, which the prior penalizes.
+    This prevents training from treating the targets as noise-free. Rows use the Fisher information.
     Laplace approximations work better in these parameters (Immer et al. 2023, "Effective Bayesian
     heteroscedastic regression with deep neural networks").
 

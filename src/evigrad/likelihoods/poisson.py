@@ -37,7 +37,7 @@ class Poisson(Likelihood):
         super().validate(f_shape, y)
         check_one_per_output(f_shape, y)
         if y.is_complex():
-            raise InputError(f"Counts must be whole numbers, got {y.dtype}. Use y.float().")
+            raise InputError(f"Counts must be real whole numbers, got {y.dtype}. Use y.real.")
         refuse_where((y < 0) | (y % 1 != 0), y, "must be a count, a whole number of at least 0")
 
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:

@@ -59,7 +59,7 @@ class StudentT(Noisy):
         self.degrees = float(degrees)
 
     def extra_repr(self) -> str:
-        """Return the degrees of freedom for the printed module."""
+        """Return the degrees of freedom for the module's repr."""
         return f"degrees={self.degrees:g}"
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Float[Tensor, "m C"]) -> Float[Tensor, " m"]:

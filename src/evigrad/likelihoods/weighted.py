@@ -15,14 +15,14 @@ class Weighted(Likelihood):
     """A likelihood that multiplies the log density of each example by a weight w.
 
     A weight of two means that an example was seen twice, and a weight of zero means that it was not
-    seen. Sums of log likelihoods and curvatures over examples become weighted sums. N still counts
-    examples. ``targets`` combines targets and weights in one tensor, which you pass as targets.
-    Metrics and predictions ignore the weights.
+    seen. Sums of log likelihoods and curvatures over examples become weighted sums. N is still the
+    number of examples. ``targets`` combines targets and weights in one tensor, which you pass as
+    targets. Metrics and predictions ignore the weights.
 
     The weight also multiplies the normalizer of the density. If the noise of each example is σ/√w,
     the learned σ of a Gaussian is therefore too small by a factor of the square root of the mean
     weight. If the mean weight is 1, the learned σ is correct. In ``kfac``, only the factor of the
-    gradients is weighted, so a weight of two does not have the effect of repeating the example.
+    gradients is weighted, so a weight of two is not equivalent to repeating the example.
 
     Args:
         likelihood: Likelihood of the targets.
@@ -78,7 +78,7 @@ class Weighted(Likelihood):
         return (targets.squeeze(-1).long() if self._has_labels else targets), weights
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
-        """Return the weight times the wrapped log density."""
+        """Return the weight times the log density of the wrapped likelihood."""
         targets, weights = self.split(y)
         return weights.to(f) * self.likelihood.log_prob(f, _like(f, targets))
 
@@ -101,7 +101,7 @@ class Weighted(Likelihood):
         columns = 2 if self._has_labels else 1
         if y.ndim != 2 or y.shape[1] < columns or not y.is_floating_point():
             raise InputError(
-                "Targets must be combined with their weights, got a tensor of"
+                "Targets must be combined with their weights, got a tensor of dtype"
                 f" {y.dtype} and shape {tuple(y.shape)}. Use likelihood.targets(y, weights)."
             )
         targets, weights = self.split(y)

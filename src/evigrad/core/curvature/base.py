@@ -38,7 +38,7 @@ class Statistic(ABC):
 
     @abstractmethod
     def with_tensors(self, tensors: Sequence[Tensor]) -> "Statistic":
-        """Return a copy of this statistic in which ``tensors`` replace ``tensors()``."""
+        """Return a copy of this statistic with new values of ``tensors()``."""
 
     def reduced(self, total: Callable[[Sequence[Tensor]], list[Tensor]]) -> Self:
         """Return the sum of the statistics of several parts of the data, without a graph.
@@ -161,8 +161,8 @@ class Curvature(ABC, Generic[StatisticT]):
         Args:
             statistic: From ``collect``, without a graph. Its memory may be overwritten.
             precisions: As for ``log_det``.
-            arguments: Tensors on which the precisions depend. The result includes derivatives with
-                respect to these.
+            arguments: Tensors that determine the precisions. The result also contains derivatives
+                with respect to these tensors.
             conditioning: Which rows are anchors, or None without anchors.
         """
         leaves = [tensor.detach().requires_grad_() for tensor in statistic.tensors()]
@@ -197,11 +197,11 @@ class Curvature(ABC, Generic[StatisticT]):
         return inner_product(cotangent, self.collect(None, linearization, root))
 
     def condense(self, statistic: StatisticT) -> StatisticT:
-        """Return a statistic with the same ℓ that may be smaller, for steps on prior and scale."""
+        """Return a possibly smaller statistic with the same ℓ, for steps on prior and scale."""
         return statistic
 
     def condenses(self, num_rows: int) -> bool:
-        """Return whether ``condense`` keeps only inner products of this number of rows."""
+        """Return whether ``condense`` keeps only inner products of the rows, given their number."""
         return False
 
     def predicted_bytes(self, num_rows: int) -> int:
@@ -217,7 +217,7 @@ class Curvature(ABC, Generic[StatisticT]):
         return 0
 
     def condensed_bytes(self, num_rows: int) -> int:
-        """Return the number of bytes needed to collect and condense a micro-batch ``alone``."""
+        """Return the number of bytes needed to collect and condense a single micro-batch."""
         return self.predicted_bytes(num_rows)
 
     def describe(self) -> dict[str, str]:

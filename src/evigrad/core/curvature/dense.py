@@ -44,7 +44,7 @@ class BlockDiagonal(Curvature[BlockStatistic]):
     Args:
         weights: The parameters.
         blocks: The names of the parameters in each block. Default: each parameter is a block.
-        gram_dtype: Dtype of the blocks and their factors. None: the dtype of the rows.
+        gram_dtype: Dtype of the blocks and their Cholesky factors. None: the dtype of the rows.
     """
 
     name = "blockdiag"

@@ -20,7 +20,7 @@ DIAGONAL_COPIES = 5
 class Diagonal(Curvature[BlockStatistic]):
     """One block for each weight, which gives the bound ℓ ≤ Σ_i log(1 + h_i / δ_i).
 
-    h_i is the entry of H for weight i, and δ_i is its prior precision.
+    h_i is the diagonal entry of H for weight i, and δ_i is the prior precision of this weight.
     """
 
     name = "diag"

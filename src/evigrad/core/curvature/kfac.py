@@ -92,7 +92,7 @@ class Factors:
 class Spectrum:
     """Eigenvalues of A (``left``) and B (``right``), and the number of Kronecker examples.
 
-    ``rounding`` is their ``kronecker_rounding_rate``.
+    ``rounding`` is the ``kronecker_rounding_rate`` of the eigenvalues.
     """
 
     left: Tensor
@@ -156,8 +156,8 @@ class Kfac(Curvature[KfacStatistic]):
         precision_constant: For each parameter, whether its prior precision is one number.
         sharing: ``"expand"`` or ``"reduce"`` (see the docstring of the module).
         gram_dtype: Dtype of the sums and their factorizations. None: the dtype of the rows.
-        dense_limit: Largest size of another parameter with a dense block. Larger parameters have a
-            diagonal.
+        dense_limit: Largest size of a parameter without Kronecker factors that gets a dense block.
+            Larger parameters get only a diagonal.
 
     Raises:
         ConfigurationError: If a precision varies within a Kronecker block.

@@ -20,8 +20,9 @@ from evigrad.core.algebra import (
 class KroneckerUse:
     """One use of a weight as a matrix that multiplies inputs at T positions.
 
-    The rows of the weight, reshaped to (G, out, in), are sums of gradients ⊗ inputs over positions.
-    G is the number of channel groups, whose blocks are stacked along dimension 0 of the weight.
+    The Jacobian rows of the weight, reshaped to (G, out, in), are sums of gradients ⊗ inputs over
+    positions. G is the number of channel groups, whose blocks are stacked along dimension 0 of the
+    weight.
 
     Args:
         inputs: Inputs of the matrix, possibly in a narrower type than the gradients.

@@ -46,7 +46,7 @@ _refused: ContextVar[bool] = ContextVar("refused", default=False)
 
 
 class RoundingError(Exception):
-    """Error if rounding makes a log-determinant inaccurate.
+    """Raised if rounding makes a log-determinant inaccurate.
 
     The caller can compute the log-determinant again in a wider dtype.
     """
@@ -84,7 +84,7 @@ def check_rounding(error: Tensor, value: Tensor, dtype: torch.dtype) -> None:
 
 
 def is_tolerated(nats: float, value: float) -> bool:
-    """Return whether an error in nats is acceptable. NaN is accepted, and raises an error later."""
+    """Return whether an error in nats is acceptable. NaN is accepted, but causes an error later."""
     return not nats > TOLERATED_NATS + TOLERATED_SHARE * value
 
 

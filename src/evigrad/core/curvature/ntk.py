@@ -248,7 +248,7 @@ class Ntk(Curvature[NtkStatistic]):
         arguments: Sequence[Tensor],
         conditioning: Conditioning | None = None,
     ) -> Differential[NtkStatistic]:
-        """See ``Curvature.differentiate``. The derivatives for the rows overwrite the rows."""
+        """See ``Curvature.differentiate``. The rows are overwritten with their derivatives."""
         self.check_conditioning(conditioning)
         self._shared_groups(precisions, self._numel)
         block_derivatives = [
@@ -474,7 +474,7 @@ class BlockKernel(Ntk):
     H_b is a block of H for n weights, and S_b is the R x R Gram matrix of the entries of R rows in
     this block. Their log-determinants are equal: log|I + P0^{-1/2} H_b P0^{-1/2}| = log|I + S_b|
     (Theorem 3 of the paper). For few rows and many weights, S_b is far cheaper. For ten examples
-    with ten outputs and a block of 12,800 weights, it is 100 x 100 instead of 12,800 x 12,800.
+    with ten outputs and 12,800 weights, S_b is 100 x 100, but H_b is 12,800 x 12,800.
 
     ``dense`` is the structure that this object replaces and whose name it takes. Other arguments
     are as for ``Ntk``, but a precision group may span several blocks.
@@ -507,8 +507,8 @@ def is_cheaper(kernel: BlockKernel, dense: BlockDiagonal, num_rows: int) -> bool
 
     For R rows and n weights in a block, H takes 2 R n² operations, and its factor takes n³/3. The
     Gram matrix takes 2 R² n operations, and its factor takes R³/3. At R = n, Gram matrices were 1.5
-    times faster for precisions and 1.9 times faster in two passes, but took more memory. The choice
-    depends only on sizes, so it is the same on every machine.
+    times faster if only precisions were learned, and 1.9 times faster in two passes, but took more
+    memory. The choice depends only on sizes, so it is the same on every machine.
     """
     rows = num_rows
     by_grams = sum(6 * rows**2 * size + rows**3 for size in dense.sizes)

@@ -232,7 +232,7 @@ def between(chunks: Sequence[Tensor], span: slice) -> Tensor:
 
 
 class MixedGrams(Function):
-    """Autograd function for a weighted sum of Gram matrices, without a scaled copy of each."""
+    """Autograd function for a weighted sum of Gram matrices, without scaled copies of them."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, *grams: Tensor) -> Tensor:
@@ -254,7 +254,7 @@ class RowsGram(Function):
     """Autograd function for A P0^{-1} Aᵀ, with one parameter's rows A in several chunks.
 
     Only the inputs are kept for the backward pass, not a scaled copy of all rows. The backward pass
-    reads the rows once for the gradients of both inputs.
+    reads the rows once for the gradients of both precision and rows.
     """
 
     @staticmethod
