@@ -152,8 +152,8 @@ VERBS: dict[str, tuple[str, Callable[[Evidence, Tensor], Any]]] = {
     ),
 }
 REFUSED: dict[str, tuple[Likelihood, Tensor, str]] = {
-    "mask": (Masked(), MASKED, "at target -100 it differs.*remove them"),
-    "mask of a subclass": (MaskedCategorical(), MASKED, "at target -100 it differs"),
+    "mask": (Masked(), MASKED, "At target -100, it differs.*remove them"),
+    "mask of a subclass": (MaskedCategorical(), MASKED, "At target -100, it differs"),
     "Student": (StudentT(), NUMBERS, "StudentT.log_prob depends on the targets"),
     "Student of a subclass": (InheritedStudentT(), NUMBERS, "inherits root"),
     "tempered": (Tempered(), LABELS, "Tempered inherits root"),

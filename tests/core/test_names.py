@@ -135,7 +135,7 @@ def test_modifiers_come_in_any_order_and_leave_in_one(order):
         ("ntk-9-rows-grouped", ["cannot be combined with 'grouped'"]),
         ("ntk-9-rows-ef", ["cannot be combined with 'ef'"]),
         ("ntk-9-C-iid", ["'iid'", "OUTPUTS must be an integer"]),
-        ("ntk-9-1-iid-ef", ["'iid'", "'ef' and 'mc' are not allowed"]),
+        ("ntk-9-1-iid-ef", ["'iid'", "Omit 'ef' and 'mc'"]),
         ("ntk-9-2-ef", ["OUTPUTS must be 1", "'ntk-9-1-ef'"]),
         ("ntk-N-C-ef", ["OUTPUTS must be 1", "'ntk-N-1-ef'"]),
         ("ntk-9-C-mc", ["OUTPUTS must be an integer", "'ntk-9-1-mc'"]),

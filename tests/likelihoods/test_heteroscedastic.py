@@ -153,7 +153,7 @@ def test_blocks_of_outputs_are_learned_from(
 
 def test_an_output_less_is_refused_beforehand() -> None:
     evidence, x, y = evidence_of("ntk-2-1", M)
-    with pytest.raises(Exception, match="two outputs per target, first the means"):
+    with pytest.raises(Exception, match=r"two outputs per target \(first the means"):
         evidence.estimate(x, torch.cat([y, y], dim=1))
 
 

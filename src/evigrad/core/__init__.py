@@ -1,1 +1,1 @@
-"""The method of the paper: estimator names, blocks, roots, curvatures and Algorithm 1."""
+"""The core of the method: estimator names, blocks, roots, curvatures and Algorithm 1."""

@@ -17,17 +17,17 @@ _STRIPS, _STRIP = 4, 64
 
 
 def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``backward`` that raises an error if it is called with ``create_graph=True``.
+    """Return ``backward``, wrapped to raise an error if ``create_graph=True``.
 
-    ``once_differentiable`` would accept ``create_graph=True`` silently if no cotangent has a graph.
+    PyTorch's ``once_differentiable`` raises no error if no cotangent has a graph.
     """
 
     @wraps(backward)
     def wrapped(ctx: Any, *cotangents: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise ConfigurationError(
-                "Log-determinants and sums of Kronecker factors have only first derivatives. Omit"
-                " create_graph=True."
+                "Log-determinants and sums of Kronecker factors can be differentiated only once."
+                " Omit create_graph=True."
             )
         return backward(ctx, *cotangents)
 
@@ -35,14 +35,14 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_finite(value: Tensor) -> bool:
-    """Return whether no entry is NaN or infinite."""
+    """Return whether all entries are finite."""
     # A sum reads the entries once. ``isfinite`` fills four tensors of their size, but is needed if
     # the sum of finite entries overflows.
     return bool(value.sum().isfinite()) or bool(value.isfinite().all())
 
 
 def dot(a: Tensor, b: Tensor) -> Float[Tensor, ""]:
-    """Return Σ a b over all entries of two tensors of the same shape, in float32 or wider."""
+    """Return the dot product of two tensors of the same shape, in float32 or wider."""
     if a.dtype.itemsize < torch.float32.itemsize:
         a, b = a.float(), b.float()
     # (a * b).sum() would first allocate a tensor of the same size.
@@ -50,14 +50,17 @@ def dot(a: Tensor, b: Tensor) -> Float[Tensor, ""]:
 
 
 def add_gram(gram: Float[Tensor, "G n n"], rows: Float[Tensor, "G n R"]) -> None:
-    """Add rows rowsᵀ to ``gram`` above the diagonal. Call ``mirrored`` after the last addition."""
+    """Add the upper triangle of rows rowsᵀ to ``gram`` in place.
+
+    Call ``mirrored`` after the last addition to fill the lower triangle.
+    """
     for strip in _strips(gram.shape[1]):
         columns = slice(strip.start, None)
         gram[:, strip, columns].baddbmm_(rows[:, strip], rows[:, columns].mT)
 
 
 def mirrored(gram: Float[Tensor, "G n n"]) -> Float[Tensor, "G n n"]:
-    """Copy the entries that ``add_gram`` wrote above the diagonal to those below, in place."""
+    """Return ``gram`` after copying its upper triangle to its lower triangle, in place."""
     for strip in _strips(gram.shape[1]):
         gram[:, strip.stop :, strip] = gram[:, strip, strip.stop :].mT
     return gram
@@ -75,22 +78,25 @@ Pull = Callable[[Tensor, Tensor], Tensor]
 
 
 def symmetric(matrix: Float[Tensor, "G i i"]) -> Float[Tensor, "G i i"]:
-    """Return the symmetric part of each matrix, without a graph."""
+    """Return the symmetric part (M + Mᵀ) / 2 of each matrix M, without a graph."""
     return (matrix + matrix.mT).detach() / 2
 
 
 def outer_gram(a: Float[Tensor, "G R i"]) -> Float[Tensor, "G i i"]:
-    """Return Σ aᵀ a over the rows of ``a``."""
+    """Return the Gram matrix aᵀ a of each matrix a in a batch."""
     return a.mT @ a
 
 
 def outer_gram_pull(a: Float[Tensor, "G R i"], matrix: Float[Tensor, "G i i"]) -> Tensor:
-    """Return half the gradient of ⟨matrix, ``outer_gram(a)``⟩ with respect to ``a``."""
+    """Return half the gradient of ⟨M, ``outer_gram(a)``⟩ with respect to ``a``.
+
+    ``matrix`` is the symmetric matrix M.
+    """
     return a @ matrix
 
 
 class Gram(Function):
-    """A Gram matrix gram(x) whose backward pass takes a single matrix product."""
+    """Autograd function for a Gram matrix gram(x). Its backward pass needs one matrix product."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gram: Callable[[Tensor], Tensor], pull: Pull) -> Tensor:
@@ -106,7 +112,10 @@ class Gram(Function):
 
 
 class QuadraticForm(Function):
-    """⟨C, gram(x)⟩ = ⟨x, pull(x, C)⟩ for a symmetric matrix C, with one product for both passes."""
+    """Autograd function for ⟨C, gram(x)⟩ = ⟨x, pull(x, C)⟩ with a symmetric matrix C.
+
+    The forward and backward passes share one matrix product.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, matrix: Tensor, pull: Pull) -> Tensor:
@@ -122,12 +131,12 @@ class QuadraticForm(Function):
 
 
 def inner_gram(rows: Float[Tensor, "G R i"], cotangent: Float[Tensor, "G i i"]) -> Tensor:
-    """Return ⟨cotangent, rowsᵀ rows⟩, once differentiable in the rows."""
+    """Return ⟨cotangent, rowsᵀ rows⟩, differentiable once in the rows."""
     return QuadraticForm.apply(rows, symmetric(cotangent), outer_gram_pull)
 
 
 def add_outer_products(
     matrix: Float[Tensor, "n n"] | None, rows: Float[Tensor, "R n"]
 ) -> Float[Tensor, "n n"]:
-    """Return matrix + rowsᵀ rows in a new tensor."""
+    """Return matrix + rowsᵀ rows in a new tensor. None stands for a matrix of zeros."""
     return rows.mT @ rows if matrix is None else torch.addmm(matrix, rows.mT, rows)

@@ -1,15 +1,17 @@
-"""Algorithm 1: the estimate of a block and its gradient with respect to the hyperparameters.
+"""Algorithm 1: the log evidence estimated from a block, and its gradient.
 
     log q(D|h) = (1/T) log p(D|w) − ½ (w−w₀)ᵀ P0 (w−w₀) − ½ scale · ℓ(block)
 
-H is the sum of the outer products of the block's rows, and ℓ = log|I + P0^{-1/2} H P0^{-1/2}|. The
-factor ``scale`` scales ℓ up to all rows (Theorems 2 and 3). Data flow in one direction:
+D stands for the data, h for the hyperparameters and w for the weights. The prior has mean w₀ and
+diagonal precision P0, and T is the temperature. H is the sum of the outer products of the block's
+rows, and ℓ = log|I + P0^{-1/2} H P0^{-1/2}|. The factor ``scale`` scales ℓ up to all rows (Theorems
+2 and 3). The estimate is computed in these steps:
 
     micro-batch → outputs f → cotangents of a root of −∇² log p(y|f) → rows → statistic → ℓ
 
-The gradient is the derivative of the loss −(log q + log hyperprior) / N. If only the prior and a
-scale of the rows are learned, one pass without a graph computes a statistic, and autograd does the
-rest. Hyperparameters of the forward pass need two passes (see ``two_passes``).
+The loss is −(log q + log hyperprior) / N. If only the prior and a scale of the rows are learned,
+one pass without a graph computes the statistic, and autograd differentiates the loss from there.
+Hyperparameters of the forward pass need two passes (see ``two_passes``).
 """
 
 import math
@@ -34,7 +36,7 @@ TERMS = ("log_evidence", "log_likelihood", "log_prior", "log_det", "log_hyperpri
 def follows_by_scale(
     model: LinearizedModel, curvature: Curvature[Any], num_outputs: int, learned: Iterable[str]
 ) -> bool:
-    """Return whether the statistic of one pass is enough to learn the hyperparameters ``learned``.
+    """Return whether the statistic of a single pass is enough to learn these hyperparameters.
 
     It is enough for the prior, and for likelihood parameters that only scale the rows.
     """
@@ -76,9 +78,10 @@ def run_pass(
         curvature: The curvature that turns rows into a statistic.
         sweep: The sweep that takes the block through the network.
         condense: Whether to keep only what the log-determinant needs.
-        keep_outputs: Whether to keep the outputs, and unscaled rows, for steps on the likelihood's
-            parameters.
-        keep_graph: Whether to keep the linearization of a single micro-batch, with a graph.
+        keep_outputs: Whether to keep the outputs and omit the scale of the rows, for steps on the
+            likelihood's parameters.
+        keep_graph: Whether to keep the linearization and its graph, if one micro-batch has all
+            rows.
     """
 
     def step(sums: _Sums, batch: MicroBatch) -> _Sums:
@@ -151,7 +154,7 @@ def _with_graph(
 
 
 def log_evidence(block_pass: Pass) -> tuple[Estimate, Tensor]:
-    """Return the estimate for the current hyperparameters, and the loss of the gradient."""
+    """Return the estimate for the current hyperparameters, and the loss to differentiate."""
     model = block_pass.model
     statistic, precisions = block_pass.statistic, model.prior.precisions()
     log_likelihood = block_pass.log_likelihood
@@ -193,8 +196,9 @@ def _rescaled(
     first = scale[0]
     if not is_one_number(scale, list(model.likelihood.parameters())):
         raise ConfigurationError(
-            f"{model.estimator.name} sums rows with different scales, so a kept pass cannot follow"
-            " the likelihood's parameters. Use an 'ntk' estimator, or one noise for all outputs."
+            f"'{model.estimator.name}' sums rows with different scales, so a kept pass cannot be"
+            " reused for other likelihood parameters. Use an 'ntk' estimator, or one noise for all"
+            " outputs."
         )
     return statistic, {n: p / first.square().to(p) for n, p in precisions.items()}
 
@@ -205,7 +209,10 @@ def _rescaled(
 def one_pass(
     model: LinearizedModel, curvature: Curvature[Any], sweep: Sweep, learned: Mapping[str, Tensor]
 ) -> tuple[Estimate, list[Tensor]]:
-    """Return the gradient with respect to the precisions and a scale of the rows, from one pass."""
+    """Return the estimate and the gradient of the loss from a single pass.
+
+    A single pass is enough if ``follows_by_scale`` returns True.
+    """
     beside = any(not name.startswith("prior.") for name in learned)
     block_pass = run_pass(model, curvature, sweep, condense=True, keep_outputs=beside)
     estimate, loss = log_evidence(block_pass)
@@ -215,15 +222,15 @@ def one_pass(
 def two_passes(
     model: LinearizedModel, curvature: Curvature[Any], sweep: Sweep, learned: Mapping[str, Tensor]
 ) -> tuple[Estimate, list[Tensor]]:
-    """Return the gradient for hyperparameters of the forward pass, with one graph at a time.
+    """Return the estimate and the gradient of the loss, for any hyperparameters.
 
-    The statistic 𝒯 is a sum over micro-batches, and so is the corresponding part of the gradient:
+    The statistic 𝒯 is a sum of terms 𝒯_b over micro-batches b, so the gradient of ℓ is also a sum:
 
         dℓ/dh = ⟨∂ℓ/∂𝒯, d𝒯/dh⟩ = Σ_b d⟨∂ℓ/∂𝒯, 𝒯_b⟩/dh
 
     The first pass accumulates 𝒯 without a graph, and one factorization yields ∂ℓ/∂𝒯. The second
-    pass computes each term 𝒯_b again, with the graph of one micro-batch at a time. If the block is
-    a single small micro-batch, its graph is kept between the passes.
+    pass computes each term 𝒯_b again, with the graph of one micro-batch at a time. If a block is a
+    single small micro-batch, its graph is kept between the passes.
     """
     of_prior = [p for name, p in learned.items() if name.startswith("prior.")]
     of_passes = [p for name, p in learned.items() if not name.startswith("prior.")]
@@ -323,7 +330,7 @@ def _estimate(
 
 
 def mean_estimate(estimates: Sequence[Estimate]) -> Estimate:
-    """Return the mean of estimates of the same evidence, which is a bound if each of them is."""
+    """Return the mean of estimates of the same evidence. It is a bound if all estimates are."""
     count = len(estimates)
     if count == 1:
         return estimates[0]

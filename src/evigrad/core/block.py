@@ -15,10 +15,12 @@ MOST_EXPANDED = 1.5
 
 @dataclass(frozen=True)
 class Draw:
-    """A drawn part B of the rows that are not anchors. It estimates ℓ by ℓ(Z) + w ℓ(B|Z).
+    """A random part B of the rows that are not anchors.
+
+    With the anchors Z, it estimates the log-determinant ℓ of all rows by ℓ(Z) + w ℓ(B|Z).
 
     Attributes:
-        part: Number of the part in its partition. Numbers start at 0.
+        part: Index of the part in its partition, starting at 0.
         weight: w, the inverse probability of the draw.
         guess: Prediction of ℓ(B|Z), before calibration by observed values.
         key: Calibration key, shared by parts whose predictions have similar errors.
@@ -35,8 +37,9 @@ class Conditioning:
     """Which rows of a block are anchors, and which are in the drawn parts.
 
     Attributes:
-        parts: For each row of the statistic: 0 for an anchor, b for part B_b, and -1 for neither.
-        weights: w_1, w_2, …, the inverse probabilities of the parts.
+        parts: For each row of the statistic: 0 for an anchor, b for a row of part B_b, and -1 for
+            any other row.
+        weights: The weights w_1, w_2, … of the parts in ℓ(Z) + Σ_b w_b ℓ(B_b|Z).
     """
 
     parts: Int[Tensor, " R"]
@@ -48,12 +51,12 @@ class Anchored:
     """Which columns of a block are anchors, and which parts of the other rows were drawn.
 
     Attributes:
-        labels: For each column: 0 for an anchor, b = 1, 2, … for a row of the b-th of ``parts``,
-            and -1 for padding and rows that do not count.
-        draws: The draws, whose mean estimates the log-determinant of all rows. A part may be drawn
-            several times. Empty if all rows are anchors.
-        likelihood_weights: Weights (d, m) of the likelihood data of each draw, with the block's
-            weights as their mean.
+        labels: For each column: 0 for an anchor, b for a row of the b-th entry of ``parts``, and
+            -1 for padding and rows that do not count. Entries of ``parts`` count from 1.
+        draws: The draws. The mean of their estimates is the estimate for all rows. A part may be
+            drawn several times. Empty if all rows are anchors.
+        likelihood_weights: Likelihood weights of the m examples for each of d draws, (d, m). Their
+            mean over the draws is the block's ``likelihood_weights``.
     """
 
     labels: Int[Tensor, "m k"]
@@ -62,16 +65,16 @@ class Anchored:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Numbers of the drawn parts in their partition, without repetitions."""
+        """Indices of the drawn parts in their partition, without repetitions."""
         return tuple(dict.fromkeys(draw.part for draw in self.draws))
 
     def label(self, draw: Draw) -> int:
-        """Return the label of a draw's rows."""
+        """Return the label that marks the rows of this draw in ``labels``."""
         return 1 + self.parts.index(draw.part)
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """w_b in ℓ(Z) + Σ_b w_b ℓ(B_b|Z), for each of ``parts``."""
+        """The weight w_b of each of ``parts`` in ℓ(Z) + Σ_b w_b ℓ(B_b|Z)."""
         weights = dict.fromkeys(self.parts, 0.0)
         for draw in self.draws:
             weights[draw.part] += draw.weight / len(self.draws)
@@ -80,14 +83,15 @@ class Anchored:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A subset of the index set, with factors that scale it up to all rows.
+    """A subset of the examples and rows, with factors that scale it up to the whole data set.
 
     All tensors except `inputs` and `targets` are on the CPU.
 
     Attributes:
-        indices: Distinct positions (m,) in the data set.
-        columns: Distinct columns (m, k) of the likelihood's root for each example, with -1 for
-            padding. ``None`` for all C columns.
+        indices: Positions of the m examples in the data set, (m,). They are distinct, except in a
+            block from ``expanded``.
+        columns: Distinct columns of the likelihood's root for each example, (m, k), with -1 for
+            padding. ``None`` for all columns.
         scale: Factor that turns the block's log-determinant into an estimate for all rows.
         likelihood_weights: Weights w_n (m,) in float64, such that sum_n w_n log p(y_n) is an
             unbiased estimate of the log likelihood of all examples.
@@ -97,7 +101,7 @@ class Block:
         origin: In a block from ``expanded`` or ``share``, the position of each example in the
             original block.
         seed: Seed for random draws in passes over the block, if ranks have different blocks.
-        shares: Number of ranks that pass over parts of the block (see ``share``).
+        shares: Number of ranks that share the original block (see ``share``).
 
     See also: docs/custom_loop.md.
     """
@@ -115,7 +119,7 @@ class Block:
 
     @classmethod
     def empty(cls) -> "Block":
-        """Return a block without examples, for a rank without a block at the end of a partition."""
+        """Return a block without examples, for a rank that gets no other block."""
         return cls(
             torch.zeros(0, dtype=torch.int64, device="cpu"),
             None,
@@ -124,10 +128,10 @@ class Block:
         )
 
     def share(self, data: slice, shares: int) -> "Block":
-        """Return a block with only these examples, which is one rank's part of this block.
+        """Return one rank's part of this block, with only these examples.
 
-        Likelihood weights are scaled up by the number of ranks, so this block's log likelihood is
-        the mean over the parts. Its statistic is the sum over the parts.
+        Likelihood weights are multiplied by ``shares``, the number of ranks. The log likelihood of
+        this block is then the mean over the parts. Its statistic is the sum over the parts.
         """
         return replace(
             self,
@@ -143,11 +147,11 @@ class Block:
     def expanded(self) -> "Block":
         """Return a block that repeats each example with k rows k times, each time with one row.
 
-        Examples with equal numbers of rows go through the network together, and a few repetitions
-        cost less than another pass. Use it only if the rows of an example do not depend on the
-        block's other rows and the curvature does not count examples. The result has an
-        ``origin``. If this block has no padding, or too many examples have several rows, it is
-        returned unchanged.
+        Examples with the same number of rows go through the network together, and a few repetitions
+        cost less than another pass. Call this method only if the rows of an example do not depend
+        on the block's other rows and the curvature does not count examples. The result has an
+        ``origin``. This block is returned unchanged if it has no padding, or if too many examples
+        have several rows.
         """
         if self.columns is None or self.origin is not None or self._counts is None:
             return self
@@ -184,7 +188,7 @@ class Block:
 
     @property
     def num_rows(self) -> int | None:
-        """Number of rows of the block, or None if the block has all outputs of its examples."""
+        """Number of rows of the block, or None if ``columns`` is None."""
         return None if self.columns is None else int((self.columns >= 0).sum())
 
     @property
@@ -193,9 +197,9 @@ class Block:
         return 1 if self.anchored is None else len(self.anchored.draws)
 
     def of_draw(self, number: int) -> "Block":
-        """Return the same examples and anchors with only the draw at this position in ``draws``.
+        """Return this block with all anchors but only the draw at this position in ``draws``.
 
-        Rows of other parts and likelihood data of other draws do not count.
+        Rows of other parts and likelihood weights of other draws do not count.
         """
         anchored = self.anchored
         if anchored is None or len(anchored.draws) < 2:
@@ -207,7 +211,10 @@ class Block:
         return replace(self, likelihood_weights=weights, anchored=one_draw)
 
     def rows_of(self, position: int) -> int:
-        """Return the most rows per example from this position on, or 0 if ``columns`` is None."""
+        """Return the largest number of rows of an example from this position on.
+
+        The result is 0 if ``columns`` is None.
+        """
         if self.columns is None:
             return 0
         return self.columns.shape[1] if self._counts is None else self._counts[position]
@@ -224,7 +231,7 @@ class Block:
         return counts.tolist() if ordered else None
 
     def has_all_rows(self, data: slice) -> bool:
-        """Return whether these examples, which must come first, have all rows of the block."""
+        """Return whether ``data`` starts at 0 and its examples have all rows of the block."""
         if data.start != 0:
             return False
         num_others = len(self.indices) - data.stop
@@ -233,17 +240,17 @@ class Block:
         return not bool((self.columns[data.stop :] >= 0).any())
 
     def cuts(self) -> list[int]:
-        """Return the ascending positions at which the number of columns per example falls.
+        """Return the positions, in ascending order, at which examples begin to have fewer columns.
 
-        Examples between two positions go through the network together, without padding.
+        Examples between two consecutive positions go through the network together, without padding.
         """
         counts = self._counts or []
         return [i for i in range(1, len(counts)) if counts[i] != counts[i - 1]]
 
     def columns_of(self, data: slice, padded: bool = False) -> Int[Tensor, "m k"] | None:
-        """Return the columns of the examples between two cuts, or None for all C.
+        """Return the columns of the examples between two ``cuts``, or None for all C columns.
 
-        Unnecessary padding is removed unless ``padded``. An example may have no columns.
+        Unless ``padded``, padding is removed. The result may then have no columns.
         """
         if self.columns is None or self._counts is None or padded:
             return None if self.columns is None else self.columns[data]
@@ -253,7 +260,7 @@ class Block:
 def padded_columns(
     data: Int[Tensor, " r"], outputs: Int[Tensor, " r"], m: int
 ) -> Int[Tensor, "m k"]:
-    """Return pairs (example, output) as a list of outputs for each example, padded with -1."""
+    """Return a matrix of each example's outputs, padded with -1, from pairs (example, output)."""
     by_datum = data.argsort(stable=True)
     data, outputs = data[by_datum], outputs[by_datum]
     counts = data.bincount(minlength=m)

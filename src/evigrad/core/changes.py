@@ -1,4 +1,4 @@
-"""Determine what a hyperparameter changes: the rows, sums of rows, or only their scale."""
+"""Determine whether the parameters of a likelihood change the rows or only their scale."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -18,9 +18,12 @@ def likelihood_changes(
 
     The likelihood must have at least one such parameter. The possible results are:
 
-    - ``rows``: The vectors depend on the parameters, so another pass over the data is needed.
-    - ``sums``: The parameters change the scales of summed rows by different factors.
-    - ``scales``: A kept statistic can be rescaled.
+    - ``rows``: The parameters change more than the scale of the rows.
+    - ``sums``: The parameters scale rows by different factors, but the statistic is a sum over
+      these rows.
+    - ``scales``: The parameters only scale the rows, so a kept statistic can be rescaled.
+
+    For ``rows`` and ``sums``, another pass over the data is needed.
     """
     estimator, likelihood = model.estimator, model.likelihood
     if estimator.curvature != "ggn":
@@ -44,7 +47,7 @@ def likelihood_changes(
 
 
 def is_one_number(scale: Tensor, parameters: Sequence[Tensor]) -> bool:
-    """Return whether all entries of ``scale`` are equal for any values of the parameters."""
+    """Return whether all entries of ``scale`` are equal for all values of the parameters."""
     if not bool((scale == scale[0]).all()):
         return False
     learned = [parameter for parameter in parameters if parameter.requires_grad]

@@ -1,6 +1,6 @@
 """Estimator names: ``STRUCTURE-SUBSET-OUTPUTS[-MODIFIER...]``, such as ``kfac-150-1``.
 
-A name specifies the *structure* of the curvature, and how examples and outputs are *partitioned*
+A name specifies the *structure* of the curvature and how examples and outputs are *partitioned*
 into blocks (`evigrad.core.partition`). This module parses names and checks combinations.
 """
 
@@ -45,17 +45,17 @@ class Estimator:
 
     Attributes:
         structure: One of `STRUCTURES`.
-        subset: Number of examples in a block, or of rows if `rows`. ``None`` means all N.
-        outputs: Number of outputs in a block. ``None`` means all C. It is 1 for ``ef``. For
-            ``mc``, it is the number of labels sampled for each example.
-        rows: Whether a block contains single rows (example, output), drawn independently of their
-            examples.
+        subset: Number of examples in a block, or number of rows if `rows` is True. ``None`` means
+            all N examples.
+        outputs: Number of outputs in a block. ``None`` means all C. For ``ef``, the number is 1.
+            For ``mc``, it is the number of labels sampled for each example.
+        rows: Whether a block consists of single rows, each for a random pair (example, output).
         iid: Whether each example of a block draws its own outputs.
         grouped: Whether blocks are filled class by class.
-        anchored: Whether blocks are conditioned on anchors.
-        curvature: One of `CURVATURES`: generalized Gauss-Newton, empirical Fisher or sampled
-            Fisher.
-        custom: A custom curvature with the name `structure`.
+        anchored: Whether blocks are conditioned on anchors, which are rows that all blocks share.
+        curvature: ``ggn`` (generalized Gauss-Newton), ``ef`` (empirical Fisher) or ``mc`` (sampled
+            Fisher).
+        custom: A custom curvature, whose name is `structure`.
 
     Raises:
         ConfigurationError: If the parts cannot be combined.
@@ -94,8 +94,8 @@ class Estimator:
             )
         if self.iid and (self.outputs is None or self.curvature != "ggn"):
             raise ConfigurationError(
-                "'iid' draws outputs for each example, so OUTPUTS must be an integer, and 'ef' and "
-                "'mc' are not allowed."
+                "'iid' draws outputs for each example, so OUTPUTS must be an integer. Omit 'ef' "
+                "and 'mc', or omit 'iid'."
             )
         if self.curvature == "ef" and self.outputs != 1:
             raise ConfigurationError(
@@ -110,10 +110,13 @@ class Estimator:
 
     def _check_rows(self) -> None:
         if self.outputs is not None:
-            raise ConfigurationError("OUTPUTS must be either 'rows' or a number of outputs.")
+            raise ConfigurationError(
+                "OUTPUTS must be either 'rows' or a number of outputs, not both. Set only one of"
+                " them."
+            )
         if self.subset is None:
             raise ConfigurationError(
-                "with OUTPUTS 'rows', SUBSET is a number of rows and must be an integer, as in "
+                "if OUTPUTS is 'rows', SUBSET is a number of rows and must be an integer, as in "
                 f"'{self.structure}-400-rows'. For all rows, use '{self.structure}-N-C'."
             )
         clashing = [name for name in ("iid", "grouped") if getattr(self, name)]
@@ -194,7 +197,7 @@ class Estimator:
 
     @cached_property
     def kind(self) -> Curvature[Any] | type[Curvature[Any]]:
-        """The custom curvature, or the class of the structure."""
+        """The custom curvature if there is one, or else the class of the structure."""
         return STRUCTURES[self.structure] if self.custom is None else self.custom
 
     @property
@@ -204,7 +207,7 @@ class Estimator:
 
     @property
     def family(self) -> tuple[str, str]:
-        """The name without its size, and the size. An example is ``("ntk-m-1", "50")``.
+        """The name with a placeholder for the size, and the size, such as ``("ntk-m-1", "50")``.
 
         For a full-batch estimator, both are the whole name.
         """
@@ -217,16 +220,17 @@ class Estimator:
     def default_root(self) -> str:
         """The default root of the likelihood's Hessian.
 
-        For single rows it is "eigen", which concentrates the curvature of an example in few rows.
-        With it, blocks that draw outputs would have a huge variance, so they use "subblock".
+        For single rows, it is "eigen", which concentrates the curvature of an example in a few
+        rows. Otherwise, it is "subblock", because "eigen" would give estimates from some of the
+        outputs a huge variance.
         """
         return "eigen" if self.rows else "subblock"
 
     def is_bound(self, root: str, couples_outputs: bool) -> bool:
         """Return whether the estimate is, in expectation, a lower bound on the log evidence.
 
-        Its log-determinant must be at least the exact one (Theorems 1 and 2). If OUTPUTS is an
-        integer, it is assumed to be less than the number of outputs.
+        The expected log-determinant of a bound is at least the exact one (Theorems 1 and 2). If
+        OUTPUTS is an integer, it is assumed to be less than the number of outputs.
 
         Args:
             root: How the likelihood's Hessian is split over the outputs. One of `ROOTS`.
@@ -268,7 +272,7 @@ def _read_modifiers(modifiers: list[str]) -> dict[str, Any]:
     for modifier in modifiers:
         if modifier == "hessian":
             raise ConfigurationError(
-                "the exact Hessian is not a modifier. Use a custom curvature instead:"
+                "'hessian' is not a modifier. For the exact Hessian, use a custom curvature:"
                 " Evidence(..., curvature=ExactHessian(...)). See docs/layers.md."
             )
         if modifier not in MODIFIERS:

@@ -1,13 +1,13 @@
 """Partitions of examples and outputs into blocks, and random draws of a block.
 
-The index set I contains every pair (example, output), or row of the Gram matrix. l(X) denotes
-the log-determinant of the rows in X. Both ways to draw a block B give unbiased estimates of an
-upper bound on l(I), and so lower bounds on the log evidence:
+The index set I contains every pair (example, output). Each pair is a row of the Gram matrix, and
+l(X) denotes the log-determinant for the rows in X. There are two ways to draw a block B. Both give
+an unbiased estimate of an upper bound on l(I), and thus of a lower bound on the log evidence:
 
 - *Partition mode* draws one of the M blocks of a partition of I uniformly. The estimate is M l(B),
   even if the last blocks are smaller. Its expectation is sum_m l(B_m) >= l(I) (Theorem 2).
 - *Subset mode* draws a uniformly random subset of fixed size. The estimate is |I|/|B| l(B). Each
-  pair is in B with probability |B|/|I|, so this is also a bound (Shearer).
+  pair is in B with probability |B|/|I|, so the expectation is at least l(I) (Shearer's inequality).
 """
 
 from collections.abc import Callable, Sequence
@@ -30,19 +30,20 @@ class Partition:
     All randomness comes from the generators passed to the methods, not from the global state.
 
     Args:
-        spec: The estimator. If SUBSET exceeds the total number of rows, all rows are used.
-        num_data: N.
-        num_outputs: C.
+        spec: The estimator. If SUBSET is a number of rows and exceeds their total number, all rows
+            are used.
+        num_data: Number of examples, N.
+        num_outputs: Number of outputs, C.
         num_rows: Number of rows of an example whose outputs are all in one block. Default: C.
 
     Attributes:
-        rows_per_datum: Number of rows of an example in a block, unless the estimator counts rows.
-        num_blocks: M, the number of blocks in a partition.
-        splits_outputs: Whether the rows of an example are split over several blocks. If not,
-            `columns` is ``None``, unless the curvature has its own rows.
+        rows_per_datum: Number of rows of an example in a block, unless a block is a set of single
+            rows.
+        num_blocks: Number of blocks in a partition, M.
+        splits_outputs: Whether the rows of an example are split over several blocks.
 
     Raises:
-        InputError: If there are no examples or outputs, or if SUBSET counts examples and exceeds N.
+        InputError: If there are no examples or outputs, or SUBSET is a number of examples above N.
         ConfigurationError: If OUTPUTS exceeds C.
     """
 
@@ -89,8 +90,8 @@ class Partition:
         """Return the blocks of a random partition in random order, each built when it is read.
 
         With N examples in groups of m and C outputs in groups of k, there are M = ceil(N/m)
-        ceil(C/k) blocks of scale M. This call advances the CPU generator, and reading
-        the blocks does not. ``grouped`` estimators need the class ``labels`` (N,).
+        ceil(C/k) blocks of scale M. This call advances the generator, which must be on the CPU.
+        Reading the blocks does not advance it. ``grouped`` estimators need class ``labels`` (N,).
         """
         if self.spec.rows:
             build = self._row_blocks(generator)
@@ -173,10 +174,10 @@ class Partition:
     def subset(self, m: int, generator: torch.Generator) -> Block:
         """Return a block of m examples drawn uniformly, with outputs drawn for the block.
 
-        m may differ from the SUBSET of the name. For `rows`, SUBSET rows are drawn from the m*C
-        rows of the subset, and examples without a row have only -1 in their columns. The block has
-        scale |I|/|B| and likelihood weights N/m. Its indices are in random order, or 0..N-1 if
-        m = N.
+        m may differ from the SUBSET in the name. If SUBSET is a number of rows, this many rows are
+        drawn from the m*C rows of the examples. Examples without a row then have only -1 in their
+        columns. The block has scale |I|/|B| and likelihood weights N/m. Its indices are in random
+        order, or 0..N-1 if m = N.
         """
         self._check_subset(m)
         indices = (
@@ -216,7 +217,9 @@ class Partition:
                 "blocks(), or omit 'grouped'."
             )
         if not 1 <= m <= self.num_data:
-            raise InputError(f"A subset must contain 1 to {self.num_data} examples, got {m}.")
+            raise InputError(
+                f"A subset must contain between 1 and {self.num_data} examples, got {m}."
+            )
         if self.spec.subset is None and m < self.num_data:
             raise InputError(
                 f"'{self.spec}' needs all {self.num_data} examples, got {m}. For subsets of {m}, "
@@ -251,8 +254,8 @@ def class_labels(targets: Tensor, num_data: int) -> Int[Tensor, " N"]:
     """Return targets as int64 labels (N,) on the CPU, or raise an error if they are not labels."""
     if targets.shape != (num_data,):
         raise InputError(
-            f"Class labels must have shape ({num_data},), with one label per example, "
-            f"got {tuple(targets.shape)}."
+            f"Class labels must have the shape ({num_data},), got {tuple(targets.shape)}. "
+            "Pass one label per example."
         )
     if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
         raise InputError(
@@ -263,7 +266,7 @@ def class_labels(targets: Tensor, num_data: int) -> Int[Tensor, " N"]:
 
 
 def choose_distinct(n: int, size: int, generator: torch.Generator) -> Int[Tensor, " size"]:
-    """Return ``size`` distinct numbers below n. Every ordered choice has equal probability."""
+    """Return ``size`` distinct integers from 0 to n − 1, with equal probability for each choice."""
     if 4 * size > n:
         return torch.randperm(n, generator=generator, device="cpu")[:size].clone()
     # Skip repetitions, because a permutation of all n would take a pass over the data set.

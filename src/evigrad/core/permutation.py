@@ -14,10 +14,11 @@ _MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 
 
 class Permutation:
-    """A random permutation of 0 … n − 1, any part of which can be computed separately.
+    """A random permutation of 0 … n − 1, which computes its entries on demand.
 
     A Feistel network permutes the numbers below 4^b ≥ n. A result of n or more is permuted again
-    until it is below n (Black and Rogaway, 2002). Index it like a tensor, with integers and slices.
+    until it is below n (Black and Rogaway, 2002). Index the
+    permutation like a tensor, with integers and slices.
 
     Args:
         n: Length, below 2^62.
@@ -45,7 +46,7 @@ class Permutation:
         return self.at(torch.arange(*index.indices(self._n), device="cpu"))
 
     def at(self, places: Int[Tensor, " m"]) -> Int[Tensor, " m"]:
-        """Return the numbers at these places. Places count from 0 to n − 1."""
+        """Return the entries at these places. Places count from 0 to n − 1."""
         numbers = self._network(places)
         while bool((outside := numbers >= self._n).any()):
             numbers[outside] = self._network(numbers[outside])
@@ -68,7 +69,7 @@ def _mixed(numbers: Int[Tensor, " m"], key: int) -> Int[Tensor, " m"]:
 
 
 def permutation(n: int, generator: torch.Generator) -> "Permutation | Int[Tensor, ' n']":
-    """Return a random permutation of 0 … n − 1, as a tensor if n is small."""
+    """Return a random permutation of 0 … n − 1, as a tensor or, for large n, a ``Permutation``."""
     return (
         torch.randperm(n, generator=generator, device="cpu")
         if n <= WRITTEN

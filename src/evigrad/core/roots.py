@@ -1,19 +1,19 @@
-"""Roots of Λ = −∇²_f log p(y|f): matrices R with R Rᵀ = Λ, whose columns give rows of the Gram.
+"""Roots of Λ = −∇²_f log p(y|f), which are matrices R with R Rᵀ = Λ.
 
-If a block contains all outputs, every root gives the same log-determinant, and a softmax needs only
-C − 1 columns. For a block with only some columns, there are three kinds of roots, named in
-``ROOTS``:
+Each column of a root gives one row of the Gram matrix. If a block contains all outputs, every root
+gives the same log-determinant, and a softmax needs only C − 1 columns. For a block with only some
+columns, there are three kinds of roots, named in ``ROOTS``:
 
 - ``"subblock"``: a root of Λ restricted to the listed outputs of an example, as in the paper. If Λ
   couples the outputs, the sum over blocks is not a bound.
-- ``"fisher"``: columns of one root of the whole Λ, column d for output d. For the softmax it is
-  diag(√p) − p√pᵀ. Its column d is √p_d times the score of label d.
-- ``"eigen"``: the same root, rotated so that its columns are orthogonal and the largest come first.
-  For many classes, only the columns of the ``TOP_CLASSES`` most likely classes are rotated.
+- ``"fisher"``: columns of one root of the whole Λ, with column d for output d. For the softmax, the
+  root is diag(√p) − p√pᵀ. Its column d is √p_d times the score of label d.
+- ``"eigen"``: the Fisher root, rotated so that its columns are orthogonal and the largest come
+  first. For many classes, only the columns of the ``TOP_CLASSES`` most likely classes are rotated.
   Derivatives hold the rotation fixed, which is valid because the bound holds for any rotation.
 
 All roots are differentiable in f, and in the likelihood's parameters if Λ depends on them. Values
-and gradients stay finite if probabilities underflow.
+and gradients stay finite even if probabilities underflow.
 """
 
 from contextlib import suppress
@@ -45,15 +45,16 @@ NEGATIVE_TOLERANCE = 16.0
 class RootRows:
     """Cotangents of the outputs, one for each row of the Gram matrix.
 
-    Row (n, j) is ``scale[n, j] * vectors[n, j]ᵀ J_n P0^{-1/2}``.
+    Row (n, j) is ``scale[n, j] * vectors[n, j]ᵀ J_n P0^{-1/2}``, with the Jacobian J_n of example
+    n and the prior precision P0.
 
     Attributes:
         vectors: Column j of the root of example n, or zero if the example has no such column.
-        scale: Factor of each row, or None for 1. Likelihood parameters that multiply rows by a
-            number, such as 1/σ of a Gaussian, may occur only here, not in ``vectors``. The rows
-            then need no graph for them.
+        scale: Factor of each row, or None for 1. If a likelihood parameter only scales the rows,
+            such as the σ of a Gaussian, use it here instead of in ``vectors``. The rows then need
+            no graph.
         present: Which pairs (example, column) exist, or None for all. All other pairs are padding
-            with zero vectors, which a structure may omit.
+            with zero vectors, which a curvature may omit.
 
     See also: docs/extending.md.
     """
@@ -63,7 +64,7 @@ class RootRows:
     present: Bool[Tensor, "m k"] | None = None
 
     def parts(self, size: int | None) -> list["RootRows"]:
-        """Return the root in parts of at most ``size`` columns, or whole if ``size`` is None."""
+        """Return parts with at most ``size`` columns each, or a single part if ``size`` is None."""
         count = self.vectors.shape[1]
         if size is None or count <= size:
             return [self]
@@ -79,12 +80,12 @@ class RootRows:
 
     @property
     def scaled(self) -> Float[Tensor, "m k C"]:
-        """The vectors times their scale."""
+        """The vectors multiplied by ``scale``."""
         return self.vectors if self.scale is None else self.vectors * self.scale[..., None]
 
 
 def check_root(kind: str) -> None:
-    """Raise a ConfigurationError for a kind of root that is not in ``ROOTS``."""
+    """Raise a ConfigurationError if the kind of root is not in ``ROOTS``."""
     if kind not in ROOTS:
         raise ConfigurationError(
             f"root must be one of {', '.join(ROOTS)}, got {kind!r}.{nearest(str(kind), ROOTS)}"
@@ -92,7 +93,7 @@ def check_root(kind: str) -> None:
 
 
 def one_hot(f: Float[Tensor, "m C"], columns: Int[Tensor, "m k"] | None) -> Float[Tensor, "m k C"]:
-    """Return unit vectors of the listed outputs (None: all outputs), with zero vectors for −1."""
+    """Return unit vectors of the listed outputs (None: all), and zero vectors for −1."""
     num_data, num_outputs = f.shape
     if columns is None:
         eye = torch.eye(num_outputs, dtype=f.dtype, device=f.device)
@@ -103,7 +104,7 @@ def one_hot(f: Float[Tensor, "m C"], columns: Int[Tensor, "m k"] | None) -> Floa
 def diagonal_rows(
     f: Float[Tensor, "m C"], root: Float[Tensor, "m C"], columns: Int[Tensor, "m k"] | None
 ) -> Float[Tensor, "m k C"]:
-    """Return the rows e_d √λ_d for a diagonal Λ and any kind of root. ``root`` contains the √λ."""
+    """Return the rows √λ_d e_d of a root of a diagonal Λ. ``root`` contains the values √λ_d."""
     return one_hot(f, columns) * root.unsqueeze(1)
 
 
@@ -116,9 +117,9 @@ def softmax_rows(
     R = D^{1/2} (I − u uᵀ/(1+√q)) has R Rᵀ = D − p_O p_Oᵀ with D = diag(p_O). Its column j is
     u_j (e_j − p_O/(1+√q)). If O contains all outputs, q = 0 and R is the Fisher root.
 
-    Without ``columns``, C − 1 rows are enough for the rank of Λ. They correspond to the sub-block
-    of all outputs but the last. The entries −u_j √q of the last output make each row sum to zero,
-    as Λ 1 = 0 requires.
+    If ``columns`` is None, the result has C − 1 rows, which is the rank of Λ. They correspond to
+    the sub-block of all outputs except the last. The entry −u_j √q for the last output makes row j
+    sum to zero, as Λ 1 = 0 requires.
     """
     log_p = f.log_softmax(dim=1)
     if columns is None:
@@ -157,7 +158,10 @@ def _top_rows(log_p: Float[Tensor, "m C"], columns: Int[Tensor, "m k"]) -> Float
 
 
 def condensed_logits(f: Float[Tensor, "m C"]) -> Float[Tensor, "m D"]:
-    """Return the ``TOP_CLASSES`` largest logits, descending, and the logsumexp of any others."""
+    """Return the ``TOP_CLASSES`` largest logits in descending order, and the logsumexp of the rest.
+
+    If there are at most ``TOP_CLASSES`` logits, return them unchanged.
+    """
     if f.shape[1] <= TOP_CLASSES:
         return f
     sorted_f = f.sort(dim=1, descending=True).values
@@ -166,10 +170,10 @@ def condensed_logits(f: Float[Tensor, "m C"]) -> Float[Tensor, "m D"]:
 
 
 def top_norms(p: Float[Tensor, "m C"]) -> Float[Tensor, "m K"]:
-    """Return |R[:, d]|² of the rotated columns of ``_top_rows``, largest first.
+    """Return the squared norms of the rotated columns of the "eigen" root, largest first.
 
-    They are the eigenvalues of the Gram matrix of the first K = ``TOP_CLASSES`` Fisher rows. ``p``
-    must be sorted in descending order.
+    They are the eigenvalues of the Gram matrix of the Fisher rows for the K = ``TOP_CLASSES`` most
+    likely classes. The probabilities ``p`` must be in descending order.
     """
     first = p[:, :TOP_CLASSES]
     between = 0.5 * p.square().sum(dim=1)[:, None] - first
@@ -207,8 +211,9 @@ def hessian_rows(
 ) -> Float[Tensor, "m k C"]:
     """Return rows of a root of any positive semidefinite Λ, without derivatives of eigenvectors.
 
-    ``"fisher"`` and ``"subblock"`` are symmetric square roots of Λ and of its sub-block, so column
-    d corresponds to output d. ``"eigen"`` has orthogonal columns, largest first.
+    The ``"fisher"`` root is the symmetric square root of Λ, and the ``"subblock"`` root is the
+    symmetric square root of a sub-block. Their columns correspond to outputs. The ``"eigen"`` root
+    has orthogonal columns, largest first.
 
     Args:
         curvature: Λ, with a graph if you need derivatives.
@@ -230,13 +235,13 @@ def hessian_rows(
 def differentiable_root(
     curvature: Float[Tensor, "m n n"], symmetric: bool
 ) -> Float[Tensor, "m n n"]:
-    """Return a root R of positive semidefinite matrices Λ with R Rᵀ = Λ to first order.
+    """Return a root R of each positive semidefinite matrix Λ, with R Rᵀ = Λ to first order.
 
     R = R₀ + (I − ½Π)(Λ − Λ₀)R₀⁺ᵀ, where Λ₀ is Λ without its graph, R₀ is a root of Λ₀, and
-    Π = R₀R₀⁺ projects onto its range. The value is R₀. The first derivatives of R Rᵀ and Λ agree
-    wherever the rank of Λ is constant, but second derivatives do not. No eigenvector is
-    differentiated, so equal eigenvalues cause no problem. R₀ is V√λVᵀ if ``symmetric``, otherwise
-    V√λ with the largest eigenvalue first.
+    Π = R₀R₀⁺ projects onto the range of R₀. The value is R₀. The first derivatives of R Rᵀ and Λ
+    agree wherever the rank of Λ is constant, but their second derivatives do not. No eigenvector
+    is differentiated, so equal eigenvalues cause no problem. For eigenvalues λ and eigenvectors V
+    of Λ₀, R₀ is V√λVᵀ if ``symmetric``. Otherwise, it is V√λ with the largest eigenvalue first.
 
     Raises:
         NotPositiveDefiniteError: If Λ has a negative eigenvalue.
@@ -264,7 +269,7 @@ def check_not_negative(eigenvalues: Tensor) -> None:
     if bool((eigenvalues < floor).any()):
         raise NotPositiveDefiniteError(
             f"The negative log likelihood is not convex in the outputs. Its Hessian Λ has the"
-            f" eigenvalue {eigenvalues.min().item():.3g}, so it has no root. Override the"
+            f" eigenvalue {eigenvalues.min().item():.3g}, so Λ has no root. Override the"
             " likelihood's hessian(f) to return a positive semidefinite matrix, such as the Fisher"
             " information."
         )
@@ -290,6 +295,6 @@ def _descending_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
             if bool(values.isfinite().all()):
                 return values.flip(-1).to(matrix.dtype), vectors.flip(-1).to(matrix.dtype)
     raise NotFiniteError(
-        "LAPACK cannot compute eigenvalues of the curvature Λ, because the outputs are too large."
+        "LAPACK cannot compute the eigenvalues of the curvature Λ, because outputs are too large."
         " Look for weights, inputs or hyperparameters that have diverged."
     )

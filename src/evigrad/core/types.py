@@ -1,7 +1,7 @@
-"""Data types of the core, and the protocols through which it calls other subpackages.
+"""Data types of evigrad.core, and protocols for the subpackages that it calls.
 
-A ``Sweep`` takes a block through the network one ``MicroBatch`` at a time, each with a
-``Linearization``. A ``LinearizedModel`` combines a density and a prior with a network.
+A ``Sweep`` takes a block through the network and returns a ``Linearization`` for each
+``MicroBatch``. A ``LinearizedModel`` combines a network with a density and a prior.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -33,8 +33,8 @@ State = TypeVar("State")
 class Linearization(Protocol):
     """One forward pass of a model over m examples, and rows vᵀ J of its Jacobian J.
 
-    If the pass was made with a graph, rows are differentiable in the vectors, and in everything
-    else that the pass depends on except the weights.
+    If the pass has a graph, the rows are differentiable in the vectors v, the inputs and the
+    hyperparameters of the pass, but not in the weights.
     """
 
     @property
@@ -43,41 +43,50 @@ class Linearization(Protocol):
         ...
 
     def without_graph(self, root: RootRows) -> tuple["Linearization", RootRows]:
-        """Return this pass and its cotangents without a graph. The two passes may share work."""
+        """Return this pass and its cotangents without a graph."""
         ...
 
     def rows(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str] | None = None
     ) -> dict[str, Tensor]:
-        """Return ``vectors[n, j]ᵀ ∂f(x_n)/∂parameter``, (m, k, *parameter shape), by name."""
+        """Return the rows ``vectors[n, j]ᵀ ∂f(x_n)/∂parameter`` by parameter name.
+
+        Their shape is (m, k, *parameter shape).
+        """
         ...
 
     def deferred_rows(
         self, root: RootRows, names: Sequence[str], contracted: Collection[str] = ()
     ) -> dict[str, "Rows"]:
-        """Return the rows of each parameter without padding, formed only when they are read.
+        """Return the rows of each parameter without padding, computed only when they are read.
 
-        Rows in ``contracted`` stay products of a layer's inputs and output gradients, if the pass
-        has them.
+        For the parameters in ``contracted``, rows are stored as layer inputs and output gradients
+        if the pass has these factors.
         """
         ...
 
     def factors(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
     ) -> "dict[str, list[KroneckerUse]]":
-        """Return the Kronecker factors of the rows, one item per use of a parameter."""
+        """Return the Kronecker factors of the rows by parameter name, one per use."""
         ...
 
     def inner(
         self, vectors: Float[Tensor, "m k C"], cotangents: Mapping[str, Tensor]
     ) -> Float[Tensor, ""]:
-        """Return Σ cotangents · rows. Cotangents (m, k, *parameter shape) get no gradient."""
+        """Return the inner product of the rows with ``cotangents``, which get no gradient.
+
+        Cotangents have the shape (m, k, *parameter shape).
+        """
         ...
 
     def products(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
     ) -> dict[str, list[tuple[Tensor, Tensor]]]:
-        """Return the inputs (m, T, i) and gradients (m, k, T, o) whose products are the rows."""
+        """Return the factors of the rows by parameter name.
+
+        They are layer inputs (m, T, i) and output gradients (m, k, T, o) at T positions.
+        """
         ...
 
 
@@ -88,10 +97,10 @@ class MicroBatch:
     Attributes:
         x: Inputs, as passed to the network.
         y: Targets.
-        data: Positions in the block.
+        data: Positions of the examples in the block.
         columns: Columns of the root, or None for all.
         likelihood_weights: Weights of the log likelihoods of the examples.
-        labels: Sampled labels (curvature ``mc``).
+        labels: Sampled labels, for the curvature ``mc``.
         is_alone: Whether no other micro-batch of the block has rows.
     """
 
@@ -105,12 +114,12 @@ class MicroBatch:
 
     @property
     def has_rows(self) -> bool:
-        """Whether the examples have rows, and not only a log likelihood."""
+        """Whether the examples have rows, instead of only a log likelihood."""
         return self.columns is None or self.columns.shape[1] > 0
 
 
 class Sweep(Protocol):
-    """A pass of a block through the network, always in the same micro-batches."""
+    """Passes of a block through the network, always in the same micro-batches."""
 
     @property
     def block(self) -> Block:
@@ -119,21 +128,21 @@ class Sweep(Protocol):
 
     @property
     def num_outputs(self) -> int:
-        """C."""
+        """The number of outputs, C."""
         ...
 
     def fold(
         self, step: Callable[[State, MicroBatch], State], start: State, *, graph: bool = False
     ) -> State:
-        """Return the state after ``step`` was applied to each micro-batch.
+        """Return the final state after applying ``step`` to each micro-batch in turn.
 
-        ``step`` computes the next state without changing the old one, so it can be repeated on
-        fewer examples. ``graph`` says whether ``step`` needs graphs.
+        ``step`` must return the next state without changing the old one, so that a step can be
+        repeated with fewer examples. ``graph`` determines whether ``step`` gets autograd graphs.
         """
         ...
 
     def linearize(self, batch: MicroBatch, *, graph: bool) -> Linearization:
-        """Return the forward pass of a micro-batch, optionally with a graph beyond the weights."""
+        """Return the linearized pass of a micro-batch, with an autograd graph if ``graph``."""
         ...
 
     def keeps_graph(self, batch: MicroBatch) -> bool:
@@ -141,7 +150,7 @@ class Sweep(Protocol):
         ...
 
     def outputs(self, batch: MicroBatch) -> Float[Tensor, "m C"]:
-        """Return a micro-batch's outputs without rows, with a graph if gradients are enabled."""
+        """Return only the outputs of a micro-batch, with a graph if gradients are enabled."""
         ...
 
 
@@ -149,22 +158,22 @@ class Sweep(Protocol):
 
 
 class Density(Protocol):
-    """log p(y|f), and roots of its negative Hessian with respect to f."""
+    """The density p(y|f), with roots of the negative Hessian of log p(y|f) with respect to f."""
 
     couples_outputs: bool
 
     def parameters(self) -> Iterable[Tensor]:
-        """Return the hyperparameters."""
+        """Return the parameters of the density."""
         ...
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
-        """Return log p(y_n|f_n) in nats."""
+        """Return log p(y_n|f_n) of each example, in nats."""
         ...
 
     def root(
         self, f: Float[Tensor, "m C"], columns: Int[Tensor, "m k"] | None, kind: str
     ) -> RootRows:
-        """Return columns of a root of −∇² log p, of a kind in ``ROOTS``."""
+        """Return columns of a root of −∇²_f log p(y|f). ``kind`` is one of ``ROOTS``."""
         ...
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
@@ -176,15 +185,15 @@ class Density(Protocol):
         ...
 
     def check_derivatives(self, f: Float[Tensor, "m C"], y: Tensor, curvature: str) -> None:
-        """Raise an error if the roots do not match the density's Hessian."""
+        """Raise an error if roots or scores do not match the derivatives of ``log_prob``."""
         ...
 
 
 class Prior(Protocol):
-    """N(w₀, P0⁻¹) with a diagonal P0."""
+    """The prior N(w₀, P0⁻¹) of the weights, with a diagonal precision matrix P0."""
 
     def precisions(self) -> Mapping[str, Tensor]:
-        """Return the diagonal of P0 for each weight, as one number or as one number per entry."""
+        """Return the diagonal of P0 by weight name, as one number or one number per entry."""
         ...
 
     def quadratic(self, weights: Mapping[str, Tensor]) -> Float[Tensor, ""]:
@@ -204,9 +213,10 @@ class LinearizedModel:
         weights: Current weights by name.
         likelihood: Density of the targets.
         prior: Prior of the weights.
-        estimator: Which rows form a block, and which curvature the outputs have.
-        num_data: N.
-        temperature: T of the likelihood p^(1/T).
+        estimator: The parsed estimator name, which determines the rows of a block and the
+            curvature of the outputs.
+        num_data: Number of examples, N.
+        temperature: The temperature T, with which the likelihood is p^(1/T).
         root: How the curvature of an example is split into rows. One of ``ROOTS``.
     """
 
@@ -223,7 +233,7 @@ class LinearizedModel:
         return self.likelihood.log_prob(f, y)
 
     def log_likelihood(self, log_probabilities: Tensor, weights: Tensor) -> Float[Tensor, ""]:
-        """Return (1/T) Σ w_n log p(y_n|f_n) in float64, from two vectors (m,)."""
+        """Return (1/T) Σ_n w_n log p(y_n|f_n) in float64, for weights w_n."""
         weighted = weights.to(log_probabilities) * log_probabilities
         return weighted.sum().double() / self.temperature
 
@@ -256,7 +266,7 @@ class LinearizedModel:
 
 
 def sampled_rows(likelihood: Density, f: Tensor, labels: Sequence[Tensor]) -> RootRows:
-    """Return scores of sampled labels, whose outer products average to Λ."""
+    """Return rows from scores of sampled labels. The expected sum of their outer products is Λ."""
     scores = torch.stack([likelihood.score(f, label) for label in labels], dim=1)
     log_prob = torch.stack([likelihood.log_prob(f, label) for label in labels], dim=1)
     # The ratio is 1. Its derivative accounts for the label distribution, so the gradient of H is
@@ -270,20 +280,20 @@ def sampled_rows(likelihood: Density, f: Tensor, labels: Sequence[Tensor]) -> Ro
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """One pass over a block: everything that the log evidence needs from the data, for any prior.
+    """The results of one pass over a block, from which the log evidence follows for any prior.
 
     Attributes:
         model: The model.
         curvature: The curvature of the statistic.
-        block: The block, without its data.
-        statistic: The statistic of all rows.
+        block: The block, without inputs and targets.
+        statistic: The statistic of all rows of the block.
         log_likelihood: (1/T) log p(D|w,h), scaled to the whole data set, in nats.
         log_probabilities: log p(y|w,h) of each example of the block, (m,).
-        num_outputs: C.
-        outputs: Micro-batches without inputs, with their outputs, for steps on the likelihood's
-            hyperparameters. Empty by default.
-        linearized: The linearization of a single micro-batch and its cotangents, with a graph, for
-            the second pass. None by default.
+        num_outputs: Number of outputs, C.
+        outputs: Micro-batches without inputs, each with its outputs, for steps on the likelihood's
+            parameters. Empty by default.
+        linearized: The linearization and the cotangents of a micro-batch that has all rows, with a
+            graph for the second pass. None by default.
     """
 
     model: LinearizedModel
@@ -298,7 +308,7 @@ class Pass:
 
     @cached_property
     def conditioning(self) -> Conditioning | None:
-        """Which rows are anchors or belong to drawn parts. None without anchors."""
+        """Which rows are anchors, and which are in drawn parts. None without anchors."""
         columns, anchored = self.block.columns, self.block.anchored
         if anchored is None or columns is None:
             return None
@@ -306,7 +316,7 @@ class Pass:
 
     @cached_property
     def is_bound(self) -> bool:
-        """Whether the expectation of the log-determinant is at least ℓ(I)."""
+        """Whether the expectation of the scaled log-determinant is at least the exact one."""
         columns = self.block.columns
         splits_outputs = (
             columns is not None
@@ -327,15 +337,15 @@ class Estimate:
     Attributes:
         log_evidence: Estimate of log q(D|h).
         log_likelihood: Estimate of (1/T) log p(D|w,h).
-        log_prior: −½ (w−w₀)ᵀP0(w−w₀), exact. The rest of log p(w|h) cancels in the determinant.
-        log_det: Estimate of ℓ(I) = log|I + S|, scaled to the whole data set.
+        log_prior: −½ (w−w₀)ᵀP0(w−w₀), exact. ``log_det`` includes the normalizer of the prior.
+        log_det: Estimate of ℓ = log|I + S| for the whole data set, with the Gram matrix S.
         log_hyperprior: Log density of the hyperparameters, which ``log_evidence`` excludes.
         is_bound: Whether the expectation of ``log_evidence`` is a lower bound on the log evidence
-            with the same curvature. A single estimate can exceed it.
-        num_data: N.
+            with the same curvature. A single estimate can exceed the log evidence.
+        num_data: Number of examples, N.
         estimator: Canonical name of the estimator.
-        at_mode: The log evidence of the linearized model at its own mode, if it was requested
-            from ``estimate``.
+        at_mode: The log evidence of the linearized model at its own mode, if you
+            requested it from ``estimate``. None by default.
         entropies: For an anchored block, ℓ(Z) of the anchors and ℓ(B_b|Z) of each drawn part, in
             nats. Empty for other blocks.
 

@@ -6,9 +6,9 @@ temperature). Λ = −∇²_f log p(y|f) is the Hessian of the negative log like
 outputs (Immer et al. 2023, section 2). If the Hessian depends on y, Λ is its mean over y, the
 Fisher information.
 
-A new likelihood is a class with ``log_prob`` and, if targets can be invalid, ``validate``. All
-other methods have defaults, except ``sample``, which estimators with ``mc`` in their names need.
-Override ``hessian`` if the Hessian depends on the targets. ``LIKELIHOODS`` names the library's own
+To add a likelihood, write a class with ``log_prob`` and, if targets can be invalid, ``validate``.
+All other methods have defaults, except ``sample``, which estimators with ``mc`` in their names
+need. Override ``hessian`` if the Hessian depends on the targets. ``LIKELIHOODS`` lists the built-in
 classes. Their closed forms are not checked on the user's data, so tests/likelihoods must check
 them.
 """
@@ -55,7 +55,7 @@ LIKELIHOODS: dict[str, type[Likelihood]] = {
 
 
 def make_likelihood(likelihood: str | Likelihood) -> Likelihood:
-    """Return the likelihood of this name in ``LIKELIHOODS``, with its default settings.
+    """Return the likelihood of this name in ``LIKELIHOODS``, with default settings.
 
     A ``Likelihood`` object is returned unchanged.
 

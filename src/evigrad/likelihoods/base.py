@@ -43,7 +43,8 @@ class Likelihood(nn.Module, ABC):
 
     Attributes:
         name: Name of the likelihood in ``LIKELIHOODS``.
-        couples_outputs: Whether Λ has entries off its diagonal.
+        couples_outputs: Whether Λ, the Hessian of −log p(y|f) with respect to f, has off-diagonal
+            entries.
         is_classification: Whether targets are classes. If they are, and the likelihood has
             ``probabilities``, ``metrics`` counts correct predictions.
 
@@ -100,7 +101,7 @@ class Likelihood(nn.Module, ABC):
         """
 
     def forward(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
-        """Return ``log_prob``."""
+        """Return ``log_prob(f, y)``."""
         return self.log_prob(f, y)
 
     def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
@@ -126,11 +127,13 @@ class Likelihood(nn.Module, ABC):
             )
         if not isinstance(y, Tensor):
             raise InputError(
-                f"Targets must be a tensor, got {type(y).__name__}. Use torch.as_tensor."
+                f"Targets must be a tensor, got {type(y).__name__}. Convert them with"
+                " torch.as_tensor."
             )
         if 0 in shape:
             raise InputError(
-                f"Outputs must not be empty, got the shape {shape}. Pass at least one example."
+                f"Outputs must not be empty, got the shape {shape}. Pass at least one example, and"
+                " use a model with at least one output."
             )
         if y.ndim == 0 or len(y) != shape[0]:
             raise InputError(
@@ -141,22 +144,22 @@ class Likelihood(nn.Module, ABC):
             refuse_where(~torch.isfinite(y), y, "is not finite. Remove or impute such targets")
 
     def counted(self, y: Tensor) -> Bool[Tensor, " m"] | None:
-        """Return which targets (m, ...) count, for outputs (m, …, C) with a target per position.
+        """Return which of the targets count, if outputs (m, …, C) have a target per position.
 
         False marks positions without a target, such as padding. The default, None, counts all
-        targets. The targets have not been through ``validate`` yet.
+        targets. ``validate`` has not checked the targets yet.
         """
         return None
 
     def weights(self, y: Tensor) -> Float[Tensor, " m"] | None:
-        """Return a non-negative factor of Λ for each example.
+        """Return a non-negative factor for the Λ of each example.
 
         The default, None, means that all factors are 1. See ``Weighted``.
         """
         return None
 
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
-        """Return the curvature Λ(f) of the rows, positive semidefinite and differentiable.
+        """Return the curvature Λ(f) of the outputs, positive semidefinite and differentiable.
 
         Λ is −∇²_f log p(y|f) if this Hessian is the same for all y. Otherwise, override this method
         to return the mean of the Hessian over y, which is the Fisher information. The default
@@ -185,10 +188,10 @@ class Likelihood(nn.Module, ABC):
         """Check that the rows for these data agree with ``log_prob``.
 
         If the Hessian of the density depends on the target, the class must override ``hessian``.
-        For instance, a mask makes the Hessian depend on the target, because a masked example has
-        the Hessian zero. A ``hessian``, ``root`` or ``score`` that is defined in the class of
-        ``log_prob``, or in a subclass, is not checked. A method of a base class was written for a
-        different density, so it is compared with derivatives of ``log_prob``.
+        For instance, a mask makes the Hessian depend on the target, because the Hessian of a
+        masked example is zero. A ``hessian``, ``root`` or ``score`` that is defined in the same
+        class as ``log_prob``, or in a subclass, is not checked. A method of a base class was
+        written for a different density, so it is compared with derivatives of ``log_prob``.
 
         Args:
             f: Outputs.
@@ -246,8 +249,8 @@ class Likelihood(nn.Module, ABC):
             worst = int((product - expected).abs().amax(1).argmax())
             target = y[worst].item() if y.ndim == 1 else y[worst].flatten()[:3].tolist()
             raise ConfigurationError(
-                f"The Hessian of {type(self).__name__}.log_prob depends on the targets: at target"
-                f" {target} it differs from the Hessian at reference_targets, which the rows use."
+                f"The Hessian of {type(self).__name__}.log_prob depends on the targets. At target"
+                f" {target}, it differs from the Hessian at reference_targets, which the rows use."
                 " If some examples are masked, remove them from the data set (num_data counts the"
                 " rest). Otherwise, override hessian(f) to return a matrix that does not depend on"
                 " the targets, such as the Fisher information."
@@ -267,8 +270,8 @@ class Likelihood(nn.Module, ABC):
 
         ``hessian`` differentiates at the first set. It raises an error if the Hessian differs at
         the second set. If each target is a single label, the sets are labels 0 and C − 1.
-        Otherwise, they are zeros and ones (m, C). Override this method if these are not valid
-        targets.
+        Otherwise, they are zeros and ones (m, C). Override this method if such targets are not
+        valid.
         """
         if self.is_classification and self.couples_outputs:
             label = torch.zeros(len(f), dtype=torch.long, device=f.device)
@@ -276,7 +279,10 @@ class Likelihood(nn.Module, ABC):
         return torch.zeros_like(f), torch.ones_like(f)
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
-        """Return the score ∇_f log p(y|f) of each example, differentiable in f and parameters."""
+        """Return the score ∇_f log p(y|f) of each example.
+
+        The score is differentiable in f and in the likelihood's parameters.
+        """
         return torch.func.grad(lambda f: self.log_prob(f, y).sum())(f)
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Tensor:
@@ -284,7 +290,7 @@ class Likelihood(nn.Module, ABC):
 
         Args:
             f: Outputs.
-            generator: Generator of all random numbers.
+            generator: Source of all random numbers.
 
         Raises:
             ConfigurationError: If the likelihood does not define this method.
@@ -306,7 +312,7 @@ class Likelihood(nn.Module, ABC):
         return None
 
     def noise_variance(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"] | None:
-        """Return the variance of y if y is f plus independent Gaussian noise.
+        """Return the variance of the noise if y is f plus independent Gaussian noise.
 
         The posterior's predictions of y are then Gaussian and do not need ``moments``.
 
@@ -329,8 +335,8 @@ class Likelihood(nn.Module, ABC):
 
         Returns:
             The mean of y, the variance of E[y|f] (epistemic), and the mean variance of y given f
-            (noise), in units of y and y². The default, None, limits the posterior to the mean and
-            variance of the outputs.
+            (noise). Variances are in units of y². The default, None, limits the posterior to the
+            mean and variance of the outputs.
         """
         return None
 
@@ -340,24 +346,24 @@ class Likelihood(nn.Module, ABC):
         columns: Int[Tensor, "m k"] | None = None,
         kind: str = "subblock",
     ) -> RootRows:
-        """Return columns of a root of Λ, the cotangents of the rows, at temperature 1.
+        """Return columns of a root of Λ, which are the cotangents of the rows, at temperature 1.
 
         The default computes them from ``hessian``. If the Hessian depends on the likelihood's
         parameters, so do the columns.
 
         Args:
             f: Outputs.
-            columns: Distinct root columns of each example, from 0 to C − 1. Padding of −1 gives a
+            columns: Distinct root columns of each example, from 0 to C − 1. The padding −1 gives a
                 row of zeros. None returns a root of the whole Λ, of any kind, with ``num_rows``
                 columns.
             kind: Kind of root, one of ``ROOTS`` (see ``evigrad.core.roots``). If outputs are not
-                coupled, all kinds give the column e_d √λ_d for output d.
+                coupled, all kinds give the column √λ_d e_d for output d.
 
         Returns:
-            The rows, differentiable in f.
+            The columns, differentiable in f.
 
         Raises:
-            ConfigurationError: If the kind is unknown, or Λ has entries off its diagonal although
+            ConfigurationError: If the kind is unknown, or Λ has off-diagonal entries although
                 ``couples_outputs`` is False.
             NotPositiveDefiniteError: If Λ has a negative eigenvalue.
         """
@@ -370,8 +376,8 @@ class Likelihood(nn.Module, ABC):
         diagonal = curvature.diagonal(dim1=1, dim2=2)
         if _differ(curvature.detach(), diagonal.detach().diag_embed()):
             raise ConfigurationError(
-                f"The Hessian of {type(self).__name__} has entries off its diagonal. Set"
-                " couples_outputs = True."
+                f"The Hessian of {type(self).__name__} has off-diagonal entries, but"
+                " couples_outputs is False. Set couples_outputs = True."
             )
         check_not_negative(diagonal.detach())
         # √ has an infinite derivative at 0.
@@ -382,15 +388,15 @@ class Likelihood(nn.Module, ABC):
     def num_rows(self, num_outputs: int) -> int:
         """Return the number of columns that ``root`` returns if ``columns`` is None.
 
-        The default is C. The number may be smaller if Λ has a lower rank. It affects the planned
-        memory but not the log-determinant.
+        The default is C. The number may be smaller if Λ has a lower rank. The number affects the
+        planned memory, but not the log-determinant.
         """
         return num_outputs
 
     def row_norms(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m C"]:
-        """Return |R[:, d]|² of each column of a root of Λ, without a graph.
+        """Return the squared norm |R[:, d]|² of each column of a root R of Λ, without a graph.
 
-        These numbers measure how much curvature each row can hold. ``kind`` is one of ``ROOTS``.
+        The norms measure how much curvature each row can contain. ``kind`` is one of ``ROOTS``.
         """
         check_root(kind)
         if (closed := self._closed_root(f.detach())) is not None:
@@ -429,10 +435,10 @@ class Likelihood(nn.Module, ABC):
     def row_scores(
         self, condensed: Float[Tensor, "m D"], kind: str
     ) -> tuple[Float[Tensor, "m K"], Float[Tensor, " m"] | None]:
-        """Return the norms of ``row_norms``, possibly approximate, from ``condensed`` outputs.
+        """Return the norms of ``row_norms``, exact or approximate, from ``condensed`` outputs.
 
         The results are the norms of the first columns, and the sum of the norms of all later
-        columns. The sum is None if the later norms are zero or there are no later columns.
+        columns. The sum is None if it is zero or there are no later columns.
         """
         return self.row_norms(condensed, kind), None
 
@@ -466,22 +472,22 @@ class Likelihood(nn.Module, ABC):
     def reported(self) -> dict[str, float]:
         """Return the parameters as readable numbers, for histories and reports.
 
-        The default reports each parameter under its name, or each entry under NAME/INDEX. ``noise``
-        is a scale in units of y, such as the standard deviation of a Gaussian.
+        The default reports each parameter under its name, or each entry under NAME/INDEX. An entry
+        ``noise`` is a scale in units of y, such as the standard deviation of a Gaussian.
         """
         named = [by_entry(name, parameter) for name, parameter in self.named_parameters()]
         return {name: value for entries in named for name, value in entries.items()}
 
 
 def by_entry(name: str, values: Tensor) -> dict[str, float]:
-    """Return a number under its name, or the entries of a tensor under NAME/INDEX."""
+    """Return a dictionary with a number under its name, or a tensor's entries under NAME/INDEX."""
     if values.ndim == 0:
         return {name: values.item()}
     return {f"{name}/{i}": value for i, value in enumerate(values.flatten().tolist())}
 
 
 def check_one_per_output(f_shape: Sequence[int], y: Tensor) -> None:
-    """Raise InputError unless targets are (m, C). A missing axis would broadcast to m × m."""
+    """Raise InputError unless targets are (m, C), because a missing axis would broadcast."""
     if tuple(y.shape) != tuple(f_shape):
         hint = " Use y.unsqueeze(-1)." if y.ndim == 1 and f_shape[1] == 1 else ""
         raise InputError(
@@ -491,7 +497,7 @@ def check_one_per_output(f_shape: Sequence[int], y: Tensor) -> None:
 
 
 def refuse_where(wrong: Tensor, y: Tensor, words: str) -> None:
-    """Raise InputError for the first wrong target, if there is one."""
+    """Raise an InputError for the first target that ``wrong`` marks, if there is one."""
     if bool(wrong.any()):
         where = [int(i) for i in wrong.nonzero()[0]]
         raise InputError(
@@ -509,5 +515,5 @@ def _differ(one: Tensor, other: Tensor) -> bool:
 
 
 def total(values: Tensor) -> float:
-    """Return the sum in float64, because float32 would lose precision over a batch."""
+    """Return the sum in float64. In float32, a sum over a batch would lose precision."""
     return float(values.detach().double().sum())

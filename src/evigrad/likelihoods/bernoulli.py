@@ -12,7 +12,7 @@ from evigrad.likelihoods.base import Likelihood, check_one_per_output, refuse_wh
 
 
 class Bernoulli(Likelihood):
-    """C yes-or-no labels with p(y_c=1|f) = sigmoid(f_c). Targets are (m, C), zeros and ones.
+    """C yes-or-no labels with p(y_c=1|f) = sigmoid(f_c). Targets (m, C) are zeros and ones.
 
     Examples:
         >>> import torch
@@ -35,7 +35,7 @@ class Bernoulli(Likelihood):
         super().validate(f_shape, y)
         check_one_per_output(f_shape, y)
         if y.is_complex():
-            raise InputError(f"Labels must be zeros and ones, got {y.dtype}. Use y.float().")
+            raise InputError(f"Labels must be real zeros and ones, got {y.dtype}. Use y.real.")
         refuse_where(
             (y != 0) & (y != 1), y, "must be 0 or 1 (for one of several classes, use Categorical)"
         )

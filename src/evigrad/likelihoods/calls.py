@@ -1,4 +1,4 @@
-"""Calls of a likelihood's methods. Errors in a custom likelihood name its class and method."""
+"""Calls to the methods of a likelihood. Errors name the class and method of the likelihood."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,7 +20,7 @@ from evigrad.likelihoods.base import Likelihood
 def check_targets(
     likelihood: Likelihood, f_shape: Sequence[int], y: object, device: torch.device
 ) -> None:
-    """Raise InputError for invalid targets, or targets on a different device than the outputs."""
+    """Raise an InputError if the targets are invalid or not on the device of the outputs."""
     if isinstance(y, Tensor) and y.device != device:
         raise InputError(
             f"Targets must be on the device of the outputs, {device}, got {y.device}. Move the"
@@ -31,7 +31,7 @@ def check_targets(
 
 
 def lacks_a_column(likelihood: Likelihood, shape: Sequence[int], y: Tensor) -> bool:
-    """Return whether targets (m,) of outputs (m, *shape) fit a likelihood only as (m, 1)."""
+    """Return whether targets (m,) are valid only in the shape (m, 1)."""
     if y.ndim != 1 or len(shape) != 1:
         return False
     for targets, is_column in ((y, False), (y.unsqueeze(1), True)):
@@ -42,7 +42,7 @@ def lacks_a_column(likelihood: Likelihood, shape: Sequence[int], y: Tensor) -> b
 
 
 def in_columns(likelihood: Likelihood, shape: Sequence[int], y: Tensor) -> Tensor:
-    """Return targets (m, ...) of outputs (m, *shape), with a column if they lack it."""
+    """Return the targets, in the shape (m, 1) if they are valid only in this shape."""
     is_tensor = isinstance(y, Tensor)
     return y.unsqueeze(1) if is_tensor and lacks_a_column(likelihood, shape, y) else y
 
@@ -54,7 +54,7 @@ def _given(f_shape: Sequence[int], y: object) -> str:
 
 
 def check_finite(what: str, value: Tensor) -> None:
-    """Raise NotFiniteOutputError for NaN and infinite values. Dimension 0 counts examples."""
+    """Raise a NotFiniteOutputError if an entry is NaN or infinite. Dimension 0 indexes examples."""
     if is_finite(value):
         return
     finite = torch.isfinite(value).flatten(1).all(1)
@@ -75,14 +75,14 @@ def log_probabilities(
 ) -> Tensor:
     """Return log p(y_n|f_n) of each example, (m,), in nats.
 
-    ``alone`` also evaluates the first example by itself and compares the results, because targets
-    of a wrong shape can broadcast against other examples without an error.
+    If ``alone`` is True, the first example is also evaluated by itself, and the two results are
+    compared. This check finds targets with a wrong shape that broadcasts against other examples.
 
     Raises:
         ConfigurationError: If the density does not return one number per example.
         InputError: If the density of an example depends on other examples, or ``log_prob`` raises
             an exception.
-        NotFiniteOutputError: If the outputs are not finite.
+        NotFiniteOutputError: If ``alone`` is True and the outputs are not finite.
     """
     with raised_in(f"log_prob of {type(likelihood).__name__}, {_given(f.shape, y)},"):
         log_prob = likelihood.log_prob(f, y)
@@ -112,13 +112,13 @@ def log_probabilities(
 
 
 def summed_metrics(likelihood: Likelihood, f: Tensor, y: Tensor) -> dict[str, float]:
-    """Return the likelihood's ``metrics`` of some examples as plain numbers."""
+    """Return the likelihood's ``metrics`` for these examples as Python numbers."""
     with raised_in(f"metrics of {type(likelihood).__name__}, {_given(f.shape, y)},"):
         return {name: float(value) for name, value in likelihood.metrics(f, y).items()}
 
 
 def class_probabilities(likelihood: Likelihood, f: Tensor) -> Tensor:
-    """Return class probabilities at outputs (m, C), or raise an error if there are none."""
+    """Return class probabilities for outputs (m, C), or raise an error if there are none."""
     name = type(likelihood).__name__
     with raised_in(f"probabilities of {name}"):
         is_other = "probabilities" in likelihood._inherited
@@ -133,7 +133,7 @@ def class_probabilities(likelihood: Likelihood, f: Tensor) -> Tensor:
 
 
 def noise_variance(likelihood: Likelihood, f: Tensor) -> Tensor | None:
-    """Return the variance of Gaussian noise on outputs (m, C), or None for other densities."""
+    """Return the variance of Gaussian noise for outputs (m, C), or None for other densities."""
     if "noise_variance" in likelihood._inherited:
         return None
     with raised_in(f"noise_variance of {type(likelihood).__name__}"):
@@ -144,7 +144,7 @@ def noise_variance(likelihood: Likelihood, f: Tensor) -> Tensor | None:
 def moments(
     likelihood: Likelihood, f: Tensor, covariance: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return the mean of y, the variance of E[y|f] and the noise, or None without ``moments``."""
+    """Return the mean of y, the variance of E[y|f] and the noise variance, or None if unknown."""
     noise = noise_variance(likelihood, f)
     if noise is not None:
         return f, covariance.diagonal(dim1=1, dim2=2).clamp(min=0.0), noise

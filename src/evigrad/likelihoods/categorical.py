@@ -43,7 +43,7 @@ class Categorical(Likelihood):
         self.ignore_index = ignore_index
 
     def extra_repr(self) -> str:
-        """Return the label of positions without a target, if it is not the default."""
+        """Return ``ignore_index`` for the module's repr, unless it has its default value."""
         return "" if self.ignore_index == -100 else f"ignore_index={self.ignore_index}"
 
     def counted(self, y: Tensor) -> Bool[Tensor, "..."]:
@@ -102,7 +102,7 @@ class Categorical(Likelihood):
         return one_hot(f, y.long().unsqueeze(1)).squeeze(1) - f.softmax(dim=1)
 
     def probabilities(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
-        """Return the softmax."""
+        """Return the softmax of f."""
         return f.softmax(dim=1)
 
     def _num_correct(self, f: Tensor, y: Tensor) -> float | None:
@@ -112,7 +112,7 @@ class Categorical(Likelihood):
         return super()._num_correct(f, y)
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Int[Tensor, " m"]:
-        """Draw labels from the softmax."""
+        """Draw labels from the softmax of f."""
         p = f.detach().softmax(dim=1).to(generator.device)
         return p.multinomial(1, generator=generator).squeeze(1).to(f.device)
 
@@ -122,12 +122,12 @@ class Categorical(Likelihood):
         columns: Int[Tensor, "m k"] | None = None,
         kind: str = "subblock",
     ) -> RootRows:
-        """Return the closed forms of ``softmax_rows``."""
+        """Return the columns in closed form (see ``softmax_rows``)."""
         check_root(kind)
         return RootRows(softmax_rows(f, columns, kind))
 
     def num_rows(self, num_outputs: int) -> int:
-        """Return C − 1, or C with another root. Equal changes of all logits have no effect."""
+        """Return C − 1, which is the rank of Λ, or C if a subclass overrides ``root``."""
         is_own = type(self).root is not Categorical.root
         return num_outputs if is_own else max(num_outputs - 1, 1)
 
@@ -142,14 +142,14 @@ class Categorical(Likelihood):
         return torch.cat([top_norms(p), _score_norms(p)[:, TOP_CLASSES:]], dim=1)
 
     def condensed(self, f: Float[Tensor, "m C"], kind: str) -> Float[Tensor, "m D"]:
-        """Return the logits of the most probable classes, and one logit for all other classes."""
+        """Return f, or the largest logits and one logit for the rest if ``kind`` is "eigen"."""
         check_root(kind)
         return condensed_logits(f.detach()) if kind == "eigen" else f
 
     def row_scores(
         self, condensed: Float[Tensor, "m D"], kind: str
     ) -> tuple[Float[Tensor, "m K"], Float[Tensor, " m"] | None]:
-        """Return the scores without the last of C orthogonal columns, which is zero (Λ 1 = 0)."""
+        """Return the squared norms of the columns, without one that is zero because Λ 1 = 0."""
         if kind != "eigen":
             return super().row_scores(condensed, kind)
         if condensed.shape[1] <= TOP_CLASSES:

@@ -13,18 +13,18 @@ LOG_TWO_PI = math.log(2.0 * math.pi)
 
 
 class Gaussian(Noisy):
-    """Independent Gaussian noise on each output: y = f + σ·ε. Targets are (m, C), floating point.
+    """Independent Gaussian noise on each output: y = f + σ·ε. Targets (m, C) are floating point.
 
     Args:
-        noise: Standard deviation σ in units of y (not the variance): one number for all outputs, or
+        noise: Standard deviation σ (not the variance) in units of y: one number for all outputs, or
             one per output. Default: 1.
         num_outputs: Number of outputs C. Set it to learn one σ per output, starting from a single
             number.
-        learnable: Whether ``log_noise`` = log σ, of shape () or (C,), is learned.
+        learnable: Whether ``log_noise`` = log σ, of shape () or (C,), is learned. Default: True.
 
     Raises:
-        ConfigurationError: If a σ is not a positive number, the number of σ is not 1 or C, or
-            ``learnable`` is not a bool.
+        ConfigurationError: If a value of σ is not positive and finite, there are not 1 or C values,
+            or ``learnable`` is not a bool.
 
     Examples:
         >>> from evigrad.likelihoods import Gaussian
@@ -49,11 +49,11 @@ class Gaussian(Noisy):
         return (-2.0 * self.log_noise.to(f)).exp().expand(f.shape).diag_embed()
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
-        """Return the residual divided by σ², also differentiable in ``log_noise``."""
+        """Return the residual divided by σ², differentiable in f and ``log_noise``."""
         return (y.to(f) - f) * (-2.0 * self.log_noise.to(f)).exp()
 
     def noise_variance(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
-        """Return σ²."""
+        """Return σ² for each output."""
         return (2.0 * self.log_noise.to(f)).exp().expand(f.shape)
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Float[Tensor, "m C"]:
@@ -67,7 +67,7 @@ class Gaussian(Noisy):
         columns: Int[Tensor, "m k"] | None = None,
         kind: str = "subblock",
     ) -> RootRows:
-        """Return unit vectors scaled by 1/σ."""
+        """Return unit vectors with the scale 1/σ."""
         return self._units(f, columns, kind)
 
     def _diagonal_root(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:

@@ -47,13 +47,13 @@ class HeteroscedasticGaussian(Likelihood):
         return mean, log_variance
 
     def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
-        """Check that outputs come in pairs, with D finite numbers per example as targets."""
+        """Check that there are two outputs per target, and that targets are finite numbers."""
         super().validate(f_shape, y)
         m, c = f_shape
         if c % 2 or tuple(y.shape) == (m, c):
             raise InputError(
-                f"The model must have two outputs per target, {self.outputs_are}, got {c} outputs"
-                f" for targets {tuple(y.shape)}."
+                f"The model must have two outputs per target ({self.outputs_are}), got {c} outputs"
+                f" for targets of shape {tuple(y.shape)}."
             )
         check_one_per_output((m, c // 2), y)
         if not y.is_floating_point():
@@ -71,7 +71,7 @@ class HeteroscedasticGaussian(Likelihood):
         return torch.cat([precision, constant], dim=1).diag_embed()
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
-        """Return the residual over the variance, and ½ (residual² / variance − 1)."""
+        """Return residual / variance for μ, and ½ (residual² / variance − 1) for s."""
         mean, log_variance = f.chunk(2, dim=1)
         error, precision = y.to(f) - mean, (-log_variance).exp()
         return torch.cat([error * precision, 0.5 * (error.square() * precision - 1.0)], dim=1)
@@ -79,7 +79,7 @@ class HeteroscedasticGaussian(Likelihood):
     def moments(
         self, f: Float[Tensor, "m C"], covariance: Float[Tensor, "m C C"]
     ) -> tuple[Float[Tensor, "m D"], Float[Tensor, "m D"], Float[Tensor, "m D"]]:
-        """Return the moments of μ, and the mean exp(s + variance/2) of log-normal variances."""
+        """Return the mean and variance of μ, and the mean noise variance exp(s + Var[s]/2)."""
         mean, log_variance = f.chunk(2, dim=1)
         epistemic, of_log = covariance.diagonal(dim1=1, dim2=2).chunk(2, dim=1)
         return mean, epistemic, (log_variance + 0.5 * of_log).exp()
@@ -96,7 +96,7 @@ class HeteroscedasticGaussian(Likelihood):
         return torch.cat([deviation, constant], dim=1)
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
-        """Return sums: ``log_likelihood`` (nats) and ``squared_error`` of means (units of y²)."""
+        """Return the sums ``log_likelihood`` (nats) and ``squared_error`` of the means (y²)."""
         mean, _ = self._of_targets(f)
         return super().metrics(f, y) | {"squared_error": total((y.to(f) - mean).square())}
 
@@ -104,10 +104,10 @@ class HeteroscedasticGaussian(Likelihood):
 class NaturalGaussian(HeteroscedasticGaussian):
     """Gaussian noise that depends on the input, in natural parameters: y = μ + ε/√β.
 
-    Targets are (m, D). The outputs f are (m, 2D): D numbers a = μβ, then D numbers b with the
-    precision β = softplus(b). A small noise needs large outputs, which the prior penalizes, so
-    training does not treat the targets as free of noise. Rows use the Fisher information. Laplace
-    approximations work better in these parameters (Immer et al. 2023, "Effective Bayesian
+    Targets are (m, D). The outputs f are (m, 2D): D numbers a = μβ, then D numbers b that give
+    the precision β = softplus(b). Small noise requires large outputs, which the prior penalizes.
+    This prevents training from treating the targets as noise-free. Rows use the Fisher information.
+    Laplace approximations work better in these parameters (Immer et al. 2023, "Effective Bayesian
     heteroscedastic regression with deep neural networks").
 
     Examples:
@@ -129,7 +129,11 @@ class NaturalGaussian(HeteroscedasticGaussian):
         return a / precision, -precision.log()
 
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
-        """Return the Fisher information: 1/β for a, (μ²/β + 1/2β²) β'² for b, −μβ'/β between."""
+        """Return the Fisher information, with β' = dβ/db.
+
+        The diagonal entries are 1/β for a, and (μ²/β + 1/(2β²)) β'² for b. The entry between a and
+        b is −μβ'/β.
+        """
         a, b = f.chunk(2, dim=1)
         precision, slope = _precision(b), b.sigmoid()
         mean = a / precision
@@ -139,7 +143,7 @@ class NaturalGaussian(HeteroscedasticGaussian):
         return torch.cat([upper, torch.cat([between, of_b.diag_embed()], dim=2)], dim=1)
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
-        """Return the errors of y, and the errors of y² times −β'/2."""
+        """Return y − E[y|f] for a, and −½ β' (y² − E[y²|f]) for b, with β' = dβ/db."""
         a, b = f.chunk(2, dim=1)
         precision = _precision(b)
         mean, y = a / precision, y.to(f)
@@ -149,7 +153,7 @@ class NaturalGaussian(HeteroscedasticGaussian):
     def moments(
         self, f: Float[Tensor, "m C"], covariance: Float[Tensor, "m C C"]
     ) -> tuple[Float[Tensor, "m D"], Float[Tensor, "m D"], Float[Tensor, "m D"]]:
-        """Return the network's mean and noise, and the variance of the mean to first order."""
+        """Return μ at f, the variance of μ to first order, and the noise variance at f."""
         mean, log_variance = self._of_targets(f)
         variance = log_variance.exp()
         of_b = -mean * variance * f.chunk(2, dim=1)[1].sigmoid()

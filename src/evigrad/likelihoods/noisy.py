@@ -1,4 +1,4 @@
-"""Real targets with noise of a learnable scale."""
+"""Base class for real-valued targets with noise of a learnable scale."""
 
 from collections.abc import Sequence
 
@@ -35,7 +35,7 @@ class Noisy(Likelihood):
             ) from error
         if not value.numel() or not bool(((value > 0) & torch.isfinite(value)).all()):
             raise ConfigurationError(
-                f"noise must be positive and finite (a standard deviation), got {noise!r}."
+                f"noise must be positive and finite, in units of the targets, got {noise!r}."
             )
         if num_outputs is not None and value.ndim == 0 and num_outputs > 0:
             value = value.expand(num_outputs)
@@ -72,9 +72,9 @@ class Noisy(Likelihood):
         return RootRows(one_hot(f, columns), scale)
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
-        """Return sums: ``log_likelihood`` (nats) and ``squared_error`` (units of y, squared)."""
+        """Return the sums ``log_likelihood`` (nats) and ``squared_error`` (units of y²)."""
         return super().metrics(f, y) | {"squared_error": total((y.to(f) - f).square())}
 
     def reported(self) -> dict[str, float]:
-        """Return σ in units of y, named ``noise`` or ``noise/OUTPUT``."""
+        """Return σ in units of y as ``noise``, or as ``noise/OUTPUT`` for each output."""
         return by_entry("noise", self.log_noise.detach().exp())

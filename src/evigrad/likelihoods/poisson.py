@@ -13,8 +13,8 @@ from evigrad.likelihoods.base import Likelihood, check_one_per_output, refuse_wh
 class Poisson(Likelihood):
     """C independent counts with log rates f: p(y_c|f) = Poisson(exp f_c). Targets are (m, C).
 
-    If examples were observed over different times or populations, add the logarithm of the exposure
-    to the outputs in the model.
+    If examples were observed over different lengths of time or for populations of different sizes,
+    add the logarithm of the exposure to the outputs in the model.
 
     Examples:
         >>> import torch
@@ -37,7 +37,7 @@ class Poisson(Likelihood):
         super().validate(f_shape, y)
         check_one_per_output(f_shape, y)
         if y.is_complex():
-            raise InputError(f"Counts must be whole numbers, got {y.dtype}. Use y.float().")
+            raise InputError(f"Counts must be real whole numbers, got {y.dtype}. Use y.real.")
         refuse_where((y < 0) | (y % 1 != 0), y, "must be a count, a whole number of at least 0")
 
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
@@ -65,5 +65,5 @@ class Poisson(Likelihood):
         return (0.5 * f).exp()
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
-        """Return sums: ``log_likelihood`` (nats) and ``squared_error`` of the rates (counts²)."""
+        """Return the sums ``log_likelihood`` (nats) and ``squared_error`` of rates (counts²)."""
         return super().metrics(f, y) | {"squared_error": total((y.to(f) - f.exp()).square())}

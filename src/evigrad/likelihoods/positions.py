@@ -1,9 +1,9 @@
 """Outputs (m, …, C) with several positions per example, each with its own target.
 
-Given the outputs, the targets of all positions are independent. So a position of a sequence, or a
-pixel, counts as one example in every likelihood and estimator. N then counts targets, without those
-that the likelihood omits (``Likelihood.counted``). A sequence without counted targets contributes
-nothing, in a batch or by itself.
+Given the outputs, the targets of all positions are independent. Therefore, each position of a
+sequence, or each pixel, counts as one example in every likelihood and estimator. N is the number of
+targets that count (see ``Likelihood.counted``). A sequence without such targets contributes
+nothing.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ NO_TARGET = (
 
 
 def counted(likelihood: Likelihood, shape: Sequence[int], y: Tensor) -> Tensor:
-    """Return a mask (m, T) of the targets (m, …) that count, for positions of this ``shape``."""
+    """Return a mask (m, T) of the targets that count, for T positions of this ``shape``."""
     target_shape = tuple(y.shape[1 : 1 + len(shape)])
     if target_shape != tuple(shape):
         hint = (
@@ -49,7 +49,7 @@ def targets_at(
     device: torch.device,
     first_datum: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the checked targets (n, ...) at positions that count, and the mask (m, T) of these."""
+    """Return the validated targets (n, …) at positions that count, and the mask of ``counted``."""
     *shape, num_outputs = shape
     counts = counted(likelihood, shape, y)
     targets = y.flatten(1, len(shape))[counts]
@@ -81,7 +81,7 @@ def targets_at(
 
 
 def flattened(likelihood: Likelihood, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return checked outputs (n, C) and their targets (n, ...) at all positions that count."""
+    """Return the outputs (n, C) and validated targets (n, …) at all positions that count."""
     if f.dim() == 2 or not is_batch(y, len(f)):
         shape = (*f.shape[:-2], f.shape[-1]) if f.dim() > 2 else f.shape
         check_targets(likelihood, shape, y, f.device)
@@ -93,7 +93,7 @@ def flattened(likelihood: Likelihood, f: Tensor, y: Tensor) -> tuple[Tensor, Ten
 def spread(
     likelihood: Likelihood, shape: Sequence[int], x: Inputs, y: Tensor
 ) -> tuple[AtPositions, Tensor]:
-    """Return inputs and checked targets with each counted position as one example."""
+    """Return inputs and validated targets, with each position that counts as one example."""
     assert not isinstance(x, AtPositions)
     targets, counts = targets_at(likelihood, shape, y, x.device)
     data, positions = counts.nonzero(as_tuple=True)

@@ -13,24 +13,24 @@ from evigrad.likelihoods.noisy import Noisy
 
 
 class StudentT(Noisy):
-    """Independent noise on each output, y = f + σ·ε, where ε has Student's t distribution.
+    """Independent noise on each output, y = f + σ·ε, where ε follows Student's t distribution.
 
-    This noise has heavy tails. A few large errors then have little effect on the network, which
-    would fit them if the noise were Gaussian. The second derivative of −log p(y|f) depends on the
-    targets, and is negative for large errors. Λ is therefore the Fisher information, its mean over
-    the targets: (ν + 1) / (ν + 3) / σ² for each output.
+    This noise has heavy tails, so a few large errors have little effect on the network. With
+    Gaussian noise, the network would fit these errors. The second derivative of −log p(y|f) depends
+    on the targets and is negative for large errors. Λ is therefore the mean of this derivative over
+    the targets, the Fisher information (ν + 1) / (ν + 3) / σ² for each output.
 
     Args:
         noise: Scale σ in units of y: one number for all outputs, or one per output. The standard
             deviation of the noise is σ √(ν / (ν − 2)). Default: 1.
         num_outputs: Number of outputs C. Set it to learn one σ per output, starting from a single
             number.
-        learnable: Whether ``log_noise`` = log σ, of shape () or (C,), is learned.
+        learnable: Whether ``log_noise`` = log σ, of shape () or (C,), is learned. Default: True.
         degrees: Degrees of freedom ν, larger than 2 so that the noise has a finite variance. A
-            smaller number gives heavier tails. It is not learned. Default: 4.
+            smaller number gives heavier tails. ν is not learned. Default: 4.
 
     Raises:
-        ConfigurationError: If a σ is not a positive number, the number of σ is not 1 or C,
+        ConfigurationError: If a value of σ is not positive and finite, there are not 1 or C values,
             ``learnable`` is not a bool, or ``degrees`` is not a finite number larger than 2.
 
     Examples:
@@ -59,7 +59,7 @@ class StudentT(Noisy):
         self.degrees = float(degrees)
 
     def extra_repr(self) -> str:
-        """Show the degrees of freedom."""
+        """Return the degrees of freedom for the module's repr."""
         return f"degrees={self.degrees:g}"
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Float[Tensor, "m C"]) -> Float[Tensor, " m"]:
@@ -74,7 +74,7 @@ class StudentT(Noisy):
         return self._diagonal_root(f).square().diag_embed()
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
-        """Return (ν + 1) e / (ν σ² + e²) of the errors e = y − f."""
+        """Return (ν + 1) e / (ν σ² + e²) for the errors e = y − f."""
         nu, error = self.degrees, y.to(f) - f
         return (nu + 1) * error / (nu * (2.0 * self.log_noise.to(f)).exp() + error.square())
 
@@ -84,7 +84,7 @@ class StudentT(Noisy):
         columns: Int[Tensor, "m k"] | None = None,
         kind: str = "subblock",
     ) -> RootRows:
-        """Return unit vectors scaled by √((ν + 1) / (ν + 3)) / σ."""
+        """Return unit vectors with the scale √((ν + 1) / (ν + 3)) / σ."""
         return self._units(f, columns, kind)
 
     def moments(
@@ -95,7 +95,7 @@ class StudentT(Noisy):
         return f, covariance.diagonal(dim1=1, dim2=2), noise.expand(f.shape)
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Float[Tensor, "m C"]:
-        """Draw targets f + σ·ε, where ε is a normal number over the root of a scaled χ² number."""
+        """Draw targets f + σ·ε, where ε follows Student's t distribution."""
         where = {"device": generator.device, "dtype": f.dtype}
         normal = torch.randn(f.shape, generator=generator, **where)
         shape = torch.full(f.shape, 0.5 * self.degrees, **where)

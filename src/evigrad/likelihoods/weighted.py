@@ -12,18 +12,17 @@ from evigrad.likelihoods.base import Likelihood, refuse_where
 
 
 class Weighted(Likelihood):
-    """A likelihood with a weight w for each example, whose log density counts w times.
+    """A likelihood that multiplies the log density of each example by a weight w.
 
     A weight of two means that an example was seen twice, and a weight of zero means that it was not
-    seen. Sums of log likelihoods and curvatures over examples become weighted sums. N still counts
-    examples. ``targets`` combines targets and weights in one tensor, which you pass as targets.
-    Metrics and predictions ignore the weights.
+    seen. Sums of log likelihoods and curvatures over examples become weighted sums. N is still the
+    number of examples. ``targets`` combines targets and weights in one tensor, which you pass as
+    targets. Metrics and predictions ignore the weights.
 
-    The normalizer of a density also counts w times. So if the weights represent a noise of σ/√w for
-    each example, the learned noise of a Gaussian is too small by the square root of the mean
-    weight. If the mean weight is 1, the learned noise is also correct for this meaning. In
-    ``kfac``, only the factor of the gradients is weighted, so a weight of two does not have the
-    effect of repeating the example.
+    The weight also multiplies the normalizer of the density. If the noise of each example is σ/√w,
+    the learned σ of a Gaussian is therefore too small by a factor of the square root of the mean
+    weight. If the mean weight is 1, the learned σ is correct. In ``kfac``, only the factor of the
+    gradients is weighted, so a weight of two is not equivalent to repeating the example.
 
     Args:
         likelihood: Likelihood of the targets.
@@ -79,7 +78,7 @@ class Weighted(Likelihood):
         return (targets.squeeze(-1).long() if self._has_labels else targets), weights
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
-        """Return the weight times the wrapped log density."""
+        """Return the weight times the log density of the wrapped likelihood."""
         targets, weights = self.split(y)
         return weights.to(f) * self.likelihood.log_prob(f, _like(f, targets))
 
@@ -97,12 +96,12 @@ class Weighted(Likelihood):
         return weights > 0 if counts is None else counts & (weights > 0)
 
     def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
-        """Check the wrapped likelihood's targets, and that weights are non-negative."""
+        """Check the wrapped likelihood's targets, and check that weights are non-negative."""
         super().validate(f_shape, y)
         columns = 2 if self._has_labels else 1
         if y.ndim != 2 or y.shape[1] < columns or not y.is_floating_point():
             raise InputError(
-                "Targets must be combined with their weights, got a tensor of"
+                "Targets must be combined with their weights, got a tensor of dtype"
                 f" {y.dtype} and shape {tuple(y.shape)}. Use likelihood.targets(y, weights)."
             )
         targets, weights = self.split(y)
@@ -113,7 +112,7 @@ class Weighted(Likelihood):
         self.likelihood.check_derivatives(f, self._targets(f, y), curvature)
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
-        """Return the wrapped likelihood's score, unweighted, because ``weights`` scale the rows."""
+        """Return the wrapped likelihood's unweighted score. ``weights`` scales the rows later."""
         return self.likelihood.score(f, self._targets(f, y))
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Tensor:
@@ -121,7 +120,7 @@ class Weighted(Likelihood):
         return self.targets(self.likelihood.sample(f, generator), f.new_ones(len(f)))
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
-        """Return sums in which each example counts once."""
+        """Return the wrapped likelihood's metrics, without weights."""
         return self.likelihood.metrics(f, self._targets(f, y))
 
     # Curvatures are those of the wrapped likelihood, at weight one.

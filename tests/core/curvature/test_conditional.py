@@ -63,5 +63,5 @@ def test_it_has_first_derivatives_only() -> None:
     value = log_det_conditional(
         matrix, Conditioning(torch.tensor(CASES["one part"][0]), (3.5,))
     ).value
-    with pytest.raises(ConfigurationError, match="only first derivatives"):
+    with pytest.raises(ConfigurationError, match="differentiated only once"):
         torch.autograd.grad(value, matrix, create_graph=True)

@@ -1,7 +1,8 @@
-"""The curvature of a block: collect a statistic of its rows, and take its log-determinant.
+"""Curvatures, which collect a statistic of a block's rows and compute a log-determinant.
 
-Each structure has its own module, which computes or approximates
-ℓ = log|I + P0^{-1/2} H P0^{-1/2}|.
+Each structure, such as ``ntk`` or ``kfac``, has a module that computes or approximates
+ℓ = log|I + P0^{-1/2} H P0^{-1/2}|. H is the sum of the outer products of the rows, and P0 is the
+diagonal prior precision.
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -60,23 +61,24 @@ def make_curvature(
     Args:
         structure: One of ``names.STRUCTURES``.
         weights: The model's weights by name.
-        kronecker: The weights that have Kronecker factors (kfac).
+        kronecker: The weights that have Kronecker factors, for ``kfac``.
         precision_groups: For each parameter whose precision is one number, the label of its prior
             group. The precisions of other parameters vary within the parameter. None: each
-            parameter has its own number.
-        blocks: The parameters of each block (blockdiag). None: each parameter is a block.
-        sharing: ``"expand"`` or ``"reduce"`` (kfac).
+            parameter has its own precision.
+        blocks: The parameters of each block, for ``blockdiag``. None: each parameter is a block.
+        sharing: ``"expand"`` or ``"reduce"``, for ``kfac``.
         gram_dtype: Dtype of matrices and factorizations. None: the dtype of the rows.
-        dense_limit: Size of the largest parameter without Kronecker factors that gets a dense block
-            (kfac).
-        contracted: See ``Ntk`` (ntk, and ``BlockKernel``).
+        dense_limit: Size of the largest parameter without Kronecker factors that gets a dense
+            block, for ``kfac``.
+        contracted: See ``Ntk``.
         keep: See ``Ntk``.
         itemsize: See ``Ntk``.
-        num_rows: Number of rows of a whole block. It decides whether full and blockdiag use H or
-            the Grams of the rows (``BlockKernel``). Both give the same ℓ up to rounding. None: H.
+        num_rows: Number of rows of a whole block. It determines whether ``full`` and ``blockdiag``
+            use H or Gram matrices (``BlockKernel``), which give the same ℓ up to rounding. None:
+            use H.
 
     Raises:
-        ConfigurationError: If the structure is unknown, or a setting does not fit it.
+        ConfigurationError: If the structure is unknown, or a setting is invalid for the structure.
     """
     labels = {name: name for name in weights} if precision_groups is None else precision_groups
     if structure == "ntk":

@@ -1,8 +1,9 @@
-"""Log-determinants given anchors: ℓ(Z) + Σ_b w_b ℓ(B_b|Z), the anchored bound.
+"""The anchored bound on a log-determinant, ℓ(Z) + Σ_b w_b ℓ(B_b|Z).
 
-ℓ is an entropy, so ℓ(B|Z) = ℓ(Z ∪ B) − ℓ(Z). If the rows of Z come first, one Cholesky factor of
-I + S_{Z ∪ B} contains both terms. The logarithms of its diagonal sum to ½ ℓ(Z) for Z, and to
-½ ℓ(B|Z) for B.
+Z are the anchors, B_b are drawn parts of the other rows, and w_b are their weights. ℓ is an
+entropy, so ℓ(B|Z) = ℓ(Z ∪ B) − ℓ(Z). If the rows of Z come first, one Cholesky factor of
+I + S_{Z ∪ B} contains both terms, where S is the Gram matrix of the rows. The logarithms of its
+diagonal sum to ½ ℓ(Z) over the rows of Z, and to ½ ℓ(B|Z) over the rows of B.
 """
 
 from dataclasses import dataclass
@@ -20,10 +21,10 @@ from evigrad.core.curvature.linalg import factor_identity_plus
 
 @dataclass(frozen=True)
 class LogDet:
-    """ℓ of a block, in nats.
+    """The log-determinant ℓ of a block, in nats.
 
     Attributes:
-        value: ℓ, or its estimate given anchors, with a graph if gradients are enabled.
+        value: ℓ, or the anchored bound on ℓ, with a graph if gradients are enabled.
         entropies: ℓ(Z), ℓ(B_1|Z), … given anchors. Empty without anchors.
     """
 
@@ -34,7 +35,7 @@ class LogDet:
 def log_det_conditional(matrix: Float[Tensor, "R R"], conditioning: Conditioning) -> LogDet:
     """Return ℓ(Z) + Σ_b w_b ℓ(B_b|Z) in nats, from the Gram matrix S of the rows.
 
-    Products of rows from different parts are ignored. The result is differentiable once.
+    The entries of S for rows of different parts are ignored. The result is differentiable once.
 
     Raises:
         NotPositiveDefiniteError: If I + S is not finite, or not positive definite beyond rounding.

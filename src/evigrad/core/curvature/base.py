@@ -1,9 +1,11 @@
 """The interface of a curvature.
 
-Row (n, j) is ``scale[n, j] * vectors[n, j]ᵀ J_n`` over all weights, before the prior. The sum of
-the outer products of the rows is H. A curvature computes or approximates
-ℓ = log|I + P0^{-1/2} H P0^{-1/2}| = log|I + S| in nats, for the rows that it received and without a
-factor N/m. The temperature is part of ``scale``. Rows of zeros (padding) add nothing to H.
+Row (n, j) is ``scale[n, j] * vectors[n, j]ᵀ J_n``, where J_n is the Jacobian of example n with
+respect to all weights. The sum of the outer products of the rows is H, and the diagonal prior
+precision is P0. A curvature computes or approximates ℓ = log|I + P0^{-1/2} H P0^{-1/2}| in nats,
+for the rows that it received and without a factor N/m. With the Gram matrix S of the rows times
+P0^{-1/2}, ℓ is also log|I + S|. The temperature is part of ``scale``. Rows of zeros (padding) add
+nothing to H.
 """
 
 from abc import ABC, abstractmethod
@@ -32,16 +34,16 @@ class Statistic(ABC):
 
     @abstractmethod
     def tensors(self) -> list[Tensor]:
-        """Return the tensors on which a log-determinant depends, in a fixed order."""
+        """Return the tensors on which the log-determinant depends, in a fixed order."""
 
     @abstractmethod
     def with_tensors(self, tensors: Sequence[Tensor]) -> "Statistic":
-        """Return a copy of this statistic with other ``tensors()`` of the same shapes."""
+        """Return a copy of this statistic with new values of ``tensors()``."""
 
     def reduced(self, total: Callable[[Sequence[Tensor]], list[Tensor]]) -> Self:
         """Return the sum of the statistics of several parts of the data, without a graph.
 
-        ``total`` sums tensors over all parts, including this one.
+        The function ``total`` sums tensors over all parts, including this one.
         """
         return cast(Self, self.with_tensors(total(self.tensors())))
 
@@ -73,11 +75,13 @@ class Curvature(ABC, Generic[StatisticT]):
     memory, or to support anchors.
 
     Attributes:
-        name: Structure in the names of estimators.
-        log_det_is: Whether the result is ℓ for the given rows, at least ℓ (Theorem 1), or neither.
+        name: The structure, with which the names of estimators begin.
+        log_det_is: ``"exact"`` if the result is ℓ for the given rows, ``"bound"`` if it is at least
+            ℓ (Theorem 1), or else ``"approximate"``.
         keeps_rows: Whether the statistic stores separate rows, which can be rescaled or used as
             anchors.
-        counts_data: Whether examples without rows count, so that padding must keep its place.
+        counts_data: Whether the result depends on the number of examples, including examples
+            without rows. If it does, padding is not removed.
         settings: Settings of ``Evidence`` that only this curvature uses.
         cheaper: Advice for users who run out of memory.
         takes_anchors: Whether ``evaluate`` and ``differentiate`` can condition on anchors.
@@ -107,16 +111,20 @@ class Curvature(ABC, Generic[StatisticT]):
         *,
         alone: bool = False,
     ) -> StatisticT:
-        """Return a new statistic: ``statistic`` plus a micro-batch. None: this is the first one.
+        """Return the sum of a statistic and the statistic of a micro-batch, as a new statistic.
 
-        It is differentiable if the rows or their scales are. ``alone`` means that no other
-        micro-batch of the block has rows, that these rows have no graph, and that ``condense``
-        follows immediately. A curvature may then skip what ``condense`` would drop.
+        If ``statistic`` is None, this micro-batch is the first. The result is differentiable if the
+        rows or their scales are. ``alone`` means that no other micro-batch of the block has rows,
+        that these rows have no graph, and that ``condense`` follows immediately. A curvature may
+        then omit what ``condense`` would remove.
         """
 
     @abstractmethod
     def log_det(self, statistic: StatisticT, precisions: Mapping[str, Tensor]) -> Float[Tensor, ""]:
-        """Return ℓ in nats, differentiable once. Precisions are scalars or shaped like weights."""
+        """Return ℓ in nats, differentiable once.
+
+        Each precision is a scalar or has the shape of its weight.
+        """
 
     # ------------------------------------------------------------ methods with defaults
 
@@ -126,10 +134,10 @@ class Curvature(ABC, Generic[StatisticT]):
         precisions: Mapping[str, Tensor],
         conditioning: Conditioning | None = None,
     ) -> LogDet:
-        """Return ℓ of a block, or with anchors ℓ(Z) + Σ_b w_b ℓ(B_b|Z).
+        """Return ℓ of a block, or the anchored bound ℓ(Z) + Σ_b w_b ℓ(B_b|Z) if there are anchors.
 
         Raises:
-            ConfigurationError: If this curvature cannot use the given anchors.
+            ConfigurationError: If anchors are given but not supported.
         """
         self.check_conditioning(conditioning)
         return LogDet(self.log_det(statistic, precisions))
@@ -138,7 +146,7 @@ class Curvature(ABC, Generic[StatisticT]):
         """Raise an error if anchors are given but not supported."""
         if conditioning is not None and not self.takes_anchors:
             raise ConfigurationError(
-                f"{self.name!r} does not support anchors. Use 'ntk', which supports them."
+                f"{self.name!r} does not support anchors. Use the structure 'ntk' instead."
             )
 
     def differentiate(
@@ -148,13 +156,14 @@ class Curvature(ABC, Generic[StatisticT]):
         arguments: Sequence[Tensor],
         conditioning: Conditioning | None = None,
     ) -> Differential[StatisticT]:
-        """Return ℓ and its derivatives with respect to a statistic, from one factorization.
+        """Return ℓ and its derivatives, from one factorization.
 
         Args:
             statistic: From ``collect``, without a graph. Its memory may be overwritten.
             precisions: As for ``log_det``.
-            arguments: Leaves of the precisions' graph for further derivatives.
-            conditioning: Which of the rows are anchors, or None without anchors.
+            arguments: Tensors that determine the precisions. The result also contains derivatives
+                with respect to these tensors.
+            conditioning: Which rows are anchors, or None without anchors.
         """
         leaves = [tensor.detach().requires_grad_() for tensor in statistic.tensors()]
         with torch.enable_grad():
@@ -175,9 +184,9 @@ class Curvature(ABC, Generic[StatisticT]):
     ) -> Float[Tensor, ""]:
         """Return ⟨cotangent, the micro-batch's part of the statistic⟩, with a graph.
 
-        This is the second pass. The derivatives of the results with respect to the
-        hyperparameters, summed over micro-batches, are the derivatives of ℓ. The values
-        themselves have no meaning.
+        The second pass calls this method for each micro-batch. Summed over micro-batches, the
+        derivatives of the results with respect to the hyperparameters are the derivatives of ℓ.
+        The values of the results have no meaning.
 
         Args:
             cotangent: From ``differentiate``.
@@ -188,18 +197,18 @@ class Curvature(ABC, Generic[StatisticT]):
         return inner_product(cotangent, self.collect(None, linearization, root))
 
     def condense(self, statistic: StatisticT) -> StatisticT:
-        """Return an equal or smaller statistic with the same ℓ, for steps on prior and scale."""
+        """Return a possibly smaller statistic with the same ℓ, for steps on prior and scale."""
         return statistic
 
     def condenses(self, num_rows: int) -> bool:
-        """Return whether ``condense`` keeps only inner products, for this number of rows."""
+        """Return whether ``condense`` keeps only inner products of the rows, given their number."""
         return False
 
     def predicted_bytes(self, num_rows: int) -> int:
         """Return the number of bytes that the statistic and ``log_det`` with its derivatives need.
 
-        ``passes.sweep`` adds the ``formed`` rows of one micro-batch. If these rows have a
-        graph, it also adds what autograd keeps, and the cotangents of the rows.
+        ``passes.sweep`` adds the memory of the ``formed`` rows of one micro-batch. If these rows
+        have a graph, it also adds the memory of this graph and of the rows' cotangents.
 
         Args:
             num_rows: Number of rows of the whole block, m times k.
@@ -208,7 +217,7 @@ class Curvature(ABC, Generic[StatisticT]):
         return 0
 
     def condensed_bytes(self, num_rows: int) -> int:
-        """Return the number of bytes needed to collect and condense a micro-batch ``alone``."""
+        """Return the number of bytes needed to collect and condense a single micro-batch."""
         return self.predicted_bytes(num_rows)
 
     def describe(self) -> dict[str, str]:
@@ -217,13 +226,13 @@ class Curvature(ABC, Generic[StatisticT]):
 
 
 def inner_product(cotangent: Statistic, statistic: Statistic) -> Float[Tensor, ""]:
-    """Return Σ ⟨cotangent, tensor⟩ over the tensors of two statistics of the same shapes."""
+    """Return the inner product of two statistics whose tensors have the same shapes."""
     pairs = zip(cotangent.tensors(), statistic.tensors(), strict=True)
     return torch.stack([(c * t).sum() for c, t in pairs]).sum()
 
 
 def working_dtype(rows: torch.dtype, gram_dtype: torch.dtype | None) -> torch.dtype:
-    """Return ``gram_dtype`` or the rows' dtype, but float32 for types without a Cholesky kernel."""
+    """Return ``gram_dtype`` if given, or else the rows' dtype, widened to at least float32."""
     if gram_dtype is not None:
         return gram_dtype
     return torch.float32 if rows.itemsize < torch.float32.itemsize else rows
@@ -235,6 +244,6 @@ def flatten_rows(rows: Tensor, dtype: torch.dtype) -> Float[Tensor, "R n"]:
 
 
 def scaled_rows(rows: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Float[Tensor, "R n"]:
-    """Return the rows (m, k, *shape) of one parameter as a matrix, times their scales (m, k)."""
+    """Return the rows (m, k, *shape) of one parameter as a matrix, multiplied by their scales."""
     flat = flatten_rows(rows, dtype)
     return flat if scale is None else flat * scale.reshape(-1, 1).to(dtype)

@@ -1,6 +1,7 @@
-"""H, or its dense blocks for a partition of the parameters (Theorem 1 of the paper).
+"""Dense curvature: the whole matrix H, or its blocks for a partition of the parameters.
 
-The log-determinants of the blocks sum to at least ℓ. Finer partitions have larger sums.
+H is the sum of the outer products of the rows. The log-determinants of the blocks sum to at least ℓ
+(Theorem 1 of the paper). Finer partitions have larger sums.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,12 +39,12 @@ class BlockStatistic(Statistic):
 
 
 class BlockDiagonal(Curvature[BlockStatistic]):
-    """One dense block of H for each block of a partition of the parameters.
+    """One dense block of H for each set of parameters in a partition.
 
     Args:
         weights: The parameters.
-        blocks: The parameters of each block. Default: each parameter is a block.
-        gram_dtype: Dtype of the blocks and their factors. None: the dtype of the rows.
+        blocks: The names of the parameters in each block. Default: each parameter is a block.
+        gram_dtype: Dtype of the blocks and their Cholesky factors. None: the dtype of the rows.
     """
 
     name = "blockdiag"
@@ -66,7 +67,7 @@ class BlockDiagonal(Curvature[BlockStatistic]):
 
     @property
     def blocks(self) -> Mapping[str, Sequence[str]]:
-        """The parameters of each block."""
+        """The names of the parameters in each block."""
         return self._blocks
 
     @property
@@ -130,7 +131,7 @@ class BlockDiagonal(Curvature[BlockStatistic]):
 
 
 class Full(BlockDiagonal):
-    """The exact ℓ of a block from H, for networks of a few thousand weights."""
+    """The exact ℓ from the whole matrix H, for networks of at most a few thousand weights."""
 
     name = "full"
     log_det_is = "exact"

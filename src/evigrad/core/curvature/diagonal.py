@@ -1,4 +1,4 @@
-"""The diagonal of H: Theorem 1 of the paper for the finest partition of the parameters."""
+"""The diagonal of H. Each weight is a block in the sense of Theorem 1 of the paper."""
 
 from collections.abc import Mapping
 
@@ -18,7 +18,10 @@ DIAGONAL_COPIES = 5
 
 
 class Diagonal(Curvature[BlockStatistic]):
-    """One block for each weight: ℓ ≤ Σ log(1 + h_i / δ_i)."""
+    """One block for each weight, which gives the bound ℓ ≤ Σ_i log(1 + h_i / δ_i).
+
+    h_i is the diagonal entry of H for weight i, and δ_i is the prior precision of this weight.
+    """
 
     name = "diag"
     log_det_is = "bound"

@@ -1,18 +1,18 @@
 """Kronecker-factored blocks: H of a weight matrix ≈ B ⊗ A / (number of Kronecker examples).
 
-A is the sum of outer products of the matrix's inputs. B is the sum of outer products of the rows'
-gradients with respect to the matrix's outputs. A matrix may be applied at several positions of an
-example (convolutions, sequences, augmentation samples, a layer called twice). Then ``sharing``
-defines a Kronecker example (Eschenhagen et al., 2023, *Kronecker-Factored Approximate Curvature for
-Modern Neural Network Architectures*):
+A is the sum of the outer products of the matrix's inputs. B is the sum of the outer products of the
+rows' gradients with respect to the matrix's outputs. A matrix may be applied at several positions
+of an example (convolutions, sequences, augmentation samples, a layer called twice). In this case,
+``sharing`` defines what a Kronecker example is (Eschenhagen et al., 2023, *Kronecker-Factored
+Approximate Curvature for Modern Neural Network Architectures*):
 
 - ``"expand"``: each position. This is exact for a deep linear network with a loss per position.
 - ``"reduce"``: each example, with its mean input and the sum of its gradients over positions. This
   is exact for a deep linear network whose outputs are averaged over positions.
 
-The statistic contains sums and counts, so that micro-batches can be added. ``log_det`` divides by
-the counts. The result is not a bound, because Theorem 1 covers only exact blocks. Every example
-counts, even if its rows are zero.
+The statistic contains sums and counts, so the statistics of micro-batches can be added. ``log_det``
+divides by the counts. The result is not a bound, because Theorem 1 covers only exact blocks. Every
+example counts, even if its rows are zero.
 """
 
 import operator
@@ -62,7 +62,7 @@ class Factors:
     Attributes:
         inputs: A, (G, i, i) for G channel groups.
         gradients: B, (G, o, o).
-        count: The number of examples.
+        count: The number of Kronecker examples.
         num_rows: The number of outer products in B.
         transposed: Whether the weight is (in, out) instead of (out, in).
     """
@@ -83,16 +83,16 @@ class Factors:
         )
 
     def with_rows(self, use: KroneckerUse) -> "Factors":
-        """Return sums that include more rows of examples whose inputs are already in them."""
+        """Return the sums with additional rows of examples whose inputs are already included."""
         gradients = self.gradients + use.gradient_gram()
         return replace(self, gradients=gradients, num_rows=self.num_rows + use.num_rows)
 
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Eigenvalues of A (left) and B (right) for the log-determinant of A ⊗ B / count.
+    """Eigenvalues of A (``left``) and B (``right``), and the number of Kronecker examples.
 
-    ``rounding`` is their ``kronecker_rounding_rate``.
+    ``rounding`` is the ``kronecker_rounding_rate`` of the eigenvalues.
     """
 
     left: Tensor
@@ -106,9 +106,9 @@ class KfacStatistic(Statistic):
     """Sums of outer products, by parameter name.
 
     Attributes:
-        factors: For each Kronecker weight. A batch ``alone`` may have Gram matrices of its examples
-            instead of A or B, which have the same eigenvalues.
-        blocks: The dense block (n, n) or diagonal (n,) of H of each other parameter.
+        factors: The sums for each weight with Kronecker factors. If one micro-batch has all rows,
+            a smaller Gram matrix with the same nonzero eigenvalues may replace A or B.
+        blocks: The dense block (n, n) or diagonal (n,) of H for each other parameter.
         spectra: A cache of the factors' eigenvalues.
         of_blocks: A cache of the dense blocks' eigenvalues.
     """
@@ -146,17 +146,18 @@ class KfacStatistic(Statistic):
 
 
 class Kfac(Curvature[KfacStatistic]):
-    """Kronecker factors for weights that have them, and exact blocks for all other parameters.
+    """Kronecker factors for weight matrices, and exact blocks or diagonals for other parameters.
 
     A weight and its bias are separate blocks, so their precisions may differ.
 
     Args:
         weights: The parameters.
         kronecker: The names of parameters with Kronecker factors.
-        precision_constant: Whether the prior precision of each parameter is one number.
-        sharing: ``"expand"`` or ``"reduce"``, which the module's docstring explains.
+        precision_constant: For each parameter, whether its prior precision is one number.
+        sharing: ``"expand"`` or ``"reduce"`` (see the docstring of the module).
         gram_dtype: Dtype of the sums and their factorizations. None: the dtype of the rows.
-        dense_limit: Largest size of a dense block of another parameter. Larger blocks are diagonal.
+        dense_limit: Largest size of a parameter without Kronecker factors that gets a dense block.
+            Larger parameters get only a diagonal.
 
     Raises:
         ConfigurationError: If a precision varies within a Kronecker block.

@@ -1,4 +1,4 @@
-"""Kronecker factors of one use of a weight: the inputs, the gradients and their sums."""
+"""Kronecker factors of one use of a weight: the inputs, the gradients and their Gram matrices."""
 
 import copy
 from collections.abc import Sequence
@@ -20,13 +20,14 @@ from evigrad.core.algebra import (
 class KroneckerUse:
     """One use of a weight as a matrix that multiplies inputs at T positions.
 
-    The rows of the weight, reshaped to (G, out, in), are Σ_T gradients ⊗ inputs. G is the number
-    of channel groups, whose blocks are stacked along dimension 0 of the weight.
+    The Jacobian rows of the weight, reshaped to (G, out, in), are sums of gradients ⊗ inputs over
+    positions. G is the number of channel groups, whose blocks are stacked along dimension 0 of the
+    weight.
 
     Args:
         inputs: Inputs of the matrix, possibly in a narrower type than the gradients.
-        gradients: Derivatives of the rows with respect to the product, in pieces. Each piece
-            has some of the rows.
+        gradients: Gradients with respect to the matrix's outputs, one for each row and position.
+            They come in pieces, each with some of the rows.
         transposed: Whether the weight is (in, out).
     """
 
@@ -66,11 +67,11 @@ class KroneckerUse:
         return self.num_data * self.positions * sum(piece.shape[1] for piece in self.pieces)
 
     def input_gram(self, dtype: torch.dtype) -> Float[Tensor, "G i i"]:
-        """Return Σ a aᵀ over examples and positions, summed in ``dtype``, once differentiable."""
+        """Return Σ a aᵀ over the inputs a of all examples and positions, differentiable once."""
         return Gram.apply(self._flat(dtype), outer_gram, outer_gram_pull)
 
     def inner_input_gram(self, cotangent: Float[Tensor, "G i i"]) -> Float[Tensor, ""]:
-        """Return ⟨cotangent, ``input_gram``⟩ in the cotangent's type, once differentiable."""
+        """Return ⟨cotangent, ``input_gram``⟩ in the cotangent's type, differentiable once."""
         return inner_gram(self._flat(cotangent.dtype), cotangent)
 
     def input_sum(self) -> Float[Tensor, "m G i"]:
@@ -82,11 +83,11 @@ class KroneckerUse:
         return self.gradients.permute(2, 0, 1, 3, 4).flatten(1, 3)
 
     def gradient_gram(self) -> Float[Tensor, "G o o"]:
-        """Return Σ g gᵀ over examples, rows and positions."""
+        """Return Σ g gᵀ over the gradients g of all examples, rows and positions."""
         return torch.stack([(c @ c.mT).sum(0) for c in self._gradient_columns()]).sum(0)
 
     def inner_gradient_gram(self, cotangent: Float[Tensor, "G o o"]) -> Float[Tensor, ""]:
-        """Return ⟨cotangent, ``gradient_gram``⟩, once differentiable in the gradients."""
+        """Return ⟨cotangent, ``gradient_gram``⟩, differentiable once in the gradients."""
         matrix = symmetric(cotangent)
         forms = [
             QuadraticForm.apply(columns, matrix, lambda g, m: m @ g)
@@ -95,7 +96,7 @@ class KroneckerUse:
         return torch.stack(forms).sum()
 
     def scaled(self, scale: Float[Tensor, "m k"] | None, dtype: torch.dtype) -> "KroneckerUse":
-        """Return the use with gradients in ``dtype``, times the scale of each row (None: 1)."""
+        """Return this use with gradients in ``dtype``, multiplied by the scale of each row."""
         pieces = [piece.to(dtype) for piece in self.pieces]
         if scale is not None:
             scales = scale.to(dtype)[:, :, None, None, None].split([p.shape[1] for p in pieces], 1)
@@ -103,13 +104,13 @@ class KroneckerUse:
         return self.with_gradients(pieces)
 
     def with_gradients(self, pieces: Sequence[Float[Tensor, "m k G T o"]]) -> "KroneckerUse":
-        """Return the use with the gradients of other rows."""
+        """Return this use with the gradients of other rows."""
         use = copy.copy(self)
         use.pieces = tuple(pieces)
         return use
 
     def detach(self) -> "KroneckerUse":
-        """Return the use without a graph."""
+        """Return this use without a graph."""
         use = self.with_gradients([piece.detach() for piece in self.pieces])
         use._inputs = None if self._inputs is None else self._inputs.detach()
         return use

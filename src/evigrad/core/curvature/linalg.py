@@ -1,7 +1,7 @@
 """Log-determinants of I + S from a Cholesky factor, and of I + S/δ or I + τ A ⊗ B from eigenvalues.
 
-The cotangents are closed forms, so one factorization yields value and gradient. They have no
-derivatives. ``create_graph=True`` raises an error instead of returning wrong second derivatives.
+Gradients have closed forms, so one factorization yields both value and gradient. Second derivatives
+are not supported. With ``create_graph=True``, an error is raised.
 """
 
 import warnings
@@ -46,7 +46,10 @@ _refused: ContextVar[bool] = ContextVar("refused", default=False)
 
 
 class RoundingError(Exception):
-    """Rounding makes a log-determinant inaccurate. The caller can compute it in a wider dtype."""
+    """Raised if rounding makes a log-determinant inaccurate.
+
+    The caller can compute the log-determinant again in a wider dtype.
+    """
 
 
 @contextmanager
@@ -65,9 +68,10 @@ def rounding_is_refused() -> bool:
 
 
 def check_rounding(error: Tensor, value: Tensor, dtype: torch.dtype) -> None:
-    """Warn if rounding of a matrix of ``dtype`` matters, or raise within ``rounding_refused``.
+    """Warn if a rounding error matters, or raise a RoundingError within ``rounding_refused``.
 
-    ``error`` is an estimate of the error in the log-determinant ``value``, in nats.
+    ``error`` is the estimated error of the log-determinant ``value``, in nats, for a matrix of type
+    ``dtype``.
     """
     nats, size = torch.stack([error.double(), value.double()]).tolist()
     if not is_tolerated(nats, size):
@@ -80,7 +84,7 @@ def check_rounding(error: Tensor, value: Tensor, dtype: torch.dtype) -> None:
 
 
 def is_tolerated(nats: float, value: float) -> bool:
-    """Return whether an error in nats is acceptable. NaN is, because it raises an error later."""
+    """Return whether an error in nats is acceptable. NaN is accepted, but causes an error later."""
     return not nats > TOLERATED_NATS + TOLERATED_SHARE * value
 
 
@@ -93,9 +97,9 @@ def _doubt(message: str) -> None:
 def log_det_identity_plus(matrix: Float[Tensor, "n n"]) -> Float[Tensor, ""]:
     """Return log|I + matrix| in nats for a sum of outer products, by Cholesky factorization.
 
-    The cotangent is (I + matrix)^{-1}. If the factorization fails in float32, it is repeated in
-    float64. If that fails too, the smallest sufficient jitter is added to the diagonal. A warning
-    estimates the error due to jitter or rounding (see ``check_rounding``).
+    The gradient is (I + matrix)^{-1}. If the factorization fails in float32, it is repeated in
+    float64. If it fails again, jitter is added to the diagonal. A warning contains an estimate of
+    the error due to jitter or rounding (see ``check_rounding``).
 
     Raises:
         NotPositiveDefiniteError: If I + matrix is not finite, or not positive definite beyond
@@ -132,14 +136,15 @@ def psd_eigenvalues(
 ) -> Float[Tensor, "*batch r"]:
     """Return ascending eigenvalues of positive semidefinite matrices, with negative ones set to 0.
 
-    The result is differentiable once. Use it only in functions that treat equal eigenvalues
-    equally. The cotangent V diag(v̄) Vᵀ then needs no gaps between eigenvalues. It ignores the
-    clamp, so null directions keep their one-sided derivative.
+    The result is differentiable once. Use it only in symmetric functions of the eigenvalues. Their
+    gradient V diag(v̄) Vᵀ is valid even if some eigenvalues are equal. Here, v̄ is the gradient with
+    respect to the eigenvalues, and V are the eigenvectors. The gradient ignores that negative
+    eigenvalues were set to 0.
 
-    A sum of at most ``rank`` outer products has its eigenvectors in their span, which is found by
-    multiplying the sum by a random matrix (Halko, Martinsson & Tropp, 2011, section 4). Zero
-    eigenvalues outside this span are omitted. Their derivative vanishes for every change of the
-    outer products.
+    If ``rank`` is given, the matrix must be a sum of at most ``rank`` outer products. If ``rank``
+    is small, the range of the matrix is found by multiplying the matrix by a random matrix (Halko,
+    Martinsson & Tropp, 2011, section 4). Zero eigenvalues outside the range are omitted, because
+    their derivatives with respect to the outer products are zero.
 
     Raises:
         NotPositiveDefiniteError: If the matrix is not finite.
@@ -150,7 +155,7 @@ def psd_eigenvalues(
 def log_det_kronecker(
     left: Float[Tensor, "*batch i"], right: Float[Tensor, "*batch j"], factor: Tensor
 ) -> Float[Tensor, ""]:
-    """Return Σ log|I + factor · A ⊗ B| over a batch in nats, from eigenvalues of A and B."""
+    """Return Σ log|I + factor · A ⊗ B| over a batch in nats, from the eigenvalues of A and B."""
     products = (factor.to(left.dtype) * left).unsqueeze(-1) * right.unsqueeze(-2)
     return products.log1p().sum()
 
@@ -305,8 +310,8 @@ def psd_eigen(
 ) -> tuple[Float[Tensor, "*batch r"], Float[Tensor, "*batch n r"]]:
     """Return eigenvalues and eigenvectors of positive semidefinite matrices, without a graph.
 
-    For a sum of at most ``rank`` outer products (see ``psd_eigenvalues``), r may be less than n.
-    All other eigenvalues are zero.
+    If ``rank`` is given (see ``psd_eigenvalues``), there may be r < n eigenvalues. All omitted
+    eigenvalues are zero.
 
     Raises:
         NotPositiveDefiniteError: If the matrix is not finite.
@@ -349,7 +354,7 @@ def _eigen(decompose: Callable[[Tensor], Any], matrix: Tensor) -> Sequence[Tenso
         return [part.to(matrix.dtype) for part in decompose(matrix.to(torch.float64))]
     except LinAlgError as error:
         raise NotPositiveDefiniteError(
-            f"LAPACK cannot compute eigenvalues of the curvature, even in float64: {error}. The"
+            f"LAPACK cannot compute the eigenvalues of the curvature, even in float64: {error}. The"
             f" matrix has {matrix.shape[-1]} columns and a largest entry of"
             f" {float(matrix.abs().max()):.3g}. Look for weights or hyperparameters that have"
             " diverged."
@@ -364,7 +369,7 @@ class MatrixSpectrum:
     """The eigenvalues of a symmetric positive semidefinite matrix.
 
     Attributes:
-        values: The eigenvalues in float64, as accurate as the matrix allows. Zeros may be missing.
+        values: The eigenvalues in float64, as accurate as the matrix allows. Zeros may be omitted.
         dtype: The type of the matrix.
         largest: The largest diagonal element of the matrix.
     """
@@ -390,9 +395,10 @@ class Spectra(dict[Hashable, MatrixSpectrum | None]):
     def at_second_use(
         self, key: Hashable, matrix: Callable[[], Tensor], rank: int | None = None
     ) -> MatrixSpectrum | None:
-        """Return the spectrum of a matrix, or None at the first call, when Cholesky is cheaper.
+        """Return the spectrum of a matrix, or None at the first call with this ``key``.
 
-        ``rank`` is an upper bound on the rank of the matrix.
+        For a single use, a Cholesky factorization is cheaper. ``rank`` is an upper bound on the
+        rank of the matrix.
         """
         # Eigenvalues take as long as four to five factorizations, or one and a half steps with
         # their gradients.

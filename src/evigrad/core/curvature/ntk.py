@@ -1,12 +1,13 @@
 """The kernel form: ℓ = log|I + S| with the Gram matrix S of the rows (Theorem 3 of the paper).
 
-S = D (Σ_g G_g / δ_g) D, where D is the diagonal matrix of the rows' scales, and G_g the Gram matrix
-of the rows of prior group g. If the rows have no graph, the G_g are stored. Further steps on the
-precisions and the scale (the noise) then need neither the network nor the rows. Each step takes
-R²L + R³/3 operations for R rows and L groups.
+S = D (Σ_g G_g / δ_g) D, where D is the diagonal matrix of the rows' scales. G_g is the Gram matrix
+of the rows for the weights of prior group g, and δ_g is the prior precision of the group. If the
+rows have no graph and memory is sufficient, all G_g are stored. Further steps on the precisions and
+the scale (the noise) then need neither the network nor the rows. Each step takes R²L + R³/3
+operations for R rows and L groups.
 
-For a partition of the parameters (``blocks``), ℓ is the sum over the blocks, each with the Gram
-matrix of its part of the rows.
+For a partition of the parameters (``blocks``), ℓ is the sum over the blocks. The Gram matrix of a
+block contains only products over the parameters of this block.
 """
 
 from collections import ChainMap
@@ -46,12 +47,12 @@ class NtkStatistic(Statistic):
     """The rows of every micro-batch, without prior and scale.
 
     Attributes:
-        rows: The rows of each parameter, or empty if only Grams are kept (``Ntk.condense``).
+        rows: The rows of each parameter. Empty if only Gram matrices are kept (``Ntk.condense``).
         scale: One number for each row, or None for 1.
         present: Which rows (m_i, k) of each micro-batch are not padding. ``rows`` and ``scale``
             contain only these.
         grams: A cache of Gram matrices, filled by ``kept_gram``.
-        spectra: A cache of their eigenvalues.
+        spectra: A cache of the eigenvalues of the Gram matrices.
     """
 
     rows: dict[str, Rows]
@@ -82,7 +83,7 @@ class NtkStatistic(Statistic):
         return NtkStatistic(rows, scale, self.present + other.present)
 
     def with_scale(self, scale: Float[Tensor, " R"]) -> "NtkStatistic":
-        """Return the same rows and cached Grams with another scale, for a step on the noise."""
+        """Return the same rows and Gram matrices with another scale, for a step on the noise."""
         return replace(self, scale=scale)
 
     def tensors(self) -> list[Tensor]:
@@ -95,7 +96,7 @@ class NtkStatistic(Statistic):
         return NtkStatistic(rows, next(remaining_tensors, None), self.present)
 
     def kept_gram(self, names: Sequence[str], like: Tensor) -> Float[Tensor, "R R"]:
-        """Return the sum of the Grams of these parameters, computed once and cached."""
+        """Return the sum of the Gram matrices of these parameters, computed once and cached."""
         # Other structures may read this statistic with other groups or another dtype.
         key = (*names, like.dtype)
         if key not in self.grams:
@@ -107,7 +108,7 @@ class NtkStatistic(Statistic):
         return self.grams[key]
 
     def taken_gram(self, names: Sequence[str], like: Tensor) -> Float[Tensor, "R R"]:
-        """Return ``kept_gram`` and remove it from the cache, so that it may be overwritten."""
+        """Return ``kept_gram`` and remove it from the cache, so that callers may overwrite it."""
         gram = self.kept_gram(names, like)
         del self.grams[(*names, like.dtype)]
         return gram
@@ -117,7 +118,8 @@ class NtkStatistic(Statistic):
     ) -> MatrixSpectrum | None:
         """Return the eigenvalues of ``kept_gram``, or None at the first call.
 
-        Without ``keep``, the Gram is not cached. For ``rank``, see ``Spectra.at_second_use``.
+        ``keep`` determines whether the Gram matrix is cached. For ``rank``, see
+        ``Spectra.at_second_use``.
         """
         gram = partial(self.kept_gram if keep else self.taken_gram, names, like)
         return self.spectra.at_second_use((*names, like.dtype), gram, rank)
@@ -127,7 +129,7 @@ class NtkStatistic(Statistic):
         return int(torch.cat([part.sum(1) for part in self.present])[:datum].sum())
 
     def part(self, data: slice) -> "NtkStatistic":
-        """Return the part of consecutive examples, without scales, as a single micro-batch."""
+        """Return the rows of consecutive examples as a single micro-batch, without scales."""
         span = slice(self.rows_before(data.start), self.rows_before(data.stop))
         rows = {name: rows.part(span, data) for name, rows in self.rows.items()}
         return NtkStatistic(rows, None, (between(self.present, data),))
@@ -139,13 +141,13 @@ class Ntk(Curvature[NtkStatistic]):
     Args:
         weights: The parameters.
         precision_groups: For each parameter whose prior precision is one number, the label of its
-            prior group. Parameters of a group share one precision and one Gram. The precisions of
-            other parameters vary within the parameter.
+            prior group. The parameters of a group share one precision and one Gram matrix. The
+            precisions of other parameters vary within the parameter.
         gram_dtype: Dtype of S and its factor. None: the dtype of the rows.
-        contracted: Parameters whose rows stay products (``fast.contraction``), with the count of
-            numbers that represent each row. Ignored if the precision varies.
+        contracted: Parameters whose rows are stored as products (``fast.contraction``), with the
+            number of values per row. Ignored for parameters whose precision varies.
         keep: Function that stores a tensor (``fast.storage``).
-        itemsize: Bytes of a stored number, or 0 if rows are stored on another device.
+        itemsize: Bytes per stored number, or 0 if rows are stored on another device.
         blocks: A partition of the parameters, with each precision group within one block. ℓ is the
             sum over the blocks. None: one block.
     """
@@ -200,7 +202,7 @@ class Ntk(Curvature[NtkStatistic]):
         *,
         alone: bool = False,
     ) -> NtkStatistic:
-        """Return all rows so far. If ``alone``, the rows stay deferred until ``condense``."""
+        """Return all rows so far. If ``alone``, rows may be computed later, in ``condense``."""
         present = _present(root)
         rows = linearization.deferred_rows(root, list(self._numel), self.contracted)
         part = NtkStatistic(rows, _present_scale(root, present), (present,))
@@ -212,7 +214,7 @@ class Ntk(Curvature[NtkStatistic]):
     def log_det(
         self, statistic: NtkStatistic, precisions: Mapping[str, Tensor]
     ) -> Float[Tensor, ""]:
-        """Return ℓ, which equals the value of ``full`` (Theorem 3)."""
+        """Return ℓ, which equals the result of ``full`` (Theorem 3)."""
         return self.evaluate(statistic, precisions).value
 
     def evaluate(
@@ -246,7 +248,7 @@ class Ntk(Curvature[NtkStatistic]):
         arguments: Sequence[Tensor],
         conditioning: Conditioning | None = None,
     ) -> Differential[NtkStatistic]:
-        """See ``Curvature.differentiate``: W = 2 (I + S)^{-1} J̃ P0^{-1}, written over the rows."""
+        """See ``Curvature.differentiate``. The rows are overwritten with their derivatives."""
         self.check_conditioning(conditioning)
         self._shared_groups(precisions, self._numel)
         block_derivatives = [
@@ -332,9 +334,9 @@ class Ntk(Curvature[NtkStatistic]):
         return {name: words[name] for name in self._numel}
 
     def condense(self, statistic: NtkStatistic) -> NtkStatistic:
-        """Return a statistic with the groups' Grams instead of the rows, and free the rows' memory.
+        """Return a statistic with the groups' Gram matrices instead of the rows, to save memory.
 
-        If the rows have a graph or the Grams are not stored, return the same statistic.
+        If the rows have a graph or Gram matrices are not stored, return the same statistic.
         """
         if statistic.carries_graph or not self.condenses(statistic.num_rows):
             return statistic
@@ -469,10 +471,10 @@ def _chained(
 class BlockKernel(Ntk):
     """A dense structure, computed from the Gram matrix of each block's rows.
 
-    For a block of n weights and R rows, let S_b be the R x R Gram matrix of the rows' entries in
-    that block. Then log|I + P0^{-1/2} H_b P0^{-1/2}| = log|I + S_b| (Theorem 3 of the paper). For
-    few rows and many weights, S_b is far cheaper. Ten examples with ten outputs and 12,800 weights
-    need a matrix of 100 x 100 instead of 12,800 x 12,800.
+    H_b is a block of H for n weights, and S_b is the R x R Gram matrix of the entries of R rows in
+    this block. Their log-determinants are equal: log|I + P0^{-1/2} H_b P0^{-1/2}| = log|I + S_b|
+    (Theorem 3 of the paper). For few rows and many weights, S_b is far cheaper. For ten examples
+    with ten outputs and 12,800 weights, S_b is 100 x 100, but H_b is 12,800 x 12,800.
 
     ``dense`` is the structure that this object replaces and whose name it takes. Other arguments
     are as for ``Ntk``, but a precision group may span several blocks.
@@ -501,12 +503,12 @@ class BlockKernel(Ntk):
 
 
 def is_cheaper(kernel: BlockKernel, dense: BlockDiagonal, num_rows: int) -> bool:
-    """Return whether Grams take fewer multiplications than H, and no more memory.
+    """Return whether Gram matrices take fewer multiplications than H, and no more memory.
 
-    For R rows and n weights in a block, H takes 2 R n² and its factor n³/3, and the Gram takes
-    2 R² n and its factor R³/3. At R = n, Grams were 1.5 times faster for precisions and 1.9 times
-    faster in two passes, but took more memory. The choice depends only on sizes, so it is the same
-    on every machine.
+    For R rows and n weights in a block, H takes 2 R n² operations, and its factor takes n³/3. The
+    Gram matrix takes 2 R² n operations, and its factor takes R³/3. At R = n, Gram matrices were 1.5
+    times faster if only precisions were learned, and 1.9 times faster in two passes, but took more
+    memory. The choice depends only on sizes, so it is the same on every machine.
     """
     rows = num_rows
     by_grams = sum(6 * rows**2 * size + rows**3 for size in dense.sizes)

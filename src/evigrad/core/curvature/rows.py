@@ -1,8 +1,8 @@
-"""The rows of one parameter in a block, and products of them without a second copy.
+"""The rows of one parameter in a block, and their products without a second copy.
 
 Each micro-batch's rows are stored in the requested type and on the requested device. They are read
 in slabs of columns, so there is never a second copy of all rows. The derivative of ℓ with respect
-to the rows can overwrite them.
+to the rows can overwrite the rows.
 """
 
 from abc import ABC, abstractmethod
@@ -30,11 +30,14 @@ class Rows(ABC):
     @property
     @abstractmethod
     def num_rows(self) -> int:
-        """R."""
+        """The number of rows, R."""
 
     @abstractmethod
     def gram(self, like: Tensor, precision: Tensor | None = None) -> Float[Tensor, "R R"]:
-        """Return A Aᵀ, or A P0^{-1} Aᵀ for a precision, without a graph and like ``like``."""
+        """Return A Aᵀ without a graph, or A P0^{-1} Aᵀ if ``precision`` is given.
+
+        The result has the dtype and device of ``like``.
+        """
 
     @abstractmethod
     def differentiable_gram(
@@ -56,19 +59,19 @@ class Rows(ABC):
 
     @abstractmethod
     def with_tensors(self, tensors: Iterator[Tensor]) -> Self:
-        """Return the rows with the next tensors of an iterator instead of ``tensors()``."""
+        """Return the rows with ``tensors()`` replaced by the next tensors of an iterator."""
 
     @abstractmethod
     def part(self, rows: slice, data: slice) -> Self:
-        """Return the part for a slice of rows, with their slice of examples, as one micro-batch."""
+        """Return these rows as one micro-batch. ``data`` is the slice of their examples."""
 
     @abstractmethod
     def kept(self, keep: Callable[[Tensor], Tensor]) -> "Rows":
-        """Return the rows in separate memory, with each tensor as ``keep`` stores it."""
+        """Return the rows with each tensor stored by the function ``keep``."""
 
     @abstractmethod
     def formed(self) -> "DenseRows":
-        """Return the rows as matrices."""
+        """Return the rows as one matrix per micro-batch."""
 
     @abstractmethod
     def __add__(self, other: "Rows") -> "Rows":
@@ -77,7 +80,7 @@ class Rows(ABC):
 
 @dataclass(frozen=True, eq=False)
 class DenseRows(Rows):
-    """Rows as a list ``chunks`` of one matrix (R_i, n) for each micro-batch."""
+    """Rows in ``chunks``, with one matrix (R_i, n) for each micro-batch."""
 
     chunks: tuple[Tensor, ...]
 
@@ -141,11 +144,11 @@ class DenseRows(Rows):
 
 @dataclass(frozen=True, eq=False)
 class DeferredRows(Rows):
-    """Rows that are formed each time they are read, so that only one parameter uses memory.
+    """Rows that are computed each time they are read, to save memory.
 
     Attributes:
-        form: Function that returns the matrix (R, n). It holds the forward pass of the rows.
-        count: R.
+        form: Function that returns the matrix (R, n). It keeps the forward pass in memory.
+        count: The number of rows, R.
     """
 
     form: Callable[[], Tensor]
@@ -186,7 +189,10 @@ class DeferredRows(Rows):
 
 
 def slabs(chunks: Sequence[Tensor], like: Tensor) -> Iterator[tuple[slice, Float[Tensor, "R _"]]]:
-    """Yield slices of columns and the entries of all rows in these columns, like ``like``."""
+    """Yield slices of columns and the entries of all rows in these columns.
+
+    The entries have the dtype and device of ``like``.
+    """
     num_rows, width = sum(len(chunk) for chunk in chunks), chunks[0].shape[1]
     step = max(1, SLAB_BYTES // max(1, num_rows * like.element_size()))
     for start in range(0, width, step):
@@ -196,12 +202,12 @@ def slabs(chunks: Sequence[Tensor], like: Tensor) -> Iterator[tuple[slice, Float
 
 
 def part_of(values: Float[Tensor, " n"], columns: slice) -> Tensor:
-    """Return the entries of some columns, or the single entry that applies to all columns."""
+    """Return the values of these columns, or the single value that applies to all columns."""
     return values[columns] if values.numel() > 1 else values
 
 
 def add_part(values: Float[Tensor, " n"], columns: slice, part: Tensor) -> None:
-    """Add the adjoint of ``part_of`` in place."""
+    """Add ``part`` to ``values`` in place, which is the adjoint of ``part_of``."""
     if values.numel() > 1:
         values[columns] += part
     else:
@@ -209,7 +215,7 @@ def add_part(values: Float[Tensor, " n"], columns: slice, part: Tensor) -> None:
 
 
 def between(chunks: Sequence[Tensor], span: slice) -> Tensor:
-    """Return entries of tensors concatenated along dim 0, as a view if one tensor has all."""
+    """Return a range of tensors concatenated along dim 0, as a view if one tensor contains it."""
     parts, start = [], 0
     for chunk in chunks:
         stop = start + len(chunk)
@@ -226,7 +232,7 @@ def between(chunks: Sequence[Tensor], span: slice) -> Tensor:
 
 
 class MixedGrams(Function):
-    """Σ weight · Gram over stored Grams, without a scaled copy of each Gram."""
+    """Autograd function for a weighted sum of Gram matrices, without scaled copies of them."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, *grams: Tensor) -> Tensor:
@@ -245,10 +251,10 @@ class MixedGrams(Function):
 
 
 class RowsGram(Function):
-    """A P0^{-1} Aᵀ of one parameter's rows A, in several chunks.
+    """Autograd function for A P0^{-1} Aᵀ, with one parameter's rows A in several chunks.
 
-    The backward pass keeps only the inputs and not a scaled copy of all rows. It reads the rows
-    once for both cotangents.
+    Only the inputs are kept for the backward pass, not a scaled copy of all rows. The backward pass
+    reads the rows once for the gradients of both precision and rows.
     """
 
     @staticmethod
