@@ -242,10 +242,7 @@ def _move(parameters: list[nn.Parameter]) -> None:
 
 
 def refuse_reentrant(model: nn.Module, x: Tensor) -> None:
-    """Raise an error if the model uses reentrant checkpoints.
-
-    Reentrant checkpoints cannot compute gradients of single parameters.
-    """
+    """Raise an error for reentrant checkpoints, which give no gradients of single parameters."""
     x = x.clone()
     if x.is_floating_point():  # the checkpoint has a node only if its input requires a gradient
         x = x.requires_grad_().clone()
