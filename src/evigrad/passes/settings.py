@@ -35,19 +35,19 @@ class Memory:
     Data types are names or PyTorch dtypes.
 
     Attributes:
-        micro_batch: Number of examples per forward pass of an estimate, or ``"auto"`` to choose it
-            according to the available memory. If a pass runs out of memory, later passes take half
-            the number of examples. Results do not depend on this number. Default: all examples of a
-            block.
-        memory_budget: Memory for a pass with ``micro_batch="auto"``, in bytes or as an amount such
-            as ``"8GiB"``. Default: most of the free memory.
+        micro_batch: Number of examples per forward pass of an estimate, or auto to choose the
+            number according to the available memory. If a pass runs out of memory, later passes
+            take half the number of examples. Results do not depend on this number. Default: all
+            examples of a block.
+        memory_budget: Memory for a pass if micro_batch is auto, in bytes or as an amount such as
+            8GiB. Default: most of the free memory.
         gram_dtype: Data type of kernels and factors, float32 or float64. Default: the data type of
             the weights.
-        rows_dtype: Data type in which ntk estimators store Jacobian rows. bfloat16 takes half the
-            memory of float32. Products are computed in ``gram_dtype``. Default: the data type of
-            the weights.
-        rows_device: Device on which ntk estimators store Jacobian rows. ``"cpu"`` uses the memory
-            of the host. Default: the device of the weights.
+        rows_dtype: Data type in which ntk estimators store Jacobian rows. With bfloat16, rows take
+            half the memory of float32. Products are computed in gram_dtype. Default: the data type
+            of the weights.
+        rows_device: Device on which ntk estimators store Jacobian rows. The device cpu stores them
+            in the memory of the host. Default: the device of the weights.
         autocast: Data type of mixed-precision passes, which must be bfloat16. It does not affect
             kernels and factors. Default: no mixed precision.
 
