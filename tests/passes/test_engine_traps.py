@@ -138,7 +138,7 @@ def test_kept_passes_notice_every_write_in_place(held: str, edit: str) -> None:
     evidence.backward(passes)
     with torch.no_grad():
         EDITS[edit](tensor)
-    with pytest.raises(InputError, match="Collect it again"):
+    with pytest.raises(InputError, match="Call collect"):
         evidence.backward(passes)
 
 

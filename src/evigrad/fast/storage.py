@@ -42,7 +42,7 @@ class Storage:
 def by_columns(matrix: Float[Tensor, "R n"], like: Tensor, pinned: bool) -> Float[Tensor, "R n"]:
     """Return a copy with contiguous columns on the device of ``like``.
 
-    Blocks of columns can then be copied fast.
+    Blocks of columns can then be copied quickly.
     """
     turned = torch.empty(
         matrix.shape[::-1], dtype=matrix.dtype, device=like.device, pin_memory=pinned

@@ -50,7 +50,7 @@ def derivatives_named() -> Iterator[None]:
 
 
 def without_derivative(error: BaseException) -> ConfigurationError | None:
-    """Return an error that explains a missing derivative, or None if ``error`` is another error."""
+    """Return an error that explains a missing derivative, or None for any other error."""
     if not isinstance(error, RuntimeError) or isinstance(error, EvigradError):
         return None
     text = str(error)
@@ -110,7 +110,7 @@ def check_call(model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor)
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Raise an error if a module has a backward hook, because it may change gradients."""
+    """Raise an error if a module has a backward hook, because the hook may change gradients."""
     # Hooks that only read gradients cannot be distinguished from hooks that change them.
     everywhere = (modules._global_backward_hooks, modules._global_backward_pre_hooks)
     hook_places = ["all modules"] if any(everywhere) else []
@@ -121,10 +121,10 @@ def check_hooks(model: nn.Module) -> None:
     ]
     if hook_places:
         raise ConfigurationError(
-            f"A backward hook on {listed(hook_places)}, set by register_full_backward_hook for"
-            " example, may change gradients. The curvature would then correspond to another"
-            " function. Remove the hook, or use it only in training steps. Forward hooks are"
-            " allowed."
+            f"A backward hook on {listed(hook_places)} may change gradients. The curvature would"
+            " then correspond to another function. Remove the hook, which"
+            " register_full_backward_hook may have set, or use it only in training steps. Forward"
+            " hooks are allowed."
         )
 
 
@@ -141,8 +141,8 @@ def check_storage(weights: Mapping[str, nn.Parameter]) -> None:
                     raise ConfigurationError(
                         f"{other!r} and {name!r} are two parameters that share memory, so"
                         " the evidence would count their entries twice. To tie them, assign the"
-                        " same Parameter to both names, not its .data. Otherwise, clone one of"
-                        " them."
+                        " same Parameter object to both names. Otherwise, clone one of the"
+                        " parameters."
                     )
 
 

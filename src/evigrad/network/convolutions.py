@@ -256,7 +256,7 @@ def fixed_convolution(
     bias: Float[Tensor, " o"] | None,
     g: Geometry,
 ) -> Float[Tensor, "mF o *positions"]:
-    """Return PyTorch's convolution, also under autocast, with an autograd graph only for ``x``."""
+    """Return the same convolution as PyTorch, with an autograd graph only for ``x``."""
     # PyTorch's second derivative of a convolution always computes the derivative in the weight too,
     # which is one of three convolutions of a gradient through rows. With a fixed weight there are
     # two linear maps, each of which is the other's derivative, any number of times.

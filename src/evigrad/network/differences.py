@@ -72,7 +72,7 @@ def refuse_scaled_gradients(nodes: Iterable[Node]) -> None:
 def refuse_once_differentiable(
     model: nn.Module, weights: Mapping[str, nn.Parameter], learned: Sequence[str], x: Tensor
 ) -> None:
-    """Raise an error if the graph of the rows has a function with ``once_differentiable``.
+    """Raise an error if the graph of the rows has a function marked ``once_differentiable``.
 
     Args:
         model: The model.
@@ -91,7 +91,7 @@ def refuse_once_differentiable(
         needed = f"The gradient for {listed(learned)}" if learned else "The exact Hessian"
         raise ConfigurationError(
             f"{listed(names)} cannot be differentiated twice, because the backward method is marked"
-            f" with @once_differentiable. {needed} needs a second derivative, and would be silently"
+            f" with @once_differentiable. {needed} needs a second derivative and would be silently"
             " wrong. Write the backward method with differentiable operations and without this"
             " mark, or fix the model's hyperparameters (requires_grad=False)."
         )
@@ -347,7 +347,7 @@ class _RandomSums:
     ) -> _Verdict:
         """Return a comparison of autograd with finite differences for the derivative of a sum.
 
-        ``function`` computes the sum. The values of ``tensors`` are changed, and then restored.
+        ``function`` computes the sum. The values of ``tensors`` are changed and then restored.
         """
         value, size = function(True)
         directions = [self._random(p) * _root_mean_square(p) for p in tensors]
@@ -455,10 +455,10 @@ def _check_cotangents(copied: _Copy, x: Tensor, learned: Sequence[str]) -> None:
         raise ConfigurationError(
             f"The gradient for {listed(learned)} would be wrong. A Jacobian row is linear in its"
             " cotangents, so the row's derivative along the cotangents must equal the row. A random"
-            f" sum over a row is {float(value.detach()):.4g}, but autograd's derivative is"
-            f" {derivative:.4g}. {_culprits(copied, x)} Write this backward method with"
-            " differentiable operations on its inputs and saved tensors, or fix these"
-            " hyperparameters (requires_grad=False)."
+            f" weighted sum of a row's entries is {float(value.detach()):.4g}, but autograd's"
+            f" derivative of this sum is {derivative:.4g}. {_culprits(copied, x)} Write this"
+            " backward method with differentiable operations on its inputs and saved tensors, or"
+            " fix these hyperparameters (requires_grad=False)."
         )
 
 

@@ -33,7 +33,7 @@ def loop_rows(
     vectors: Float[Tensor, "m k C"],
     differentiable: bool,
 ) -> dict[str, Tensor]:
-    """Return Jacobian rows, computed one by one with plain automatic differentiation.
+    """Return Jacobian rows by name, computed one by one with plain automatic differentiation.
 
     The rows of a parameter are ``vectors[n, j]ᵀ ∂f(x_n)/∂parameter`` (m, k, *parameter shape). If
     ``differentiable``, they have an autograd graph.
@@ -61,7 +61,7 @@ def datum_rows(
     vectors: Float[Tensor, "1 k C"],
     differentiable: bool,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
-    """Return one example's detached output (1, C) and k rows by parameter name."""
+    """Return one example's detached output (1, C), and its k rows by parameter name."""
     k = vectors.shape[1]
     parameters = [weights[name] for name in names]
     rows: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -139,7 +139,8 @@ def close(value: Tensor, expected: Tensor, norm: Tensor | float = 0.0, factor: f
 def close_outputs(value: Tensor, expected: Tensor, scale: Tensor) -> bool:
     """Return whether outputs (n, C) agree up to rounding.
 
-    The error is relative to the norm of each example's output, or to ``scale`` if it is larger.
+    The allowed error is relative to the norm of each example's output, or to ``scale`` if it is
+    larger.
     """
     if value.shape != expected.shape:
         return False

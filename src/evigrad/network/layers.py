@@ -46,12 +46,12 @@ class Match:
     Attributes:
         input: The tensor on which the parameters act, such as a padded input. It is an argument of
             the call, or is computed from the arguments. It has F consecutive entries per example in
-            dimension 0. It is checked for in-place changes, cast under autocast, and cut into
+            dimension 0. It is checked for in-place changes, cast under autocast, and split into
             single examples.
         slots: The call's parameters by role, such as "weight" or "bias".
         settings: All other settings on which the rows depend. They must be the same in every batch.
-        computed: Function that returns another tensor that the rows need, or None. Dimension 0 of
-            this tensor is the same as in ``input``. The function is called when rows are formed.
+        computed: Function that returns another tensor for the rows, or None. Dimension 0 of this
+            tensor has the same length as in ``input``. The function is called when rows are formed.
     """
 
     input: Tensor
@@ -85,7 +85,8 @@ class Rule(ABC):
         """Return the match for a call's arguments, or None if the call has no closed form.
 
         The signature must equal the function's signature. Signatures differ between rules, so a
-        rule must not inherit from another rule. It can store the other rule and call its methods.
+        rule must not inherit from another rule. Instead, it can store the other rule and call that
+        rule's methods.
         """
 
     def data_second(self, match: Match) -> bool:
@@ -573,7 +574,8 @@ def matrix_uses(
 ) -> dict[str, tuple[MatrixUse, ...]]:
     """Return the matrix sizes of each use of each weight, by name.
 
-    Only weights that are always used as a single matrix are included. They may be tied.
+    The result includes only weights that are always used as a single matrix. These weights may be
+    tied.
     """
     rules = {rule.name: rule for rule in RULES.values()}
     uses_of_weights: dict[str, tuple[MatrixUse, ...]] = {}

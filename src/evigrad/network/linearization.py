@@ -125,7 +125,7 @@ class Linearization:
         return self._unshared({name: rows[name] for name in names})
 
     def without_graph(self, root: RootRows) -> tuple["Linearization", RootRows]:
-        """Return a copy of this linearization and of its cotangents, both without a graph.
+        """Return a copy of this linearization and a copy of ``root``, both without a graph.
 
         The copy reuses the backward passes of this linearization.
         """
@@ -197,9 +197,9 @@ class Linearization:
     def fast_rows_of_datum(
         self, vectors: Float[Tensor, "m k C"], index: int
     ) -> dict[str, Tensor | None]:
-        """Return one example's rows for a check, computed in the same fast way as in ``rows``.
+        """Return one example's rows for a check, computed by the fast algorithms of ``rows``.
 
-        Rows (1, k, *parameter shape) are detached. They are None if the fast way raises an error.
+        Rows (1, k, *parameter shape) are detached. They are None if an algorithm raises an error.
         Parameters that use the plain loop in this pass are omitted.
         """
         vectors, one = vectors.detach(), slice(index, index + 1)
@@ -477,7 +477,7 @@ class _Columns:
     pieces: Sequence[Tensor]
 
     def stacked(self) -> Float[Tensor, "m k F *out"]:
-        """Return the gradients as one tensor, and keep it instead of the separate pieces."""
+        """Return the gradients as one tensor, which replaces the separate pieces in memory."""
         if len(self.pieces) > 1:
             self.pieces = [torch.cat(list(self.pieces), 1)]
         return self.pieces[0]

@@ -48,9 +48,9 @@ TURN = threading.RLock()
 def evaluation_mode(
     model: nn.Module, generator: torch.Generator | None
 ) -> Iterator[Callable[[], bool]]:
-    """Set a model to evaluation mode, and restore its mode on exit.
+    """Set a model to evaluation mode and restore its mode on exit.
 
-    The global random generators are seeded from ``generator``, and restored on exit. Other threads
+    The global random generators are seeded from ``generator`` and restored on exit. Other threads
     that call this function wait.
 
     Args:

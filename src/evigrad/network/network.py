@@ -92,7 +92,7 @@ class Network:
         self._passes = 0
 
     def plan(self, x: Inputs) -> InputPlan:
-        """Return the plan for inputs of this shape. Make it if there is none.
+        """Return the plan for inputs of this shape. Make a plan if there is none.
 
         If the model's outputs have the shape (m, …, C), the plan is for single positions.
         """

@@ -36,7 +36,7 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class JacobianPlan:
-    """A plan for computing the rows of each parameter. Call ``plan`` to make one.
+    """A plan for computing the rows of each parameter. Call ``plan`` to make a plan.
 
     Attributes:
         words: How the rows of each parameter are computed, by name, in the order of the weights.

@@ -2,8 +2,8 @@
 
 A ``TorchFunctionMode`` intercepts all calls of functions with a closed form. If an argument is a
 tracked parameter, the call runs with the parameter *detached* and is recorded as a ``Call``. Other
-uses of the parameter remain in the autograd graph of the outputs, such as views, parametrizations,
-scripted modules or custom functions. ``reachable`` finds them there, so no use is silently missed.
+uses of the parameter, such as views, parametrizations, scripted modules or custom functions, remain
+in the autograd graph of the outputs. ``reachable`` finds them there, so no use is silently missed.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -141,7 +141,7 @@ class Call:
         return self.rule.inner(slot, match, gradient, relative).to(cotangent.dtype) * scale
 
     def datum(self, index: int) -> "Call":
-        """Return this call for a single example."""
+        """Return the part of this call for a single example."""
         one, match = slice(index * self.parts, (index + 1) * self.parts), self.match
         whole = match.computed
         computed = None if whole is None else lambda: whole()[one]

@@ -1,4 +1,4 @@
-"""Check fast ways to compute rows against plain automatic differentiation.
+"""Compare fast computations of rows with plain automatic differentiation.
 
 ``Reference`` checks a plan on a probe of a few different examples, with perturbed weights. This
 cannot detect every error. Other inputs may take another branch of the model's code, and examples
@@ -46,7 +46,7 @@ _TRAINED_ROUNDING_FACTOR = 10.0
 
 
 class Reference:
-    """Rows of a few examples by the plain loop, as a reference for other algorithms.
+    """Rows of a few examples, computed by the plain loop as a reference for other algorithms.
 
     Attributes:
         rows: Rows (m, 2, *parameter shape) for random cotangents, by name.

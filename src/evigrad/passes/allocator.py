@@ -38,11 +38,11 @@ def kept_memory() -> Iterator[None]:
 
     ``fit`` and the command line keep memory automatically. Call this function around a custom
     training loop. It has no effect if tensors do not come from glibc's allocator, or if environment
-    variables configure the allocator (``ENVIRONMENT``). In threads other than the main thread, it
-    works only for tensors of at most 64 MB. ``with`` blocks may be nested and run in several
-    threads. When the last block ends, all free memory is returned to the system. Afterwards, the
-    thresholds of mallopt(3) stay fixed at glibc's largest values, even if the process had set other
-    values.
+    variables such as ``GLIBC_TUNABLES`` configure the allocator. In threads other than the main
+    thread, it works only for tensors of at most 64 MB. ``with`` blocks may be nested and run in
+    several threads. When the last block ends, all free memory is returned to the system.
+    Afterwards, the thresholds of mallopt(3) stay fixed at glibc's largest values, even if the
+    process had set other values.
 
     Yields:
         Nothing.

@@ -163,7 +163,7 @@ def check_block(block: Block, partition: Partition) -> None:
 def check_state(
     state: Mapping[str, Any], current_state: Mapping[str, Any], modules: Mapping[str, nn.Module]
 ) -> None:
-    """Raise an error if a state does not fit this evidence, which is not changed."""
+    """Raise an error if a state does not fit this evidence. The evidence is not changed."""
     if missing := current_state.keys() - state.keys() - {"micro_batches", "preparation", "anchors"}:
         raise ConfigurationError(
             f"The state lacks {', '.join(sorted(missing))}. Load the result of state_dict()."

@@ -15,10 +15,7 @@ LOADING_WRITES = 4
 
 
 class DecayWatch:
-    """Observer of the training of an evidence's weights.
-
-    It warns once about each mistake with the prior's weight decay.
-    """
+    """Watch the training of weights, and warn once about each mistake with the prior's decay."""
 
     def __init__(self, weights: Iterable[nn.Parameter]) -> None:
         self._weights = list(weights)

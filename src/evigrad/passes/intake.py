@@ -197,7 +197,7 @@ def rehearse(problem: Problem, f: Tensor, y: Tensor) -> None:
 def resolve(problem: Problem, x: Data, y: Tensor | None) -> MicroBatchSweep:
     """Return a sweep over a block. The block is drawn if ``x`` is not a block.
 
-    ``x`` contains inputs with targets ``y``, a block, or batches of all examples.
+    ``x`` is a block, batches of all examples, or inputs for the targets ``y``.
 
     Raises:
         InputError: If the data do not fit the model, the likelihood or the estimator.

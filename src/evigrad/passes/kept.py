@@ -110,7 +110,7 @@ def as_kept(
 def not_keepable(problem: Problem, plan: InputPlan, learned: Sequence[str]) -> str | None:
     """Return why a kept pass cannot be used to learn these hyperparameters, or None if it can.
 
-    A kept pass stays valid if only the prior changes, or likelihood parameters that only scale
+    A kept pass stays valid for changes of the prior, and of likelihood parameters that only scale
     rows.
     """
     beside = [name for name in learned if not name.startswith("prior.")]

@@ -62,7 +62,7 @@ def _in_words(parameter: nn.Parameter) -> str:
 
 
 def trainable(model: nn.Module, excluded: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Return the model's trainable parameters by name, without duplicates and excluded ones.
+    """Return the model's trainable parameters by name, without duplicates or excluded parameters.
 
     Raises:
         ConfigurationError: If no parameter is left, if a lazy module has not seen its first inputs,

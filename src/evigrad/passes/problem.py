@@ -155,7 +155,8 @@ class ParameterReport:
     Attributes:
         name: Name of the tensor in the model.
         shape: Shape of the tensor.
-        rows: How the tensor's derivatives are computed: by a closed form or a generic path.
+        rows: How the tensor's Jacobian rows are computed, such as ``"linear"`` or ``"generic:
+            vmap"``.
         curvature: The form of the tensor's curvature, such as ``"diagonal"``.
         group: Name of the tensor's prior group.
         precision: Prior precision of the tensor, or the mean precision if entries have different

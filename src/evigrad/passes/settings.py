@@ -1,4 +1,4 @@
-"""Define the settings of an evidence, which are checked once."""
+"""Define and check the settings of an evidence."""
 
 import re
 from dataclasses import dataclass
