@@ -281,9 +281,9 @@ def lookup_gram(
 ) -> Float[Tensor, "R R"]:
     """Return the Gram matrix of an embedding's rows without forming the rows.
 
-    The rows are Σ_t e_(v_nt) ⊗ g_(n,j,t), where e_v is the unit vector of word v. Only examples
-    that share a word have a nonzero product. For each c, the words that exactly c examples share
-    are processed together.
+    The rows are Σ_t e_(v_nt) ⊗ g_(n,j,t), where e_v is the unit vector for index v. Only examples
+    that share an index have a nonzero product. For each c, the indices that exactly c examples
+    share are processed together.
     """
     (m, k), entries = gradients.shape[:2], _Entries.of(looked_up, gradients)
     gram = gradients.new_zeros(m * k * m * k)

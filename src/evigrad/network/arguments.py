@@ -122,9 +122,8 @@ def check_hooks(model: nn.Module) -> None:
     if hook_places:
         raise ConfigurationError(
             f"A backward hook on {listed(hook_places)} may change gradients. The curvature would"
-            " then correspond to another function. Remove the hook, which"
-            " register_full_backward_hook may have set, or use it only in training steps. Forward"
-            " hooks are allowed."
+            " then correspond to another function. Remove the hook, or register it only for"
+            " training steps. Forward hooks are allowed."
         )
 
 

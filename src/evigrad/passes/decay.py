@@ -42,7 +42,7 @@ class DecayWatch:
                 return
 
     def check(self) -> None:
-        """Warn if the weights changed since the last call, but never with the prior's decay.
+        """Warn if the weights were trained since the last call, but without the prior's decay.
 
         A weight that changed and has a gradient was trained. A weight without a gradient may have
         been loaded or initialized, which takes fewer writes than training.

@@ -151,7 +151,7 @@ def _versions(
 
 
 def checksums(tensors: Sequence[Tensor], device: torch.device) -> list[int]:
-    """Return one number per tensor that depends on all entries of the tensor."""
+    """Return a checksum of each tensor, computed from all entries of the tensor."""
     if not tensors:
         return []
     return torch.stack([_checksum(tensor).to(device) for tensor in tensors]).tolist()

@@ -125,7 +125,7 @@ def _cgroup_bytes() -> int | None:
 class PeakBytes(TorchDispatchMode):
     """Measure the peak memory of tensors created in this context, counting each storage once.
 
-    The context intercepts every operation. It therefore works on every device, and inside function
+    The context intercepts every operation. It therefore works on every device and inside function
     transforms.
 
     Attributes:
