@@ -219,7 +219,10 @@ def test_exceptions_of_the_likelihood(verb: str) -> None:
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_lazy_modules(module: nn.Module) -> None:
     for call in (build, lambda model: fit(model, (X, Y), estimator=None, progress=False)):
-        with pytest.raises(ConfigurationError, match=r"lazy: .* Call model\(x\) on one batch"):
+        with pytest.raises(
+            ConfigurationError,
+            match=r"lazy parameters.* Call model\(x\) on one batch",
+        ):
             call(module)
 
 

@@ -609,7 +609,7 @@ def test_data_that_begin_without_targets() -> None:
 
 def test_wrong_number_of_targets() -> None:
     one = evidence(tagger(), Categorical(), "ntk-N-1", N)
-    with pytest.raises(InputError, match="num_data is 5.*are 13"):
+    with pytest.raises(InputError, match="num_data is 5.*is 13"):
         one.blocks(text())
 
 

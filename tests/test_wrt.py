@@ -177,7 +177,7 @@ def test_a_kept_pass_knows_what_it_does_not_follow() -> None:
     with torch.no_grad():
         found["model.invariance.raw_level"].add_(0.1)
     for attempt in (evidence.estimate, lambda k: evidence.backward(k, wrt="prior")):
-        with pytest.raises(InputError, match="hyperparameters outside its wrt"):
+        with pytest.raises(InputError, match="hyperparameters outside the pass.s wrt"):
             attempt(kept)
 
 

@@ -92,7 +92,7 @@ def test_a_gradient_that_is_not_finite_is_an_error() -> None:
     evidence = evidence_of(model, Categorical(), "ntk-7-1")
     gate = evidence.hyperparameters()["model.gate"]
     gate.register_hook(lambda gradient: gradient * torch.nan)
-    with pytest.raises(EvigradError, match=r"The gradient of model\.gate is not finite"):
+    with pytest.raises(EvigradError, match=r"The gradient for model\.gate is not finite"):
         evidence.backward(x, targets(Categorical(), M))
     assert all(p.grad is None for p in evidence.hyperparameters().values())
 
@@ -138,7 +138,7 @@ def test_kept_passes_notice_every_write_in_place(held: str, edit: str) -> None:
     evidence.backward(passes)
     with torch.no_grad():
         EDITS[edit](tensor)
-    with pytest.raises(InputError, match="Collect it again"):
+    with pytest.raises(InputError, match="Call collect"):
         evidence.backward(passes)
 
 

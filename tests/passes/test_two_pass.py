@@ -215,7 +215,7 @@ def test_batches_that_change_between_the_passes_are_refused() -> None:
     model, x = CASES["linear"].build(6)
     evidence = evidence_of(model, Categorical(), "ntk-N-1", num_data=6)
     before = evidence.generator.get_state()
-    with pytest.raises(InputError, match="Do not shuffle"):
+    with pytest.raises(InputError, match="Switch off shuffling"):
         evidence.backward(Shuffled(batches_of(x, targets(Categorical(), 6))))
     assert all(p.grad is None for p in evidence.hyperparameters().values())
     assert torch.equal(before, evidence.generator.get_state())

@@ -1,1 +1,1 @@
-"""The same results in less time or memory: rows as products, or stored in another type or place."""
+"""Save time or memory: keep rows as products, or store rows in another type or place."""

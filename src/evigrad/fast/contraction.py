@@ -1,11 +1,11 @@
-"""Rows of a matrix as products of the layer's inputs and output gradients.
+"""Keep the Jacobian rows of a matrix as products of the layer's inputs and output gradients.
 
-The row of example n and output j is Σ_t g_(n,j,t) ⊗ a_(n,t) over the positions t at which the
-matrix is applied. Inner products of rows need only inner products of the a and of the g. For few
-positions and a large matrix, this takes far less time and memory than the rows. The method is
-*Jacobian contraction* with *structured derivatives* (Novak, Sohl-Dickstein, Schoenholz, 2022, *Fast
-Finite Width Neural Tangent Kernel*). The choice by operation count (``contracted``) also comes from
-their paper.
+The matrix is applied at positions t to inputs a, and the outputs have gradients g. The row of
+example n and output j is Σ_t g_(n,j,t) ⊗ a_(n,t). Inner products of rows need only inner products
+of inputs and inner products of gradients. For few positions and a large matrix, this takes far less
+time and memory than forming the rows. The method is *Jacobian contraction* with *structured
+derivatives* (Novak, Sohl-Dickstein, Schoenholz, 2022, *Fast Finite Width Neural Tangent Kernel*).
+The choice by operation count (``contracted``) also comes from this paper.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,10 +32,10 @@ class MatrixUse:
     """Sizes of one use of a weight as a matrix.
 
     Attributes:
-        positions: T, how many times the matrix is applied to an example (in all its augmentation
-            samples together), or how many rows are looked up.
-        inputs: Columns of the matrix.
-        outputs: Rows of the matrix.
+        positions: T, the number of times that the matrix is applied to an example, including all
+            augmentation samples. For a lookup, the number of rows that are looked up.
+        inputs: Number of columns of the matrix.
+        outputs: Number of rows of the matrix.
         looked_up: Whether rows are looked up, as in an embedding.
     """
 
@@ -46,21 +46,21 @@ class MatrixUse:
 
     @property
     def numbers(self) -> int:
-        """How many numbers represent an example with a single row."""
+        """The number of stored entries for an example with a single Jacobian row."""
         return self.positions * (self.inputs + (1 if self.looked_up else self.outputs))
 
 
 @dataclass(frozen=True, eq=False)
 class ProductRows(Rows):
-    """Rows that are never formed, for a parameter with a single precision.
+    """Jacobian rows that are kept as products, for a parameter with one prior precision.
 
     Attributes:
-        chunks: For each micro-batch and each use of the parameter, a pair of inputs (m, T, i) and
-            gradients (m, k, T, o). If rows are looked up, a pair of row numbers (m, T) and
-            gradients (m, k, T, i).
+        chunks: One tuple per micro-batch. It contains inputs (m, T, i) and gradients (m, k, T, o)
+            for each use of the parameter. If rows of the parameter are looked up, it contains row
+            numbers (m, T) and gradients (m, k, T, i) instead.
         present: For each micro-batch, which of the rows (m, k) are not padding.
         shape: Shape of the parameter.
-        transposed: Whether the parameter is (in, out) instead of (out, in).
+        transposed: Whether the parameter has the shape (in, out) instead of (out, in).
     """
 
     chunks: tuple[tuple[Tensor, ...], ...]
@@ -174,7 +174,7 @@ class ProductRows(Rows):
 def contracted(
     uses: Mapping[str, Sequence[MatrixUse]], num_data: int, rows_per_datum: int
 ) -> dict[str, Sequence[MatrixUse]]:
-    """Return the weights whose Gram takes fewer multiplications if rows are not formed."""
+    """Return the weights whose Gram matrix takes fewer multiplications if rows are not formed."""
     rows, cheap = num_data * rows_per_datum, {}
     for name, weight_uses in uses.items():
         size = weight_uses[0].inputs * weight_uses[0].outputs
@@ -200,7 +200,7 @@ def _operations(one: MatrixUse, other: MatrixUse, num_data: int, rows: int) -> f
 
 
 def uses_gram(uses: Sequence[tuple[Tensor, Tensor]]) -> Float[Tensor, "R R"]:
-    """Return the Gram of a weight's rows, sums over its uses, without forming the rows."""
+    """Return the Gram matrix of a weight's rows, which are sums over uses and are not formed."""
     products = [use for use in uses if use[0].is_floating_point()]
     lookups = [use for use in uses if not use[0].is_floating_point()]
     crossed = [contraction_gram(a, b) for i, a in enumerate(products) for b in products[:i]]
@@ -217,10 +217,10 @@ def contraction_gram(
     one: tuple[Float[Tensor, "m T i"], Float[Tensor, "m k T o"]],
     other: tuple[Float[Tensor, "m U i"], Float[Tensor, "m k U o"]],
 ) -> Float[Tensor, "R R"]:
-    """Return products of rows Σ_t g_(n,j,t) ⊗ a_(n,t) of two uses without forming the rows.
+    """Return the inner products between the rows of two uses, without forming the rows.
 
-    The result is Σ_(t,t') (a_(n,t)·a_(n',t')) (g_(n,j,t)·g_(n',j',t')). R = m k, and the rows of an
-    example are adjacent.
+    The rows are Σ_t g_(n,j,t) ⊗ a_(n,t). Their inner products are Σ_(t,t') (a_(n,t)·a_(n',t'))
+    (g_(n,j,t)·g_(n',j',t')). R = m k, and the rows of an example are adjacent.
     """
     (a, g), (b, h) = one, other
     (m, k), num_columns = g.shape[:2], h.shape[:2].numel()
@@ -279,10 +279,11 @@ class _Entries:
 def lookup_gram(
     looked_up: Int[Tensor, "m T"], gradients: Float[Tensor, "m k T i"]
 ) -> Float[Tensor, "R R"]:
-    """Return the Gram of an embedding's rows Σ_t e_(v_nt) ⊗ g_(n,j,t), without forming them.
+    """Return the Gram matrix of an embedding's rows without forming the rows.
 
-    Only examples that look up the same row of the matrix have a nonzero product. For each c, the
-    rows that exactly c examples look up are processed together, in matrices of c × c.
+    The rows are Σ_t e_(v_nt) ⊗ g_(n,j,t), where e_v is the unit vector for index v. Only examples
+    that share an index have a nonzero product. For each c, the indices that exactly c examples
+    share are processed together.
     """
     (m, k), entries = gradients.shape[:2], _Entries.of(looked_up, gradients)
     gram = gradients.new_zeros(m * k * m * k)
@@ -302,9 +303,9 @@ def lookup_gram(
 def uses_cotangents(
     uses: Sequence[tuple[Tensor, Tensor]], cotangent: Float[Tensor, "R R"]
 ) -> list[tuple[Tensor | None, Tensor]]:
-    """Return cotangents of the pairs of ``uses_gram``, or None for row numbers.
+    """Return the gradients of ⟨cotangent, ``uses_gram``⟩ with respect to the pairs of tensors.
 
-    ``cotangent`` must be symmetric.
+    The gradient of row numbers is None. ``cotangent`` must be symmetric.
     """
     if len(uses) == 1 and uses[0][0].is_floating_point():
         return [contraction_cotangents(*uses[0], cotangent)]
@@ -324,7 +325,10 @@ def contraction_cotangents(
     gradients: Float[Tensor, "m k T o"],
     cotangent: Float[Tensor, "R R"],
 ) -> tuple[Float[Tensor, "m T i"], Float[Tensor, "m k T o"]]:
-    """Return the cotangents of a use, for a symmetric cotangent of its ``contraction_gram``."""
+    """Return the gradients of ⟨cotangent, ``contraction_gram``⟩ for one use.
+
+    ``cotangent`` must be symmetric.
+    """
     (m, k), positions = gradients.shape[:2], inputs.shape[1]
     of_inputs, of_gradients = torch.zeros_like(inputs), torch.zeros_like(gradients)
     for strip in _strips(m, k * m * k):

@@ -9,19 +9,20 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Storage:
-    """How rows are stored.
+    """How Jacobian rows are stored.
 
     Attributes:
-        dtype: Type of the stored rows. None: unchanged. Products have the type ``working_dtype``.
-        device: Device of the stored rows. None: unchanged. On a machine with a GPU, the CPU
-            stores them in pinned memory, which is copied at full speed.
+        dtype: Data type of the stored rows, or None if it does not change. Products of rows are
+            computed in ``working_dtype``.
+        device: Device of the stored rows, or None if it does not change. If rows move from a GPU to
+            the CPU, they are stored in pinned memory, which is copied at full speed.
     """
 
     dtype: torch.dtype | None = None
     device: torch.device | None = None
 
     def keep(self, rows: Tensor) -> Tensor:
-        """Return the rows, or the factors of their products, in their stored form."""
+        """Return the rows, or the factors of rows that are products, in their stored form."""
         if self.dtype is not None and rows.is_floating_point():
             rows = rows.to(self.dtype)
         if self.device is None or self.device == rows.device:
@@ -32,14 +33,17 @@ class Storage:
         return by_columns(rows, torch.empty(0, device=self.device), pinned)
 
     def itemsize(self, dtype: torch.dtype, device: torch.device) -> int:
-        """Return the bytes of a stored number on this device, or 0 if it is stored elsewhere."""
+        """Return the bytes per stored entry on this device, or 0 if rows are stored elsewhere."""
         if self.device not in (None, device):
             return 0
         return (self.dtype or dtype).itemsize
 
 
 def by_columns(matrix: Float[Tensor, "R n"], like: Tensor, pinned: bool) -> Float[Tensor, "R n"]:
-    """Return a copy on the device of ``like`` with contiguous columns, for fast copies of slabs."""
+    """Return a copy with contiguous columns on the device of ``like``.
+
+    Blocks of columns can then be copied quickly.
+    """
     turned = torch.empty(
         matrix.shape[::-1], dtype=matrix.dtype, device=like.device, pin_memory=pinned
     )

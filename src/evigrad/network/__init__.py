@@ -1,4 +1,4 @@
-"""Rows of the Jacobian, by closed forms if they exist, and otherwise by automatic derivatives."""
+"""Compute Jacobian rows in closed form if possible, and otherwise by automatic differentiation."""
 
 from evigrad.core.curvature.kronecker import KroneckerUse
 from evigrad.fast.contraction import MatrixUse

@@ -1,4 +1,4 @@
-"""Call the model, and raise errors for models and inputs whose rows would be silently wrong."""
+"""Call the model and raise errors if its Jacobian rows would be silently wrong."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -33,11 +33,12 @@ _MISSING = re.compile(
 
 @contextmanager
 def derivatives_named() -> Iterator[None]:
-    """Turn PyTorch's error about a missing derivative into an error that names a replacement.
+    """Turn PyTorch's error about a missing derivative into an error that suggests an alternative.
 
     Raises:
-        ConfigurationError: If an operation inside has no derivative, or no second derivative.
-        RuntimeError: Any other RuntimeError, unchanged.
+        ConfigurationError: If an operation in this context has no derivative, or no second
+            derivative.
+        RuntimeError: If another RuntimeError occurs. It is raised unchanged.
     """
     try:
         yield
@@ -49,7 +50,7 @@ def derivatives_named() -> Iterator[None]:
 
 
 def without_derivative(error: BaseException) -> ConfigurationError | None:
-    """Return the error for an operation without a derivative, or None for other errors."""
+    """Return an error that explains a missing derivative, or None for any other error."""
     if not isinstance(error, RuntimeError) or isinstance(error, EvigradError):
         return None
     text = str(error)
@@ -78,9 +79,9 @@ def without_derivative(error: BaseException) -> ConfigurationError | None:
 
 
 def check_call(model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor) -> None:
-    """Raise an error if x is empty or the weights cannot have correct gradients."""
+    """Raise an error if ``x`` is empty, or if the weights cannot have correct gradients."""
     if x.dim() == 0 or len(x) == 0:
-        raise InputError("There are no data. Pass at least one example along dimension 0 of x.")
+        raise InputError("x is empty or a scalar. Pass at least one example in dimension 0 of x.")
     if torch.is_inference_mode_enabled():
         raise ConfigurationError(
             "PyTorch computes no gradients inside torch.inference_mode(). Remove this context, or"
@@ -90,25 +91,26 @@ def check_call(model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor)
     for name, p in weights.items():
         if parameters.get(name) is not p:
             raise ConfigurationError(
-                f"{name!r} is not the same parameter as in this model. It may have been replaced"
-                f" in the model. Pass the model's current parameters.{nearest(name, parameters)}"
+                f"{name!r} is not the model's current parameter of this name, which may have been"
+                " replaced or removed. Pass the model's current"
+                f" parameters.{nearest(name, parameters)}"
             )
         if not p.is_floating_point() or not p.requires_grad:
             raise ConfigurationError(
                 f"{name!r} cannot be a weight of the evidence, because it is not a real"
-                " floating-point parameter that requires a gradient. Freeze it before you create"
-                " the evidence, or call its requires_grad_() method."
+                " floating-point parameter that requires a gradient. To train this parameter, call"
+                " its requires_grad_() method. Otherwise, freeze it before you create the evidence."
             )
         if p._backward_hooks:
             raise ConfigurationError(
-                f"A hook (register_hook) on {name!r} may change its gradient, so the curvature"
-                " would correspond to another function. Remove the hook, or use it only in training"
-                " steps."
+                f"A hook on {name!r}, set by register_hook, may change this parameter's gradient."
+                " The curvature would then correspond to another function. Remove the hook, or use"
+                " it only in training steps."
             )
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Raise an error for backward hooks on modules, which may change gradients."""
+    """Raise an error if a module has a backward hook, because the hook may change gradients."""
     # Hooks that only read gradients cannot be distinguished from hooks that change them.
     everywhere = (modules._global_backward_hooks, modules._global_backward_pre_hooks)
     hook_places = ["all modules"] if any(everywhere) else []
@@ -119,14 +121,14 @@ def check_hooks(model: nn.Module) -> None:
     ]
     if hook_places:
         raise ConfigurationError(
-            f"A backward hook (such as register_full_backward_hook) on {listed(hook_places)} may"
-            " change gradients, so the curvature would correspond to another function. Remove the"
-            " hook, or use it only in training steps. Forward hooks are allowed."
+            f"A backward hook on {listed(hook_places)} may change gradients. The curvature would"
+            " then correspond to another function. Remove the hook, or register it only for"
+            " training steps. Forward hooks are allowed."
         )
 
 
 def check_storage(weights: Mapping[str, nn.Parameter]) -> None:
-    """Raise an error if two parameters share memory, because they would be counted twice."""
+    """Raise an error if two parameters share memory, because shared entries would count twice."""
     by_storage: dict[int, list[tuple[str, nn.Parameter]]] = {}
     for name, p in weights.items():
         if p.layout == torch.strided and p.numel() > 0 and p.untyped_storage().data_ptr() != 0:
@@ -138,7 +140,8 @@ def check_storage(weights: Mapping[str, nn.Parameter]) -> None:
                     raise ConfigurationError(
                         f"{other!r} and {name!r} are two parameters that share memory, so"
                         " the evidence would count their entries twice. To tie them, assign the"
-                        " same Parameter to both (not its .data). Otherwise clone one of them."
+                        " same Parameter object to both names. Otherwise, clone one of the"
+                        " parameters."
                     )
 
 
@@ -160,22 +163,22 @@ def model_outputs(model: nn.Module, x: Inputs, positions: bool = False) -> Tenso
 
 
 def check_output(output: object, m: int, positions: bool = False) -> Tensor:
-    """Check that the output for m examples is a float tensor (m, […,] C), and return the tensor."""
+    """Return the output for m examples. Raise an error if it is not a float tensor (m, […,] C)."""
     if not isinstance(output, Tensor):
         raise InputError(
             f"The model returned a {type(output).__name__}, but evigrad needs one tensor of shape"
-            " (examples, outputs), or an object with this tensor as .logits. Select the outputs:"
-            " evigrad.Outputs(model, output=0), or output='scores'."
+            " (examples, outputs), or an object whose .logits attribute is this tensor. To select"
+            " the outputs, use evigrad.Outputs(model, output=0) or output='scores'."
         )
     if output.layout != torch.strided or output.is_nested:
         raise InputError(
-            f"The model returned a {output.layout} tensor, but evigrad needs a dense one. Return"
-            " f.to_dense()."
+            f"The model returned a {output.layout} tensor, but evigrad needs a dense tensor."
+            " Convert the outputs with .to_dense()."
         )
     if output.is_meta:
         raise InputError(
-            "The model returned a tensor on the meta device, which has no values. Create it on the"
-            " inputs' device, for example with device=x.device."
+            "The model returned a tensor on the meta device, which has no values. Create the"
+            " tensor on the inputs' device, for example with device=x.device."
         )
     if output.dim() < 2 or output.shape[0] != m or (output.dim() > 2 and not positions):
         if output.dim() == 0 or output.shape[0] != m:
@@ -185,7 +188,7 @@ def check_output(output: object, m: int, positions: bool = False) -> Tensor:
         else:
             hint = "It must return the same shape for inputs of the same shape."
         raise InputError(
-            f"For {m} examples the model returned a tensor of shape {tuple(output.shape)}, but"
+            f"For {m} examples, the model returned a tensor of shape {tuple(output.shape)}, but"
             f" evigrad needs ({m}, C), or ({m}, …, C) with a target at each position. {hint}"
         )
     if not output.is_floating_point():

@@ -1,8 +1,9 @@
-"""Convolutions: their rows, inner products of rows, and patches of their input.
+"""Compute Jacobian rows of convolutions, inner products with these rows, and input patches.
 
-The rows of a convolution's weight correlate the input of each example with its gradient. Their
-inner products with cotangents need no rows: each example's input is convolved with its cotangent.
-The fastest algorithm depends on the sizes. The constants were measured on a CPU.
+A row of a convolution's weight is the correlation between an example's input and output gradient.
+Inner products of rows and cotangents do not need the rows. Each example's input is convolved with
+the example's cotangent, and the result is multiplied by the output gradient. The fastest algorithm
+depends on the sizes. The thresholds were measured on a CPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,11 +33,13 @@ _WORTH_NO_COPY = 2**16
 class Geometry:
     """Settings of a convolution with D spatial dimensions.
 
+    Every attribute except ``groups`` contains D numbers.
+
     Attributes:
-        kernel: Size of the kernel, D numbers.
-        stride: D numbers.
-        padding: Number of zeros on each side of a dimension, D numbers.
-        dilation: Distance between the kernel's entries, D numbers.
+        kernel: Size of the kernel.
+        stride: Distance between neighboring output positions.
+        padding: Number of zeros on each side of the input.
+        dilation: Distance between neighboring entries of the kernel.
         groups: G, the number of channel groups.
     """
 
@@ -47,7 +50,7 @@ class Geometry:
     groups: int
 
     def positions(self, space: Sequence[int]) -> tuple[int, ...]:
-        """Return the number of output positions along each dimension of an input space."""
+        """Return the number of output positions along each spatial dimension of an input."""
         settings = zip(space, self.kernel, self.stride, self.padding, self.dilation, strict=True)
         return tuple(
             (length + 2 * pad - gap * (size - 1) - 1) // step + 1
@@ -55,7 +58,7 @@ class Geometry:
         )
 
     def of_all(self, m: int) -> "Geometry":
-        """Return the settings of one convolution in which each of m examples has its own groups."""
+        """Return settings for one convolution of m examples, each with separate channel groups."""
         return replace(self, groups=m * self.groups)
 
     def convolve(
@@ -64,7 +67,7 @@ class Geometry:
         weight: Float[Tensor, "o i *kernel"],
         bias: Float[Tensor, " o"] | None = None,
     ) -> Float[Tensor, "n o *positions"]:
-        """Return the convolution."""
+        """Return the convolution of ``x`` with the weight, plus the bias if there is one."""
         settings = (self.stride, self.padding, self.dilation, self.groups)
         return CONVOLUTIONS[len(self.kernel)](x, weight, bias, *settings)
 
@@ -74,7 +77,7 @@ class Geometry:
         weight: Float[Tensor, "o i *kernel"],
         gradient: Float[Tensor, "n o *positions"],
     ) -> Float[Tensor, "n c *space"]:
-        """Return the gradient with respect to the input, whose shape is given."""
+        """Return the gradient with respect to an input of this shape."""
         # Only the shape of this input is used. ``torch.nn.grad`` would copy the input.
         return self._backward(gradient, gradient.new_empty(shape), weight, (True, False, False))[0]
 
@@ -84,7 +87,7 @@ class Geometry:
         weight: Float[Tensor, "o i *kernel"],
         gradient: Float[Tensor, "n o *positions"],
     ) -> Float[Tensor, "o i *kernel"]:
-        """Return the gradient with respect to the weight, of which only the shape is used."""
+        """Return the gradient with respect to a weight. Only the shape of ``weight`` is used."""
         return self._backward(gradient, x, weight, (False, True, False))[1]
 
     def _backward(
@@ -100,10 +103,10 @@ class Geometry:
 def convolution_patches(
     x: Float[Tensor, "mF c *space"], parts: int, g: Geometry
 ) -> Float[Tensor, "m G i FT"]:
-    """Return the inputs that the kernel multiplies at each of T output positions.
+    """Return the patches that the kernel multiplies at each of T output positions.
 
-    ``parts`` is F, the number of entries of dimension 0 per example. i counts a group's channels
-    times the kernel's entries, in the weight's order.
+    ``parts`` is F, the number of entries in dimension 0 of ``x`` per example. The i entries of a
+    patch are a group's channels times the kernel's entries, in the weight's order.
     """
     windows, dims = x, len(g.kernel)
     if any(g.padding):
@@ -121,7 +124,7 @@ def convolution_patches(
 def convolution_rows(
     x: Float[Tensor, "mF c *space"], gradient: Float[Tensor, "m k F o *positions"], g: Geometry
 ) -> Tensor:
-    """Return the rows (m, k, o, c / groups, *kernel) of the weight, from output gradients."""
+    """Return the rows (m, k, o, c / groups, *kernel) of the weight, given the output gradients."""
     m, k, parts, out = gradient.shape[:4]
     inner = (x.shape[1] // g.groups, *g.kernel)
     graph = torch.is_grad_enabled() and (x.requires_grad or gradient.requires_grad)
@@ -144,7 +147,7 @@ def convolution_inner(
     cotangent: Float[Tensor, "m k o i *kernel"],
     g: Geometry,
 ) -> Float[Tensor, ""]:
-    """Return Σ cotangent · rows without forming rows. The cotangent gets no gradient."""
+    """Return Σ cotangent · rows without forming the rows. The cotangent gets no gradient."""
     return _Inner.apply(x, gradient, cotangent, g, _at_once(x, gradient, g))
 
 
@@ -253,7 +256,7 @@ def fixed_convolution(
     bias: Float[Tensor, " o"] | None,
     g: Geometry,
 ) -> Float[Tensor, "mF o *positions"]:
-    """Compute a convolution as PyTorch does, even under autocast, with a graph only for x."""
+    """Return the same convolution as PyTorch, with an autograd graph only for ``x``."""
     # PyTorch's second derivative of a convolution always computes the derivative in the weight too,
     # which is one of three convolutions of a gradient through rows. With a fixed weight there are
     # two linear maps, each of which is the other's derivative, any number of times.

@@ -1,19 +1,20 @@
 """Compare autograd's derivatives with finite differences.
 
-All other checks compare one use of autograd with another. They miss a backward that is not the
-derivative of its forward, or that cannot be differentiated. Three checks find these, each once and
-on a few examples:
+All other checks compare autograd with autograd. They cannot detect a custom function whose backward
+is not the derivative of its forward, or cannot be differentiated. This module has three checks for
+such functions, each on a few examples:
 
-- Derivatives of outputs with respect to the weights are compared when a plan is made, if the model
-  has custom functions or hooks on tensors. Differences are often intended, as in
+- ``check_outputs`` compares derivatives of outputs with respect to the weights when a plan is made,
+  if the model has custom functions or hooks on tensors. Differences are often intended, as in
   straight-through estimators, and cause a warning. Differences caused by a hook raise an error.
-- Derivatives of rows with respect to hyperparameters of the model and to cotangents are compared
-  before the first gradient that needs them. Differences raise an error, because the gradient
-  would be silently wrong.
-- Functions marked with ``@once_differentiable`` are found by their name.
+- ``check_rows`` compares derivatives of rows with respect to hyperparameters of the model and to
+  cotangents, before the first gradient that needs them. Differences raise an error, because the
+  gradient would be silently wrong.
+- ``refuse_once_differentiable`` finds functions marked with ``@once_differentiable`` in the
+  autograd graph.
 
-Differences are computed in float64 on a copy of the model. Its weights are perturbed, because a
-head initialized to zero would hide everything before it.
+Finite differences are computed in float64 if possible, on a copy of the model. Its weights are
+perturbed, because an output layer initialized to zero would hide errors in all layers before it.
 """
 
 import copy
@@ -59,25 +60,25 @@ _Result = TypeVar("_Result")
 
 
 def refuse_scaled_gradients(nodes: Iterable[Node]) -> None:
-    """Raise an error for an embedding that divides its gradient by the counts of its indices."""
+    """Raise an error if an embedding divides its gradient by the counts of its indices."""
     if any(getattr(node, "_saved_scale_grad_by_freq", False) for node in nodes):
         raise ConfigurationError(
-            "forward calls F.embedding or F.embedding_bag with scale_grad_by_freq=True. The"
+            "The model calls F.embedding or F.embedding_bag with scale_grad_by_freq=True. The"
             " gradient and the curvature would correspond to another function. Omit the argument,"
-            " or set it in an nn.Embedding, where evigrad switches it off."
+            " or use an nn.Embedding, for which evigrad switches this flag off."
         )
 
 
 def refuse_once_differentiable(
     model: nn.Module, weights: Mapping[str, nn.Parameter], learned: Sequence[str], x: Tensor
 ) -> None:
-    """Raise an error for a function with ``once_differentiable`` in the graph of the rows.
+    """Raise an error if the graph of the rows has a function marked ``once_differentiable``.
 
     Args:
         model: The model.
         weights: Weights by name.
-        learned: The hyperparameters for whose gradient the rows are differentiated, or an empty
-            collection for the exact Hessian.
+        learned: Names of the hyperparameters whose gradient needs derivatives of the rows. If it is
+            empty, the derivatives are for the exact Hessian.
         x: A few inputs.
 
     Raises:
@@ -87,12 +88,12 @@ def refuse_once_differentiable(
         nodes = _nodes_of_rows(model_outputs(model, x), weights.values())
     names = sorted({name for node in nodes if (name := _once_differentiable(node))})
     if names:
-        needed = f"for {listed(learned)}" if learned else "of the exact Hessian"
+        needed = f"The gradient for {listed(learned)}" if learned else "The exact Hessian"
         raise ConfigurationError(
-            f"{listed(names)} cannot be differentiated twice, because the backward is marked with"
-            f" @once_differentiable. The derivative {needed} needs the second derivative, and would"
-            " be silently wrong without it. Write the backward in differentiable operations without"
-            " that mark, or fix these hyperparameters (requires_grad=False)."
+            f"{listed(names)} cannot be differentiated twice, because the backward method is marked"
+            f" with @once_differentiable. {needed} needs a second derivative and would be silently"
+            " wrong. Write the backward method with differentiable operations and without this"
+            " mark, or fix the model's hyperparameters (requires_grad=False)."
         )
 
 
@@ -127,7 +128,7 @@ def _nodes_of_rows(outputs: Tensor, weights: Iterable[Tensor]) -> set[Node]:
 
 
 class TensorHooks(TorchFunctionMode):
-    """Record whether a hook on a tensor is registered in this context, or ``ignore`` hooks."""
+    """Record whether a hook is registered on a tensor. If ``ignore``, do not register it."""
 
     def __init__(self, ignore: bool = False) -> None:
         super().__init__()
@@ -159,7 +160,7 @@ def check_outputs(
     nodes: Collection[Node],
     hooked: bool,
 ) -> None:
-    """Compare autograd's ∂outputs/∂weights with finite differences.
+    """Compare autograd's ∂outputs/∂weights with finite differences, and warn if they differ.
 
     Models with neither custom functions nor hooks are skipped. In such models, only detached
     tensors can cause a difference, and detaching is usually intended.
@@ -167,8 +168,8 @@ def check_outputs(
     Args:
         moved: A copy of the model, with perturbed weights.
         weights: The weights of the copy.
-        x: Inputs.
-        nodes: The nodes of the outputs' graph.
+        x: Inputs. Only a few of them are used.
+        nodes: The nodes of the outputs' autograd graph.
         hooked: Whether the forward pass registers hooks on tensors.
 
     Raises:
@@ -191,9 +192,9 @@ def check_outputs(
             plain = _first_result(lambda dtype: _outputs_verdict(_copied(moved, weights, dtype), x))
         if plain is None or plain.autograd != verdict.autograd:
             raise ConfigurationError(
-                f"A hook on a tensor (register_hook in forward) changes gradients. {numbers} The"
-                " curvature would correspond to another function. Remove the hook, or register it"
-                " only if self.training."
+                f"A hook on a tensor, set by register_hook in forward, changes gradients. {numbers}"
+                " The curvature would correspond to another function. Remove the hook, or register"
+                " it only if self.training."
             )
     if functions:
         warnings.warn(
@@ -223,8 +224,8 @@ def check_rows(
     Args:
         model: The model, which is not changed.
         weights: Weights by name.
-        learned: Hyperparameters of the model for the gradient, by name.
-        names: All hyperparameters for the gradient, including the likelihood's.
+        learned: The model's hyperparameters that need a gradient, by name.
+        names: Names of all hyperparameters that need a gradient, including the likelihood's.
         x: Inputs. Only a few of them are used.
         varies: Whether the rows' cotangents depend on these hyperparameters.
 
@@ -320,12 +321,15 @@ class _RandomSums:
         self._factors = [self._random(w) for w in self.weights]
 
     def of_outputs(self, differentiable: bool) -> tuple[Tensor, float]:
-        """Return a random weighted sum of the outputs."""
+        """Return a random weighted sum of the outputs, and the sum of the terms' magnitudes."""
         terms = self.vectors.detach() * self._outputs()
         return terms.sum(), float(terms.detach().abs().sum())
 
     def of_row(self, differentiable: bool) -> tuple[Tensor, float]:
-        """Return a random weighted sum of a row's entries, linear in the cotangents ``vectors``."""
+        """Return a random weighted sum of a row's entries, and the sum of the terms' magnitudes.
+
+        The weighted sum is linear in the cotangents ``vectors``.
+        """
         value = (self.vectors * self._outputs()).sum()
         row = torch.autograd.grad(
             value, self.weights, create_graph=differentiable, allow_unused=True
@@ -341,7 +345,10 @@ class _RandomSums:
     def verdict(
         self, function: Callable[[bool], tuple[Tensor, float]], tensors: Sequence[nn.Parameter]
     ) -> _Verdict:
-        """Check a sum's derivative with respect to parameters, and restore their values."""
+        """Return a comparison of autograd with finite differences for the derivative of a sum.
+
+        ``function`` computes the sum. The values of ``tensors`` are changed and then restored.
+        """
         value, size = function(True)
         directions = [self._random(p) * _root_mean_square(p) for p in tensors]
         gradients: Sequence[Tensor | None] = [None] * len(tensors)
@@ -427,9 +434,9 @@ def _check_row(name: str, copied: _Copy, p: nn.Parameter, x: Tensor) -> bool:
         raise ConfigurationError(
             f"The gradient for {name!r} would be wrong, because the derivative of Jacobian rows is"
             f" wrong. Along a random direction, autograd's derivative is {second.autograd:.4g}, but"
-            f" a finite difference is {second.difference:.4g}. {_culprits(copied, x)} Write that"
-            " backward in differentiable operations on its inputs and saved tensors, or fix"
-            f" {name!r} (requires_grad=False)."
+            f" a finite difference is {second.difference:.4g}. {_culprits(copied, x)} Write this"
+            " backward method with differentiable operations on its inputs and saved tensors, or"
+            f" fix {name!r} (requires_grad=False)."
         )
     return True
 
@@ -447,10 +454,11 @@ def _check_cotangents(copied: _Copy, x: Tensor, learned: Sequence[str]) -> None:
     if abs(derivative - float(value.detach())) > tolerance * size:
         raise ConfigurationError(
             f"The gradient for {listed(learned)} would be wrong. A Jacobian row is linear in its"
-            " cotangents, so its derivative along them must equal its value. A random row has the"
-            f" value {float(value.detach()):.4g}, but autograd's derivative is {derivative:.4g}."
-            f" {_culprits(copied, x)} Write that backward in differentiable operations on its"
-            " inputs and saved tensors, or fix these hyperparameters (requires_grad=False)."
+            " cotangents, so the row's derivative along the cotangents must equal the row. A random"
+            f" weighted sum of a row's entries is {float(value.detach()):.4g}, but autograd's"
+            f" derivative of this sum is {derivative:.4g}. {_culprits(copied, x)} Write this"
+            " backward method with differentiable operations on its inputs and saved tensors, or"
+            " fix these hyperparameters (requires_grad=False)."
         )
 
 
@@ -460,7 +468,7 @@ def _culprits(copied: _Copy, x: Tensor) -> str:
     with _computing(model, x):
         nodes = _nodes_of_rows(model_outputs(model, _RandomSums(copied, x, 0).x), weights)
     names = _custom_functions(nodes)
-    of_whom = f"The backward of {listed(names)}" if names else "A backward of the model"
+    of_whom = f"The backward of {listed(names)}" if names else "A backward method of the model"
     return f"{of_whom} treats something as a constant, for example by detaching it."
 
 

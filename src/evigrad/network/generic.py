@@ -1,7 +1,7 @@
-"""Rows of any module, one example at a time.
+"""Compute Jacobian rows of any module by automatic differentiation.
 
 ``loop_rows`` is the reference: one forward pass of the model per example, and one backward pass per
-row. The results of all other algorithms must agree with it up to rounding (``close``).
+row. The results of all other algorithms must agree with the reference up to rounding (``close``).
 ``vmap_rows`` computes the rows of all examples in one call, if the module's operations can be
 vectorized.
 """
@@ -33,10 +33,10 @@ def loop_rows(
     vectors: Float[Tensor, "m k C"],
     differentiable: bool,
 ) -> dict[str, Tensor]:
-    """Return rows by plain automatic differentiation, computed one by one.
+    """Return Jacobian rows by name, computed one by one with plain automatic differentiation.
 
-    They are ``vectors[n, j]ᵀ ∂f(x_n)/∂parameter`` (m, k, *parameter shape) by parameter name. If
-    ``differentiable``, they have a graph into everything except the parameters.
+    The rows of a parameter are ``vectors[n, j]ᵀ ∂f(x_n)/∂parameter`` (m, k, *parameter shape). If
+    ``differentiable``, they have an autograd graph.
     """
     m, k, _ = vectors.shape
     rows: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -61,7 +61,7 @@ def datum_rows(
     vectors: Float[Tensor, "1 k C"],
     differentiable: bool,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
-    """Return one example's detached output (1, C), and the example's k rows by parameter name."""
+    """Return one example's detached output (1, C), and its k rows by parameter name."""
     k = vectors.shape[1]
     parameters = [weights[name] for name in names]
     rows: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -84,7 +84,7 @@ def datum_rows(
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """Return a gradient as a dense tensor. The gradient may be sparse."""
+    """Return a gradient as a dense tensor, even if it is sparse."""
     return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 
@@ -96,7 +96,10 @@ def vmap_rows(
     vectors: Float[Tensor, "m k C"],
     differentiable: bool,
 ) -> dict[str, Tensor]:
-    """Return the rows of ``loop_rows``, vectorized over examples. Compare both before use."""
+    """Return the same rows as ``loop_rows``, vectorized over examples.
+
+    Some modules give wrong rows, so compare them with ``loop_rows`` first.
+    """
     # Not every module can be vectorized. Some raise an error, and modules that keep references to
     # their parameters (such as recurrent ones) return other numbers.
     constant = {name: p.detach() for name, p in weights.items()}
@@ -126,7 +129,7 @@ def vmap_rows(
 
 
 def close(value: Tensor, expected: Tensor, norm: Tensor | float = 0.0, factor: float = 1.0) -> bool:
-    """Return whether two tensors are finite and agree in norm up to rounding."""
+    """Return whether two tensors are finite and equal up to rounding, measured in norm."""
     # ``norm`` belongs to the tensors from which rounding errors came, if it is larger.
     relative, rounding = tolerances(expected)
     allowed = relative * expected.norm() + rounding * norm
@@ -134,7 +137,11 @@ def close(value: Tensor, expected: Tensor, norm: Tensor | float = 0.0, factor: f
 
 
 def close_outputs(value: Tensor, expected: Tensor, scale: Tensor) -> bool:
-    """Return whether outputs (n, C) agree up to rounding, relative to their norms or ``scale``."""
+    """Return whether outputs (n, C) agree up to rounding.
+
+    The allowed error is relative to the norm of each example's output, or to ``scale`` if it is
+    larger.
+    """
     if value.shape != expected.shape:
         return False
     allowed = tolerances(expected)[0] * torch.maximum(expected.norm(dim=1), scale)
@@ -142,7 +149,11 @@ def close_outputs(value: Tensor, expected: Tensor, scale: Tensor) -> bool:
 
 
 def tolerances(like: Tensor) -> tuple[float, float]:
-    """Return the relative tolerance and the share of the largest norm that counts as rounding."""
+    """Return the tolerances for tensors of this type and device.
+
+    The first is the largest relative error. The second is the share of the largest norm that counts
+    as rounding.
+    """
     relative, rounding = _TOLERANCES.get(like.dtype, _COARSE_TOLERANCES)
     if like.is_cuda and like.dtype == torch.float32:
         relative *= _TF32_FACTOR

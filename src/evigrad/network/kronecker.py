@@ -1,4 +1,4 @@
-"""Kronecker factors of a convolution's weight."""
+"""Compute Kronecker factors for a convolution's weight."""
 
 import copy
 
@@ -13,7 +13,7 @@ from evigrad.network.patch_grams import patch_gram, patch_gram_pull, patch_sum
 
 
 class ConvolutionUse(KroneckerUse):
-    """One use of a convolution's weight on x, whose patches are formed only when they are read."""
+    """One use of a convolution's weight. Input patches are formed only when they are read."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class ConvolutionUse(KroneckerUse):
 
     @property
     def inputs(self) -> Float[Tensor, "m G T i"]:
-        """The patches, computed each time they are read."""
+        """The input patches, computed each time this property is read."""
         x = self._x.to(self.pieces[0].dtype)
         return convolution_patches(x, len(x) // self.num_data, self._geometry).mT
 

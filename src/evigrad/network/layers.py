@@ -1,15 +1,16 @@
-"""Closed forms: one rule for each function that a layer calls with its parameters.
+"""Define closed forms of Jacobian rows: one rule for each function that layers call.
 
-A rule computes rows of each parameter of a call from its input and the rows' output gradients. It
-applies to functions, not to modules: ``F.linear(x, w)`` in a forward method is equivalent to
-``nn.Linear``.
+A rule computes the rows of each parameter of a function call. It needs the call's input and the
+gradients of the call's output. Rules apply to functions, not to modules. ``F.linear(x, w)`` in a
+forward method is equivalent to ``nn.Linear``.
 
 To add a layer type, write a ``Rule`` with ``match`` and ``rows``, and add it to ``RULES``. Every
-plan compares the rows with plain autograd (``verification.Reference``) and does not use wrong
-rules. The tests loop over ``RULES`` and need arguments for the function
+plan compares the rule's rows with plain autograd (``verification.Reference``), and does not use the
+rule if they differ. The tests loop over ``RULES`` and need arguments for the function
 (``tests/network/calls.py``). To save time, add ``inner``, ``kronecker`` with ``factors``, and
 ``matrix``. If the tests report that ``ownership`` does not know the function's autograd node, add a
-step there. Without it, earlier layers take additional backward passes.
+step for this node to ``ownership``. Without the step, earlier layers take additional backward
+passes.
 """
 
 from abc import ABC, abstractmethod
@@ -44,13 +45,13 @@ class Match:
 
     Attributes:
         input: The tensor on which the parameters act, such as a padded input. It is an argument of
-            the call or computed from the arguments. Its dimension 0 has F consecutive entries per
-            example. It is checked for in-place changes, cast under autocast, and cut to single
-            examples.
+            the call, or is computed from the arguments. It has F consecutive entries per example in
+            dimension 0. It is checked for in-place changes, cast under autocast, and split into
+            single examples.
         slots: The call's parameters by role, such as "weight" or "bias".
-        settings: Everything else on which the rows depend, which must be the same in every batch.
-        computed: Function that is called when rows are formed, or None. It returns a tensor with
-            the same dimension 0 as ``input``.
+        settings: All other settings on which the rows depend. They must be the same in every batch.
+        computed: Function that returns another tensor for the rows, or None. Dimension 0 of this
+            tensor has the same length as in ``input``. The function is called when rows are formed.
     """
 
     input: Tensor
@@ -64,14 +65,14 @@ class Rule(ABC):
 
     Dimension 0 of the input counts m examples times F consecutive parts of each example, such as
     augmentation samples or patches. F is 1 if each example has one part. Output gradients have
-    separate dimensions for examples and parts, and the rows of an example are sums over its parts.
+    separate dimensions for examples and parts. The rows of an example are sums over its parts.
 
     Attributes:
         name: Name in ``JacobianPlan.describe()``.
-        kronecker: Slots for which ``factors`` and ``matrix`` are defined.
+        kronecker: Slots for which ``factors`` and ``matrix`` are defined, such as "weight".
         at_positions: Whether the function acts separately on each entry of the dimensions between
             the first and the last. Several calls are then equivalent to one call with more entries.
-        transposed: Whether the weights are (in, out) instead of (out, in).
+        transposed: Whether the weight has the shape (in, out) instead of (out, in).
     """
 
     name: str
@@ -81,20 +82,21 @@ class Rule(ABC):
 
     @abstractmethod
     def match(self, *args: Any, **kwargs: Any) -> Match | None:
-        """Return a match of a call's arguments, or None if there is no closed form.
+        """Return the match for a call's arguments, or None if the call has no closed form.
 
-        The signature must be the same as for the function. A rule that uses the formulas of
-        another rule stores that rule instead of inheriting from it, because the signatures differ.
+        The signature must equal the function's signature. Signatures differ between rules, so a
+        rule must not inherit from another rule. Instead, it can store the other rule and call that
+        rule's methods.
         """
 
     def data_second(self, match: Match) -> bool:
-        """Return whether dimension 1 of input and output may count the examples, instead of 0."""
+        """Return whether the examples may be in dimension 1 of input and output instead of 0."""
         return self.at_positions
 
     def call(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Call the function, or a faster equivalent, with detached parameters."""
+        """Call the function, or a faster equivalent. The parameters are already detached."""
         return function(*args, **kwargs)
 
     @abstractmethod
@@ -108,7 +110,7 @@ class Rule(ABC):
         gradient: Float[Tensor, "m k F *out"],
         cotangent: Float[Tensor, "m k *parameter"],
     ) -> Float[Tensor, ""]:
-        """Return Σ cotangent · rows of one parameter, without a gradient for the cotangent.
+        """Return Σ cotangent · rows for one parameter. The cotangent gets no gradient.
 
         This default forms the rows. Override it for slots whose rows are much larger than the
         inputs and the gradients.
@@ -122,11 +124,11 @@ class Rule(ABC):
         return dot(self.rows(slot, match, gradient), cotangent)
 
     def factors(self, match: Match, gradient: Float[Tensor, "m k F *out"]) -> KroneckerUse:
-        """Return the Kronecker factors of the rows of the weight."""
-        raise NotImplementedError(f"{self.name} has no Kronecker factors.")
+        """Return the Kronecker factors of the weight's rows."""
+        raise NotImplementedError(f"{self.name} has no Kronecker factors. Call rows(...) instead.")
 
     def matrix(self, use: Use, shape: Sequence[int]) -> MatrixUse | None:
-        """Return the sizes of a use of the weight as one matrix, or None."""
+        """Return the matrix sizes of a use of the weight, or None if it is not a single matrix."""
         del use, shape
         return None
 
@@ -135,26 +137,27 @@ class Rule(ABC):
     ) -> tuple[Tensor, Tensor]:
         """Return the inputs (m, T, i) and gradients (m, k, T, o) whose products are the rows.
 
-        If rows of the matrix are looked up, return row numbers (m, T) and gradients (m, k, T, i).
+        If the function looks up rows of a matrix, return the row numbers (m, T) instead of inputs,
+        and gradients (m, k, T, i).
         """
         use = self.factors(match, gradient)
         return use.inputs[:, 0], use.gradients[:, :, 0]
 
 
 def aligned(values: Tensor, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
-    """Return values (m F, ...) of examples and parts as (m, 1, F, ...), like the gradients."""
+    """Return values (m F, ...) with the shape (m, 1, F, ...), to broadcast with the gradients."""
     return values.unflatten(0, (gradient.shape[0], gradient.shape[2]))[:, None]
 
 
 def given(**slots: Tensor | None) -> dict[str, Tensor]:
-    """Return the slots that contain a tensor."""
+    """Return the slots whose value is not None."""
     return {slot: tensor for slot, tensor in slots.items() if tensor is not None}
 
 
 def sum_to(
     values: Float[Tensor, "m k F *out"], shape: Sequence[int]
 ) -> Float[Tensor, "m k *parameter"]:
-    """Sum over the dimensions along which a parameter of this shape was broadcast."""
+    """Sum values over the dimensions along which a parameter of this shape was broadcast."""
     out = values.shape[2:]
     sizes = list(shape)[-len(out) :]
     sizes = [1] * (len(out) - len(sizes)) + sizes
@@ -165,12 +168,12 @@ def sum_to(
 
 
 def sum_to_channels(values: Float[Tensor, "m k F c *space"]) -> Float[Tensor, "m k c"]:
-    """Sum over all dimensions except the channels."""
+    """Sum the values of each row and channel over parts and spatial dimensions."""
     return values.sum((2, *range(4, values.dim())))
 
 
 class Linear(Rule):
-    """z = x Wᵀ + b, with any number of dimensions between examples and features."""
+    """The rule for z = x Wᵀ + b. Any number of dimensions may precede the features."""
 
     name = "linear"
     kronecker = frozenset({"weight"})
@@ -217,7 +220,10 @@ class Linear(Rule):
     def positions(
         match: Match, gradient: Float[Tensor, "m k F *out"]
     ) -> tuple[Float[Tensor, "m T i"], Float[Tensor, "m k T o"]]:
-        """Return the input and the gradients at all positions of an example, including parts."""
+        """Return the inputs and the gradients at all T positions of each example.
+
+        Each part of an example contributes its positions.
+        """
         a, (m, k, parts) = match.input, gradient.shape[:3]
         positions = parts * prod(a.shape[1:-1])
         a = a.reshape(m, positions, a.shape[-1])
@@ -225,11 +231,12 @@ class Linear(Rule):
 
 
 class Product(Rule):
-    """z = x W or z = b + x W: a linear layer whose weight is (in, out).
+    """The rule for z = x W and z = b + x W, linear layers whose weight has the shape (in, out).
 
     Args:
         name: The name of the rule.
-        arguments: Function that returns the operands (x, W) or (x, W, b) of a call.
+        arguments: Function that takes the call's arguments and returns the operands (x, W) or (x,
+            W, b). It returns an empty tuple if the call has no closed form.
     """
 
     kronecker = frozenset({"weight"})
@@ -283,7 +290,7 @@ def _matmul(input: Any, other: Any) -> tuple[Any, ...]:
 
 
 class Convolution(Rule):
-    """Convolutions with 1 to 3 spatial dimensions."""
+    """The rule for convolutions with 1 to 3 spatial dimensions."""
 
     kronecker = frozenset({"weight"})
 
@@ -347,7 +354,7 @@ class Convolution(Rule):
         return ConvolutionUse(match.input, g, geometry)
 
     def matrix(self, use: Use, shape: Sequence[int]) -> MatrixUse | None:
-        """See ``Rule.matrix``. Channel groups have separate matrices."""
+        """See ``Rule.matrix``. The result is None for several channel groups."""
         if shape[1] != use.input[0]:
             return None
         return MatrixUse(use.parts * prod(use.output[1:]), prod(shape[1:]), shape[0])
@@ -358,7 +365,7 @@ class Convolution(Rule):
 
 
 class Embedding(Rule):
-    """z = W[indices], without a gradient for the padding index."""
+    """The rule for z = W[indices]. The padding index gets no gradient."""
 
     name = "embedding"
 
@@ -409,12 +416,12 @@ class Embedding(Rule):
 
 
 class Normalisation(Rule):
-    """z = W x̂ + b, where x̂ is the result of the function without parameters.
+    """The rule for z = w ⊙ x̂ + b, where x̂ is the normalized input.
 
     Args:
-        function: Function that standardizes its first argument. Its other arguments are ``weight``
-            and possibly ``bias``.
-        channels: Whether parameters have one number per channel, as in group norm. Otherwise they
+        function: Function that normalizes its first argument. Its parameters are ``weight`` and
+            possibly ``bias``.
+        channels: Whether parameters have one number per channel, as in group norm. Otherwise, they
             have the trailing dimensions of the output, as in layer norm.
     """
 
@@ -452,7 +459,7 @@ class Normalisation(Rule):
 
 
 class PReLU(Rule):
-    """z = max(x, 0) + w min(x, 0), with a single w or one w per channel."""
+    """The rule for z = max(x, 0) + w min(x, 0), with a single w or one w per channel."""
 
     name = "prelu"
 
@@ -468,13 +475,16 @@ class PReLU(Rule):
 
 
 class Elementwise(Rule):
-    """A parameter that is combined with a tensor element by element and broadcast over examples.
+    """The rule for a parameter that is combined with a tensor element by element.
+
+    The parameter is broadcast over the examples.
 
     Args:
         name: The name of the rule.
-        derivatives: For parameters in the slots "input" (left) and "other" (right), a function of
-            the tensor, the parameter and alpha. It returns the result's derivative with
-            respect to the parameter, as a number or a tensor that broadcasts.
+        derivatives: Functions by the parameter's slot, "input" for the left operand or "other" for
+            the right operand. Each takes the tensor, the parameter and alpha. It returns the
+            result's derivative with respect to the parameter, as a number or a tensor that
+            broadcasts.
     """
 
     def __init__(
@@ -510,7 +520,7 @@ class Elementwise(Rule):
 
 
 class Expand(Rule):
-    """A parameter that is repeated for each example, such as a class token."""
+    """The rule for a parameter that is repeated for each example, such as a class token."""
 
     name = "expand"
 
@@ -562,7 +572,11 @@ RULES: dict[Callable[..., Any], Rule] = {
 def matrix_uses(
     plan: JacobianPlan, weights: Mapping[str, Tensor]
 ) -> dict[str, tuple[MatrixUse, ...]]:
-    """Return the sizes of each weight's uses as one matrix, including tied linear layers."""
+    """Return the matrix sizes of each use of each weight, by name.
+
+    The result includes only weights that are always used as a single matrix. These weights may be
+    tied.
+    """
     rules = {rule.name: rule for rule in RULES.values()}
     uses_of_weights: dict[str, tuple[MatrixUse, ...]] = {}
     for name, uses in plan.uses.items():

@@ -1,4 +1,7 @@
-"""The rows of a micro-batch: one forward pass, then one backward pass for each root column."""
+"""Compute the Jacobian rows of a micro-batch.
+
+This takes one forward pass, and one backward pass for each row of an example.
+"""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +28,7 @@ from evigrad.network.recorder import Call, Recorder, joined, reachable
 
 
 def uses_of(calls: Sequence[Call]) -> dict[str, list[tuple[Call, str]]]:
-    """Return the recorded uses (call, slot) of each parameter, by name."""
+    """Return the recorded uses (call, slot) of each parameter, by parameter name."""
     uses: dict[str, list[tuple[Call, str]]] = {}
     for call in calls:
         for slot, name in call.names.items():
@@ -37,26 +40,26 @@ class Linearization:
     """One forward pass of a model over m examples, and the rows of its Jacobian.
 
     The model must be in evaluation mode. Its attributes, buffers, hooks and gradients are not
-    changed. The object keeps the autograd graph of the pass.
+    changed. The linearization keeps the autograd graph of the pass.
 
     Args:
         model: Module that maps m inputs to outputs (m, C).
-        weights: Trainable parameters of the model by name. They are the columns of the Jacobian.
+        weights: Trainable parameters of the model by name. The Jacobian has one column for each of
+            their entries.
         x: The m inputs. Dimension 0 counts the examples.
         plan: A plan that ``plan`` made for the same model and weights.
-        differentiable: Whether outputs and rows have a graph into x and the model's parameters that
-            are not in ``weights``. The graph of the outputs may include the weights. Otherwise
-            outputs and rows are detached.
+        differentiable: Whether outputs and rows have a graph into ``x`` and into the model's
+            parameters that are not in ``weights``. If False, outputs and rows are detached.
 
     Attributes:
         outputs: f(x), in the weights' type. It has a graph only if ``differentiable``.
-        mixed: Whether the pass ran under autocast. Closed forms then have autocast's precision and
-            the weights' type. Other rows are computed without autocast.
+        mixed: Whether the pass ran under autocast. Rows from closed forms then have the precision
+            of autocast, but the type of the weights. Other rows are computed without autocast.
 
     Raises:
         InputError: If there are no data, or the outputs do not have the shape (m, C).
         ConfigurationError: If a weight is not a parameter of the model that requires a gradient,
-            or gradients are disabled.
+            or if gradients are disabled.
     """
 
     outputs: Float[Tensor, "m C"]
@@ -98,14 +101,14 @@ class Linearization:
         """Return k vector-Jacobian products for each example.
 
         Args:
-            vectors: Cotangents of the outputs.
+            vectors: Cotangents (m, k, C) of the outputs.
             names: Names of the parameters. Default: all.
 
         Returns:
-            ``vectors[n, j]ᵀ ∂f(x_n)/∂parameter`` (m, k, *parameter shape) by name. They are zero if
-            the outputs do not use the parameter. No two tensors share memory. If
-            ``differentiable``, they have a graph into the vectors, the inputs and the parameters
-            that are not in ``weights``.
+            The rows ``vectors[n, j]ᵀ ∂f(x_n)/∂parameter`` (m, k, *parameter shape) by name. The
+            rows of a parameter are zero if the outputs do not use it. No two tensors share memory.
+            If the linearization is ``differentiable``, rows have a graph into the vectors, the
+            inputs and the parameters that are not in ``weights``.
 
         Raises:
             ConfigurationError: If a name is not among the weights.
@@ -122,9 +125,9 @@ class Linearization:
         return self._unshared({name: rows[name] for name in names})
 
     def without_graph(self, root: RootRows) -> tuple["Linearization", RootRows]:
-        """Return this pass and its cotangents without a graph.
+        """Return a copy of this linearization and a copy of ``root``, both without a graph.
 
-        Both linearizations share the backward passes through the network, which keep their graph.
+        The copy reuses the backward passes of this linearization.
         """
         with self._computing():
             gradients = self._gradients(root.vectors)
@@ -147,8 +150,8 @@ class Linearization:
         Args:
             root: Cotangents of the outputs.
             names: Names of the parameters.
-            contracted: Names from ``matrix_uses``. Their rows are kept as products if this pass has
-                a closed form for them.
+            contracted: Names from ``matrix_uses``. Rows of these parameters are kept as products if
+                this pass has a closed form for them.
         """
         vectors, present = root.vectors, root.present
         if present is None:
@@ -176,7 +179,7 @@ class Linearization:
     def inner(
         self, vectors: Float[Tensor, "m k C"], cotangents: Mapping[str, Tensor]
     ) -> Float[Tensor, ""]:
-        """Return Σ cotangents · rows. Cotangents (m, k, *parameter shape) get no gradient."""
+        """Return Σ cotangents · rows. The cotangents (m, k, *parameter shape) get no gradient."""
         closed, generic = self._paths(list(cotangents))
         # Closed forms do not form rows. This value and its gradient cost about one pass through a
         # network with separate weights for each example.
@@ -194,10 +197,10 @@ class Linearization:
     def fast_rows_of_datum(
         self, vectors: Float[Tensor, "m k C"], index: int
     ) -> dict[str, Tensor | None]:
-        """Return one example's part of ``rows``, by the same fast paths, for a check.
+        """Return one example's rows for a check, computed by the fast algorithms of ``rows``.
 
-        Rows are (1, k, *parameter shape) and detached, or None if the path fails. Names that use
-        the loop in this pass are omitted.
+        Rows (1, k, *parameter shape) are detached. They are None if an algorithm raises an error.
+        Parameters that use the plain loop in this pass are omitted.
         """
         vectors, one = vectors.detach(), slice(index, index + 1)
         closed, generic = self._paths(list(self.weights))
@@ -225,8 +228,8 @@ class Linearization:
     ) -> dict[str, list[KroneckerUse]]:
         """Return the Kronecker factors of each use of the named parameters.
 
-        If ``average``, take the mean over an example's augmentation samples. Otherwise, samples
-        count as positions, so rows are sums of products.
+        If ``average``, inputs are averaged over the augmentation samples of each example.
+        Otherwise, samples count as positions.
 
         Raises:
             ConfigurationError: If a parameter has no Kronecker factors.
@@ -236,14 +239,14 @@ class Linearization:
         for name in names:
             if name not in self.plan.kronecker:
                 raise ConfigurationError(
-                    f"{name!r} has no Kronecker factors ({self.plan.words[name]}). Call rows(...)"
-                    " for this parameter instead."
+                    f"{name!r} has no Kronecker factors, because its rows are computed by"
+                    f" {self.plan.words[name]!r}. Call rows(...) for this parameter instead."
                 )
             if not self.is_closed(name):
                 raise InputError(
                     f"{name!r} has no Kronecker factors for this batch. The model uses this"
-                    " parameter differently than in the plan, or reorders the examples before using"
-                    " it. Plan with inputs of the same shape, or use a structure other than kfac."
+                    " parameter differently than in the plan, or reorders the examples first. Plan"
+                    " with inputs of the same shape, or use a structure other than kfac."
                 )
         with self._computing():
             gradients = self._gradients(vectors)
@@ -263,14 +266,14 @@ class Linearization:
     def products(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
     ) -> dict[str, list[tuple[Tensor, Tensor]]]:
-        """Return the factors whose products are rows.
+        """Return the inputs and output gradients whose products are rows.
 
         Args:
             vectors: Cotangents of the outputs.
             names: Names from ``matrix_uses`` with closed forms in this pass.
 
         Returns:
-            The result of ``Rule.products`` for each use, by name.
+            The result of ``Rule.products`` for each use, by parameter name.
         """
         with self._computing():
             gradients = self._gradients(vectors)
@@ -291,7 +294,7 @@ class Linearization:
 
     @property
     def may_mix(self) -> bool:
-        """Whether examples may have affected each other, judging by the calls and the graph."""
+        """Whether the recorded calls or the graph suggest that examples affected each other."""
         return self._recorder_doubts or bool(self._as_planned[1])
 
     @cached_property
@@ -474,7 +477,7 @@ class _Columns:
     pieces: Sequence[Tensor]
 
     def stacked(self) -> Float[Tensor, "m k F *out"]:
-        """Return the gradients in one piece, and replace the separate pieces in memory by it."""
+        """Return the gradients as one tensor, which replaces the separate pieces in memory."""
         if len(self.pieces) > 1:
             self.pieces = [torch.cat(list(self.pieces), 1)]
         return self.pieces[0]

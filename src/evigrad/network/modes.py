@@ -48,10 +48,10 @@ TURN = threading.RLock()
 def evaluation_mode(
     model: nn.Module, generator: torch.Generator | None
 ) -> Iterator[Callable[[], bool]]:
-    """Switch off dropout and batch statistics of a model, and restore its mode on exit.
+    """Set a model to evaluation mode and restore its mode on exit.
 
-    The global generators are seeded from ``generator`` for the forward pass, and restored on exit.
-    Other threads wait.
+    The global random generators are seeded from ``generator`` and restored on exit. Other threads
+    that call this function wait.
 
     Args:
         model: Any module.
@@ -85,8 +85,8 @@ def evaluation_mode(
 def seeded(seed: int, device: torch.device) -> Iterator[Callable[[], bool]]:
     """Seed the global generators of PyTorch, Python and NumPy, and restore them on exit.
 
-    PyTorch's generators of the CPU and of ``device`` are seeded. Other threads that call this
-    function wait.
+    For PyTorch, this includes the generators of the CPU and of ``device``. Other threads that call
+    this function wait.
 
     Yields:
         A function that returns whether PyTorch's or NumPy's generators have been used.
@@ -126,7 +126,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[Callable[[], bool]]:
 
 
 def warn_of_normalisation(model: nn.Module) -> None:
-    """Warn once per model about normalization layers, which change what precisions mean."""
+    """Warn once per model about normalization layers, which change the meaning of precisions."""
     if _WARNED_OF.get(id(model)) is model:
         return
     layers = [n for n, module in model.named_modules() if isinstance(module, _NORMALISATION_LAYERS)]
@@ -153,7 +153,7 @@ def model_run(model: nn.Module) -> Iterator[None]:
     Attributes and buffers that a pass changes are restored on exit, even after an exception. Fused
     kernels without a first or second derivative are replaced by plain kernels in the whole process.
     Other threads that call this function wait. ``scale_grad_by_freq`` of embeddings is switched
-    off, because their gradient would correspond to another function.
+    off, because with it, gradients would correspond to another function.
     """
     with TURN, ExitStack() as stack:
         stack.enter_context(_unchanged_attributes(model))
@@ -180,7 +180,7 @@ def model_run(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluation_run(model: nn.Module, seed: int | None = 0) -> Iterator[Callable[[], bool]]:
-    """Combine ``model_run`` with ``evaluation_mode``, which gets a generator if a seed is given."""
+    """Combine ``model_run`` and ``evaluation_mode``. Do not seed generators if ``seed`` is None."""
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     with evaluation_mode(model, generator) as has_drawn, model_run(model):
         yield has_drawn
@@ -188,7 +188,7 @@ def evaluation_run(model: nn.Module, seed: int | None = 0) -> Iterator[Callable[
 
 @contextmanager
 def without_autocast(device: torch.device) -> Iterator[None]:
-    """Switch off the caller's autocast, if any."""
+    """Switch off autocast for this device type inside the context."""
     if not torch.is_autocast_enabled(device.type):
         yield
         return

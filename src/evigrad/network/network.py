@@ -30,10 +30,11 @@ class InputPlan:
     """The plan for inputs of one shape.
 
     Attributes:
-        model: The model for inputs from ``pack(x, noise)``.
-        jacobian: The plan for computing its Jacobian rows.
-        draws_globally: Whether the model drew from the global generators during planning.
-        outputs: Outputs (probe, C) for the inputs that were used for planning. They may be stale.
+        model: The model for inputs from ``pack``.
+        jacobian: The plan for computing Jacobian rows.
+        draws_globally: Whether the model drew from the global random generators during planning.
+        outputs: Outputs (p, C) for the p examples that were used for planning. They may be
+            outdated.
         positions: The shape … of the outputs (m, …, C) for whole inputs. If it is not empty, the
             plan is for single positions.
     """
@@ -46,11 +47,11 @@ class InputPlan:
 
     @property
     def num_outputs(self) -> int:
-        """C."""
+        """C, the number of outputs per example."""
         return self.outputs.shape[1]
 
     def pack(self, x: Inputs, noise: Noise, data: slice) -> Tensor:
-        """Return inputs for ``model``. Several parts and their noise are packed into one tensor."""
+        """Return inputs for ``model``. Several tensors and noise are packed into one tensor."""
         if isinstance(self.model, PackedModel):
             return self.model.pack(x, noise.slice(data.start, data.stop))
         assert isinstance(x, Tensor)
@@ -63,7 +64,7 @@ class InputPlan:
         return isinstance(x, Tensor) and tuple(x.shape[1:]) == self.jacobian.datum_shape
 
     def numbers(self, x: Inputs) -> int:
-        """Return the number of entries of an example's input, including its noise."""
+        """Return the number of entries of an example's input, including noise."""
         if isinstance(self.model, PackedModel):
             return self.model.numbers
         return sum(prod(shape) for _, shape, _ in layout(x))
@@ -77,7 +78,7 @@ class Network:
         weights: Trainable parameters by name, without hyperparameters.
 
     Attributes:
-        differentiated: Names of the parameters for which derivatives of rows were checked.
+        differentiated: Names of the hyperparameters for which derivatives of rows were checked.
     """
 
     def __init__(self, model: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
@@ -91,9 +92,9 @@ class Network:
         self._passes = 0
 
     def plan(self, x: Inputs) -> InputPlan:
-        """Return the plan for inputs of this shape, or for single positions of them.
+        """Return the plan for inputs of this shape. Make a plan if there is none.
 
-        Each plan is made only once.
+        If the model's outputs have the shape (m, …, C), the plan is for single positions.
         """
         check_hooks(self.model)
         key = self._key(x)
@@ -151,25 +152,28 @@ class Network:
             return tuple(check_output(f, len(few), positions=True).shape[1:-1]), layer
 
     def latest(self) -> InputPlan | None:
-        """Return the plan that was used last, or None before the first pass."""
+        """Return the most recently used plan, or None before the first pass."""
         return next(reversed(self._plans.values()), None)
 
     def noise(self, seed: int, positions: Tensor | None = None) -> Noise:
-        """Return the noise for a block, drawn when it is read. See ``Noise`` for ``positions``."""
+        """Return the noise for a block, which is drawn when it is read.
+
+        See ``Noise`` for ``positions``.
+        """
         return Noise(self._drawing, seed, positions)
 
     # ------------------------------------------------------------ checking on real data
 
     def check_is_due(self) -> bool:
-        """Count a pass, and return whether a check is due. Passes 1, 2, 4, 8, … have checks."""
+        """Count a pass and return whether to check it. Passes 1, 2, 4, 8, … are checked."""
         self._passes += 1
         return self._passes & (self._passes - 1) == 0
 
     def checked(self, input_plan: InputPlan, x: Tensor) -> InputPlan:
         """Return the plan without the fast derivatives that are wrong for a random example.
 
-        The fast derivatives are compared with plain automatic differentiation for this example.
-        ``x`` contains packed inputs.
+        The example is one of the packed inputs ``x``. Its fast derivatives are compared with plain
+        automatic differentiation.
         """
         with torch.enable_grad():
             linearization = Linearization(
@@ -207,7 +211,7 @@ class Network:
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of passes and the plans in plain types.
+        """Return the number of passes and the plans, as plain types.
 
         Plans are stored because they depend on the weights at planning time and on later checks
         with real data. Planning again could give a different plan.
@@ -226,8 +230,8 @@ class Network:
         for jacobian_plan in self._loaded.values():
             if set(jacobian_plan.describe()) != set(self.weights):
                 raise ConfigurationError(
-                    "The state contains a plan for other weights. Load a state that was saved for"
-                    " this model."
+                    "The state contains a plan for a model with other weights. Load a state that"
+                    " was saved for this model."
                 )
         for key, old in self._plans.items():
             if key in self._loaded:

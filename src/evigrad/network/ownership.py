@@ -1,15 +1,16 @@
 """Find the example to which each row of a recorded call belongs.
 
-A call's output has R = m F rows, the entries of dimension 0. The closed forms assume that row r
-belongs to example r // F. This holds if the model's outputs for all other examples have no
-derivative in row r. If the rows are packed tokens or sorted for experts, R can be correct while the
-order is wrong. The closed forms are not used if the examples are unknown.
+Here, the rows of a call are the R = m F entries in dimension 0 of its output. The closed forms
+assume that row r belongs to example r // F. This holds if the model's outputs for all other
+examples have no derivative with respect to row r. If the rows are packed tokens or sorted for
+experts, R can be correct while the order is wrong. The closed forms are not used if the examples
+are unknown.
 
 ``traced`` follows the batch dimension through the autograd graph of the pass, from the outputs to
-the calls. It has a list of the operations that never mix rows, whatever their values, and does no
-computation for them. ``probed`` checks calls behind other operations, such as indexing, sorting,
-scattering, products along the batch dimension and custom functions. It takes a few backward passes
-and is exact except for a set of random numbers of measure zero.
+the calls. It uses a list of operations that never mix rows, whatever their values, and takes no
+backward pass. ``probed`` checks calls behind other operations, such as indexing, sorting,
+scattering, products along the batch dimension and custom functions. It takes a few backward passes,
+and is correct with probability 1.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -34,8 +35,8 @@ _ROUNDING_FACTOR = 10.0
 def placed(outputs: Tensor, calls: Sequence[Call]) -> tuple[Sequence[Call], set[int], set[Node]]:
     """Return the calls, the ids of calls with known examples, and all nodes of the graph.
 
-    ``traced`` finds the examples. Calls with examples in dimension 1 are transposed, as in networks
-    whose dimension 0 is time.
+    Calls with examples in dimension 1 are transposed. Such calls occur in networks whose dimension
+    0 is time.
     """
     owned_ids, nodes, turned = traced(outputs, calls)
     data_first_calls = [call.data_first() if id(call) in turned else call for call in calls]
@@ -44,11 +45,13 @@ def placed(outputs: Tensor, calls: Sequence[Call]) -> tuple[Sequence[Call], set[
 
 
 def traced(outputs: Tensor, calls: Collection[Call]) -> tuple[set[int], set[Node], set[int]]:
-    """Return the ids of calls whose rows belong to their examples, and all nodes of the graph.
-
-    The third result contains the ids of the calls that have the examples in dimension 1 instead.
+    """Find the calls in which row r belongs to example r // F.
 
     The batch dimension is followed through the graph once. The outputs need not use the calls.
+
+    Returns:
+        The ids of these calls, all nodes of the graph, and the ids of the calls that have the
+        examples in dimension 1 instead.
     """
     m, owned_ids = len(outputs), {id(call) for call in calls}
     if outputs.grad_fn is None:
@@ -128,13 +131,13 @@ def _dimension(shape: Sequence[int], stride: int, m: int) -> int | None:
 
 
 def probed(outputs: Tensor, calls: Sequence[Call], differentiable: bool) -> set[int]:
-    """Return the ids of calls whose rows belong to their examples, from their gradients.
+    """Return the ids of calls in which row r belongs to example r // F, judging by gradients.
 
     With cotangents u of the outputs, the gradient in row r is g_r = Σ_n J_nrᵀ u_n. With cotangents
     c_n u_n instead, it is c_n g_r if and only if row r belongs to example n only. The coefficients
-    c differ by enough to detect every wrong example. This takes one pass, or several passes for
-    many examples and low precision. If ``differentiable``, zero gradients do not count, because
-    derivatives of the rows need not be zero.
+    c differ by enough to detect every wrong example. Many examples in low precision need several
+    vectors c, with one backward pass for each. If ``differentiable``, zero gradients do not count,
+    because their derivatives may be nonzero.
     """
     m, generator = len(outputs), torch.Generator().manual_seed(0)
     u = torch.randn(outputs.shape, generator=generator, dtype=torch.float64, device="cpu")
@@ -215,7 +218,11 @@ class _Edge:
     of_input: Sequence[int]
 
     def signed(self, dim: int, further: int = 0) -> int:
-        """Return a dimension of ``further`` dimensions more than input, counted from the front."""
+        """Return dimension ``dim``, counted from the front.
+
+        A negative ``dim`` counts from the end of a tensor with ``further`` more dimensions than the
+        input.
+        """
         dim = dim - 2**64 if dim >= 2**63 else dim  # autograd stores -1 as 2^64 - 1
         return dim + len(self.of_input) + further if dim < 0 else dim
 

@@ -5,20 +5,21 @@ pairs of kernel rows at distance d share the products of image rows y and y + d:
 
     Σ_p a[p, u] a[p, v]ᵀ = Σ_y r_y r_{y+v-u}ᵀ,    y from u to u + h - 1,
 
-with the windows r_y along row y and the number h of vertical positions. This divides the number of
-products by the height of the kernel. The ranges of y differ only by a few rows at the border.
+Here, a[p, u] is row u of the patch at position p. The r_y are the windows along image row y, and h
+is the number of vertical positions. Sharing divides the number of products by the height of the
+kernel. The ranges of y differ only by a few rows at the border.
 
-With many channels it is faster to use horizontal distances as well. The products of two entries
+With many channels, it is faster to use horizontal distances as well. The products of two entries
 then depend only on their distance, except for patches beyond the output's positions. Summed over
 *all* shifts t of the kernel,
 
     Σ_t x[t+u, c] x[t+v, c'] = C_{v-u}[c, c'],    C_d[c, c'] = Σ_s x[s, c] x[s+d, c'],
 
 where x is zero outside the image. C is the weight gradient of a convolution of x with itself. For a
-3 x 3 kernel it consists of 15 matrices of size c x c, instead of 81. The remaining 10 of the 25
-distances give transposes. Shifts that are not positions of the output are then subtracted. They
-overlap only the border of the image. On a GPU, these correlations are rounded like convolutions, to
-TF32 by default.
+3 x 3 kernel, C consists of 15 matrices of size c x c, instead of 81. The remaining 10 of the 25
+distances give transposes. Shifts that are not positions of the output are then subtracted. These
+shifts overlap only the border of the image. On a GPU, these correlations are rounded like
+convolutions, to TF32 by default.
 """
 
 from collections.abc import Iterator
@@ -64,7 +65,7 @@ def patch_gram_pull(
 ) -> Float[Tensor, "M c *space"]:
     """Return half the gradient of ⟨matrix, ``patch_gram``⟩ with respect to x, without a graph.
 
-    The matrix must be symmetric.
+    ``matrix`` must be symmetric.
     """
     x, matrix = x.detach(), matrix.detach()
     if _has_distances(x, g):
@@ -73,7 +74,7 @@ def patch_gram_pull(
 
 
 def patch_sum(x: Float[Tensor, "M c *space"], g: Geometry) -> Float[Tensor, "M c *kernel"]:
-    """Return the patches summed over all positions, with a graph."""
+    """Return the sum of the patches over all positions, with a graph."""
     # Each entry of the kernel sums a box of x, with one interval for each dimension.
     for dim, positions in enumerate(g.positions(x.shape[2:])):
         length, entries = x.shape[2 + dim], torch.arange(g.kernel[dim], device=x.device)

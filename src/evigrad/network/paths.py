@@ -1,4 +1,4 @@
-"""Plans, which determine how the rows of each parameter are computed."""
+"""Define plans, which determine how the rows of each parameter are computed."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +17,8 @@ class Use(NamedTuple):
 
     Attributes:
         rule: Name of the closed form.
-        slot: The role of the parameter in the call.
-        parts: F, the number of entries of dimension 0 per example.
+        slot: The parameter's role in the call, such as "weight".
+        parts: F, the number of entries in dimension 0 per example.
         samples: The number of augmentation samples of each example.
         input: Shape of the call's input, without dimension 0.
         output: Shape of the call's output, without dimension 0.
@@ -36,18 +36,19 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class JacobianPlan:
-    """How the rows of each parameter are computed. Call ``plan`` to make a plan.
+    """A plan for computing the rows of each parameter. Call ``plan`` to make a plan.
 
     Attributes:
-        words: A description of each parameter by name, in the order of the weights. See
-            ``describe``.
+        words: How the rows of each parameter are computed, by name, in the order of the weights.
+            See ``describe``.
         uses: The uses of each parameter with a closed form, by name.
-        vectorised: Names whose generic rows may be computed for all examples in one call.
+        vectorised: Names of parameters without a closed form, whose rows may be computed for all
+            examples in one call.
         kronecker: Names of parameters whose uses all have Kronecker factors.
-        datum_shape: Shape of one input.
-        demoted: Names that use the plain loop in every pass. See ``demote``.
-        operations: Names of the nodes in the autograd graph with which the plan was checked. Empty
-            if the graph was not recorded.
+        datum_shape: Shape of one example's input.
+        demoted: Names of parameters that use the plain loop in every pass. See ``demote``.
+        operations: Names of the autograd graph's nodes when the plan was checked. Empty if the
+            graph was not recorded.
     """
 
     words: Mapping[str, str]
@@ -65,11 +66,14 @@ class JacobianPlan:
         return sum(use.parts * prod(use.output) for use in uses)
 
     def describe(self) -> dict[str, str]:
-        """Return "linear", "conv2d", …, "generic: vmap", "generic: loop" or "unused", by name."""
+        """Return how the rows of each parameter are computed, by name.
+
+        The values are "linear", "conv2d", …, "generic: vmap", "generic: loop" or "unused".
+        """
         return dict(self.words)
 
     def as_record(self) -> dict[str, Any]:
-        """Return the plan in plain types, for a checkpoint."""
+        """Return the plan as plain types, for a checkpoint."""
         uses = {name: tuple(map(tuple, weight_uses)) for name, weight_uses in self.uses.items()}
         record = vars(self) | {"words": dict(self.words), "uses": uses}
         for name in _SETS:
@@ -78,7 +82,7 @@ class JacobianPlan:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "JacobianPlan":
-        """Return the plan from a record that ``as_record`` returned."""
+        """Return the plan that ``as_record`` converted to this record."""
         sets = {name: frozenset(map(str, record.get(name, ()))) for name in _SETS}
         uses = {name: tuple(map(_use, records)) for name, records in record["uses"].items()}
         return cls(**{**record, **sets, "uses": uses})

@@ -1,4 +1,4 @@
-"""Choose how to compute the rows of each parameter, and check this choice before its first use."""
+"""Choose how to compute the rows of each parameter, and check the choice before its first use."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -64,20 +64,21 @@ class _Recording:
 
 
 def plan(model: nn.Module, weights: Mapping[str, nn.Parameter], x_probe: Tensor) -> JacobianPlan:
-    """Find the parameters with closed-form rows, and choose how to compute other rows.
+    """Find the parameters whose rows have a closed form, and choose how to compute other rows.
 
     Closed forms are used for a parameter if three conditions hold:
 
     - Every use of the parameter has a closed form.
-    - Dimension 0 counts the examples in every use, or consecutive parts of each example.
-    - The rows and their derivatives agree with plain automatic differentiation on the probe.
+    - In every use, dimension 0 counts the examples, or consecutive parts of each example.
+    - The rows and their derivatives agree with plain automatic differentiation on ``x_probe``.
 
-    Other parameters use the generic path, vectorized over examples if the results agree. Rows are
-    compared on a copy of the model with perturbed parameters, because a head initialized to zero
-    would make the rows zero. If the probe has fewer than 3 different examples, they are varied.
+    Rows of other parameters are computed by automatic differentiation, vectorized over examples if
+    the results agree. Rows are compared on a copy of the model with perturbed parameters, because
+    an output layer initialized to zero would make other rows zero. If ``x_probe`` has fewer than 3
+    different examples, these examples are varied.
 
     The model must be in evaluation mode. Its attributes, buffers, hooks and gradients are not
-    changed. Autocast is switched off during planning. The plan is also valid under autocast.
+    changed. Autocast is switched off during planning, but the plan is also valid under autocast.
 
     Args:
         model: Module that maps m inputs to outputs (m, C).
@@ -154,11 +155,11 @@ def adapted(
     weights: Mapping[str, nn.Parameter],
     x_probe: Tensor,
 ) -> JacobianPlan | None:
-    """Return the first of the plans that is also valid for inputs of this length, or None.
+    """Return the first plan that is valid for this input length, adapted to it, or None.
 
-    This takes two passes. The check of a plan shows that the first and second derivatives of
-    certain operations with certain settings are correct, whatever the length. The check remains
-    valid if the same functions with the same settings use each weight, and the graph has the same
+    This takes two forward passes. The check of a plan shows that the derivatives of certain
+    operations with certain settings are correct, whatever the length. The check remains valid if
+    the same functions with the same settings use each weight, and the graph has the same
     operations. Every pass checks everything that may depend on the length: the example of each row,
     other uses of a weight, and in-place changes.
     """

@@ -1,9 +1,9 @@
 """Record a forward pass for the closed forms.
 
-A mode intercepts all calls of functions with a closed form. If an argument is a tracked parameter,
-the call runs with the parameter *detached*, and is recorded as a ``Call``. Other uses of the
-parameter, such as in views, parametrizations, scripted modules or custom functions, remain in the
-autograd graph of the outputs. ``reachable`` finds them there, so no use is silently missed.
+A ``TorchFunctionMode`` intercepts all calls of functions with a closed form. If an argument is a
+tracked parameter, the call runs with the parameter *detached* and is recorded as a ``Call``. Other
+uses of the parameter, such as views, parametrizations, scripted modules or custom functions, remain
+in the autograd graph of the outputs. ``reachable`` finds them there, so no use is silently missed.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -53,7 +53,7 @@ _REDUCTIONS = frozenset(
 
 @dataclass(frozen=True)
 class Call:
-    """A recorded call.
+    """A recorded call of a function with a closed form.
 
     Attributes:
         rule: The closed form of the call.
@@ -62,9 +62,9 @@ class Call:
         edge: The edge of the graph at which the output's gradients are taken, even after in-place
             changes.
         output_shape: Shape of the output.
-        version: The input's count of in-place changes at the time of the call.
+        version: Number of in-place changes of the input before the call.
         num_data: m, the number of examples in the pass.
-        samples: S, the number of augmentation samples of each example, set by ``sampled``.
+        samples: S, the number of augmentation samples of each example.
         turned: Whether dimension 1 of the output at ``edge`` counts the examples. In all other
             tensors of the call, dimension 0 counts them.
     """
@@ -81,13 +81,13 @@ class Call:
 
     @property
     def may_turn(self) -> bool:
-        """Whether dimension 1 of input and output may count the examples."""
+        """Whether the examples may be in dimension 1 of input and output."""
         shapes = (self.match.input.shape, self.output_shape)
         fits = all(shape[1:2] == (self.num_data,) for shape in shapes)
         return fits and self.rule.data_second(self.match)
 
     def data_first(self) -> "Call":
-        """Move the examples of this call from dimension 1 to dimension 0."""
+        """Return this call with the examples moved from dimension 1 to dimension 0."""
         whole = self.match.computed
         computed = None if whole is None else lambda: whole().transpose(0, 1)
         match = replace(self.match, input=self.match.input.transpose(0, 1), computed=computed)
@@ -97,7 +97,7 @@ class Call:
 
     @cached_property
     def parts(self) -> int:
-        """F, if dimension 0 of input and output has F entries per example, and 0 otherwise."""
+        """F if dimension 0 of both input and output has F entries per example, and otherwise 0."""
         sizes = set(self.match.input.shape[:1] + self.output_shape[:1])
         size = sizes.pop() if len(sizes) == 1 else 0
         return 0 if size % self.num_data else size // self.num_data
@@ -120,7 +120,7 @@ class Call:
         )
 
     def rows(self, slot: str, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
-        """Return this call's part of a parameter's rows, (m, k, *parameter shape)."""
+        """Return this call's contribution to a parameter's rows (m, k, *parameter shape)."""
         return self.rule.rows(slot, self._match_in(gradient), gradient).to(
             self.match.slots[slot].dtype
         )
@@ -131,7 +131,7 @@ class Call:
         gradient: Float[Tensor, "m k F *out"],
         cotangent: Float[Tensor, "m k *parameter"],
     ) -> Float[Tensor, ""]:
-        """Return the inner product of cotangents and this call's part of a parameter's rows."""
+        """Return the inner product of cotangents and this call's contribution to the rows."""
         match = self._match_in(gradient)
         if cotangent.dtype == gradient.dtype:
             return self.rule.inner(slot, match, gradient, cotangent)
@@ -141,7 +141,7 @@ class Call:
         return self.rule.inner(slot, match, gradient, relative).to(cotangent.dtype) * scale
 
     def datum(self, index: int) -> "Call":
-        """Return the call for a single example."""
+        """Return the part of this call for a single example."""
         one, match = slice(index * self.parts, (index + 1) * self.parts), self.match
         whole = match.computed
         computed = None if whole is None else lambda: whole()[one]
@@ -150,10 +150,10 @@ class Call:
         return replace(self, match=match, output_shape=shape, num_data=1)
 
     def factors(self, gradient: Float[Tensor, "m k F *out"], average: bool) -> KroneckerUse:
-        """Return the Kronecker factors of this call's part of the rows, from output gradients.
+        """Return the Kronecker factors of this call's contribution to the rows.
 
-        If ``average``, take the mean input and the summed gradient over the samples of each
-        example. Otherwise, samples count as positions, as other parts always do.
+        If ``average``, average the inputs and sum the output gradients over each example's
+        augmentation samples. Otherwise, samples count as positions.
         """
         match = self._match_in(gradient)
         if average and self.samples > 1 and self.parts % self.samples == 0:
@@ -163,7 +163,7 @@ class Call:
         return self.rule.factors(match, gradient.to(self.match.slots["weight"].dtype))
 
     def products(self, gradient: Float[Tensor, "m k F *out"]) -> tuple[Tensor, Tensor]:
-        """See ``Rule.products``. Samples count as positions."""
+        """See ``Rule.products``. Augmentation samples count as positions."""
         return self.rule.products(
             self._match_in(gradient), gradient.to(self.match.slots["weight"].dtype)
         )
@@ -179,7 +179,11 @@ class Call:
 def joined(
     uses: Iterable[tuple[Call, str, Tensor]],
 ) -> list[tuple[Call, str, Tensor]]:
-    """Join equal uses of a parameter, such as at different time steps, and join their gradients."""
+    """Return the uses of a parameter, with equal uses joined into one.
+
+    For example, a recurrent layer has equal uses at different time steps. Their gradients are
+    joined too.
+    """
     groups: dict[Any, list[tuple[Call, str, Tensor]]] = {}
     for call, slot, gradient in uses:
         key = call.use(slot) if call.rule.at_positions else id(call)
@@ -198,10 +202,10 @@ def joined(
 
 
 class Recorder(TorchFunctionMode):
-    """A mode that records the calls of closed-form functions with tracked parameters, in order.
+    """A ``TorchFunctionMode`` that records calls of closed-form functions, in order.
 
     Args:
-        weights: The tracked parameters.
+        weights: The tracked parameters. Only calls with such a parameter are recorded.
         num_data: m, the number of examples in the pass.
         repeated: Planned uses of embeddings by name. If an embedding looks up a single list of
             indices, such as positions, it is called with one copy of the list per example. The
@@ -279,7 +283,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def may_mix(self, model: nn.Module) -> bool:
-        """Return whether examples may affect each other through a function or a scripted module."""
+        """Return whether a function or a scripted module may have mixed examples."""
         if self._num_data == 1:
             return False
         modules = model.modules()
@@ -375,7 +379,10 @@ def graph_nodes(outputs: Tensor) -> set[Node]:
 def reachable(
     outputs: Tensor, weights: Mapping[str, nn.Parameter], nodes: Collection[Node] | None = None
 ) -> set[str]:
-    """Return the names of the parameters in the outputs' graph, which has these nodes."""
+    """Return the names of the parameters in the autograd graph of the outputs.
+
+    ``nodes`` are the nodes of this graph, if they are already known.
+    """
     names = {id(p): name for name, p in weights.items()}
     # Only the nodes of leaves have a variable.
     nodes = graph_nodes(outputs) if nodes is None else nodes

@@ -1,9 +1,9 @@
-"""Check fast paths against plain automatic differentiation.
+"""Compare fast computations of rows with plain automatic differentiation.
 
 ``Reference`` checks a plan on a probe of a few different examples, with perturbed weights. This
-cannot detect every error. Other inputs may take another branch, and examples may mix only in larger
-batches. ``spot_check`` and ``check_separate`` therefore check real passes, with their data and
-weights.
+cannot detect every error. Other inputs may take another branch of the model's code, and examples
+may affect each other only in larger batches. ``spot_check`` and ``check_separate`` therefore check
+real passes, with the passes' data and weights.
 """
 
 import copy
@@ -46,11 +46,12 @@ _TRAINED_ROUNDING_FACTOR = 10.0
 
 
 class Reference:
-    """Rows of a probe by the plain loop, as a reference for other algorithms.
+    """Rows of a few examples, computed by the plain loop as a reference for other algorithms.
 
     Attributes:
-        rows: Rows for random cotangents (m, 2, *parameter shape), by name.
-        vanishing: Names whose rows are only rounding errors. They count as agreeing with anything.
+        rows: Rows (m, 2, *parameter shape) for random cotangents, by name.
+        vanishing: Names of parameters whose rows are only rounding errors. Agreement with these
+            rows proves nothing.
     """
 
     def __init__(
@@ -73,8 +74,8 @@ class Reference:
     def agreeing(self, names: Sequence[str], compute: Rows) -> set[str]:
         """Return the names for which ``compute`` returns the same rows and derivatives.
 
-        Any exception in ``compute`` counts as disagreement. Derivatives are compared if the
-        reference has them.
+        If ``compute`` raises an error, no name agrees. Derivatives are compared if the reference
+        has them.
         """
         agreeing_names = list(names)
         try:
@@ -160,7 +161,10 @@ class Reference:
 
 
 def distinct_probe(model: nn.Module, x: Tensor, size: int) -> tuple[Tensor, bool]:
-    """Return ``size`` inputs, if possible all different, and whether all of them are different."""
+    """Return ``size`` inputs, and whether all of them are different.
+
+    If there are too few different inputs, copies of them are varied.
+    """
     # Equal examples would not reveal a layer that sorts or mixes them.
     probe = x.detach()[torch.arange(size, device=x.device) % len(x)]
     if _all_differ(probe):
@@ -200,7 +204,10 @@ def _runs(model: nn.Module, x: Tensor) -> bool:
 def moved_copy(
     model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor
 ) -> tuple[nn.Module, dict[str, nn.Parameter]] | None:
-    """Return a model's copy with perturbed weights, and its weights, or None if copying fails."""
+    """Return a copy of a model with perturbed parameters, and the weights of the copy.
+
+    Return None if the model cannot be copied.
+    """
     # A head initialized to zero makes all rows before it zero. Two algorithms for them would then
     # agree even if one is wrong.
     learnable = {name for name, p in named_parameters(model).items() if p.requires_grad}
@@ -235,7 +242,7 @@ def _move(parameters: list[nn.Parameter]) -> None:
 
 
 def refuse_reentrant(model: nn.Module, x: Tensor) -> None:
-    """Raise an error for reentrant checkpoints, which give no gradients for single parameters."""
+    """Raise an error for reentrant checkpoints, which give no gradients of single parameters."""
     x = x.clone()
     if x.is_floating_point():  # the checkpoint has a node only if its input requires a gradient
         x = x.requires_grad_().clone()
@@ -257,16 +264,17 @@ def refuse_reentrant(model: nn.Module, x: Tensor) -> None:
 def spot_check(
     linearization: Linearization, vectors: Float[Tensor, "m k C"], index: int
 ) -> set[str]:
-    """Return the names whose rows of one example disagree with a separate pass of that example.
+    """Return the names of parameters whose rows for one example are wrong.
 
-    This takes a forward pass and k backward passes of the example, and k backward passes of the
-    batch. It does nothing if every parameter uses the loop. The model must be in the same mode as
-    in the checked pass, and ``vectors`` are the cotangents of its rows. Below double precision,
-    rows must also disagree for the next example, because a rounding error can move a unit across
-    the kink of its activation.
+    These rows are compared with the rows of a separate pass over the example. This takes a forward
+    pass and k backward passes of the example, and k backward passes of the batch. It does nothing
+    if every parameter uses the plain loop. The model must be in the same mode as in the checked
+    pass. ``vectors`` are the cotangents of the rows. Below double precision, rows must also
+    disagree for the next example, because a rounding error can move a unit across the kink of its
+    activation.
 
     Raises:
-        ConfigurationError: If the output for the example differs from the output in the batch.
+        ConfigurationError: If the example's output differs between the separate pass and the batch.
     """
     x, f = linearization.x, linearization.outputs
     if all(word == LOOP for word in linearization.plan.words.values()):
@@ -314,10 +322,10 @@ def check_separate(
 ) -> None:
     """Raise an error if an output depends on other examples of its batch.
 
-    The examples pass through the model again in random parts of 1, 2, 4, … examples. Mixing may
-    depend on single examples, on several of them, or on their number. The parts together take as
-    long as one forward pass without a graph. The model must be in the same mode as for the
-    ``outputs`` f(x), which have the type of the weights.
+    The examples pass through the model again in random groups of 1, 2, 4, … examples. Groups of
+    different sizes detect different kinds of mixing. All groups together take as long as one
+    forward pass without a graph. The model must be in the same mode as for the ``outputs`` f(x),
+    which have the type of the weights.
     """
     order, parts = torch.randperm(len(x), generator=generator, device="cpu"), list[Tensor]()
     while len(order):

@@ -1,10 +1,11 @@
 """Replace fused functions by functions that have closed forms.
 
-``nn.MultiheadAttention`` and recurrent layers call one function with all their parameters. While a
-pass is recorded, a function of this module replaces it and returns the same values up to rounding.
-Its first argument is an ``F.linear`` that the pass records, with the examples in dimension 0. The
-remaining arguments are the original ones. It returns ``NotImplemented`` for arguments that it does
-not support. The fused function is then called, and its parameters take the generic path.
+``nn.MultiheadAttention`` and recurrent layers call one fused function with all their parameters.
+While a forward pass is recorded, a function of this module replaces the fused function and returns
+the same values up to rounding. The first argument of the replacement is an ``F.linear`` whose calls
+are recorded, with the examples in dimension 0. The remaining arguments are the arguments of the
+fused function. If the replacement does not support them, it returns ``NotImplemented``. The fused
+function is then called, and the rows of its parameters are computed by automatic differentiation.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,9 +1,9 @@
-"""Keep freed memory for the next pass, instead of returning it to the system.
+"""Keep freed memory for the next pass, instead of returning it to the operating system.
 
-A pass frees tensors of many megabytes and soon allocates similar ones. By default, glibc returns
-their memory to the system and gets new pages, which the system fills with zeros, one interrupt per
-page. On a CPU this can take as long as the computation (``docs/performance.md``). On a GPU, PyTorch
-keeps freed memory anyway.
+A pass frees tensors of many megabytes and soon allocates tensors of similar sizes. By default,
+glibc returns this memory to the system and then requests new pages. The system fills each page with
+zeros, which takes one interrupt per page. On a CPU, this can take as long as the computation
+(``docs/performance.md``). On a GPU, PyTorch keeps freed memory anyway.
 """
 
 import ctypes
@@ -36,12 +36,13 @@ _depth = 0
 def kept_memory() -> Iterator[None]:
     """Keep freed memory for reuse until the ``with`` block ends. Results do not change.
 
-    ``fit`` and the command line use it automatically. Use it around a custom training loop. It has
-    no effect if tensors do not come from glibc's allocator, or if the environment configures the
-    allocator (``ENVIRONMENT``). In threads other than the main one, it works only for tensors of at
-    most 64 MB. Blocks may be nested and run in several threads. The last block to end returns all
-    free memory. Afterwards, the thresholds of mallopt(3) stay fixed at glibc's largest values, even
-    if the process had set other values.
+    ``fit`` and the command line keep memory automatically. Call this function around a custom
+    training loop. It has no effect if tensors do not come from glibc's allocator, or if environment
+    variables such as ``GLIBC_TUNABLES`` configure the allocator. In threads other than the main
+    thread, it works only for tensors of at most 64 MB. ``with`` blocks may be nested and run in
+    several threads. When the last block ends, all free memory is returned to the system.
+    Afterwards, the thresholds of mallopt(3) stay fixed at glibc's largest values, even if the
+    process had set other values.
 
     Yields:
         Nothing.
@@ -75,7 +76,7 @@ def kept_memory() -> Iterator[None]:
 
 
 def give_back() -> None:
-    """Return the currently free memory to the operating system. Memory freed later is kept."""
+    """Give free memory back to the operating system."""
     library = _glibc()
     if library is not None:
         library.malloc_trim(0)

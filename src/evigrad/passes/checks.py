@@ -16,7 +16,7 @@ from evigrad.inputs import Inputs, Tree, as_inputs, check_integers, each_once, t
 
 
 def check_inputs(x: object, device: torch.device) -> Inputs:
-    """Return the inputs, or raise an error if they are empty, not finite or on another device."""
+    """Return the inputs. Raise an error if they are empty, not finite or on another device."""
     if not isinstance(x, Inputs | Mapping | tuple | list):
         raise not_data(x)
     inputs = as_inputs(x)
@@ -30,7 +30,8 @@ def check_inputs(x: object, device: torch.device) -> Inputs:
             )
         if part.is_floating_point() and not is_finite(part):
             raise InputError(
-                "Inputs contain NaN or infinite values. Impute these values, or omit the examples."
+                "Inputs contain NaN or infinite values. Impute these values, or omit these"
+                " examples."
             )
     check_integers(inputs)
     if isinstance(inputs, Tree):
@@ -47,13 +48,14 @@ def _check_masks(inputs: Tree) -> None:
             if empty.any():
                 raise InputError(
                     f"{name} of the inputs is zero everywhere for {int(empty.sum())} of"
-                    f" {len(empty)} examples, the first at position {int(empty.int().argmax())}."
-                    " Omit these examples, or keep at least one token in each."
+                    f" {len(empty)} examples. The first is at index"
+                    f" {int(empty.int().argmax())}. Omit these examples, or keep at least one token"
+                    " in each example."
                 )
 
 
 def not_data(x: object) -> InputError:
-    """Return the error for an object that does not contain data."""
+    """Return an error about an object that does not contain data."""
     return InputError(
         f"Inputs must be a tensor, or a dictionary or tuple of tensors, got {type(x).__name__}."
         " Call estimate(x, y), or pass a block from blocks(data). If the estimator's name has N,"
@@ -77,7 +79,7 @@ def check_positive(what: str, value: object) -> None:
 
 
 def check_type(what: str, value: object, kind: type, hint: str) -> None:
-    """Raise an error if the value is not of the class ``kind``. ``hint`` describes valid values."""
+    """Raise an error if the value is not of type ``kind``. ``hint`` describes valid values."""
     if not isinstance(value, kind):
         raise ConfigurationError(f"{what} must be {hint}, got {value!r}.")
 
@@ -89,7 +91,7 @@ def check_count(what: str, value: object) -> None:
 
 
 def as_device(what: str, device: torch.device | str | None) -> torch.device | None:
-    """Return the named device with its index. Raise an error if this machine does not have it."""
+    """Return the device with its index. Raise an error if this machine has no such device."""
     if device is None:
         return None
     try:
@@ -101,13 +103,13 @@ def as_device(what: str, device: torch.device | str | None) -> torch.device | No
 
 
 def check_gradients(names: Iterable[str], gradients: Iterable[Tensor]) -> None:
-    """Raise an error for gradients that are not finite."""
+    """Raise an error if a gradient is not finite."""
     for name, gradient in zip(names, gradients, strict=True):
         if not is_finite(gradient):
             raise NotFiniteError(
-                f"The gradient of {name} is not finite. If weights or hyperparameters have"
-                " diverged, lower their learning rates. Otherwise use a wider type for rows_dtype,"
-                " gram_dtype or autocast."
+                f"The gradient for {name} is not finite. If weights or hyperparameters have"
+                " diverged, lower their learning rates. Otherwise, use a wider data type for"
+                " rows_dtype and gram_dtype, and omit autocast."
             )
 
 
@@ -115,24 +117,31 @@ def as_generator(generator: torch.Generator | int | None) -> torch.Generator:
     """Return a CPU generator, created from a seed if necessary. Default: PyTorch's initial seed."""
     if isinstance(generator, torch.Generator):
         if generator.device.type != "cpu":
-            raise ConfigurationError("generator must be on the CPU. Use torch.Generator().")
+            raise ConfigurationError(
+                f"generator must be on the CPU, got {generator.device}. Use torch.Generator()."
+            )
         return generator
     seed = torch.initial_seed() if generator is None else generator
     if not isinstance(seed, int):
-        raise ConfigurationError(f"generator must be a CPU generator or a seed, got {generator!r}.")
+        raise ConfigurationError(
+            f"generator must be a CPU generator or an integer seed, got {generator!r}."
+        )
     return torch.Generator().manual_seed(seed)
 
 
 def as_pair(batch: object) -> tuple[Inputs, Tensor]:
     """Return the batch as a pair of inputs and targets."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
-        raise InputError(f"A batch must be a pair (inputs, targets), got {type(batch).__name__}.")
+        raise InputError(
+            f"A batch must be a pair (inputs, targets), got {type(batch).__name__}. Pass batches"
+            " such as (x, y)."
+        )
     x, y = batch
     return as_inputs(x), y
 
 
 def check_block(block: Block, partition: Partition) -> None:
-    """Raise an error if a block's tensors differ in length, or its columns do not exist."""
+    """Raise an error if a block's tensors differ in length, or if a column does not exist."""
     columns, size = block.columns, len(block.indices)
     lengths = {size, len(block.likelihood_weights)}
     lengths |= {len(tensor) for tensor in (block.inputs, columns) if tensor is not None}
@@ -145,24 +154,30 @@ def check_block(block: Block, partition: Partition) -> None:
         return
     last = partition.num_outputs - 1
     if bool(((columns < -1) | (columns > last)).any()):
-        raise InputError(f"The block's columns must be 0 to {last}, or -1 for padding.")
+        raise InputError(
+            f"The block's columns must be 0 to {last}, or -1 for padding. Use a block from"
+            " evidence.blocks(data)."
+        )
 
 
 def check_state(
     state: Mapping[str, Any], current_state: Mapping[str, Any], modules: Mapping[str, nn.Module]
 ) -> None:
-    """Raise an error if a state does not fit this evidence. The check loads it into copies."""
+    """Raise an error if a state does not fit this evidence. The evidence is not changed."""
     if missing := current_state.keys() - state.keys() - {"micro_batches", "preparation", "anchors"}:
         raise ConfigurationError(
-            f"The state lacks {', '.join(sorted(missing))}. Use the result of state_dict()."
+            f"The state lacks {', '.join(sorted(missing))}. Load the result of state_dict()."
         )
     if state["estimator"] != current_state["estimator"]:
         raise ConfigurationError(
             f"The state is for the estimator {state['estimator']}, but this evidence uses"
-            f" {current_state['estimator']}. Use the same estimator."
+            f" {current_state['estimator']}. Create the evidence with the estimator of the state."
         )
     for key, module in modules.items():
         try:
             copy.deepcopy(module).load_state_dict(state[key])
         except RuntimeError as error:
-            raise ConfigurationError(f"The state of the {key} does not fit: {error}") from error
+            raise ConfigurationError(
+                f"The state of the {key} does not fit. Create the evidence with the {key} of the"
+                f" state. PyTorch reports: {error}"
+            ) from error

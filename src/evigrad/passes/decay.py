@@ -15,7 +15,7 @@ LOADING_WRITES = 4
 
 
 class DecayWatch:
-    """Observes the training of an evidence's weights and warns once about each mistake."""
+    """Watch the training of weights, and warn once about each mistake with the prior's decay."""
 
     def __init__(self, weights: Iterable[nn.Parameter]) -> None:
         self._weights = list(weights)
@@ -24,7 +24,7 @@ class DecayWatch:
         self._told: set[str] = set()
 
     def note_decay(self, optimizer: Optimizer | None = None) -> None:
-        """Record that the caller applies the prior's decay. Warn if ``optimizer`` has one too."""
+        """Record that the caller applies the prior's decay. Warn if ``optimizer`` also has one."""
         self._is_decayed = True
         if optimizer is None or "optimizer" in self._told:
             return
@@ -42,7 +42,7 @@ class DecayWatch:
                 return
 
     def check(self) -> None:
-        """Warn if the weights were trained since the last call, but never with the prior's decay.
+        """Warn if the weights were trained since the last call, but without the prior's decay.
 
         A weight that changed and has a gradient was trained. A weight without a gradient may have
         been loaded or initialized, which takes fewer writes than training.
@@ -68,7 +68,7 @@ class DecayWatch:
 
 
 def warn_of_averaged(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
-    """Warn if ranges of random transforms are weights, which the training loss would learn."""
+    """Warn if the training loss would learn the ranges of random transforms as weights."""
     names = {id(weight): name for name, weight in weights.items()}
     trained = [
         names[id(parameter)]

@@ -1,4 +1,4 @@
-"""Estimates and gradients of blocks, in float64 if float32 is not accurate enough."""
+"""Compute estimates and gradients for blocks, in float64 if float32 is not accurate enough."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 def estimates_of(passes: MicroBatchSweep | Sequence[KeptPass]) -> list[Estimate]:
-    """Return the estimate on a block, or the estimates of kept passes."""
+    """Return the estimate for one block, or the estimates for several kept passes."""
     if isinstance(passes, MicroBatchSweep):
         estimate, _ = precisely(
             passes,
@@ -33,9 +33,9 @@ def estimates_of(passes: MicroBatchSweep | Sequence[KeptPass]) -> list[Estimate]
 
 
 def pass_over(sweep: MicroBatchSweep, *, beside: bool) -> Pass:
-    """Return a condensed pass over a block, in a type that is accurate enough.
+    """Return a condensed pass over a block, in a data type that is accurate enough.
 
-    If ``beside`` is true, keep the outputs, for steps on the likelihood in addition to the prior.
+    If ``beside`` is true, keep the outputs too, because steps on the likelihood need them.
     """
 
     def work(sweep: MicroBatchSweep) -> Pass:
@@ -50,7 +50,7 @@ def pass_over(sweep: MicroBatchSweep, *, beside: bool) -> Pass:
 def gradients_of(
     passes: MicroBatchSweep | Sequence[KeptPass], learned: Mapping[str, nn.Parameter]
 ) -> tuple[list[Estimate], list[Tensor]]:
-    """Return the estimates of ``estimates_of`` and the gradient of their mean.
+    """Return the same estimates as ``estimates_of``, and the gradients of their mean.
 
     The gradients are in the order of the ``learned`` hyperparameters. Other hyperparameters need no
     gradients.
@@ -84,13 +84,13 @@ def precisely(
     condense: bool,
     trial: Callable[[Result], object] | None = None,
 ) -> Result:
-    """Return the result of ``work``. If float32 rounds too much, run it again in float64.
+    """Return the result of ``work``. If float32 rounds too much, run ``work`` again in float64.
 
-    Every evaluation starts in float32, so it does not depend on earlier ones. If the user set
-    ``gram_dtype``, or memory is too small, rounding causes only a warning. ``work`` must have no
-    side effects if it raises an error. If ``condense`` is true, ``work`` keeps only what
-    log-determinants need. ``trial`` is called with the result, to provoke the rounding errors of
-    later steps.
+    Every evaluation starts in float32, so it does not depend on earlier evaluations. If the user
+    set ``gram_dtype``, or if memory is too small for float64, rounding causes only a warning.
+    ``work`` must have no side effects if it raises an error. If ``condense`` is true, ``work``
+    keeps only what log-determinants need. ``trial`` is called with the result, to detect rounding
+    errors of later steps.
     """
     problem = sweep.problem
     sweep.check_memory(condense)

@@ -39,19 +39,19 @@ class Batches:
     """Checked batches of all examples, which must be the same in every iteration.
 
     An iterable is not copied if it can be iterated repeatedly. If ranks share the data, only this
-    rank's part is yielded, and the first iteration compares the batches of all ranks.
+    rank's part is yielded. The first iteration then compares the batches of all ranks.
 
     Args:
-        problem: The problem of the data.
+        problem: The model, and how its evidence is computed.
         batches: The user's batches.
 
     Attributes:
         plan: The plan for the first batch.
-        part: The positions of this rank's part, or None for all.
+        part: The positions of this rank's part, or None for all examples.
 
     Raises:
-        InputError: If there is no batch, if a batch does not fit or differs in a later iteration,
-            or if the sampler of a loader omits or repeats examples.
+        InputError: If there is no batch, if a batch does not fit the model or differs in a later
+            iteration, or if the sampler of a loader omits or repeats examples.
     """
 
     def __init__(self, problem: Problem, batches: Iterable[Batch]) -> None:
@@ -79,8 +79,8 @@ class Batches:
             ):
                 raise InputError(
                     "The batches differ when they are read again. The gradient with respect to"
-                    " hyperparameters of the forward pass reads them twice. Do not shuffle or"
-                    " augment in the loader, or pass a list of batches."
+                    " hyperparameters of the forward pass reads them twice. Switch off shuffling"
+                    " and augmentation in the loader, or pass a list of batches."
                 )
             if not len(x):
                 continue  # no target counts
@@ -109,13 +109,14 @@ class Batches:
 class CheckedSource(Source):
     """A user's N examples (see ``as_source``), checked when they are read.
 
-    The constructor checks the number of examples, the first examples, all targets in memory, and
-    whether the likelihood has rows at these targets. ``plan`` is the plan for their inputs. All
-    ranks must call the constructor together, because they compare some examples in memory.
+    The constructor checks the number of examples, the first examples, and all targets in memory. It
+    also computes the likelihood's rows at these targets. ``plan`` is the plan for inputs of this
+    shape. All ranks must call the constructor together, because it compares examples between ranks.
 
     Raises:
-        ConfigurationError: If the likelihood has no rows, or ranks have different data.
-        InputError: If the data do not fit.
+        ConfigurationError: If the likelihood's rows cannot be computed, or if ranks have different
+            data.
+        InputError: If the data do not fit the model or the likelihood.
     """
 
     def __init__(self, problem: Problem, data: object) -> None:
@@ -131,9 +132,7 @@ class CheckedSource(Source):
         num_data, count = problem.num_data, len(self._source)
         self.positions = self._source if isinstance(self._source, PositionSource) else None
         if count != num_data:
-            what = (
-                "positions of the data set with a target are" if self.positions else "data set has"
-            )
+            what = "number of positions with a target is" if self.positions else "data set has"
             raise InputError(
                 f"num_data is {num_data}, but the {what} {count}. Set num_data={count}."
             )
@@ -172,7 +171,7 @@ class CheckedSource(Source):
         return len(self._source)
 
     def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Any, Tensor]:
-        """See ``Source.fetch``. The examples are checked."""
+        """See ``Source.fetch``. The returned examples are checked."""
         x, y, _ = checked(self._problem, *self._source.fetch(indices))
         return x, y
 
@@ -184,7 +183,7 @@ class CheckedSource(Source):
 
 
 def rehearse(problem: Problem, f: Tensor, y: Tensor) -> None:
-    """Call the methods of the likelihood that a pass needs, to raise their errors early."""
+    """Call the methods of the likelihood that a pass needs, so that errors occur early."""
     generator = torch.Generator().manual_seed(0)
     sampled = problem.estimator.curvature == "mc"
     labels = [problem.likelihood.sample(f, generator)] if sampled else []
@@ -196,9 +195,9 @@ def rehearse(problem: Problem, f: Tensor, y: Tensor) -> None:
 
 
 def resolve(problem: Problem, x: Data, y: Tensor | None) -> MicroBatchSweep:
-    """Return a sweep over a block, which is drawn if ``x`` is not a block.
+    """Return a sweep over a block. The block is drawn if ``x`` is not a block.
 
-    ``x`` are inputs with targets ``y``, a block, or batches of all examples.
+    ``x`` is a block, batches of all examples, or inputs for the targets ``y``.
 
     Raises:
         InputError: If the data do not fit the model, the likelihood or the estimator.
@@ -225,11 +224,11 @@ def _given_block(problem: Problem, block: Block) -> MicroBatchSweep:
 
 def _given_subset(problem: Problem, x: Inputs, y: Tensor | None) -> MicroBatchSweep:
     if y is None:
-        raise InputError("The inputs have no targets. Call estimate(x, y).")
+        raise InputError("There are no targets for the inputs. Call estimate(x, y).")
     if problem.estimator.anchored:
         raise InputError(
             f"{problem.estimator.name} chooses anchors from all examples, so it cannot use a"
-            " subset. Use its blocks: for block in evidence.blocks(data).take(n)."
+            " subset. Use blocks instead: for block in evidence.blocks(data).take(n)."
         )
     x, y, plan = checked(problem, x, y)
     if not len(x):
@@ -241,8 +240,8 @@ def _given_subset(problem: Problem, x: Inputs, y: Tensor | None) -> MicroBatchSw
             # and with it the factor of the estimate.
             raise InputError(
                 f"These examples have {int(counts.min())} to {int(counts.max())} targets each, so"
-                " they are not a subset of a known size. Use the blocks of all examples: for block"
-                " in evidence.blocks(data).take(n)."
+                " they are not a subset of a known size. Use blocks of all examples instead: for"
+                " block in evidence.blocks(data).take(n)."
             )
     if problem.splits(plan):
         with problem.ranks.together() as alike:
@@ -285,12 +284,12 @@ def _given_batches(problem: Problem, all_batches: Iterable[Batch]) -> MicroBatch
 
 
 def checked(problem: Problem, x: Inputs, y: Tensor) -> tuple[Inputs, Tensor, InputPlan]:
-    """Check the data, and plan for inputs of their shape.
+    """Check the data, and find the plan for inputs of this shape.
 
     For outputs (m, …, C), each position with a target becomes an example.
 
     Returns:
-        The checked data and the plan.
+        The checked inputs and targets, and the plan.
     """
     plan, likelihood = problem.plan_of(x), problem.likelihood
     num_outputs, device = plan.num_outputs, plan.outputs.device

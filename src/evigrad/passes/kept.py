@@ -1,4 +1,4 @@
-"""Store a pass over a block for many steps on the prior and the likelihood."""
+"""Keep a pass over a block for many steps on the prior and the likelihood."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -29,7 +29,7 @@ class KeptPass(Pass):
     versions: tuple[tuple[int, int], ...] = ()
 
     def draws(self) -> Iterator["KeptPass"]:
-        """Yield a pass for each draw of an anchored block. The passes share their memory."""
+        """Yield a pass for each draw of an anchored block. These passes share memory."""
         if self.block.num_draws < 2:
             yield self
             return
@@ -53,9 +53,10 @@ def kept(
     hyperparameters: Mapping[str, nn.Parameter],
     names: Iterable[str],
 ) -> KeptPass:
-    """Return a pass with fingerprints of everything on which it depends, for ``as_kept``.
+    """Return a pass with fingerprints of everything on which it depends.
 
-    The prior may always change, and so may the learnable ``hyperparameters`` in ``names``.
+    ``as_kept`` uses the fingerprints to detect changes. The prior may always change, and so may the
+    learnable ``hyperparameters`` in ``names``.
     """
     free = frozenset([*names, *(n for n in hyperparameters if n.startswith("prior."))])
     versions = _versions(problem, hyperparameters, free)
@@ -71,10 +72,10 @@ def as_kept(
 ) -> list[KeptPass] | None:
     """Return the kept passes that were given instead of data, or None if ``x`` contains data.
 
-    ``learnable`` are the names of the hyperparameters for which gradients are needed.
+    ``learnable`` contains the names of the hyperparameters that need gradients.
 
     Raises:
-        ConfigurationError: If a pass is not valid for changes of one of these hyperparameters.
+        ConfigurationError: If a pass becomes invalid when one of these hyperparameters changes.
         InputError: If a pass was made by another evidence, or with other weights.
     """
     names = list(learnable)
@@ -88,27 +89,29 @@ def as_kept(
     for kept_pass in passes:
         if kept_pass.model is not problem:
             raise InputError(
-                "This pass was collected by another evidence. Call collect(...) of this evidence."
+                "The pass was collected by another evidence. Call collect(...) of this evidence."
             )
         if kept_pass.follows not in now:
             now[kept_pass.follows] = _versions(problem, hyperparameters, kept_pass.follows)
         if kept_pass.versions != now[kept_pass.follows]:
             raise InputError(
-                "The pass is outdated: weights, a buffer of the model, a fixed noise, or"
-                " hyperparameters outside its wrt have changed since collect(). Collect it again."
+                "The pass is outdated, because weights, a buffer of the model, a fixed noise, or"
+                " hyperparameters outside the pass's wrt have changed since collect(). Call"
+                " collect() again."
             )
         if lost := [name for name in names if name not in kept_pass.follows]:
             raise ConfigurationError(
-                f"The kept pass has no gradient for {', '.join(lost)}. Use"
-                f" wrt={sorted(kept_pass.follows)}, for which it was collected, or pass the data."
+                f"The kept pass has no gradient for {', '.join(lost)}, because it was collected for"
+                f" wrt={sorted(kept_pass.follows)}. Use this wrt, or pass the data."
             )
     return passes
 
 
 def not_keepable(problem: Problem, plan: InputPlan, learned: Sequence[str]) -> str | None:
-    """Return why a kept pass cannot follow steps on what is learned, or None if it can.
+    """Return why a kept pass cannot be used to learn these hyperparameters, or None if it can.
 
-    A kept pass can follow the prior, and likelihood parameters that only scale rows.
+    A kept pass stays valid for changes of the prior, and of likelihood parameters that only scale
+    rows.
     """
     beside = [name for name in learned if not name.startswith("prior.")]
     changing = [name for name in beside if name.startswith("model.")]
@@ -148,14 +151,14 @@ def _versions(
 
 
 def checksums(tensors: Sequence[Tensor], device: torch.device) -> list[int]:
-    """Return one number per tensor, computed on the device from all entries of the tensor."""
+    """Return a checksum of each tensor, computed from all entries of the tensor."""
     if not tensors:
         return []
     return torch.stack([_checksum(tensor).to(device) for tensor in tensors]).tolist()
 
 
 def contents(module: nn.Module, device: torch.device) -> list[object]:
-    """Return classes, attributes and numbers of a module and its children, for comparisons."""
+    """Return classes, plain attributes and checksums of a module and its children."""
     plain: list[object] = [
         (type(submodule).__qualname__, name, value)
         for submodule in module.modules()

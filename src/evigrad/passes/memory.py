@@ -1,4 +1,4 @@
-"""Measure free memory, choose sizes of micro-batches, and reject blocks that do not fit."""
+"""Measure free memory, choose sizes of micro-batches, and reject blocks that are too large."""
 
 import gc
 import os
@@ -43,10 +43,10 @@ CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Return the memory that an allocation may still take, or None if it is unknown.
+    """Return the number of bytes that can still be allocated, or None if it is unknown.
 
-    On the CPU, memory that the allocator keeps is first returned to the system, because it may
-    be fragmented.
+    On the CPU, memory that the allocator keeps is first returned to the system, because this memory
+    may be fragmented.
     """
     if device.type == "cpu":
         give_back()
@@ -63,7 +63,7 @@ def check_memory(
 ) -> None:
     """Raise an error if a curvature is predicted to need more memory than is free.
 
-    ``pass_bytes`` is the memory for the rows of one pass, if they are not stored. ``condensed``
+    ``pass_bytes`` is the memory for the rows of one pass, if rows are not stored. ``condensed``
     means that the block is a single micro-batch that is condensed immediately. The message ends
     with ``hint``.
 
@@ -84,7 +84,7 @@ def check_memory(
     cheaper = curvature.cheaper if kept > pass_bytes else "a smaller micro_batch"
     raise MemoryBudgetError(
         f"{curvature.name!r} with {num_rows} rows needs about {needed / GIB:.3g} GiB of memory"
-        f" on {device}, but only {free / GIB:.3g} GiB are free.",
+        f" on {device}, but only {free / GIB:.3g} GiB is free.",
         f"Use {cheaper}. {hint}".rstrip(),
     )
 
@@ -123,10 +123,10 @@ def _cgroup_bytes() -> int | None:
 
 
 class PeakBytes(TorchDispatchMode):
-    """Measures the peak memory of tensors created in its context, counting each storage once.
+    """Measure the peak memory of tensors created in this context, counting each storage once.
 
-    It works on every device. It intercepts every operation, so it also counts what autograd keeps
-    inside function transforms, where hooks on saved tensors raise an error.
+    The context intercepts every operation. It therefore works on every device and inside function
+    transforms.
 
     Attributes:
         most: The peak so far, in bytes.
@@ -172,7 +172,7 @@ class MicroBatches:
     """Sizes of micro-batches, by kind of pass and size of an example.
 
     Attributes:
-        asked: A number of examples, None for all in one pass, or ``"auto"``.
+        asked: Number of examples per pass, None for all examples in one pass, or ``"auto"``.
         budget: Bytes for a pass, or None for a share of the free memory.
         chosen: Sizes so far, for passes whose size is automatic or that ran out of memory.
     """
@@ -189,10 +189,11 @@ class MicroBatches:
         free: int | None,
         limit: int | None = None,
     ) -> int:
-        """Return the number of examples for an automatic pass, from 1 to ``total``.
+        """Return the number of examples for a pass with an automatic size, from 1 to ``total``.
 
-        ``per_datum`` measures the bytes of an example in such a pass. ``free`` is None if unknown.
-        Without a budget, a pass takes at most ``limit`` bytes.
+        ``per_datum`` measures the bytes of an example in this kind of pass. ``free`` is the free
+        memory in bytes, or None if it is unknown. Without a budget, a pass takes at most ``limit``
+        bytes.
         """
         budget = self.budget
         if budget is None:
@@ -228,9 +229,9 @@ class MicroBatches:
 
 
 def fits(work: Callable[[], T]) -> list[T]:
-    """Return a list with the result of ``work``, or free memory and return [] if it does not fit.
+    """Return a list with the result of ``work``, or an empty list if memory is too small.
 
-    ``work`` must be repeatable and have no side effects if it fails.
+    ``work`` must be repeatable, and must have no side effects if it fails.
     """
     try:
         return [work()]

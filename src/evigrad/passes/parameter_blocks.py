@@ -1,4 +1,4 @@
-"""Partition the parameters into the blocks of ``blockdiag``."""
+"""Partition the parameters into the blocks of a ``blockdiag`` estimator."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,7 +13,7 @@ PARAMETRIZATIONS = ".parametrizations."
 
 
 def partition_names(names: Sequence[str], partition: ParameterPartition) -> dict[str, list[str]]:
-    """Return the names in each block, in order. Raise an error for missing or repeated names."""
+    """Return the parameter names of each block. Raise an error for missing or repeated names."""
     if isinstance(partition, str):
         if partition == "tensor":
             return {name: [name] for name in names}

@@ -19,10 +19,10 @@ from evigrad.priors import matches
 
 @contextmanager
 def held_constant(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Block gradients to these parameters from computations in this context.
+    """Freeze these parameters inside the context.
 
-    They are temporarily frozen, not replaced. ``torch.func.functional_call`` would leave
-    plain tensors instead of parameters in modules that are registered under two names.
+    The parameters are not replaced, because ``torch.func.functional_call`` would leave plain
+    tensors instead of parameters in modules that are registered under two names.
     """
     marked = [p for p in parameters if p.requires_grad]
     try:
@@ -38,11 +38,12 @@ def held_constant(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 def named_in_errors(hyperparameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
     """Add the values of the model's hyperparameters to errors about divergence.
 
-    A transform with a huge range is the most likely cause, but no other message reports its range.
+    The most likely cause of divergence is a transform with a huge range, which no other message
+    reports.
 
     Raises:
-        NotFiniteError: If a NotFiniteError was raised inside.
-        NotPositiveDefiniteError: If a NotPositiveDefiniteError was raised inside.
+        NotFiniteError: If a NotFiniteError was raised inside the context.
+        NotPositiveDefiniteError: If a NotPositiveDefiniteError was raised inside the context.
     """
     try:
         yield
@@ -61,23 +62,23 @@ def _in_words(parameter: nn.Parameter) -> str:
 
 
 def trainable(model: nn.Module, excluded: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Return the model's trainable parameters by name, each once, without the excluded ones.
+    """Return the model's trainable parameters by name, without duplicates or excluded parameters.
 
     Raises:
-        ConfigurationError: If no parameter is left, a lazy module has not seen its first inputs, or
-            a parameter or buffer is on the meta device.
+        ConfigurationError: If no parameter is left, if a lazy module has not seen its first inputs,
+            or if a parameter or buffer is on the meta device.
     """
     lazy = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]
     if lazy:
         raise ConfigurationError(
-            f"The model is lazy: {listed(lazy)} get their shape from the first inputs. Call"
+            f"The model has lazy parameters or buffers without a shape: {listed(lazy)}. Call"
             " model(x) on one batch before you create the Evidence."
         )
     empty = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     if empty:
         raise ConfigurationError(
             f"The model has {listed(empty)} on the meta device, where tensors have no values."
-            " Create the model on the CPU or on a GPU, for example under torch.device('cpu')."
+            " Create the model on the CPU or on a GPU, for example inside torch.device('cpu')."
         )
     ids = {id(p) for p in excluded.values()}
     weights = {
@@ -86,19 +87,21 @@ def trainable(model: nn.Module, excluded: Mapping[str, nn.Parameter]) -> dict[st
     if not weights:
         raise ConfigurationError(
             "The model has no trainable weights except hyperparameters. Call requires_grad_(True)"
-            " on some of its parameters."
+            " on some of its other parameters."
         )
     return weights
 
 
 def select(model: nn.Module, prefixes: Sequence[str]) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters under the given names or prefixes, without repeats.
+    """Return the trainable parameters that match the names or prefixes, without duplicates.
 
     Raises:
         ConfigurationError: If a prefix matches no trainable parameter.
     """
     if isinstance(prefixes, str) or not isinstance(prefixes, Sequence):
-        raise ConfigurationError("hyperparameters must be a list of names, such as ['invariance'].")
+        raise ConfigurationError(
+            f"hyperparameters must be a list of names, such as ['invariance'], got {prefixes!r}."
+        )
     named = named_parameters(model, remove_duplicate=False)
     chosen: dict[int, tuple[str, nn.Parameter]] = {}
     for prefix in prefixes:
@@ -111,8 +114,8 @@ def select(model: nn.Module, prefixes: Sequence[str]) -> dict[str, nn.Parameter]
             )
         if not any(p.requires_grad for p in parameters.values()):
             raise ConfigurationError(
-                f"The hyperparameters '{prefix}' do not require a gradient. Call requires_grad_()"
-                " on them."
+                f"hyperparameters: the parameters that match '{prefix}' do not require a gradient."
+                " Call requires_grad_() on these parameters."
             )
         for name, parameter in parameters.items():
             if parameter.requires_grad:
@@ -123,7 +126,7 @@ def select(model: nn.Module, prefixes: Sequence[str]) -> dict[str, nn.Parameter]
 def check_unchanged(
     model: nn.Module, weights: Mapping[str, nn.Parameter], others: Mapping[str, nn.Parameter]
 ) -> None:
-    """Raise an error if a parameter was unfrozen, frozen, added or replaced."""
+    """Raise an error if a trainable parameter was added, removed, frozen, unfrozen or replaced."""
     ids = {id(p) for p in (*weights.values(), *others.values())}
     now = {id(p): name for name, p in named_parameters(model).items() if p.requires_grad}
     new = [name for key, name in now.items() if key not in ids]
@@ -139,9 +142,10 @@ def check_unchanged(
 def divided(
     hyperparameters: Mapping[str, nn.Parameter], wrt: str | Sequence[str] | None
 ) -> tuple[dict[str, nn.Parameter], list[nn.Parameter]]:
-    """Return the hyperparameters that match ``wrt`` (None: all), and all others, by name.
+    """Return the hyperparameters that match ``wrt`` by name, and a list of all others.
 
-    ``wrt`` contains names, modules above them, or wildcards.
+    ``wrt`` contains names, prefixes such as the name of a module, or wildcards. None matches all
+    hyperparameters.
 
     Raises:
         ConfigurationError: If a name matches no learnable hyperparameter.

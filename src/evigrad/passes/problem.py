@@ -1,4 +1,4 @@
-"""The model of an evidence, and how the evidence processes blocks."""
+"""Define the model of an evidence, and how the evidence processes blocks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,10 +29,10 @@ from evigrad.passes.settings import Settings
 
 @dataclass(frozen=True, eq=False)
 class Problem(LinearizedModel):
-    """A linearized model and how its evidence is computed.
+    """A linearized model, and how its evidence is computed.
 
     Attributes:
-        settings: How the evidence is computed.
+        settings: The user's settings.
         generator: Generator for all random choices.
         network: The model, with a plan for each shape of inputs.
         sizes: How many examples go through the network in one pass.
@@ -65,7 +65,7 @@ class Problem(LinearizedModel):
         return next(iter(self.weights.values())).dtype
 
     def log_probabilities(self, f: Tensor, y: Tensor) -> Tensor:
-        """See ``LinearizedModel``. Errors in a custom likelihood are reported as such."""
+        """See ``LinearizedModel``. Errors in a custom likelihood are reported with its name."""
         return log_probabilities(self.likelihood, f, y)
 
     def plan_of(self, x: Any) -> InputPlan:
@@ -83,7 +83,7 @@ class Problem(LinearizedModel):
         return self.partitions[num_outputs]
 
     def splits(self, plan: InputPlan) -> bool:
-        """Return whether ranks share the examples, which requires a statistic that is a sum."""
+        """Return whether ranks divide the examples, which requires a statistic that is a sum."""
         if self.ranks.count == 1 or self.estimator.subset is not None:
             return False
         return not self.curvature(plan).keeps_rows and self.ranks.count <= self.num_data
@@ -138,7 +138,7 @@ class Problem(LinearizedModel):
 
     @contextmanager
     def restored_on_error(self) -> Iterator[None]:
-        """Restore the generator and the sizes of micro-batches if an exception is raised inside."""
+        """Restore the generator and the sizes of micro-batches if an exception occurs inside."""
         state, chosen = self.generator.get_state(), dict(self.sizes.chosen)
         try:
             yield
@@ -153,12 +153,14 @@ class ParameterReport:
     """How an estimator treats one weight tensor.
 
     Attributes:
-        name: Name in the model.
+        name: Name of the tensor in the model.
         shape: Shape of the tensor.
-        rows: How its derivatives are computed: by a closed form or a generic path.
-        curvature: Its block of the curvature.
-        group: Its prior group.
-        precision: Its prior precision, or its mean if it varies within the tensor.
+        rows: How the tensor's Jacobian rows are computed, such as ``"linear"`` or ``"generic:
+            vmap"``.
+        curvature: The form of the tensor's curvature, such as ``"diagonal"``.
+        group: Name of the tensor's prior group.
+        precision: Prior precision of the tensor, or the mean precision if entries have different
+            precisions.
 
     See also: docs/supported.md.
     """

@@ -1,4 +1,4 @@
-"""Distribute the core over processes: sums of statistics, and means of estimates."""
+"""Combine the results of several processes: sums of statistics, and means of estimates."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +18,8 @@ from evigrad.passes.problem import Problem
 class ReducedCurvature(Curvature[Any]):
     """A curvature whose statistic for all examples is the sum of the ranks' statistics.
 
-    Ranks collect their parts, which are summed before a log-determinant is taken.
+    Each rank collects the statistic of its examples. The statistics are summed before a
+    log-determinant is computed.
 
     Args:
         curvature: A curvature with an additive statistic.
@@ -87,10 +88,10 @@ def mean_over_ranks(
 ) -> tuple[Estimate, list[Tensor]]:
     """Return the mean of the estimates of all ranks, and the mean of their gradients.
 
-    Each estimate corresponds to one of the ``blocks``. The weight of a rank is its number of draws
-    of anchored blocks, or its number of other blocks. Any rank except the first may have no blocks.
-    Its gradients are then zero. For H numbers in the gradients, a rank sends
-    2 (R − 1)/R · 8 (H + 7) bytes.
+    Each estimate corresponds to one of the ``blocks``. A rank's weight in the mean is its number of
+    blocks, where an anchored block counts once per draw. Any rank except the first may have no
+    blocks. The gradients of this rank are then zero. With R ranks and H numbers in the gradients, a
+    rank sends 2 (R − 1)/R · 8 (H + 7) bytes.
     """
     ranks = problem.ranks
     if ranks.count == 1:

@@ -1,4 +1,4 @@
-"""The settings of an evidence, checked once."""
+"""Define and check the settings of an evidence."""
 
 import re
 from dataclasses import dataclass
@@ -30,24 +30,26 @@ UNITS = {
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory and the data types for estimates.
+    """Memory limits and data types for estimates.
 
     Data types are names or PyTorch dtypes.
 
     Attributes:
-        micro_batch: Number of examples per forward pass of an estimate, or auto to choose it
-            according to the available memory. If a pass runs out of memory, later passes take half
-            of the examples. Results do not depend on this number. Default: all examples of a block.
-        memory_budget: Memory for a pass with micro_batch auto, in bytes or as an amount such as
+        micro_batch: Number of examples per forward pass of an estimate, or auto to choose the
+            number according to the available memory. If a pass runs out of memory, later passes
+            take half the number of examples. Results do not depend on this number. Default: all
+            examples of a block.
+        memory_budget: Memory for a pass if micro_batch is auto, in bytes or as an amount such as
             8GiB. Default: most of the free memory.
-        gram_dtype: Data type of kernels and factors: float32 or float64. Default: the data type of
+        gram_dtype: Data type of kernels and factors, float32 or float64. Default: the data type of
             the weights.
-        rows_dtype: Data type in which ntk stores Jacobian rows. bfloat16 takes half the memory of
-            float32. Products are computed in gram_dtype. Default: the data type of the weights.
-        rows_device: Device on which ntk stores Jacobian rows. cpu uses the memory of the host.
-            Default: the device of the weights.
-        autocast: Data type of mixed-precision passes, such as bfloat16. It does not affect kernels
-            and factors. Default: no mixed precision.
+        rows_dtype: Data type in which ntk estimators store Jacobian rows. With bfloat16, rows take
+            half the memory of float32. Products are computed in gram_dtype. Default: the data type
+            of the weights.
+        rows_device: Device on which ntk estimators store Jacobian rows. The device cpu stores them
+            in the memory of the host. Default: the device of the weights.
+        autocast: Data type of mixed-precision passes, which must be bfloat16. It does not affect
+            kernels and factors. Default: no mixed precision.
 
     Examples:
         >>> from evigrad import Memory
@@ -65,7 +67,7 @@ class Memory:
     autocast: torch.dtype | Literal["bfloat16"] | None = None
 
     def resolved(self) -> dict[str, Any]:
-        """Return the fields for ``Settings``, with names and amounts resolved.
+        """Return the fields of ``Settings``, with names and amounts converted.
 
         Raises:
             ConfigurationError: If a name or an amount is invalid.
@@ -81,7 +83,11 @@ class Memory:
 
 
 def as_dtype(what: str, value: torch.dtype | str | None) -> torch.dtype | None:
-    """Return the dtype with a name such as ``"bfloat16"``. Errors name the setting ``what``."""
+    """Return the dtype with a name such as ``"bfloat16"``.
+
+    Raises:
+        ConfigurationError: If the name is invalid. The message names the setting ``what``.
+    """
     if not isinstance(value, str):
         return value
     name = value.removeprefix("torch.")
@@ -93,7 +99,11 @@ def as_dtype(what: str, value: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def as_bytes(what: str, value: int | str | None) -> int | None:
-    """Return the number of bytes from a number or text such as ``"8GiB"``. Errors name ``what``."""
+    """Return the number of bytes of an amount such as ``"8GiB"``.
+
+    Raises:
+        ConfigurationError: If the amount is invalid. The message names the setting ``what``.
+    """
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", value.strip().lower())
@@ -106,7 +116,7 @@ def as_bytes(what: str, value: int | str | None) -> int | None:
 
 @dataclass(frozen=True)
 class Settings:
-    """How an ``Evidence`` computes estimates. The docstring of ``Evidence`` explains each field.
+    """How an ``Evidence`` computes estimates. The docstring of ``Evidence`` explains the fields.
 
     Raises:
         ConfigurationError: If a value is invalid.
@@ -181,12 +191,12 @@ def check_model(
     check_choice("root", root, ROOTS)
     if anchoring is not None and not estimator.anchored:
         raise ConfigurationError(
-            f"{estimator.name} has no anchors. Omit anchoring=..., or use a name such as"
-            " 'ntk-400-rows-anchored'."
+            f"{estimator.name} has no anchors. Omit anchoring=..., or use an estimator such"
+            " as 'ntk-400-rows-anchored'."
         )
     if estimator.anchored and root == "subblock":
         raise ConfigurationError(
-            f"{estimator.name}: a 'subblock' root has different rows in every block, so its rows"
-            " cannot be anchors. Use root='eigen' or root='fisher'."
+            f"{estimator.name} cannot use root='subblock', because the rows of this root differ"
+            " between blocks and cannot be anchors. Use root='eigen' or root='fisher'."
         )
     check_positive("temperature", temperature)

@@ -1,7 +1,7 @@
 """Take a block through the network in consecutive micro-batches.
 
-All random numbers belong to the block and are drawn before the first pass, so they do not depend
-on the pass or on the size of micro-batches.
+All random numbers are drawn for the whole block before the first pass. They do not depend on the
+pass or on the size of micro-batches.
 """
 
 import math
@@ -63,7 +63,7 @@ _POSITIONS_HINT = (
 
 @dataclass(frozen=True, eq=False)
 class PlannedBatch(MicroBatch):
-    """A micro-batch, with a plan if its inputs differ in shape from the block's first batch."""
+    """A micro-batch. It has a plan if its inputs differ in shape from the block's first batch."""
 
     plan: InputPlan | None = None
 
@@ -73,12 +73,12 @@ class MicroBatchSweep:
     """A block, its data, and everything drawn for it, shared by all passes.
 
     Attributes:
-        problem: The model and how its evidence is computed.
+        problem: The model, and how its evidence is computed.
         plan: The plan for the inputs.
         curvature: The curvature that collects the rows.
         batches: The block's data in the block's order, the same in every iteration.
-        block: Columns and scale factors.
-        seed: Seed for draws of the model from global generators.
+        block: The block, with its columns and scale factors.
+        seed: Seed for models that draw from the global random generators.
         noise: Random numbers that modules draw through the evidence.
         labels: Sampled labels of all examples, one tensor for each sample (curvature ``mc``).
         suspicious: Whether to check in every micro-batch that the model does not mix examples.
@@ -114,13 +114,13 @@ class MicroBatchSweep:
         """Return the final state (``Sweep.fold``). If memory is too small, halve the micro-batches.
 
         Args:
-            step: Function that returns the next state.
+            step: Function that takes a state and a micro-batch, and returns the next state.
             start: The first state.
-            graph: Whether ``step`` needs graphs.
+            graph: Whether ``step`` needs autograd graphs.
             label: Kind of pass. Passes with the same label need the same amount of memory.
 
         Raises:
-            InputError: If the batches do not contain the block's data.
+            InputError: If the batches contain too few or too many examples.
         """
         if graph:
             self._check_second_derivatives()
@@ -286,9 +286,9 @@ class MicroBatchSweep:
     def _check_outputs(self, plan: InputPlan, f: Tensor) -> None:
         if f.shape[1] != plan.num_outputs:
             raise InputError(
-                f"The model has {f.shape[1]} outputs, but had {plan.num_outputs} before. It must"
-                " return the same shape for inputs of the same shape. If you changed the model,"
-                " create a new Evidence."
+                f"The model has {f.shape[1]} outputs, but had {plan.num_outputs} before. The model"
+                " must return the same shape for inputs of the same shape. If you changed the"
+                " model, create a new Evidence."
             )
         check_finite("The model's outputs", f)
 
@@ -303,7 +303,7 @@ class MicroBatchSweep:
     # ------------------------------------------------------------ memory
 
     def check_memory(self, condense: bool) -> None:
-        """Raise an error if the block does not fit. See ``run_pass`` for ``condense``."""
+        """Raise an error if the block does not fit in memory. See ``run_pass`` for ``condense``."""
         problem, block, curvature = self.problem, self.block, self.curvature
         size, weights, width = len(block.indices), problem.weights, self._width
         most = most_at_once(problem, self.plan, block)
@@ -371,9 +371,10 @@ class MicroBatchSweep:
 def new_sweep(
     problem: Problem, plan: InputPlan, batches: Iterable[Batch], block: Block
 ) -> MicroBatchSweep:
-    """Return a sweep over a block, with everything that its passes draw.
+    """Return a sweep over a block, with all random numbers that its passes need.
 
-    ``batches`` are the block's checked data, in the block's order. They must be repeatable.
+    ``batches`` contains the block's checked data in the block's order. It must be possible to
+    iterate over ``batches`` repeatedly.
     """
     generator, estimator, seed = problem.generator, problem.estimator, block.seed
     if seed is None:
@@ -399,7 +400,7 @@ def new_sweep(
 
 
 def most_at_once(problem: Problem, plan: InputPlan, block: Block, position: int = 0) -> int | None:
-    """Return the most examples that one pass may take from a position on, or None if automatic."""
+    """Return the largest number of examples for a pass from a position on, or None if automatic."""
     asked = problem.sizes.asked
     if asked is None and block.num_draws > 1:
         # At most the rows of one draw, a number that the user has chosen.
@@ -410,13 +411,16 @@ def most_at_once(problem: Problem, plan: InputPlan, block: Block, position: int 
 def curvature_of(
     problem: Problem, plan: InputPlan, block: Block, gram_dtype: torch.dtype | None = None
 ) -> Curvature[Any]:
-    """Return the curvature for a block, which may be divided between ranks."""
+    """Return the curvature for a block, whose examples may be divided between ranks."""
     curvature = problem.curvature(plan, gram_dtype)
     return ReducedCurvature(curvature, problem.ranks) if block.shares > 1 else curvature
 
 
 def bytes_per_datum(peak: Callable[[int], int], num_remaining: int) -> float:
-    """Return the bytes that each further example needs, from ``peak`` bytes of small passes."""
+    """Return the number of bytes that each additional example needs.
+
+    ``peak`` measures the bytes of a pass over one or two examples.
+    """
     of_one = fits(partial(peak, 1))
     if not of_one:
         return math.inf
@@ -427,10 +431,10 @@ def bytes_per_datum(peak: Callable[[int], int], num_remaining: int) -> float:
 def predicted_bytes(problem: Problem, plan: InputPlan, x: Inputs) -> int:
     """Return the predicted peak memory of an estimate, from passes over a few examples.
 
-    It is the larger of two amounts: the memory of the statistic and its log-determinant, and the
-    memory of a pass. A pass stores activations and gradients for each row and each unit of the
-    network. ``x`` contains inputs of a few examples, or one batch if the estimator uses all
-    examples.
+    The prediction is the larger of two amounts: the memory of the statistic and its
+    log-determinant, and the memory of a pass. A pass stores activations and gradients for each row
+    and each unit of the network. ``x`` contains inputs of a few examples, or one batch if the
+    estimator uses all examples.
     """
     partition, sizes, estimator = problem.partition(plan), problem.sizes, problem.estimator
     num_rows = partition.block_rows
