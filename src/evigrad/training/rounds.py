@@ -26,8 +26,8 @@ def blocks_of_a_round(
 
     Steps that learn only prior and noise can reuse the network passes of other steps.
     ``prior_blocks`` is the number of blocks whose passes all steps share. If it is None, each step
-    has its own block, unless one block holds all data. Anchors are chosen once per round, so steps
-    with different blocks can still share the pass over the anchors.
+    has its own block, unless one block holds all data. With an anchored estimator, steps with
+    different blocks can still share the pass over the anchors.
     """
     anchored = isinstance(blocks, AnchoredStream)
     keepable = (anchored or blocks.is_constant) and is_keepable(evidence, x, names)

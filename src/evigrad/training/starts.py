@@ -1,8 +1,8 @@
 """Several starts of a training run. The start with the highest log evidence continues.
 
 Weights and precisions depend on each other, so training can end in different optima. Large noise
-and precisions keep the weights small, and small weights keep the noise large. All starts use the
-same initial weights, batches and blocks, until their log evidence is compared.
+and precisions keep the weights small, and small weights keep the noise large. All starts begin with
+the same weights and use the same batches and blocks, until their log evidence is compared.
 """
 
 import copy
@@ -101,7 +101,7 @@ class Starts:
         return {"decays": list(self.scores), "scores": list(self.scores.values()), **states}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Load a ``state_dict``. If it is None, from a version without trials, try no other start."""
+        """Load a ``state_dict``. If it is None (a version without trials), keep the first start."""
         if state is None:
             self.decays = self.decays[:1]
             return
