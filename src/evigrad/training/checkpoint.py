@@ -197,7 +197,7 @@ def check_format(state: Mapping[str, Any], where: object) -> None:
 
 
 def check_settings(saved: Mapping[str, Any], settings: Mapping[str, Any], where: object) -> None:
-    """Raise ConfigurationError if settings differ from the saved ones. The error names them."""
+    """Raise ConfigurationError if settings differ from the saved ones, and name these settings."""
     saved = current_record(saved)
     names = [name for name in saved if name in settings and name not in FREE_SETTINGS]
     differing = [n for n in names if _comparable(saved[n]) != _comparable(settings[n])]

@@ -148,8 +148,8 @@ class FixedPoint:
             )
         if prior.hyperprior is not None:
             raise ConfigurationError(
-                "The fixed-point update maximizes the log evidence without the hyperprior, got a"
-                " prior with a hyperprior. Remove the hyperprior, or learn the precisions with Adam."
+                "The fixed-point update needs a prior without a hyperprior, because it maximizes"
+                " only the log evidence. Remove the hyperprior, or learn the precisions with Adam."
             )
         return log_precision
 

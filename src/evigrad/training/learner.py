@@ -65,10 +65,11 @@ class Round:
 
 @dataclass
 class StepGroup:
-    """Hyperparameters with joint steps: ``steps`` per round, and ``taken`` so far.
+    """Hyperparameters that are updated together, with ``steps`` steps per round.
 
-    A round follows the last epoch of the burn-in and every ``every``-th epoch after it, as in the
-    paper's schedule. With ``burn_in=10`` and ``every=5``, rounds follow epochs 10, 15, 20, ...
+    ``taken`` is the number of steps so far. A round follows the last epoch of the burn-in and every
+    ``every``-th epoch after it, as in the paper's schedule. With ``burn_in=10`` and ``every=5``,
+    rounds follow epochs 10, 15, 20, ...
     """
 
     names: list[str]

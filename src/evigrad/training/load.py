@@ -118,7 +118,8 @@ def load(
         if model is None and network is None:
             raise ConfigurationError(
                 f"The run in {path} was started from Python, so the architecture of its network is"
-                " not stored. Pass a model with this architecture: evigrad.load(run, model=...)."
+                " not stored. Pass a model with the same architecture:"
+                " evigrad.load(run, model=...)."
             )
         module = make_network(network) if model is None else model
         if device is not None:

@@ -97,5 +97,5 @@ def planned(value: T | None) -> T:
 
 
 def burn_in_precision(decay: float, num_data: int) -> float:
-    """Return the prior precision for a weight decay in the burn-in: decay × N, limited for large N."""
+    """Return the prior precision for a weight decay during the burn-in."""
     return decay * min(num_data, BURN_IN_DATA)
