@@ -46,10 +46,11 @@ _MOVED = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code of ``evigrad``. ``argv`` defaults to the arguments of the process.
+    """Run ``evigrad`` for ``argv``, which defaults to the arguments of the process.
 
-    The code is 0 for success, 2 for a mistake that the user can fix, 130 after Ctrl-C, and 143
-    after SIGTERM.
+    Returns:
+        The exit code: 0 for success, 2 for a mistake that the user can fix, 130 after Ctrl-C, and 143
+        after SIGTERM.
     """
     return reported(lambda: run(sys.argv[1:] if argv is None else argv))
 

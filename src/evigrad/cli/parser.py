@@ -1,4 +1,4 @@
-"""A parser of options and YAML files, which explains mistakes in them.
+"""A parser for options and YAML files, which explains mistakes in them.
 
 Options come from the signatures and docstrings of functions and dataclasses.
 """
@@ -47,7 +47,10 @@ NO_ESTIMATOR = "none"
 
 
 class CommandLineError(Exception):
-    """A mistake in the arguments. Not a ``ValueError``, because the parser would catch that."""
+    """A mistake in the arguments.
+
+    It is not a ``ValueError``, because the parser would catch a ``ValueError``.
+    """
 
 
 class Formatter(RawDescriptionHelpFormatter):

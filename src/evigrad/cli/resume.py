@@ -1,4 +1,4 @@
-"""Interruption of a training run by Ctrl-C or SIGTERM, and ``evigrad train --resume RUN``."""
+"""Interrupting a run by Ctrl-C or SIGTERM, and resuming it (``evigrad train --resume RUN``)."""
 
 import os
 import shlex
@@ -92,7 +92,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interruption:
-    """Handle signals. They end a command immediately, but a training run after its epoch."""
+    """Handle signals. They end a command immediately, but a training run only after its epoch."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -100,7 +100,7 @@ class Interruption:
 
     @contextmanager
     def patient(self) -> Iterator[Callable[[], bool]]:
-        """Delay the first signal to the end, and yield a function that tells if it has arrived."""
+        """Delay the first signal to the end, and yield a function that tells whether it arrived."""
         self._patient = True
         try:
             yield lambda: self.number is not None

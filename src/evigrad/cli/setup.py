@@ -284,14 +284,14 @@ def sizes_of(model: str, depth: int | None, width: int | None) -> dict[str, int]
 
 
 def device_name(name: str) -> str:
-    """Return the name of a device. For auto, return cuda if it is available, and else cpu."""
+    """Return the name of a device. For auto, return cuda if it is available, or else cpu."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return name
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device with a name, or raise ConfigurationError if it is not available."""
+    """Return the named device, or raise ConfigurationError if it is not available."""
     try:
         device = torch.device(device_name(name))
         torch.empty(0, device=device)

@@ -116,7 +116,7 @@ class MetricsFile:
             self._file = path.open("ab")
 
     def write(self, row: Mapping[str, int | float | None]) -> None:
-        """Append a row. It has a value or None for every column."""
+        """Append a row, which has a value or None for every column."""
         with writing(self._path):
             self._file.write(self._lines([_cells(row)]))
             self._file.flush()
@@ -133,7 +133,7 @@ class MetricsFile:
 
 
 def read_metrics(path: str | Path) -> list[Row]:
-    """Read a ``metrics.csv``.
+    """Read the ``metrics.csv`` of a run.
 
     Returns:
         One row per epoch.

@@ -277,7 +277,9 @@ class Learner:
                     if group.is_due(epoch):
                         hyper_round = self._round(group, hyper_round)
             except EvigradError as error:
-                raise type(error)(f"Hyperparameter step after epoch {epoch}: {error}") from error
+                raise type(error)(
+                    f"Hyperparameter step after epoch {epoch} failed: {error}"
+                ) from error
             finally:
                 self._clear_gradients()
             if names := self._learned_of_model:

@@ -102,8 +102,8 @@ def load(
     state = RunDirectory(path, resume=True).read_checkpoint()
     if state is None:
         raise ConfigurationError(
-            f"run must be a folder with a checkpoint, got {path}, which has none. Use the"
-            " folder of a run."
+            f"run must be a folder with a checkpoint, got {path}, which has no checkpoint."
+            " Use the folder of a run."
         )
     with fitting(f"The checkpoint in {path}"):
         check_format(state, path)

@@ -28,7 +28,7 @@ def make_weight_optimizer(
     settings: Optimization,
     scalars: Collection[nn.Parameter] = (),
 ) -> Optimizer:
-    """Return a checked optimizer of the weights. ``scalars`` get a lower learning rate."""
+    """Return a checked optimizer of the weights. Its learning rate is lower for ``scalars``."""
     if isinstance(settings.optimizer, str):
         slow, rate = {id(p) for p in scalars}, planned(settings.lr)
         groups: list[dict[str, Any]] = [
@@ -66,7 +66,7 @@ def make_weight_optimizer(
 
 
 def make_hyper_optimizer(hyperparameters: Mapping[str, nn.Parameter], s: Optimization) -> Optimizer:
-    """Return Adam for all hyperparameters, except precisions with the fixed-point update."""
+    """Return Adam for all hyperparameters, except precisions that the fixed point sets."""
     kinds = ("likelihood.",) if s.prior_update == "fixed_point" else ("prior.", "likelihood.")
     rates = ((kinds, s.prior_lr, s.prior_lr_min), (("model.",), s.hyper_lr, s.hyper_lr_min))
     groups: list[dict[str, Any]] = []

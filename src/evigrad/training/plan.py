@@ -1,4 +1,4 @@
-"""The plan of a run: defaults of settings that depend on its data."""
+"""The plan of a run: default settings that depend on the data."""
 
 from dataclasses import replace
 from typing import TypeVar

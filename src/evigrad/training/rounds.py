@@ -49,7 +49,7 @@ def blocks_of_a_round(
 def passes_over(
     evidence: Evidence, drawn: DrawnParts, x: Inputs, names: list[str]
 ) -> Iterator[KeptPass]:
-    """Yield kept passes over drawn parts of the data, in order.
+    """Yield network passes over drawn parts of the data, kept for several steps, in order.
 
     Each pass is computed when it is requested, and covers as many parts as fit into memory. The
     available memory does not change which parts are drawn.

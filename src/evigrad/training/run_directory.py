@@ -84,7 +84,7 @@ class RunDirectory:
             file.write(text.encode("utf-8"))
 
     def write_checkpoint(self, state: Mapping[str, Any]) -> None:
-        """Write a checkpoint of tensors and plain values. Keep the previous checkpoint too."""
+        """Write a checkpoint of tensors and plain values, and also keep the previous checkpoint."""
         with replacing(self.checkpoint, self.checkpoint_before) as file:
             try:
                 torch.save(dict(state), file)
@@ -165,7 +165,7 @@ class RunRecord:
         self.rewrite(history)
 
     def rewrite(self, history: Sequence[Row]) -> None:
-        """Replace the metrics file by the rows of all epochs so far."""
+        """Replace the metrics file with the rows of all epochs so far."""
         self.close()
         self._metrics = None
         if history:

@@ -24,7 +24,7 @@ LOST_NATS = 0.5
 
 
 class Runaways:
-    """Watch the learned hyperparameters of a model over the rounds, and warn once about each.
+    """Watch a model's learned hyperparameters over the rounds, and warn once about each runaway.
 
     ``starts`` maps names to initial values. ``best`` is the highest mean log likelihood per example
     in any round so far. A checkpoint stores both.

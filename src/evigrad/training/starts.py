@@ -31,8 +31,8 @@ class Starts:
 
     Attributes:
         decays: Weight decays of the burn-in, in the order of the trials.
-        scores: Log evidence in nats per example by weight decay, for the starts tried so far. It is
-            −inf if training diverged.
+        scores: Log evidence in nats per example by weight decay, for the starts tried so far. The
+            value is −inf if training diverged.
     """
 
     def __init__(self, trainer: "Trainer") -> None:

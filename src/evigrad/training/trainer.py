@@ -211,7 +211,7 @@ class Trainer:
             )
         if resume and run_dir is None:
             raise ConfigurationError(
-                "resume=True requires the folder of a run, got None. Set run_dir."
+                "resume=True requires the folder of a run, got run_dir=None. Set run_dir."
             )
         ranks = self.evidence.ranks
         if not ranks.is_first:
@@ -477,7 +477,7 @@ class Trainer:
         return total.item()
 
     def loss(self, x: Tensor, y: Tensor, indices: Tensor, scale: float) -> Tensor:
-        """Return the loss of a batch in nats per example. A step uses ``scale`` times the loss."""
+        """Return the loss of a batch in nats per example. A step uses ``scale`` times this loss."""
         # Precisions of weights that the data do not determine grow without limit.
         sgd = self.weight_optimizer if isinstance(self.weight_optimizer, SGD) else None
         return self.evidence.map_loss(
