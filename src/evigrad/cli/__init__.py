@@ -49,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``evigrad`` for ``argv``, which defaults to the arguments of the process.
 
     Returns:
-        The exit code: 0 for success, 2 for a mistake that the user can fix, 130 after Ctrl-C, and
-        143 after SIGTERM.
+        The exit code, which is 0 for success, 2 for a mistake that the user can fix, 130 after
+        Ctrl-C, and 143 after SIGTERM.
     """
     return reported(lambda: run(sys.argv[1:] if argv is None else argv))
 
