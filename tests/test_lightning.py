@@ -346,7 +346,7 @@ class Silent(Plain):
             {},
             "must hold all weights of the prior, but it lacks 'net.2.weight', 'net.2.bias'",
         ),
-        (Silent, {}, {}, "network=..., of net"),
+        (Silent, {}, {}, "network=..., one of net"),
         (Plain, {"network": "nett"}, {}, "Did you mean 'net'"),
         (Plain, {}, {"max_epochs": -1}, "must have an end"),
         (Plain, {"schedule": Schedule(burn_in=4)}, {}, "at most epochs = 3, got"),

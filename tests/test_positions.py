@@ -594,7 +594,7 @@ def test_no_target() -> None:
 def test_a_subset_of_unknown_size() -> None:
     x, y = text()
     one = evidence(tagger(), Categorical(), "ntk-6-C", int((y != -100).sum()))
-    with pytest.raises(InputError, match="from 1 to 3 targets.*blocks"):
+    with pytest.raises(InputError, match="1 to 3 targets each.*blocks"):
         one.estimate(x[:2], y[:2])
     assert one.estimate(x[2:], y[2:]).is_bound
 

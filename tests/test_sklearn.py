@@ -210,6 +210,7 @@ def test_several_targets() -> None:
 # ---------------------------------------------------------------- tables
 
 
+@pytest.mark.filterwarnings("ignore:The residuals")  # of the values that were missing
 def test_frames_with_categories_in_a_pipeline() -> None:
     X, y = table(150)
     X.loc[::10, "length"] = np.nan

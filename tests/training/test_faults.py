@@ -268,7 +268,7 @@ def test_a_pass_that_does_not_fit_is_halved_and_says_so(allocator, micro_batch, 
         else:
             with pytest.warns(
                 EvigradWarning,
-                match="over 20 examples did not fit .* takes 10",
+                match="over 20 examples did not fit .* take 10",
             ):
                 found = train("ntk", blobs, tmp_path / "run", micro_batch=micro_batch, **given)
     assert 10 in found.evidence.state_dict()["micro_batches"].values() or micro_batch == "auto"
@@ -329,7 +329,7 @@ def test_a_damaged_checkpoint_costs_its_epochs_and_changes_no_result(case, blobs
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     with pytest.warns(
-        EvigradWarning, match="before it, after epoch 2, and repeats the epochs since"
+        EvigradWarning, match="previous checkpoint, after epoch 2, and repeats the epochs since"
     ):
         again = train(case, blobs, tmp_path / "cut", resume=True)
     assert_same_runs(tmp_path / "cut", tmp_path / "whole")

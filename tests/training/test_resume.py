@@ -113,7 +113,7 @@ def test_a_run_from_before_there_were_means_goes_on_with_mean_zero(blobs, tmp_pa
     assert load(tmp_path / "cut", net(3)).evidence.prior.means() == {}
     given = {name: value for name, value in SMALL.items() if name != "progress"}
     settings = Settings(**grouped({**state["settings"], **given, "prior_mean": "initial"}))
-    with pytest.raises(ConfigurationError, match="no weight, and this one for '0.weight'"):
+    with pytest.raises(ConfigurationError, match="for no weight, and this prior for '0.weight'"):
         prepare(net(), blobs[0], settings, test=blobs[1]).train(tmp_path / "cut", resume=True)
     train("ntk", blobs, tmp_path / "cut", seed=3, resume=True)
     assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")

@@ -44,11 +44,13 @@ def mode_columns(trainer: "Trainer", epoch: int) -> Row:
 
     The distance is computed after the last epoch and is None in other epochs. It is exact for small
     data sets. For larger data sets it is an upper bound, or an estimate with Kronecker factors. It
-    is also None if it cannot be computed, for instance because memory runs out.
+    is also None if it cannot be computed, for instance because memory runs out, and if epochs hold
+    only a part of the data, because it takes a pass over all data.
     """
     if trainer.learner is None:
         return {}
-    if epoch < trainer.epochs:
+    num_data = len(trainer.data)
+    if epoch < trainer.epochs or trainer.schedule.data_in_epoch(num_data) < num_data:
         return {"mode_gap": None}
     try:
         return {"mode_gap": _mode_gap(trainer)}

@@ -67,8 +67,8 @@ class FitResult:
         starts: Log evidence of each ``start_decay`` that was tried, in nats per example, after a
             third of the epochs. Empty if there was only one start.
         mode_gap: Log evidence that is missing because the weights are not at the mode, in nats per
-            example (see ``Evidence.mode_gap``). None without an estimator, or if it could not be
-            computed.
+            example (see ``Evidence.mode_gap``). None without an estimator, with
+            ``Schedule.epoch_size``, or if it could not be computed.
         run_dir: Folder of the run on the first rank, or None if nothing was written.
         estimator: Name of the estimator, or None for training without an estimator.
 
