@@ -44,8 +44,8 @@ def mode_columns(trainer: "Trainer", epoch: int) -> Row:
 
     The distance is computed after the last epoch and is None in other epochs. It is exact for small
     data sets. For larger data sets it is an upper bound, or an estimate with Kronecker factors. It
-    is also None if it cannot be computed, for instance because memory runs out, and if epochs hold
-    only a part of the data, because it takes a pass over all data.
+    is also None if it cannot be computed, for instance because memory runs out. If an epoch does
+    not use all data, it is None too, because computing it takes a pass over all data.
     """
     if trainer.learner is None:
         return {}
