@@ -125,9 +125,9 @@ def test_files_are_small_and_pyplot_is_not_used(tmp_path):
 
 
 def test_nothing_to_draw():
-    with pytest.raises(InputError, match="must have an epoch to draw"):
+    with pytest.raises(InputError, match="must have at least one epoch"):
         plots.learning_curves({})
-    with pytest.raises(InputError, match="must have an epoch to draw"):
+    with pytest.raises(InputError, match="must have at least one epoch"):
         plots.precision_paths([])
     with pytest.raises(InputError, match="precision"):
         plots.precision_paths([{"epoch": 1, "loss": 1.0}])

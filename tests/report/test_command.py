@@ -125,7 +125,7 @@ def test_a_network_without_a_transform_has_no_grid(tmp_path):
 
 def test_what_is_wrong_is_said_in_one_line(tmp_path, capsys):
     for arguments, words in (
-        ([], "A report needs the folder of a run. Use evigrad report RUN."),
+        ([], "A report needs the folder of a run, got none. Use evigrad report RUN."),
         ([str(tmp_path / "gone")], "needs the folder of a run, got"),
         (["run", "--exampels", "3"], "Did you mean '--examples'?"),
         (["run", "--examples", "few"], "--examples: must be a whole number, got 'few'."),

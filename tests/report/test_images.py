@@ -48,9 +48,9 @@ def test_what_is_no_grid_is_refused():
     images = torch.zeros(2, 1, 4, 4)
     with pytest.raises(InputError, match="height, width"):
         augmented_images(images, images)
-    with pytest.raises(InputError, match="must be the same number"):
+    with pytest.raises(InputError, match="must have the same length"):
         augmented_images(images, torch.zeros(3, 5, 1, 4, 4))
-    with pytest.raises(InputError, match="must be the same number"):
+    with pytest.raises(InputError, match="must have the same length"):
         augmented_images(images, images[:, None], ["one"])
 
 

@@ -261,7 +261,7 @@ def test_several_runs_beside_each_other(tmp_path):
         "100 (layer2)",
     ]
     assert figures(twins[0] / "comparison") >= {"prior_precision-x-y", "prior_precision-x-y-2"}
-    with pytest.raises(ConfigurationError, match="got one twice"):
+    with pytest.raises(ConfigurationError, match="got one of them twice"):
         write_report(first, tmp_path / "b" / ".." / "a" / "run")
 
 
@@ -382,7 +382,7 @@ def test_a_missing_file_is_named(tmp_path):
         ("metrics.csv", "epoch,loss\n", "no epoch yet"),
         ("metrics.csv", "", "no epoch yet"),
         ("config.json", "{", "config.json cannot be read"),
-        ("config.json", "[]", "must hold names with values"),
+        ("config.json", "[]", "must map names to values"),
         ("config.yaml", "a: [", "config.yaml cannot be read"),
         ("results.json", "3", "results.json cannot be read"),
     ],

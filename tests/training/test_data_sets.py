@@ -118,7 +118,7 @@ def test_random_items_are_the_same_after_an_interruption(tmp_path, estimator):
         fit(net(), Augmented(), run_dir=tmp_path / "run", callbacks=[stop], **grouped(settings))
     resumed = {"run_dir": tmp_path / "run", "resume": True}
     with pytest.raises(
-        ConfigurationError, match="run in .* used training data with different values"
+        ConfigurationError, match="training data differ from the data of the run in .* in values"
     ):
         fit(net(), Augmented(2), **grouped(dict(**resumed, **settings)))
     found = fit(net(), Augmented(), **grouped(dict(**resumed, **settings)))

@@ -291,7 +291,7 @@ def test_a_layer_without_curvature_falls_slowly_and_not_for_ever(rate: float) ->
 def test_a_prior_that_it_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="learnable prior"):
         FixedPoint(make(prior=GaussianPrior(learnable=False)))
-    with pytest.raises(ConfigurationError, match="without the hyperprior"):
+    with pytest.raises(ConfigurationError, match="without a hyperprior"):
         FixedPoint(make(prior=GaussianPrior(hyperprior=NormalHyperprior())))
 
 

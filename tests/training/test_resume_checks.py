@@ -57,10 +57,13 @@ def test_other_data_are_refused(blobs, begun):
     }
     for data in others.values():
         with pytest.raises(
-            ConfigurationError, match="run in .* used training data with different values"
+            ConfigurationError,
+            match="training data differ from the data of the run in .* in values",
         ):
             fit(net(), data, test=test, run_dir=begun, resume=True, **grouped(SMALL))
-    with pytest.raises(ConfigurationError, match="run in .* used test data with different values"):
+    with pytest.raises(
+        ConfigurationError, match="test data differ from the data of the run in .* in values"
+    ):
         fit(
             net(), (x, y), test=(test[0] + 1, test[1]), run_dir=begun, resume=True, **grouped(SMALL)
         )

@@ -46,16 +46,17 @@ _MOVED = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code of ``evigrad``. ``argv`` defaults to the arguments of the process.
+    """Run ``evigrad`` for ``argv``, which defaults to the arguments of the process.
 
-    The code is 0 for success, 2 for a mistake that the user can fix, 130 after Ctrl-C, and 143 if
-    the process was asked to end.
+    Returns:
+        The exit code, which is 0 for success, 2 for a mistake that the user can fix, 130 after
+        Ctrl-C, and 143 after SIGTERM.
     """
     return reported(lambda: run(sys.argv[1:] if argv is None else argv))
 
 
 def reported(work: Callable[[], int]) -> int:
-    """Call ``work`` and return its exit code. Show warnings and errors in plain words."""
+    """Call ``work``, show its warnings and errors in plain words, and return its exit code."""
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         words = "The command line needs additional packages. Run: pip install 'evigrad[all]'"
         print(f"{words} ({', '.join(missing)} missing).", file=sys.stderr)
@@ -98,7 +99,7 @@ def reported(work: Callable[[], int]) -> int:
 
 
 def module_of(name: str) -> ModuleType:
-    """Return the module of a subcommand, a key of ``COMMANDS``."""
+    """Import and return the module of a subcommand, whose name is a key of ``COMMANDS``."""
     return import_module(f"evigrad.cli.{name}")
 
 
@@ -113,8 +114,8 @@ def run(arguments: Sequence[str]) -> int:
     name = arguments[0]
     if name in _MOVED:
         raise ConfigurationError(
-            f"'{name}' is no longer part of the installed package. In a checkout of evigrad's"
-            f" source, run {_MOVED[name]}."
+            f"The command '{name}' is no longer part of the installed package. In a checkout of"
+            f" evigrad's source, run {_MOVED[name]}."
         )
     if name not in COMMANDS:
         raise ConfigurationError(
@@ -125,7 +126,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def run_command(command: ModuleType, program: str, arguments: Sequence[str]) -> int:
-    """Run a subcommand's module, which the user calls as ``program``, and return the exit code."""
+    """Run the module of a subcommand, and return the exit code. Messages call it ``program``."""
     # Imported here, because the overview does not need a parser of options.
     from evigrad.cli.parser import CommandLineError, check_needs, check_null, explain, with_hyphens
     from evigrad.cli.resume import resumed_configuration
@@ -146,8 +147,8 @@ def run_command(command: ModuleType, program: str, arguments: Sequence[str]) -> 
         raise mistake from error
     except UnicodeDecodeError as error:
         raise ConfigurationError(
-            f"The configuration must be a text file in UTF-8, got an error: {error}. Save the file"
-            " as UTF-8."
+            f"The configuration must be a text file in UTF-8, got a file that cannot be decoded"
+            f" ({error}). Save the file as UTF-8."
         ) from error
     except SystemExit as finished:  # --help and --print-config
         return int(finished.code or 0)

@@ -41,7 +41,7 @@ def run(parser: Parser, options: Namespace) -> int:
     """Examine the network that the options specify, and return the exit code."""
     if options.estimator == NO_ESTIMATOR:
         raise ConfigurationError(
-            "The doctor needs an estimator to examine, got none. Use a name such as ntk-100-1."
+            "evigrad doctor needs an estimator, got none. Use a name such as ntk-100-1."
         )
     refuse_former_name(options.estimator)
     if options.batch_size < 1:

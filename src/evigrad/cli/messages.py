@@ -36,7 +36,7 @@ def show(kind: str, text: str) -> None:
 def print_table(
     title: str, caption: str, rows: Sequence[Mapping[str, str]], left: Collection[str]
 ) -> None:
-    """Print rows, with cells by column. Columns that are not in ``left`` are right-aligned."""
+    """Print a table. Rows map columns to cells. Columns not in ``left`` are right-aligned."""
     table = Table(box=SIMPLE_HEAD, title=title, caption=caption, caption_justify="left")
     for column in rows[0]:
         table.add_column(column, justify="left" if column in left else "right", overflow="fold")

@@ -1,4 +1,7 @@
-"""Options and YAML files from signatures and docstrings, and explanations of mistakes in them."""
+"""A parser for options and YAML files, which explains mistakes in them.
+
+Options come from the signatures and docstrings of functions and dataclasses.
+"""
 
 import inspect
 import re
@@ -44,7 +47,10 @@ NO_ESTIMATOR = "none"
 
 
 class CommandLineError(Exception):
-    """A mistake in the arguments. The parser would handle a ``ValueError`` as its own."""
+    """A mistake in the arguments.
+
+    It is not a ``ValueError``, because the parser would catch a ``ValueError``.
+    """
 
 
 class Formatter(RawDescriptionHelpFormatter):
@@ -88,7 +94,7 @@ set_loader(_YAML, _load, (ConfigurationError, YAMLError))
 
 
 class Parser(ArgumentParser):
-    """Turn a mistake in the arguments into one sentence with the nearest option's name."""
+    """Parse options from the command line or a YAML file. Mistakes raise CommandLineError."""
 
     def __init__(self, **keywords: Any) -> None:
         """Add ``--help`` and ``--config``. ``keywords`` are passed to ``ArgumentParser``."""
@@ -106,14 +112,14 @@ class Parser(ArgumentParser):
                 action.help, action.metavar = "Print all options as a YAML file and exit.", ""
 
     def parse_args(self, *arguments: Any, **keywords: Any) -> Any:
-        """Return parsed arguments. Unexpected errors become a CommandLineError."""
+        """Return the parsed arguments. Convert unexpected errors to CommandLineError."""
         try:
             return super().parse_args(*arguments, **keywords)
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             if isinstance(error, UnicodeError):
                 raise
             # Such as a file whose "config" is a number: a value that the parser did not expect.
-            raise CommandLineError(f"the options cannot be read ({error})") from error
+            raise CommandLineError(f"The options cannot be read ({error})") from error
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise a CommandLineError for a mistake, instead of printing usage and exiting."""
@@ -130,10 +136,10 @@ class Parser(ArgumentParser):
         defaults: Mapping[str, Any] | None = None,
         words: Mapping[str, str] | None = None,
     ) -> None:
-        """Add keywords of a function, or fields of a dataclass, as options to a group of the help.
+        """Add options to a group of the help: a function's parameters, or a dataclass's fields.
 
-        ``source`` defines the keywords, with types, defaults and a Google docstring. ``types``,
-        ``defaults`` and ``words`` override it by name.
+        The signature and the Google docstring of ``source`` define types, defaults and
+        descriptions. ``types``, ``defaults`` and ``words`` override them by name.
         """
         groups = {group.title: group for group in self._action_groups}
         group = groups.get(title) or self.add_argument_group(title)
@@ -156,12 +162,12 @@ class Parser(ArgumentParser):
 
 
 def chosen(function: Callable[..., Any], options: Namespace) -> dict[str, Any]:
-    """Return keyword arguments for a function, from the options with these names."""
+    """Return keyword arguments for a function: the options named like its parameters."""
     return {name: options[name] for name in inspect.signature(function).parameters}
 
 
 def check_null(parser: ArgumentParser, options: Namespace) -> None:
-    """Raise ConfigurationError for null in a file, unless it is the option's default."""
+    """Raise ConfigurationError if an option is null, unless its default is null."""
     for name, default in parser.get_defaults().items():
         if options[name] is None and default is not None:
             raise ConfigurationError(
@@ -170,7 +176,7 @@ def check_null(parser: ArgumentParser, options: Namespace) -> None:
 
 
 def typed(annotation: Any) -> Any:
-    """Return the members of a union that a command line can express: numbers and strings."""
+    """Return a type without the members of a union that a command line cannot express."""
     if get_origin(annotation) in (Union, UnionType):
         plain = (int, float, str, bool, NoneType)
         members = get_args(annotation)
@@ -189,7 +195,7 @@ def argument_descriptions(function: Callable[..., Any]) -> dict[str, str]:
 
 
 def with_hyphens(arguments: Sequence[str]) -> list[str]:
-    """Return options in the spelling of the help: ``--run_dir`` becomes ``--run-dir``."""
+    """Return arguments with hyphens in option names: ``--run_dir`` becomes ``--run-dir``."""
     spelled = []
     for argument in arguments:
         if argument.startswith("--"):
@@ -273,7 +279,7 @@ def _metavar(name: str, kind: Any) -> str:
 
 
 def check_needs(parser: ArgumentParser, options: Namespace, typed: Iterable[str]) -> None:
-    """Raise an error for ``typed`` options without effect, and note such options in a file."""
+    """Raise an error if a ``typed`` option has no effect. For options in a file, print a note."""
     typed_names = {
         word[2:].partition("=")[0].removeprefix("no-").replace("-", "_")
         for word in typed
@@ -288,7 +294,7 @@ def check_needs(parser: ArgumentParser, options: Namespace, typed: Iterable[str]
             flag = f"--{name.replace('_', '-')}"
             if name in typed_names:
                 raise ConfigurationError(
-                    f"{flag} would have no effect: it only works {needed}. Add what it needs,"
+                    f"{flag} would have no effect: it only works {needed}. Add what is missing,"
                     f" or remove {flag}."
                 )
             idle.append(f"{name} (only works {needed})")

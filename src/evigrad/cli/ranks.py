@@ -19,7 +19,7 @@ _PATIENCE = timedelta(minutes=10)
 
 @contextmanager
 def started_ranks(device: str) -> Iterator[Group | None]:
-    """Yield the process group of the ranks that a launcher started, or None for one process."""
+    """Yield the process group of the ranks that a launcher started, or None without a launcher."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
         yield None
         return
@@ -41,7 +41,7 @@ def started_ranks(device: str) -> Iterator[Group | None]:
 
 
 def described_ranks(group: Group | None) -> str:
-    """Test the connection of the processes, and return their number and backend in words."""
+    """Test the connection between the processes. Return their number and backend as text."""
     if group is None:
         works = "is available" if distributed.is_available() else "is missing in this PyTorch"
         return f"One process (torch.distributed, for several processes, {works})"

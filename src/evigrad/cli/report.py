@@ -1,4 +1,4 @@
-"""``evigrad report``: an HTML page of figures and tables for one or several runs."""
+"""``evigrad report``: an HTML page of figures and tables for one or more runs."""
 
 from jsonargparse import Namespace
 
@@ -32,9 +32,11 @@ def make_parser() -> Parser:
 
 
 def run(parser: Parser, options: Namespace) -> int:
-    """Write the page, and return the exit code."""
+    """Write the report, and return the exit code."""
     if not options.runs:
-        raise ConfigurationError("A report needs the folder of a run. Use evigrad report RUN.")
+        raise ConfigurationError(
+            "A report needs the folder of a run, got none. Use evigrad report RUN."
+        )
     page = write_report(
         *options.runs, out=options.out, data_dir=options.data_dir, examples=options.examples
     )

@@ -1,4 +1,4 @@
-"""The end of a training run by Ctrl-C or SIGTERM, and ``evigrad train --resume RUN``."""
+"""Interrupting a run by Ctrl-C or SIGTERM, and resuming it (``evigrad train --resume RUN``)."""
 
 import os
 import shlex
@@ -53,13 +53,13 @@ def resumed_configuration(resume: str | None = None) -> Path | None:
             f" fit(..., run_dir={str(folder)!r}, resume=True)."
         )
     raise ConfigurationError(
-        f"There is no run to resume in {folder}: it has no {CONFIGURATION}. (A run that was stopped"
-        " before it wrote this file has done nothing yet. Start it again with --run-dir.)"
+        f"There is no run to resume in {folder}: it has no {CONFIGURATION}. If a run was stopped"
+        " before it wrote this file, start it again with --run-dir."
     )
 
 
 def resumed_folder(parser: Parser, options: Namespace, file: Path) -> Path:
-    """Check that typed options agree with the run's ``file``, and return the run's folder."""
+    """Check that the given options agree with the run's ``file``, and return the run's folder."""
     saved = parser.parse_args(["--config", str(file)])
     differing = [
         f"--{name.replace('_', '-')} {_word(value)}, not {_word(options[name])}"
@@ -84,7 +84,7 @@ def _word(value: Any) -> str:
 
 
 class Interrupted(KeyboardInterrupt):
-    """The end of a command by a signal, with a text for the user and the ``exit_code``."""
+    """A signal that ended a command, with a message for the user and the ``exit_code``."""
 
     def __init__(self, text: str, number: int) -> None:
         super().__init__(text)
@@ -92,7 +92,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interruption:
-    """Handler of signals, which end a command immediately, but a training run after its epoch."""
+    """Handle signals. They end a command immediately, but a training run only after its epoch."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -100,7 +100,7 @@ class Interruption:
 
     @contextmanager
     def patient(self) -> Iterator[Callable[[], bool]]:
-        """Note the first signal, yield a function that reports it, and raise it at the end."""
+        """Delay the first signal to the end, and yield a function that tells whether it arrived."""
         self._patient = True
         try:
             yield lambda: self.number is not None
@@ -121,7 +121,7 @@ class Interruption:
 
 @contextmanager
 def interruptible(folder: Path) -> Iterator[Interruption]:
-    """Handle the signals for a run in a folder. An ``Interrupted`` says how to resume the run."""
+    """Handle signals during a run. The ``Interrupted`` error tells how to resume the run."""
     interruption, before = Interruption(), dict[int, Any]()
     if threading.current_thread() is threading.main_thread():  # others must not handle signals
         before = {number: signal.signal(number, interruption.take) for number in _SIGNALS}

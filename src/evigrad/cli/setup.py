@@ -1,4 +1,4 @@
-"""The first steps of several commands: threads, device, data, network."""
+"""The setup that several commands share: threads, device, data and network."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -33,10 +33,10 @@ LIMIT = "max"
 
 @dataclass(frozen=True)
 class Invariance:
-    """An average over affine transforms that wraps a network.
+    """Settings of an average over affine transforms, which wraps a network.
 
-    ``ranges`` are the initial ranges by generator, empty if images are only flipped. The other
-    fields are options of ``set_up``.
+    ``ranges`` maps generators, such as rotation, to their initial ranges. It is empty if images are
+    only flipped. The other fields are options of ``set_up``.
     """
 
     ranges: dict[str, float]
@@ -51,12 +51,12 @@ class Invariance:
         return ("invariance",) if self.learn and self.ranges else ()
 
     def as_record(self, fill: list[float]) -> dict[str, Any]:
-        """Return ``make_network``'s record. ``fill`` is the color outside the image borders."""
+        """Return the record for ``make_network``. ``fill`` is the color outside the image."""
         transform = {"ranges": self.ranges, "learn": self.learn, "flip": self.flip, "fill": fill}
         return {"transform": transform, "num_samples": self.samples, "average": self.average}
 
     def describe(self) -> str:
-        """Return the transforms in words, as a part of a sentence."""
+        """Return a description of the transforms, as a part of a sentence."""
         names = "all affine maps" if len(self.ranges) == len(GENERATORS) else ", ".join(self.ranges)
         what = " and ".join(part for part in (names, "flips" if self.flip else "") if part)
         return f"averaged over {self.samples} samples of {what}"
@@ -65,10 +65,11 @@ class Invariance:
 def read_invariance(
     text: str | None, initial: float, learn: bool, flip: bool, samples: int, average: str
 ) -> Invariance | None:
-    """Return the invariance that the options specify, or None.
+    """Return the invariance that the options specify, or None if there is none.
 
-    ``text`` is ``affine``, or names of generators, each with an optional ``=`` and range.
-    ``initial`` is the range of names without one. The other arguments are fields of ``Invariance``.
+    ``text`` is ``affine`` (all generators) or a list of generators, separated by commas. Each can
+    have a range, such as ``rotation=0.5``. ``initial`` is the range of generators without one. The
+    other arguments are fields of ``Invariance``.
 
     Raises:
         ConfigurationError: If a name does not exist, or a range is not a number within its limits.
@@ -84,7 +85,7 @@ def read_invariance(
             if generator not in GENERATORS:
                 choices = [EVERYTHING, *GENERATORS]
                 raise ConfigurationError(
-                    f"--invariance must be one of {', '.join(choices)}, got '{generator}'."
+                    f"--invariance must be one or more of {', '.join(choices)}, got '{generator}'."
                     f"{nearest(generator, choices)}"
                 )
             ranges[generator] = _range(generator, value) if equals_sign else initial
@@ -111,10 +112,10 @@ def _range(name: str, text: str) -> float:
 
 @dataclass(frozen=True)
 class Setup:
-    """A data set on its device, and how to make networks for it.
+    """A data set on a device, and how to make networks for it.
 
-    ``sizes`` are depth and width of the network if they differ from its defaults, and
-    ``invariance`` is the average around it.
+    ``sizes`` holds the depth and width of the network if they differ from its defaults.
+    ``invariance`` is the average over transforms that wraps the network.
     """
 
     data: DataSet
@@ -141,16 +142,16 @@ class Setup:
         return {"model": model, "invariance": averaged}
 
     def make_model(self) -> nn.Module:
-        """Return the network with its initial weights, which are the same at every call."""
+        """Return the network with its initial weights, which are the same in every call."""
         return make_network(self.network, self.seed).to(self.device)
 
     @property
     def hyperparameters(self) -> tuple[str, ...]:
-        """Return the names of what the network learns besides its weights."""
+        """Return the names of the hyperparameters that the network learns."""
         return () if self.invariance is None else self.invariance.hyperparameters
 
     def describe_model(self) -> str:
-        """Return the network in words."""
+        """Return a description of the network."""
         sizes = " and ".join(f"{name} {size}" for name, size in self.sizes.items())
         words = f"{self.model_name} of {sizes}" if sizes else self.model_name
         return words if self.invariance is None else f"{words}, {self.invariance.describe()}"
@@ -262,7 +263,7 @@ def set_up(
 
 
 def default_model(input_shape: Sequence[int]) -> str:
-    """Return the name of a network that fits inputs of a shape."""
+    """Return the name of the default network for inputs of a shape."""
     if len(input_shape) == 1:
         return "mlp"
     by_size = {(8, 8): "digitsnet", (28, 28): "mininet"}
@@ -277,20 +278,20 @@ def check_range(name: str, value: int, least: int, most: int) -> None:
 
 
 def sizes_of(model: str, depth: int | None, width: int | None) -> dict[str, int]:
-    """Return the settings of ``make_model`` for depth and width. None keeps the network's own."""
+    """Return depth and width under the names that a network uses. Omit values that are None."""
     sizes = {"depth": depth, _WIDTHS.get(model, "width"): width}
     return {name: size for name, size in sizes.items() if size is not None}
 
 
 def device_name(name: str) -> str:
-    """Return the device of an option: cpu, cuda, or auto for cuda if available."""
+    """Return the name of a device. For auto, return cuda if it is available, or else cpu."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return name
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of an option, or raise ConfigurationError if it is not available."""
+    """Return the named device, or raise ConfigurationError if it is not available."""
     try:
         device = torch.device(device_name(name))
         torch.empty(0, device=device)

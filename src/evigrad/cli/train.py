@@ -1,4 +1,4 @@
-"""``evigrad train``: train a network, learn its prior, and compare with plain MAP training."""
+"""``evigrad train``: train a network, learn its prior, and compare it with plain MAP training."""
 
 import math
 import shlex
@@ -90,7 +90,7 @@ def make_parser() -> Parser:
 
 
 def add_training(parser: Parser, with_estimator: bool = True) -> None:
-    """Add the options for a training run, without options for its files and its machine."""
+    """Add the options for a training run, except options for its files and its machine."""
     add_problem(parser, with_estimator)
     names = [setting.name for setting in fields(Schedule) if setting.name not in _RECORD]
     parser.add_group("schedule", Schedule, names)
@@ -108,13 +108,13 @@ def add_problem(parser: Parser, with_estimator: bool = True) -> None:
 
 
 def add_details(parser: Parser) -> None:
-    """Add rarely needed options of the estimates."""
+    """Add rarely used options for the estimates."""
     parser.add_group("Laplace approximation", Laplace)
     parser.add_group("memory", Memory)
 
 
 def run(parser: Parser, options: Namespace) -> int:
-    """Check the options before anything is written, train, and return the exit code."""
+    """Check the options, train, and return the exit code."""
     with started_ranks(options.device) as group, ExitStack() as stack:
         folder, ranks = None, Ranks(group)
         with ranks.together():
@@ -179,7 +179,8 @@ class Results:
             from the training loss.
         evaluate_with: Estimator of the log evidence in the final table, the same for all rows. The
             value auto selects the tightest estimator that takes about 20 seconds, or the run's own
-            if it has anchors or uses all data. The table also shows the run's own estimator.
+            estimator if it has anchors or uses all data. The table also shows the run's own
+            estimator.
         run_dir: Folder of the run. If it is not empty, the run uses the first free name among
             NAME-2, NAME-3, ... Default: runs/DATA-MODEL-ESTIMATOR.
         figures: Whether to save figures of learning curves and precisions in the folder.
@@ -197,7 +198,7 @@ def report(
     directory: RunDirectory,
     options: Namespace,
 ) -> None:
-    """Evaluate trained networks with the same estimators, print the table, and draw the figures."""
+    """Evaluate the trained networks, print the table of results, and draw the figures."""
     evaluate_with = options.evaluate_with
     if options.figures:
         _draw(results, directory)
@@ -290,14 +291,14 @@ def settings_of(setup: Setup, options: Namespace) -> Settings:
 
 
 def prepare_runs(setup: Setup, options: Namespace, group: Group | None = None) -> list[Trainer]:
-    """Return the checked runs that options specify. With ``compare_map``, a MAP run is first."""
+    """Return the trainers that options specify. With ``compare_map``, the first trains by MAP."""
     settings = settings_of(setup, options)
     all_settings = [settings]
     if options.compare_map:
         if settings.estimator is None:
             raise ConfigurationError(
-                "compare_map needs an estimator to compare MAP with. Set estimator, or remove"
-                " compare_map."
+                "compare_map needs an estimator to compare with MAP, got none. Set estimator, or"
+                " remove compare_map."
             )
         fair = learns_likelihood(settings.likelihood)
         optimization = replace(settings.optimization, noise_on_loss=fair)
@@ -317,7 +318,7 @@ def prepare_runs(setup: Setup, options: Namespace, group: Group | None = None) -
 
 
 def folder_name(*parts: str) -> str:
-    """Return data set, network and estimator joined by hyphens, without special characters."""
+    """Return the parts of a folder's name joined by hyphens, without special characters."""
     return "-".join(parts).replace("/", "-").replace(":", "-")
 
 

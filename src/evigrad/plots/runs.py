@@ -52,7 +52,7 @@ def series(history: History, column: str) -> tuple[list[float], list[float]]:
 
 
 def errors(history: History, column: str) -> list[float]:
-    """Return standard errors ``COLUMN_sem`` of the values of ``series``, or nothing if unknown."""
+    """Return the standard errors of a column's values, or an empty list if they are unknown."""
     rows = [row for row in history if _is_known(row.get(column)) and row.get("epoch") is not None]
     _, values = series(rows, f"{column}_sem")
     return values if len(values) == len(rows) else []
@@ -73,7 +73,7 @@ class Quantity:
     factor: float = 1.0  # factor from the column's values to the figure's
 
     def values(self, histories: Mapping[str, History]) -> list[float]:
-        """Return all values of all runs in the figure's unit."""
+        """Return the values of all runs in the figure's unit."""
         return [
             self.factor * value
             for history in histories.values()
@@ -82,13 +82,13 @@ class Quantity:
         ]
 
     def is_logarithmic(self, histories: Mapping[str, History]) -> bool:
-        """Return whether the axis is logarithmic. It is not if a value is 0 or negative."""
+        """Return whether the axis is logarithmic. It is linear if any value is 0 or negative."""
         return self.logarithmic and min(self.values(histories), default=0.0) > 0
 
     def limits(self, histories: Mapping[str, History]) -> tuple[float, float] | None:
-        """Return limits of an axis that omits very low first values, or None if all values fit.
+        """Return axis limits that omit very low first values, or None if all values fit.
 
-        The axis never omits a later value, because the end of a run matters most.
+        The limits never omit a later value, because the end of a run matters most.
         """
         if self.is_logarithmic(histories):
             return None
@@ -174,13 +174,14 @@ def quantity_curves(
 ) -> "Figure":
     """Return curves of a quantity over the epochs, with shaded standard errors if known.
 
-    Each run has its own color. If there is only one run, each kind of line has its own color.
+    Each run has its own color. If there is only one run, each kind of line, such as train and test,
+    has its own color.
 
     Raises:
         InputError: If no run has a value of the quantity.
     """
     if not quantity.values(histories):
-        raise InputError(f"No run has a value of the {quantity.title}. Choose another quantity.")
+        raise InputError(f"No run has a value for the {quantity.title}. Choose another quantity.")
     figure = new_figure(WIDTH, HEIGHT, palette)
     runs, kinds = _draw(figure.add_subplot(), histories, quantity, palette)
     named = ({} if len(histories) == 1 else runs) | (kinds if len(kinds) > 1 else {})
@@ -276,12 +277,12 @@ def value_paths(
     size: tuple[float, float] = (WIDTH, HEIGHT),
     palette: Palette = LIGHT,
 ) -> "Figure":
-    """Return a figure of hyperparameters over the epochs, named from the highest final value down.
+    """Return a figure of hyperparameters over the epochs, with a legend sorted by final value.
 
     If there are too many lines to tell apart, they are shaded in order, and only the first and the
     last line are named. Hyperparameters without a value are omitted. ``columns`` maps names of
-    lines to columns of the metrics. ``change`` converts their values for the figure. ``floor`` is
-    the start of the vertical axis.
+    lines to columns of the metrics. ``change`` converts the values for the figure. ``floor`` is the
+    lower limit of the vertical axis.
 
     Raises:
         InputError: If there is no value.
@@ -331,7 +332,16 @@ def value_paths(
 def save_all(
     histories: Mapping[str, History], folder: str | Path, learned: str | None = None
 ) -> list[Path]:
-    """Write the figures of a command. ``learned`` is the run whose precisions are shown."""
+    """Save the figures of a command as PNG files.
+
+    Args:
+        histories: History of each run by its name.
+        folder: Existing folder for the files.
+        learned: Name of the run whose precisions are drawn. Default: no precisions.
+
+    Returns:
+        Paths of the files.
+    """
     folder = Path(folder)
     files = [save(learning_curves(histories), folder / "learning_curves.png")]
     if learned is not None:
@@ -343,4 +353,4 @@ def save_all(
 
 def _check(histories: Mapping[str, History]) -> None:
     if not histories or not all(histories.values()):
-        raise InputError("The history must have an epoch to draw, got none. Train for an epoch.")
+        raise InputError("The history must have at least one epoch, got none. Train for an epoch.")

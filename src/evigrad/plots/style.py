@@ -37,7 +37,7 @@ class Palette:
         ink: Axes and words.
         muted: Less important words and lines.
         grid: Grid lines.
-        lines: Lines of data, distinct with every common color vision deficiency.
+        lines: Lines of data. People with common color vision deficiencies can distinguish them.
         shades: Name of matplotlib's color map for ordered lines, such as the layers of a network.
     """
 
@@ -71,7 +71,11 @@ DARK = Palette(
 
 
 def new_figure(width: float, height: float, palette: Palette = LIGHT) -> "Figure":
-    """Return an empty figure, sized in inches, or raise ConfigurationError without matplotlib."""
+    """Return an empty figure, with width and height in inches.
+
+    Raises:
+        ConfigurationError: If matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -82,13 +86,13 @@ def new_figure(width: float, height: float, palette: Palette = LIGHT) -> "Figure
 
 
 def save(figure: "Figure", path: str | Path) -> Path:
-    """Write a figure as a PNG for a screen (well below 300 kB), and return its path."""
+    """Save a figure as a PNG file for a screen (well below 300 kB), and return its path."""
     figure.savefig(path, dpi=130, format="png")
     return Path(path)
 
 
 def shades_of(count: int, palette: Palette) -> list[str]:
-    """Return ordered colors, without the end of the map that resembles the background."""
+    """Return ``count`` ordered colors of a palette that differ from its background."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
@@ -97,7 +101,7 @@ def shades_of(count: int, palette: Palette) -> list[str]:
 
 
 def decorate(axes: "Axes", title: str, across: str, along: str, palette: Palette = LIGHT) -> None:
-    """Set title, labels of the horizontal and vertical axis, and colors of empty axes."""
+    """Set the title, axis labels (``across``, ``along``) and colors of empty axes."""
     figure: Any = axes.figure
     grid: Any = axes.get_subplotspec()
     rows, columns = grid.get_gridspec().get_geometry()
@@ -124,7 +128,7 @@ def draw_line(
     errors: Sequence[float],
     **look: Any,
 ) -> Any:
-    """Draw a line, and a band of its standard errors unless these are empty or zero."""
+    """Draw and return a line, with a band of its standard errors if they are known."""
     (line,) = axes.plot(x, y, **{"linewidth": 1.6, "markersize": 4.0, **look})
     if any(errors):
         band: Any = (np.subtract(y, errors), np.add(y, errors))
@@ -150,7 +154,7 @@ def plain_ticks(axis: "Axis") -> None:
 
 
 def burst_limits(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return limits of an axis without the few values far below the rest, or None if all fit."""
+    """Return axis limits that omit a few values far below the rest, or None if all values fit."""
     if len(values) < 8:
         return None
     ordered = sorted(values)
@@ -167,10 +171,11 @@ def add_legend(
     palette: Palette = LIGHT,
     beside: bool = False,
 ) -> None:
-    """Name the lines (name, color, style) below the axes, and make the figure tall enough.
+    """Add a legend of the lines (name, color, style) below the axes, and enlarge the figure for it.
 
-    Names are in as many columns as fit. A name wider than the figure is broken into several lines.
-    ``beside`` puts the names on the right, one below the other, if there is room.
+    The legend has as many columns as fit. A name wider than the figure is broken into several
+    lines. If ``beside`` is set and there is room, the legend is a single column to the right of the
+    axes.
     """
     from matplotlib.lines import Line2D
 
@@ -207,16 +212,17 @@ def name_points(
     fits: Callable[["Bbox"], bool] = lambda box: True,
     **look: Any,
 ) -> None:
-    """Write the name of each point in the first free place, or else in the last one.
+    """Write the name of each point in the first free place, or in the last place if none is free.
 
     Args:
-        axes: Axes whose figure was drawn without rendering, so that all positions are known.
-        points: Name, x, y and color of the name.
-        places: Alignments of a name, and its offsets to the right and up in points.
-        half: Half of the size of a point, in pixels. Names stay clear of the points.
+        axes: Axes with a final layout. Call ``figure.draw_without_rendering()`` first.
+        points: Name, x, y and color of the name of each point.
+        places: Horizontal alignment of a name, and its offsets to the right and up in points (1/72
+            inch), for each place next to a point.
+        half: Half of the size of a point, in pixels. Names do not overlap the points.
         occupied: Other boxes, in pixels, that names must not overlap.
         fits: Function that returns whether a name may be placed in a box.
-        look: Other settings of the text.
+        look: Other keyword arguments of ``Axes.annotate``.
     """
     from matplotlib.transforms import Bbox
 
@@ -244,7 +250,7 @@ def name_points(
 
 
 def fitted(text: str, inches: float, size: float) -> str:
-    """Break a text, in letters of ``size`` points, into lines no wider than ``inches``."""
+    """Return a text broken into lines no wider than ``inches``, in letters of ``size`` points."""
     all_lines: list[str] = []
     for part in text.split("\n"):
         lines, columns = [part], len(part)
@@ -269,12 +275,12 @@ def words(text: str) -> str:
 
 
 def with_minus(text: str) -> str:
-    """Return a text with a minus sign instead of a hyphen before negative numbers."""
+    """Return a text with minus signs instead of hyphens before negative numbers."""
     return re.sub(r"(?<![\w.)−-])-(?=\d)", "−", text)
 
 
 def number(value: int | float) -> str:
-    """Return a number with three digits, such as ``0.0123``, ``45.6``, ``789`` or ``1.2e-07``."""
+    """Return a number as text of about three digits, such as ``0.0123``, ``789`` or ``1.2e-07``."""
     size = abs(value)
     if size == 0 or 1e-4 <= size < 1e4:
         return f"{value:.0f}" if size >= 100 else f"{value:.3g}"

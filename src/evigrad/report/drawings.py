@@ -38,9 +38,9 @@ class Drawing:
 
 
 def show(value: object, factor: float = 1.0, digits: int = 0) -> str:
-    """Return any value as a short text. None and non-finite numbers give a dash.
+    """Return any value as a short text. A dash replaces None and numbers that are not finite.
 
-    ``factor`` multiplies a number. ``digits`` is its number of decimals, or 0 for three significant
+    ``factor`` multiplies a number. ``digits`` is the number of decimals, or 0 for three significant
     digits.
     """
     if value is None or value == "":
@@ -63,7 +63,7 @@ def show(value: object, factor: float = 1.0, digits: int = 0) -> str:
 
 
 def curves(runs: Sequence[Run]) -> list[Drawing]:
-    """Return learning curves of all runs: a figure per recorded quantity."""
+    """Return learning curves of all runs, with one figure for each recorded quantity."""
     histories = {run.label: run.history for run in runs}
     drawings = []
     for name, quantity in QUANTITIES.items():
@@ -112,13 +112,13 @@ class Group:
 
     @property
     def ends(self) -> dict[str, tuple[str, str]]:
-        """Return each hyperparameter's first and last value in words, sorted by the last value."""
+        """Return each hyperparameter's first and last value as text, sorted by the last value."""
         values = {name: self.run.values(column) for name, column in self.columns.items()}
         names = sorted(values, key=lambda name: values[name][-1])
         return {name: (self.show(values[name][0]), self.show(values[name][-1])) for name in names}
 
     def drawing(self) -> Drawing:
-        """Return the figure of the hyperparameters' paths over the epochs."""
+        """Return the figure of the hyperparameters over the epochs."""
         title = self.run.titled(self.title)
 
         def make(palette: Palette) -> "Figure":
@@ -159,10 +159,10 @@ _KINDS = {
 
 
 def hyperparameters(run: Run) -> list[Group]:
-    """Return the groups of prior, likelihood, ranges of transforms, and other hyperparameters.
+    """Return the hyperparameters of a run in groups, such as prior, noise and ranges.
 
-    Ranges that are zero in all epochs (transforms that are not used) are omitted. Learned and fixed
-    ranges are in separate groups. No group is empty.
+    Learned and fixed ranges of transforms are in separate groups. Ranges that are zero in all
+    epochs and empty groups are omitted.
     """
     prior = {"log": True, "size": (WIDTH, 4.0)}
     noise = {

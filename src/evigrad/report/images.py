@@ -1,4 +1,4 @@
-"""Images of a run's data under its random transform."""
+"""Images of a run's data under the run's random transforms."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,11 +38,11 @@ def augmented_images(
             are clipped. Three channels are red, green and blue. For any other number, the mean of
             the channels is shown.
         transformed: Transformed images (n, draws, channels, height, width).
-        names: Names of the n rows, or none.
+        names: Names of the n rows. Default: no names.
         palette: Colors.
 
     Raises:
-        InputError: If the shapes are not shapes of images, or do not match.
+        InputError: If the shapes are not shapes of images or do not match.
 
     See also: docs/command_line.md.
     """
@@ -56,8 +56,9 @@ def augmented_images(
         names and len(names) != len(images)
     ):
         raise InputError(
-            "There must be the same number of images, transformed images and names, and images"
-            " and their transforms must have the same shape."
+            "images, transformed and names (if any) must have the same length, and images and"
+            " transformed must have the same channels, height and width, got the shapes"
+            f" {tuple(images.shape)} and {tuple(transformed.shape)}, and {len(names)} names."
         )
     rows, draws = transformed.shape[:2]
     height, width = images.shape[-2:]
@@ -97,7 +98,7 @@ def augmented_images(
 
 
 def draw_transforms(images: Tensor, transform: nn.Module, draws: int = DRAWS) -> Tensor:
-    """Return random transforms (n, draws, channels, height, width), the same at every call."""
+    """Return random transforms (n, draws, channels, height, width), the same in every call."""
     generator = torch.Generator().manual_seed(_SEED)
     chosen: Any = transform
     noise = chosen.sample(len(images) * draws, generator).to(images.device)
@@ -127,14 +128,14 @@ def rebuild(run: Run, data_dir: str | Path | None = None) -> tuple[DataSet, nn.M
 
 
 def find_transform(data: DataSet, model: nn.Module) -> nn.Module | None:
-    """Return the transform of a network's ``Averaged``, or None without a transform or images."""
+    """Return the image transform that a network averages over, or None if it has none."""
     if len(data.input_shape) != 3:
         return None
     return next((part.invariance for part in model.modules() if isinstance(part, Averaged)), None)
 
 
 def examples_of(data: DataSet, count: int) -> tuple[Tensor, list[str]]:
-    """Return at most ``count`` standardized test images of different classes, and class names."""
+    """Return at most ``count`` standardized test images, and the names of their classes."""
     x, y = data.test
     chosen = _of_different_classes(y, min(count, len(x)))
     if not data.is_classification:

@@ -1,4 +1,4 @@
-"""Functions that read the folders of runs, for a report."""
+"""Functions that read the folders of runs for a report."""
 
 import json
 import re
@@ -21,7 +21,7 @@ _COLUMNS = ("epoch", "loss")
 
 @dataclass(frozen=True)
 class Run:
-    """A run, or the finished part of one."""
+    """A run, or the finished epochs of an unfinished run."""
 
     path: Path
     label: str
@@ -34,7 +34,7 @@ class Run:
 
     @property
     def method(self) -> str:
-        """Return the name of the estimator, or of the baseline."""
+        """Return the name of the estimator or of the baseline."""
         return method_of(self.settings)
 
     @property
@@ -48,7 +48,7 @@ class Run:
         return int(self.settings.get("epochs") or self.epochs)
 
     def columns(self, prefix: str) -> dict[str, str]:
-        """Return hyperparameter columns with a value, without a prefix such as ``precision/``."""
+        """Return the columns with a prefix and at least one value, by name without the prefix."""
         return {
             column.removeprefix(prefix): column
             for column in self.history[0]
@@ -56,11 +56,11 @@ class Run:
         }
 
     def values(self, column: str) -> list[float]:
-        """Return the known and finite values of a column."""
+        """Return the finite values of a column."""
         return series(self.history, column)[1]
 
     def titled(self, title: str) -> str:
-        """Return the title of a figure of this run, with its label if there are several runs."""
+        """Return a figure's title, with the label of this run if there are several runs."""
         return f"{title}, {self.label}" if self.suffix else title
 
     def last(self, column: str) -> float | None:
@@ -69,11 +69,11 @@ class Run:
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Run]:
-    """Return the runs with a finished epoch in some folders, each after its MAP run if any."""
+    """Return the runs in some folders. A MAP run comes directly before its main run."""
     folders = [Path(path) for path in paths]
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ConfigurationError(
-            "The folders of runs must differ, got one twice. Name each run once."
+            "The folders of runs must differ, got one of them twice. Name each run once."
         )
     names = [folder.resolve().name for folder in folders]
     runs = []
@@ -96,7 +96,8 @@ def _read_with_map(folder: Path, label: str | None) -> list[Run]:
     """Return a run and its MAP run, named by their methods if there is no label."""
     if not folder.is_dir():
         raise ConfigurationError(
-            f"A report needs the folder of a run, got {folder}, which does not exist."
+            f"A report needs the folder of a run, got {folder}, which does not exist. Check the"
+            " path."
         )
     options, results = _read(folder / "config.yaml"), _read(folder / "results.json")
     runs = []
@@ -129,8 +130,8 @@ def _read_with_map(folder: Path, label: str | None) -> list[Run]:
         )
     if not runs:
         raise ConfigurationError(
-            f"{folder} has no metrics.csv: it is not the folder of a run, or its first epoch has"
-            " not finished yet. Use the folder of --run-dir (run_dir=...)."
+            f"{folder} has no metrics.csv. It is not the folder of a run, or its first epoch has"
+            " not finished yet. Use the folder that you passed as --run-dir (run_dir=...)."
         )
     return runs
 
@@ -148,7 +149,9 @@ def _read_history(path: Path) -> History:
         )
     history = [row for row in rows if row["epoch"] is not None]
     if not series(history, "epoch")[0]:
-        raise ConfigurationError(f"{path} has no epoch yet. Wait until the first one has finished.")
+        raise ConfigurationError(
+            f"{path} has no epoch yet. Wait until the first epoch has finished."
+        )
     return history
 
 
@@ -168,5 +171,5 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path} cannot be read: {' '.join(str(error).split())}."
         ) from error
     if not isinstance(content, dict | None):
-        raise ConfigurationError(f"{path} cannot be read: it must hold names with values.")
+        raise ConfigurationError(f"{path} cannot be read: it must map names to values.")
     return content or {}

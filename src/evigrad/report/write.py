@@ -50,22 +50,22 @@ def write_report(
     data_dir: str | Path | None = None,
     examples: int = 6,
 ) -> Path:
-    """Write one HTML page about one or several runs, and its figures as PNGs.
+    """Write an HTML page about one or more runs, and its figures as PNG files.
 
     The page shows learning curves, prior precisions, noise and ranges of invariances over the
-    epochs, test images under the learned augmentation, and tables of metrics, hyperparameters and
-    settings. It needs no other files. An unfinished run is shown up to its last epoch. A run with
-    ``compare_map`` is shown with its MAP run.
+    epochs. It also shows test images under the learned augmentation, and tables of metrics,
+    hyperparameters and settings. The page needs no other files. An unfinished run is shown up to
+    its last epoch. A run with ``compare_map`` is shown with its MAP run.
 
-    Test images are drawn for networks that ``evigrad train`` has trained with random image
-    transforms. They require the data that the run's ``config.yaml`` names, and the last checkpoint.
-    If either is missing, the page says so.
+    Test images are shown for networks that ``evigrad train`` trained with random image transforms.
+    They require the data that the run's ``config.yaml`` names, and the last checkpoint. If either
+    is missing, the page says so.
 
     Args:
         run_dir: Folder of the run.
         *others: Folders of other runs.
-        out: Folder for ``report.html``, and for PNGs in its subfolder ``figures``. Default: the
-            folder of the run, or its subfolder ``comparison`` if there are other runs.
+        out: Folder for ``report.html``, and for PNG files in its subfolder ``figures``. Default:
+            the folder of the run, or its subfolder ``comparison`` if there are other runs.
         data_dir: Folder of data sets, if it has moved since the run. Default: the run's folder of
             data sets.
         examples: Maximum number of test images under the learned augmentation. 0 shows none.
@@ -176,7 +176,7 @@ def _png(make: "Callable[[Palette], Figure]", palette: Palette) -> bytes:
 
 
 def metrics(runs: Sequence[Run]) -> Rows:
-    """Return the final metrics, with a row per metric and its unit, and a cell per run."""
+    """Return a table of the final metrics, with a row per metric and a cell per run."""
 
     def last(column: str, factor: float = 1.0, digits: int = 0) -> Callable[[Run], str]:
         return lambda run: show(run.last(column), factor, digits)
@@ -221,7 +221,7 @@ def metrics(runs: Sequence[Run]) -> Rows:
 
 
 def ends(run: Run) -> Rows:
-    """Return the hyperparameters of a run at its start and its end."""
+    """Return a table of the hyperparameters of a run at its start and at its end."""
     rows = []
     for group in hyperparameters(run):
         of = "prior precision, " if group.kind == "prior_precision" else ""
@@ -234,7 +234,7 @@ def ends(run: Run) -> Rows:
 
 
 def settings(runs: Sequence[Run]) -> Rows:
-    """Return the main settings: a row per setting, a cell per run."""
+    """Return a table of the main settings, with a row per setting and a cell per run."""
 
     def setting(name: str) -> Callable[[Run], str]:
         return lambda run: show(run.settings.get(name))
@@ -271,7 +271,7 @@ def settings(runs: Sequence[Run]) -> Rows:
 
 
 def all_settings(run: Run) -> Rows:
-    """Return every setting of a run, under its name in Python and on the command line."""
+    """Return a table of all settings of a run, sorted by name."""
     settings = {**run.options, **run.settings}
     settings.pop("network", None)  # its record repeats the options
     return [[name, show(settings[name])] for name in sorted(settings)]

@@ -1,4 +1,4 @@
-"""Records that a run saves in its checkpoint, and checks that a checkpoint fits the present run."""
+"""Records that a run saves in its checkpoint, and checks that a checkpoint fits the current run."""
 
 import json
 import math
@@ -44,8 +44,8 @@ _NAMED = 4
 def packed(trainer: "Trainer") -> dict[str, Any]:
     """Return the state that a trainer needs to resume, and the records that identify its run.
 
-    The seed and the epoch determine the order of the data and the model's draws. The epoch and the
-    number of steps determine the learning rates.
+    The state does not include the order of the data, the model's random draws or the learning rate
+    schedule. They follow from the settings and the epoch.
     """
     model = trainer.evidence.model
     state = model.state_dict()
@@ -77,7 +77,7 @@ def packed(trainer: "Trainer") -> dict[str, Any]:
 
 
 def restore(trainer: "Trainer", state: Mapping[str, Any], where: str) -> None:
-    """Restore a trainer from a state that ``packed`` returned, read from the folder ``where``."""
+    """Restore a trainer from a state that ``packed`` returned. Errors name the folder ``where``."""
     check_settings(state["settings"], trainer.identity["settings"], where)
     check_data(state["data"], trainer.identity["data"], where)
     check_network(state, trainer.evidence, where)
@@ -118,7 +118,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 @contextmanager
 def with_threads(count: int) -> Iterator[None]:
-    """Compute with this many CPU threads, because their number affects how sums are rounded."""
+    """Use ``count`` CPU threads within the context, because it affects how sums are rounded."""
     before = torch.get_num_threads()
     if count == before:
         yield
@@ -132,7 +132,7 @@ def with_threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def fitting(what: str) -> Iterator[None]:
-    """Turn an error from reading a saved state into one that says that the state does not fit."""
+    """Convert errors from reading ``what``, a saved state, into a ConfigurationError."""
     try:
         yield
     # Entries may be missing, or of any type: anybody can write the file of a state.
@@ -141,7 +141,7 @@ def fitting(what: str) -> Iterator[None]:
             raise
         words = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise ConfigurationError(
-            f"{what} does not fit this run, or is damaged ({words.rstrip('.')}). Start a new run"
+            f"{what} does not fit this run or is damaged ({words.rstrip('.')}). Start a new run"
             " in another folder."
         ) from error
 
@@ -149,7 +149,7 @@ def fitting(what: str) -> Iterator[None]:
 def load_optimizer(
     optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], *, groups: bool = False
 ) -> None:
-    """Load an optimizer's moments, steps and rates. With ``groups``, also load its settings."""
+    """Load an optimizer's moments, steps and learning rates. With ``groups``, load everything."""
     if groups:  # a custom optimizer, whose state can be anything
         optimizer.load_state_dict(dict(saved))
         return
@@ -170,9 +170,9 @@ def load_optimizer(
         ]
         if wrong or {name: type(value) for name, value in state.items()} != kinds:
             raise ConfigurationError(
-                f"The saved state of the optimizer does not fit parameter {index}: it has"
-                f" {listed(list(map(str, state)))}. Use the optimizer that"
-                " started the run."
+                f"The saved state of the optimizer does not fit parameter {index}: it contains"
+                f" {listed(list(map(str, state)))}. Use the same optimizer as at the start of the"
+                " run."
             )
     param_groups = optimizer.state_dict()["param_groups"]
     rates = [group["lr"] for group in saved["param_groups"]]
@@ -187,7 +187,7 @@ def load_optimizer(
 
 
 def check_format(state: Mapping[str, Any], where: object) -> None:
-    """Raise ConfigurationError if the checkpoint in ``where`` has the format of another version."""
+    """Raise ConfigurationError unless the checkpoint in ``where`` has the current format."""
     if state.get("format") != CHECKPOINT_FORMAT:
         raise ConfigurationError(
             f"The checkpoint in {where} must have format {CHECKPOINT_FORMAT}, got"
@@ -197,7 +197,7 @@ def check_format(state: Mapping[str, Any], where: object) -> None:
 
 
 def check_settings(saved: Mapping[str, Any], settings: Mapping[str, Any], where: object) -> None:
-    """Raise ConfigurationError if two records differ in a setting, and name the setting."""
+    """Raise ConfigurationError if settings differ from the saved ones, and name these settings."""
     saved = current_record(saved)
     names = [name for name in saved if name in settings and name not in FREE_SETTINGS]
     differing = [n for n in names if _comparable(saved[n]) != _comparable(settings[n])]
@@ -210,14 +210,14 @@ def check_settings(saved: Mapping[str, Any], settings: Mapping[str, Any], where:
 
 
 def shared_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that must agree on all ranks, in a form that ``repr`` can compare."""
+    """Return the settings that all ranks must share, as values that can be compared."""
     return {n: _comparable(value) for n, value in settings.items() if n not in OF_A_RANK}
 
 
 def check_data(
     saved: Mapping[str, str | None], fingerprints: Mapping[str, str | None], where: object
 ) -> None:
-    """Raise ConfigurationError if the run used different training or test data."""
+    """Raise ConfigurationError if the training or test data differ from the saved run's data."""
     for part, words in (("train", "training"), ("test", "test")):
         if (saved[part] is None) != (fingerprints[part] is None):
             raise ConfigurationError(
@@ -226,13 +226,13 @@ def check_data(
             )
         if saved[part] != fingerprints[part]:
             raise ConfigurationError(
-                f"The run in {where} used {words} data with different values, types or order."
-                " Use the same data, or start a new run in another folder."
+                f"The {words} data differ from the data of the run in {where} in values, types or"
+                " order. Use the same data, or start a new run in another folder."
             )
 
 
 def check_network(state: Mapping[str, Any], evidence: Evidence, where: object) -> None:
-    """Raise ConfigurationError if the parameters differ in name, shape, type or role."""
+    """Raise ConfigurationError if names, shapes, types or roles of parameters have changed."""
     model = evidence.model
     saved = with_bare_names(model, {key: state[key] for key in ("model", "learned")})
     present = with_bare_names(model, model.state_dict())
@@ -246,13 +246,13 @@ def check_network(state: Mapping[str, Any], evidence: Evidence, where: object) -
         )
     if differences:
         raise ConfigurationError(
-            f"The network differs from the saved one in {where}: {_listed(differences)}. Use the"
+            f"The network differs from the one saved in {where}: {_listed(differences)}. Use the"
             " same network, or start a new run in another folder."
         )
 
 
 def load_network(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load weights, hyperparameters and all buffers, even buffers that no ``state_dict`` holds."""
+    """Load weights, hyperparameters and all buffers, even those that ``state_dict`` omits."""
     saved: Mapping[str, Any] = state["model"]
     names = bare_names(model, model.state_dict())
     if saved.keys() != names.keys():  # the model is wrapped, for example by torch.compile
@@ -270,13 +270,13 @@ def load_network(model: nn.Module, state: Mapping[str, Any]) -> None:
 def check_outputs(
     saved: Tensor, outputs: Tensor, here: Mapping[str, Any], there: Mapping[str, Any], where: object
 ) -> None:
-    """Check that ``outputs`` equal the ``saved`` ones, and warn if the machine has changed."""
+    """Check that ``outputs`` match the ``saved`` ones, and warn if the machine has changed."""
     same = saved.shape == outputs.shape and saved.dtype == outputs.dtype
     if not same or not (outputs - saved).norm() <= _SAME_OUTPUTS * saved.norm():
         raise ConfigurationError(
-            f"The network has the same parameters as the run in {where}, but different outputs:"
-            " layers or activations differ. Use the same network, or start a new run in another"
-            " folder."
+            f"The network has the same parameters as the network of the run in {where}, but"
+            " different outputs, because layers or activations differ. Use the same network, or"
+            " start a new run in another folder."
         )
     changed = [
         f"{words} {there[name]} then, {here[name]} now"

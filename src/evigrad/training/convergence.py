@@ -1,8 +1,8 @@
 """Warnings at the end of a training run: weights far from a mode, and residuals with heavy tails.
 
 The log evidence assumes weights at a mode of the log joint density. A Gaussian likelihood assumes
-residuals without outliers. If there are outliers, it fits the largest ones first, and its noise
-grows with them.
+residuals without outliers. If there are outliers, the network fits the largest ones first, and the
+learned noise grows with them.
 """
 
 import math
@@ -40,12 +40,12 @@ _MOST_NUMBERS = 2**27
 
 
 def mode_columns(trainer: "Trainer", epoch: int) -> Row:
-    """Return the distance from the mode in nats per example, after the last epoch.
+    """Return the distance from the mode as a history column, in nats per example.
 
-    It is exact for small data sets. For others it is an upper bound or, if this bound is large, an
-    estimate with Kronecker factors. It is None in other epochs, if epochs have only a part of the
-    data, because it takes a pass over all of them, and if it cannot be computed, for instance
-    because memory runs out.
+    The distance is computed after the last epoch and is None in other epochs. It is exact for small
+    data sets. For larger data sets it is an upper bound, or an estimate with Kronecker factors. It
+    is also None if it cannot be computed, for instance because memory runs out. If an epoch does
+    not use all data, it is None too, because computing it takes a pass over all data.
     """
     if trainer.learner is None:
         return {}
@@ -73,7 +73,7 @@ def _mode_gap(trainer: "Trainer") -> float:
 
 
 def warn_of_tails(trainer: "Trainer") -> None:
-    """Warn if Student's t fits a Gaussian's residuals much better than a normal density does."""
+    """Warn if Student's t fits the residuals much better than the Gaussian likelihood does."""
     likelihood = trainer.evidence.likelihood
     if type(likelihood) is not Gaussian or trainer.learner is None:
         return
@@ -93,10 +93,12 @@ def warn_of_tails(trainer: "Trainer") -> None:
 
 
 def tail_gain(residuals: Tensor) -> float:
-    """Return the gain of Student's t over a normal density in nats per number, at its best scale.
+    """Return how much better Student's t fits residuals than a Gaussian, in nats per number.
+
+    Both densities have the best scale for each output.
 
     Args:
-        residuals: Errors (m, C). Each output has its own scale.
+        residuals: Errors of shape (m, C).
     """
     errors = residuals.double()
     scale = errors.square().mean(0).sqrt()

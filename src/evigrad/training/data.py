@@ -1,8 +1,9 @@
-"""The data of a run, held on the model's device or read in every epoch, and its random streams.
+"""The data and the random streams of a run.
 
-A hash of the run's seed, the stream's use and the epoch seeds each stream. Therefore, no stream
-depends on the number of draws from another stream. Evaluating more often or resuming from a later
-epoch changes no draw. The global random state is restored after every use.
+Data are held on the model's device, or their items are read in every epoch. Each stream is seeded
+by a hash of the run's seed, the stream's purpose and the epoch. Therefore, draws from one stream do
+not affect another stream. Evaluating more often or resuming from a later epoch changes no draw. The
+global random state is restored after every use.
 """
 
 import hashlib
@@ -41,13 +42,13 @@ _USES: dict[Use, int] = {
 
 
 def derived_seed(seed: int, use: Use, epoch: int = 0, rank: int = 0) -> int:
-    """Return the seed (below 2^63) of a stream, for an epoch or rank if each has its own stream."""
+    """Return the seed (below 2^63) of a random stream, which may depend on epoch and rank."""
     sequence = np.random.SeedSequence([seed, _USES[use], epoch, *([rank] if rank else [])])
     return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def stream(seed: int, use: Use, epoch: int = 0) -> torch.Generator:
-    """Return a CPU generator at the start of a stream, with the arguments of ``derived_seed``."""
+    """Return a CPU generator with the seed from ``derived_seed``."""
     return torch.Generator().manual_seed(derived_seed(seed, use, epoch))
 
 
@@ -57,9 +58,9 @@ def batches(
     """Yield the positions of the examples in each batch of an epoch. Epochs count from 1.
 
     Passes over all data follow one another, each in a new random order. An epoch consists of the
-    next ``epoch_size`` examples. The seed and the number of the pass determine the order, so even a
-    very long order need not be stored. All batches have about the same size, because a last batch
-    of one example would break batch normalization.
+    next ``epoch_size`` examples. The seed and the number of the pass determine the order. All
+    batches have about the same size, because a last batch of one example would break batch
+    normalization.
     """
     count = -(-epoch_size // batch_size)
     place, order, present = (epoch - 1) * epoch_size, torch.empty(0, device="cpu"), -1
@@ -76,13 +77,14 @@ def batches(
 
 
 class RunData(Source):
-    """Data (see ``evigrad.blocks.sources.as_source``) on the model's device.
+    """Training or test data (see ``evigrad.blocks.sources.as_source``) on the model's device.
 
-    Tensors are kept on this device. Items of a data set are read when they are needed. Their draws
-    from the global generators of PyTorch, NumPy and Python are seeded by the run's seed, the
-    present ``epoch`` (0 before the first) and the positions that are read together. Therefore,
-    every reading of a block gives the same items within an epoch, but different items in the next
-    epoch. A resumed run repeats the same draws. If ``is_column``, targets (m,) become (m, 1).
+    Tensors are kept on this device. Items of a data set are read when they are needed. Before items
+    are read, the global generators of PyTorch, NumPy and Python are seeded from the run's seed, the
+    current ``epoch`` (0 before the first) and the positions of these items. Therefore, every
+    reading of a block gives the same items within an epoch, but new random transforms in the next
+    epoch. A resumed run repeats the same draws. If ``is_column`` is True, targets of shape (m,)
+    become (m, 1).
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class RunData(Source):
         return len(self._source)
 
     def spread(self, count: int) -> tuple[Any, Tensor]:
-        """Return at most ``count`` examples, spread evenly over the data set."""
+        """Return at most ``count`` examples, evenly spread over the data set."""
         positions = torch.linspace(0, len(self) - 1, min(len(self), count), device="cpu").long()
         return self.fetch(positions.clamp(max=len(self) - 1))  # linspace rounds in float32
 
@@ -115,8 +117,8 @@ class RunData(Source):
         for what, tensors in (("Inputs", tensors_of(x)), ("Targets", [y])):
             if any(tensor.is_meta for tensor in tensors):
                 raise InputError(
-                    f"{what} must hold numbers, got tensors on the device meta. Use tensors on cpu"
-                    " or an accelerator."
+                    f"{what} must hold numbers, got tensors on the meta device. Use tensors on the"
+                    " CPU or an accelerator."
                 )
         return x.to(self._device), self._in_columns(y.to(self._device))
 
@@ -135,13 +137,16 @@ class RunData(Source):
         return self.fetch(torch.arange(len(self), device="cpu"))[1]
 
     def num_targets(self, indices: Int[Tensor, " m"]) -> int:
-        """Return how many targets at these positions contribute to a loss."""
+        """Return how many targets of the examples at these positions contribute to a loss."""
         if isinstance(self.by_target, PositionSource):
             return len(self.by_target.of_data(indices))
         return len(indices)
 
     def fingerprint(self) -> str:
-        """Return a digest of all data in memory, or of some items that agree in two readings."""
+        """Return a digest of all data in memory, or of a few items that are read on demand.
+
+        The digest omits values of items that differ between two readings.
+        """
         count = len(self)
         if self._source.is_held:
             x, y = self.fetch(torch.arange(count, device="cpu"))
@@ -155,7 +160,7 @@ class RunData(Source):
 
 
 def digest(data: Iterable[Tensor]) -> str:
-    """Return a hexadecimal digest of inputs and targets: values, types, shapes and order."""
+    """Return a hexadecimal digest of tensors: their values, types, shapes and order."""
     hasher = hashlib.blake2b(digest_size=16)
     for tensor in data:
         hasher.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())

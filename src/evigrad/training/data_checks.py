@@ -42,7 +42,7 @@ def learns_likelihood(likelihood: str | Likelihood) -> bool:
 
 
 def check_data(evidence: Evidence, data: RunData, device: torch.device, count: int) -> Tensor:
-    """Check the data before the first step, and return the outputs for a few examples."""
+    """Check the data before the first step, and return the model's outputs for a few examples."""
     probe, y = data.first(2)
     check_inputs(probe, device)
     f, likelihood = probe_outputs(evidence.model, probe), evidence.likelihood

@@ -1,4 +1,4 @@
-"""Train a network and learn its hyperparameters, in one call."""
+"""Train a network and learn its hyperparameters in one call."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -62,15 +62,16 @@ def fit(
     The optimizer minimizes the mean negative log likelihood plus the prior's weight decay. Between
     epochs, rounds of steps update the hyperparameters by the gradient of the estimated log
     evidence. Prior precisions follow MacKay's fixed-point update, or Adam as in the paper. Noise
-    and the model's own hyperparameters use Adam. Training uses only ``train``.
+    and the model's own hyperparameters use Adam. Only the data in ``train`` are used for training.
 
-    ``fit`` does not touch the global random state. The order of the data, the blocks and the
-    model's own draws (dropout) use separate random streams, derived from ``seed``. The initial
-    weights are the model's current weights.
+    ``fit`` does not change the global random state. Separate random streams, derived from ``seed``,
+    determine the order of the data, the blocks and the model's own draws (such as dropout). The
+    initial weights are the model's current weights.
 
     Args:
-        model: Module that maps inputs (m, ...) to outputs (m, C), or to (m, …, C) with a target at
-            each position. It is trained in place, on its device. Frozen parameters do not change.
+        model: Module that maps inputs (m, ...) to outputs (m, C), or to (m, ..., C) with a target
+            at each position. It is trained in place, on its device. Frozen parameters do not
+            change.
         train: Training data: a pair (x, y) of tensors or NumPy arrays, a ``TensorDataset``, or a
             map-style data set of (x, y) items. Items are read again in every epoch and for every
             evidence block. ``seed`` also seeds random transforms that use the global generators of
@@ -84,9 +85,9 @@ def fit(
         estimator: Evidence estimator, named STRUCTURE-SUBSET-OUTPUTS, such as ntk-100-1 or
             kfac-N-C. ntk-400-rows-anchored is exact if the data have at most 400 Jacobian rows.
             None trains by plain MAP, without hyperparameter steps.
-        prior: Which weights share a prior precision (weight decay): scalar (all weights),
-            layerwise (each parameter tensor) or diagonal (none). Use a ``GaussianPrior`` for other
-            groups, a hyperprior, or a nonzero mean (``mean="initial"`` for fine-tuning).
+        prior: Which weights share a prior precision (weight decay): scalar (all weights), layerwise
+            (the weights of each parameter tensor) or diagonal (none). Use a ``GaussianPrior`` for
+            other groups, a hyperprior, or a nonzero mean (``mean="initial"`` for fine-tuning).
         precision: Value of the prior precision if it is fixed, or its initial value if it is
             learned with ``Optimization(prior_update="adam")``. Fixed-point updates ignore it.
             Weight decay is precision / N. Default: 5e-4 N if it is fixed, 1 for Adam.
@@ -95,7 +96,7 @@ def fit(
         laplace: Temperature, root and details of the curvature.
         schedule: Epochs, batches, rounds of hyperparameter steps, evaluations and checkpoints.
         optimization: Optimizers and learning rates.
-        memory: Batch sizes and data types of the estimates' passes.
+        memory: Batch sizes and data types of the passes that compute estimates.
         anchoring: How an anchored estimator chooses its anchors.
         test: Test data in the format of ``train``. They are used only for evaluation and do not
             affect training.
@@ -166,9 +167,9 @@ def prepare(
 ) -> T:
     """Return a trainer after checks, without training the network or writing files.
 
-    It takes the arguments of ``fit``. ``network`` is the record of the model if
-    ``evigrad.models.make_network`` built it. ``make`` creates a ``Trainer`` from the trainer's
-    arguments.
+    ``model``, ``train``, ``test`` and ``process_group`` are the arguments of ``fit``. ``network``
+    is the record of the model if ``evigrad.models.make_network`` built it. ``make`` creates the
+    trainer from the arguments of ``Trainer``.
     """
     check_whole(model)
     place, seed, ranks = place_of(model), settings.seed, Ranks(process_group)
@@ -199,7 +200,7 @@ def prepare_evidence(
     settings: Settings,
     process_group: Group | None = None,
 ) -> tuple[Evidence, Settings]:
-    """Check the data, and return the initial evidence of a run and its planned settings."""
+    """Check the data, and return the initial evidence of a run and its complete settings."""
     place = place_of(model)
     trainable(model, {})  # raises for lazy and frozen models before a pass
     x, y = data.first(PROBE_SIZE)
@@ -213,8 +214,8 @@ def prepare_evidence(
     evidence = make_evidence(model, num_data, settings, process_group)
     if settings.optimization.noise_on_loss and not learns_likelihood(evidence.likelihood):
         raise ConfigurationError(
-            "noise_on_loss learns the parameters of a likelihood, such as the noise of a Gaussian,"
-            f" but the likelihood {evidence.likelihood.name} has none. Remove noise_on_loss."
+            "noise_on_loss requires a likelihood with parameters, such as the noise of a Gaussian,"
+            f" got {evidence.likelihood.name}, which has none. Remove noise_on_loss."
         )
     # Reading all items of a data set takes as long as an epoch. They are checked as they are read.
     outputs = check_data(evidence, data, place, len(data) if data.is_held else PROBE_SIZE)
@@ -228,7 +229,7 @@ def make_evidence(
     settings: Settings,
     process_group: Group | None = None,
 ) -> Evidence:
-    """Return the initial evidence of a run, with a placeholder if the estimator is None."""
+    """Return the initial evidence of a run. It has a placeholder estimator if the run has none."""
     name, anchoring = settings.estimator, settings.anchoring
     if name is None:  # it fits any data, and is never evaluated
         name, anchoring = f"ntk-{min(num_data, 100)}-1", None
@@ -263,7 +264,7 @@ def _make_prior(settings: Settings) -> GaussianPrior:
         return GaussianPrior(prior, planned(precision), mean=settings.prior_mean)
     if precision is not None or settings.prior_mean != "zero":
         raise ConfigurationError(
-            "precision and prior_mean cannot be combined with a GaussianPrior object. Set them on"
-            " the prior, or pass the prior's structure by name."
+            "precision and prior_mean cannot be combined with a GaussianPrior object. Pass"
+            " precision and mean to GaussianPrior(...), or use a name such as prior='layerwise'."
         )
     return prior

@@ -5,13 +5,14 @@ deviate by d_g = w_g − w₀_g from the prior's mean,
 
     δ_g ‖d_g‖² = γ_g,    γ_g = −∂ℓ/∂log δ_g = tr_g(H (H + P0)⁻¹),
 
-where γ_g is the effective number of parameters: how many of the group's P_g weights the data
-determine, between 0 and P_g (D. MacKay, 1992, *Bayesian Interpolation*, Neural Computation 4,
-section 4; *A Practical Bayesian Framework for Backpropagation Networks*, ibid.). The gradient of
-−log evidence / N with respect to log δ_g is (δ_g ‖d_g‖² − γ_g) / 2N. So γ_g follows from the
-gradient for every structure and estimator, and the update δ_g ← γ_g / ‖d_g‖² has no additional
-cost. The update needs no learning rate and corrects precisions by orders of magnitude within a few
-steps.
+where ℓ = log|I + P0^{-1/2} H P0^{-1/2}|, H is the curvature matrix, and P0 is the prior's precision
+matrix. The effective number of parameters γ_g, between 0 and P_g, measures how many of the group's
+P_g weights the data determine. (Source: D. MacKay, 1992, *Bayesian Interpolation*, Neural
+Computation 4, section 4; *A Practical Bayesian Framework for Backpropagation Networks*, ibid.) The
+gradient of −log evidence / N with respect to log δ_g is (δ_g ‖d_g‖² − γ_g) / 2N. Therefore, γ_g
+follows from the gradient for every structure and estimator, and the update δ_g ← γ_g / ‖d_g‖² has
+no additional cost. The update needs no learning rate and corrects precisions by orders of magnitude
+within a few steps.
 """
 
 import math
@@ -40,26 +41,28 @@ LOG_LIMIT = 12 * math.log(10.0)
 class FixedPoint:
     """Update precisions by damped steps δ ← (1 − rate) δ + rate · γ / ‖w − w₀‖².
 
-    The steps average precisions, not their logarithms. On a random block γ is an unbiased estimate,
-    so steps with a falling rate converge to the point where the mean gradient is zero.
+    The steps average precisions, not their logarithms. On a random block, the effective number of
+    parameters γ is an unbiased estimate. Therefore, steps with a falling rate converge to the point
+    where the mean gradient is zero.
 
-    It replaces the prior's optimizer. Call it after each ``backward``::
+    The update replaces the prior's optimizer. Call it after each ``backward``::
 
         update = FixedPoint(evidence)
         evidence.backward(block)
         update.step()
 
-    γ is clipped at P_g, because the estimate from a small block may exceed P_g. A group whose
-    weights equal the prior's mean has no finite optimum and keeps its precision.
+    γ is clipped at P_g, the number of weights in the group, because the estimate from a small block
+    may exceed P_g. A group whose weights equal the prior's mean has no finite optimum and keeps its
+    precision.
 
     Args:
         evidence: Evidence with a learnable prior without a hyperprior.
         rate: Damping in (0, 1]. 1 is MacKay's update. For random blocks use a rate that falls
-            during training, to average the noise of the estimates.
+            during training, to average out the noise of the estimates.
 
     Raises:
         ConfigurationError: If the rate is out of range, or the prior is not learnable or has a
-            hyperprior, whose density has another fixed point.
+            hyperprior, which would change the fixed point.
     """
 
     def __init__(self, evidence: Evidence, rate: float | int = DAMPING) -> None:
@@ -70,7 +73,7 @@ class FixedPoint:
         self._log_precision()
 
     def effective_parameters(self, squares: Tensor | None = None) -> Float[Tensor, " G"]:
-        """Return γ (G,) for each learned prior group from the gradient of the last ``backward``."""
+        """Return the effective number of parameters γ (G,) of each learned prior group."""
         log_precision = self._log_precision()
         gradient = log_precision.grad
         if gradient is None:
@@ -97,8 +100,8 @@ class FixedPoint:
         """Set the initial values of the learned precisions.
 
         Args:
-            zero: Precision of weights with prior mean zero.
-            pretrained: Precision of groups with weights whose prior mean is not zero.
+            zero: Precision of groups whose prior mean is zero.
+            pretrained: Precision of groups with a nonzero prior mean.
         """
         prior, log_precision = self.evidence.prior, self._log_precision()
         means, weights = prior.means(), self.evidence.weights()
@@ -115,8 +118,8 @@ class FixedPoint:
     def step(self) -> None:
         """Update the precisions by the gradient of one ``backward``, and clear the gradient.
 
-        The gradient must come from a single ``backward`` at the present weights and precisions, not
-        from a sum over several calls.
+        The gradient must come from a single call of ``backward`` with the current weights and
+        precisions.
 
         Raises:
             ConfigurationError: If there is no gradient.
@@ -140,12 +143,13 @@ class FixedPoint:
         log_precision = prior.log_precision
         if log_precision is None or not log_precision.requires_grad:
             raise ConfigurationError(
-                "The fixed-point update needs a learnable prior. Use GaussianPrior(learnable=True)."
+                "The fixed-point update needs a learnable prior, got a prior with fixed precisions."
+                " Use GaussianPrior(learnable=True)."
             )
         if prior.hyperprior is not None:
             raise ConfigurationError(
-                "The fixed-point update maximizes the log evidence without the hyperprior. Remove"
-                " the hyperprior, or learn the precisions with Adam."
+                "The fixed-point update needs a prior without a hyperprior, because it maximizes"
+                " only the log evidence. Remove the hyperprior, or learn the precisions with Adam."
             )
         return log_precision
 

@@ -30,12 +30,12 @@ BRACKET_COLUMNS = ("bracket_lower", "bracket_lower_sem", "bracket_upper")
 
 
 def known(row: Mapping[str, int | float | None]) -> dict[str, float]:
-    """Return the values of a row that were computed."""
+    """Return the values of a row that are not None."""
     return {name: float(value) for name, value in row.items() if value is not None}
 
 
 def headlines(row: Mapping[str, int | float | None]) -> dict[str, float]:
-    """Return the values of a round for a log, with a summary if there are many precisions."""
+    """Return the values of a round for a log. If there are many precisions, summarize them."""
     values = known(row)
     precisions = sorted(v for name, v in values.items() if name.startswith("precision/"))
     if len(precisions) > _FEW_PRECISIONS:
@@ -48,7 +48,7 @@ def headlines(row: Mapping[str, int | float | None]) -> dict[str, float]:
 
 
 def evidence_columns(learned: "Round | None") -> Row:
-    """Return mean log evidence and log-determinant, standard error, and number of skipped steps."""
+    """Return the history columns of a round's log evidence and skipped steps."""
     skipped: Row = {"skipped_steps": 0 if learned is None else learned.skipped}
     if learned is None or not learned.estimates:
         return dict.fromkeys(("log_evidence", "log_det_term", "log_evidence_sem")) | skipped
@@ -64,7 +64,7 @@ def evidence_columns(learned: "Round | None") -> Row:
 
 
 def round_columns(learner: "Learner", hyper_round: "Round | None") -> Row:
-    """Return the columns of a history after a round, except the number of the round."""
+    """Return the history columns after a round: log evidence, step counts and hyperparameters."""
     return {
         **evidence_columns(hyper_round),
         "hyper_steps": learner.hyper_steps,
@@ -73,7 +73,7 @@ def round_columns(learner: "Learner", hyper_round: "Round | None") -> Row:
 
 
 def metric_columns(evidence: Evidence, metrics: Mapping[str, Mapping[str, float]]) -> Row:
-    """Return the columns of ``metrics`` on training and test data, or None for missing metrics."""
+    """Return the history columns of training and test ``metrics``. Missing values are None."""
     error = "accuracy" if evidence.likelihood.is_classification else "squared_error"
     return {
         f"{part}_{name}": metrics.get(part, {}).get(name)
@@ -83,7 +83,10 @@ def metric_columns(evidence: Evidence, metrics: Mapping[str, Mapping[str, float]
 
 
 def bracket_columns(trainer: "Trainer", epoch: int) -> Row:
-    """Return bounds on the exact log evidence in nats per example, if they are due in an epoch."""
+    """Return the history columns of bounds on the exact log evidence, in nats per example.
+
+    The values are None in epochs in which no bounds are due.
+    """
     every = trainer.schedule.bracket_every
     if not every:
         return {}
@@ -99,8 +102,8 @@ def bracket_columns(trainer: "Trainer", epoch: int) -> Row:
 class MetricsFile:
     """A CSV file with one row per epoch. Each row is flushed to the file immediately.
 
-    If the file holds anything other than the column names and the ``rows`` of earlier epochs, it is
-    replaced.
+    An existing file is replaced unless it holds exactly the column names and the ``rows`` of
+    earlier epochs.
     """
 
     def __init__(self, path: Path, columns: Sequence[str], rows: Sequence[Row] = ()) -> None:
@@ -113,7 +116,7 @@ class MetricsFile:
             self._file = path.open("ab")
 
     def write(self, row: Mapping[str, int | float | None]) -> None:
-        """Append a row with a value, or None, for every column."""
+        """Append a row, which has a value or None for every column."""
         with writing(self._path):
             self._file.write(self._lines([_cells(row)]))
             self._file.flush()
@@ -130,7 +133,7 @@ class MetricsFile:
 
 
 def read_metrics(path: str | Path) -> list[Row]:
-    """Read a ``metrics.csv``.
+    """Read the ``metrics.csv`` of a run.
 
     Returns:
         One row per epoch.
@@ -161,13 +164,13 @@ def _cells(row: Mapping[str, int | float | None]) -> dict[str, str]:
 
 
 def packed_history(history: Sequence[Row]) -> dict[str, list[Any]]:
-    """Return a history as a list of column names and rows of values in the order of the names."""
+    """Return a history as column names, and rows of values in the order of the names."""
     columns = list(history[0]) if history else []
     return {"columns": columns, "rows": [[row[name] for name in columns] for row in history]}
 
 
 def unpacked_history(packed: Mapping[str, list[Any]]) -> list[Row]:
-    """Return the history that ``packed_history`` packed: one row per epoch."""
+    """Return the rows of a history that ``packed_history`` packed."""
     rows = [dict(zip(packed["columns"], row, strict=True)) for row in packed["rows"]]
     for name, value in (cell for row in rows for cell in row.items()):
         is_name = isinstance(name, str) and name.isprintable()

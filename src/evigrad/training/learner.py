@@ -1,4 +1,4 @@
-"""Learning of hyperparameters next to any loop that trains the weights."""
+"""Learning of hyperparameters alongside any loop that trains the weights."""
 
 import warnings
 from collections.abc import Collection, Mapping
@@ -48,7 +48,7 @@ class Round:
     """The estimates of a round of hyperparameter steps. Each estimate was computed before its step.
 
     If steps used the same data (``is_shared``), the spread of the estimates does not measure their
-    error. ``skipped`` steps were not taken, because an estimate before them failed.
+    error. ``skipped`` is the number of steps that were not taken because an estimate failed.
     """
 
     estimates: list[Estimate]
@@ -65,10 +65,11 @@ class Round:
 
 @dataclass
 class StepGroup:
-    """Hyperparameters that step together: ``steps`` times per round, and ``taken`` times so far.
+    """Hyperparameters that are updated together, with ``steps`` steps per round.
 
-    A round follows the last epoch of the burn-in and every ``every``-th epoch after it, as in the
-    paper's schedule. With a burn-in of 10 and every 5, these are epochs 10, 15, 20, ...
+    ``taken`` is the number of steps so far. A round follows the last epoch of the burn-in and every
+    ``every``-th epoch after it, as in the paper's schedule. With ``burn_in=10`` and ``every=5``,
+    rounds follow epochs 10, 15, 20, ...
     """
 
     names: list[str]
@@ -84,13 +85,13 @@ class StepGroup:
 
     @property
     def progress(self) -> float:
-        """Return the share of all steps that have been taken, from 0 to 1."""
+        """Return the fraction of all steps that have been taken, from 0 to 1."""
         rounds = range(self.burn_in or self.every, self.epochs + 1, self.every)
         return min(1.0, self.taken / (len(rounds) * self.steps))
 
 
 def step_groups(schedule: Schedule, names: Collection[str]) -> list[StepGroup]:
-    """Return one group for all, or one for prior and noise and one for the model's own."""
+    """Return one group of all hyperparameters, or two: prior and noise, and the model's own."""
     s, every = schedule, planned(schedule.every)
     parts = [([*names], every, s.steps)]
     if s.hyper_every is not None or s.hyper_steps is not None:
@@ -105,13 +106,13 @@ def step_groups(schedule: Schedule, names: Collection[str]) -> list[StepGroup]:
 class Learner:
     """Learn the hyperparameters in rounds, while your own loop trains the weights.
 
-    Between epochs, a learner does what ``fit`` does, with the same results. Precisions start from a
-    weight decay of 0.01 and follow MacKay's update after a burn-in. The rates of the rounds fall
-    until the last one.
+    Between epochs, a learner does what ``fit`` does with a single ``start_decay``. By default,
+    precisions start from a weight decay of 0.01 and follow MacKay's update after a burn-in. The
+    learning rates of the hyperparameters fall until the last round.
 
-    If your loop has its own loss (the mean negative log likelihood), replace ``map_loss`` by
-    ``evidence.add_weight_decay()`` after ``backward``. In both cases set the optimizer's
-    ``weight_decay`` to 0, because the prior is the weight decay.
+    Use ``evidence.map_loss`` as the loss of your loop. If your loop has its own loss (the mean
+    negative log likelihood), call ``evidence.add_weight_decay()`` after ``backward`` instead. In
+    both cases, set the optimizer's ``weight_decay`` to 0, because the prior is the weight decay.
 
     Args:
         evidence: Evidence whose model your loop trains, and whose hyperparameters are learned. To
@@ -120,7 +121,7 @@ class Learner:
         schedule: Epochs, burn-in and rounds. ``epochs`` is required: the number of times you will
             call ``step``. If your loop has few epochs, call ``step`` after each optimizer step. The
             settings of batches, evaluations and checkpoints are ignored.
-        optimization: Updates of the hyperparameters, and their learning rates. Settings of the
+        optimization: Update rules and learning rates of the hyperparameters. Settings of the
             weights are ignored.
         seed: Seed of random draws in the items of a data set, such as random transforms.
 
@@ -171,9 +172,9 @@ class Learner:
             hyperparameters = evidence.hyperparameters()
             if not hyperparameters:
                 raise ConfigurationError(
-                    "There is nothing to learn: prior and likelihood are fixed, and hyperparameters"
-                    " names no parameter of the model. Make the prior learnable, or train by plain"
-                    " MAP (fit with estimator=None)."
+                    "There is nothing to learn: the prior and the likelihood are fixed, and"
+                    " hyperparameters names no parameter of the model. Make the prior learnable, or"
+                    " train by plain MAP (fit with estimator=None)."
                 )
             if schedule.epochs is None:
                 raise ConfigurationError(
@@ -219,16 +220,16 @@ class Learner:
 
     @property
     def hyper_steps(self) -> int:
-        """Return the number of hyperparameter steps so far, over all groups."""
+        """Return the number of hyperparameter steps so far, summed over all groups."""
         return sum(group.taken for group in self.step_groups)
 
     def step(self) -> Round | None:
-        """Count an epoch, and take a round of hyperparameter steps if one is due.
+        """Count an epoch, and take a round of hyperparameter steps if a round is due.
 
         The weights and their gradients do not change.
 
         Returns:
-            The round, or None if none is due.
+            The round, or None if no round is due.
 
         Raises:
             EvigradError: If an estimate fails.
@@ -242,7 +243,7 @@ class Learner:
         return learned
 
     def start(self, decay: float) -> None:
-        """If there is a burn-in, set its precisions from a weight decay."""
+        """Set the precisions of the burn-in from a weight decay. Without a burn-in, do nothing."""
         if self.fixed_point is not None and self.schedule.burn_in:
             num_data = self.evidence.num_data
             zero = burn_in_precision(decay, num_data)
@@ -253,10 +254,10 @@ class Learner:
         return any(group.is_due(epoch) for group in self.step_groups)
 
     def learn(self, epoch: int) -> Round:
-        """Take the hyperparameter steps after an epoch, on a new partition of the data.
+        """Take the hyperparameter steps that follow an epoch.
 
-        ``step`` calls it when a round is due. If an estimate is not finite, or its matrix has no
-        Cholesky factor, the round ends: the remaining steps are skipped with a warning.
+        ``step`` calls this method when a round is due. If an estimate is not finite, or its matrix
+        has no Cholesky factor, the remaining steps of the round are skipped with a warning.
 
         Args:
             epoch: Number of the epoch. Epochs count from 1.
@@ -265,7 +266,8 @@ class Learner:
             The estimates, one per step.
 
         Raises:
-            EvigradError: If an estimate fails in another way, or two rounds in a row take no step.
+            EvigradError: If an estimate fails in another way, or if two consecutive rounds take no
+                step.
         """
         hyper_round = Round([], False)
         with self.evidence.ranks.together():
@@ -275,7 +277,9 @@ class Learner:
                     if group.is_due(epoch):
                         hyper_round = self._round(group, hyper_round)
             except EvigradError as error:
-                raise type(error)(f"Hyperparameter step after epoch {epoch}: {error}") from error
+                raise type(error)(
+                    f"Hyperparameter step after epoch {epoch} failed: {error}"
+                ) from error
             finally:
                 self._clear_gradients()
             if names := self._learned_of_model:
@@ -345,10 +349,10 @@ class Learner:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the evidence and of its rounds, without the state of the model.
+        """Return the state of the evidence and of the rounds, without the state of the model.
 
-        To resume with the same numbers, also save the weights and the optimizer's state, and use
-        the same data.
+        To resume with identical results, also save the states of the model and of its optimizer,
+        and use the same data.
         """
         return {
             "evidence": self.evidence.state_dict(),
@@ -386,9 +390,9 @@ class Learner:
 def warn_of_unused(evidence: Evidence) -> None:
     """Warn about learned precisions of weights that no output depends on.
 
-    The rows of P such weights with precision δ are zero. Then (P/2) log δ of the prior cancels with
-    −½ log|P0 + H|, and the log evidence depends on δ only through −½ δ ‖w − μ‖². Until training has
-    moved w to its mean μ, every step lowers δ, and no prediction changes.
+    The log evidence depends on the precision δ of such weights w only through −½ δ ‖w − μ‖², where
+    μ is the prior's mean. Until training has moved w to μ, every step lowers δ, and no prediction
+    changes.
     """
     prior, reports = evidence.prior, evidence.describe()
     used = {report.group for report in reports if report.rows != "unused"}

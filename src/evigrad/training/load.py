@@ -29,10 +29,10 @@ class LoadedRun:
     Attributes:
         model: Network with the weights and hyperparameters of the checkpoint, in evaluation mode.
         evidence: Evidence of the model, with the checkpoint's prior, noise and generator. If the
-            run had no estimator, the evidence has a placeholder.
+            run had no estimator, the evidence has a placeholder estimator.
         settings: Settings of ``fit`` by name, from ``config.json``.
         history: One row per epoch up to the checkpoint.
-        epoch: Last of these epochs. It is ``settings["epochs"]`` if the run is finished.
+        epoch: Epoch of the checkpoint. It equals ``settings["epochs"]`` if the run is finished.
 
     See also: docs/tune_and_load.md.
     """
@@ -58,18 +58,19 @@ def load(
 ) -> LoadedRun:
     """Load the network, evidence and settings of a run from its folder.
 
-    The run may be finished or interrupted. Its data are not loaded. ``load`` builds the network if
-    the run was started on the command line. ``fit`` does not record how to build its network, so
-    pass the network of such a run as ``model``. Loading does not run any code from the folder.
+    The run may be finished or interrupted. Its data are not loaded. If the run was started on the
+    command line, ``load`` builds its network. If ``fit`` started the run, ``model`` is required,
+    because ``fit`` does not record how a network was built. Loading does not run any code from the
+    folder.
 
     Args:
         run: Folder of the run.
         model: Network with the architecture of the run. Its weights are replaced. Default: the
             network that the command line trained.
-        likelihood: Likelihood of the run's class, required if ``fit`` got an object. Its state is
-            replaced.
-        prior: Prior with the run's structure, required if ``fit`` got an object. Its state is
-            replaced.
+        likelihood: Likelihood of the same class as in the run. It is required if ``fit`` got an
+            object instead of a name. Its state is replaced.
+        prior: Prior with the same structure as in the run. It is required if ``fit`` got an object
+            instead of a name. Its state is replaced.
         device: Device for the network, such as cpu or cuda. Default: the device of the model.
 
     Returns:
@@ -77,7 +78,7 @@ def load(
 
     Raises:
         ConfigurationError: If the folder has no run with a checkpoint, or a part of the run is
-            missing or does not fit. The weights of ``model`` then remain unchanged.
+            missing or does not fit. The weights of ``model`` do not change in this case.
 
     Examples:
         >>> import torch
@@ -96,13 +97,13 @@ def load(
     path = Path(run)
     if not path.is_dir():
         raise ConfigurationError(
-            f"run must be the folder of a run, got {path}, which does not exist."
+            f"run must be the folder of a run, got {path}, which does not exist. Check the path."
         )
     state = RunDirectory(path, resume=True).read_checkpoint()
     if state is None:
         raise ConfigurationError(
-            f"run must be a folder with a checkpoint, got {path}, which has none, because no run"
-            " started there. Use the folder of a run."
+            f"run must be a folder with a checkpoint, got {path}, which has no checkpoint."
+            " Use the folder of a run."
         )
     with fitting(f"The checkpoint in {path}"):
         check_format(state, path)
@@ -116,8 +117,9 @@ def load(
             ) from error
         if model is None and network is None:
             raise ConfigurationError(
-                f"The run in {path} was started from Python, so its architecture is not stored."
-                " Pass a model with the same architecture: evigrad.load(run, model=...)."
+                f"The run in {path} was started from Python, so the architecture of its network is"
+                " not stored. Pass a model with the same architecture:"
+                " evigrad.load(run, model=...)."
             )
         module = make_network(network) if model is None else model
         if device is not None:

@@ -19,7 +19,7 @@ SCALAR_RATE = 0.1
 
 
 def cosine(progress: float, start: float, end: float) -> float:
-    """Return a value on a cosine from ``start`` at ``progress`` 0 to ``end`` at 1."""
+    """Return the value of a cosine schedule from ``start`` (``progress`` 0) to ``end`` (1)."""
     return end + 0.5 * (start - end) * (1.0 + math.cos(math.pi * progress))
 
 
@@ -28,7 +28,7 @@ def make_weight_optimizer(
     settings: Optimization,
     scalars: Collection[nn.Parameter] = (),
 ) -> Optimizer:
-    """Create, check and return the weights' optimizer. ``scalars`` have a lower learning rate."""
+    """Return a checked optimizer of the weights. Its learning rate is lower for ``scalars``."""
     if isinstance(settings.optimizer, str):
         slow, rate = {id(p) for p in scalars}, planned(settings.lr)
         groups: list[dict[str, Any]] = [
@@ -49,16 +49,16 @@ def make_weight_optimizer(
         )
     if any(group.get("weight_decay") for group in optimizer.param_groups):
         raise ConfigurationError(
-            "The optimizer must not have weight decay, because the prior in the loss is the weight"
-            " decay. Set weight_decay=0 and use precision=... instead."
+            "The optimizer must not have weight decay, because the prior in the loss already"
+            " applies it. Set weight_decay=0, and set the precision of the prior instead."
         )
     # Adam turns weights in half precision into NaN with its first step, at any learning rate.
     eps = min((group["eps"] for group in optimizer.param_groups if "eps" in group), default=1.0)
     names = [name for name, weight in weights.items() if weight.dtype == torch.float16]
     if names and torch.tensor(eps, dtype=torch.float16, device="cpu") == 0:
         raise ConfigurationError(
-            f"{type(optimizer).__name__} cannot train weights of torch.float16: {listed(names)}."
-            f" Its ε of {eps:g} and squares of small gradients are zero in this type. Call"
+            f"{type(optimizer).__name__} cannot train weights in torch.float16: {listed(names)}."
+            f" Its ε of {eps:g} and squares of small gradients become zero in this type. Call"
             " model.float() or model.bfloat16(). For faster estimates in float32, use"
             ' Memory(autocast="bfloat16").'
         )
@@ -66,7 +66,7 @@ def make_weight_optimizer(
 
 
 def make_hyper_optimizer(hyperparameters: Mapping[str, nn.Parameter], s: Optimization) -> Optimizer:
-    """Return Adam for the hyperparameters, except for a prior with the fixed-point update."""
+    """Return Adam for all hyperparameters, except precisions that the fixed point sets."""
     kinds = ("likelihood.",) if s.prior_update == "fixed_point" else ("prior.", "likelihood.")
     rates = ((kinds, s.prior_lr, s.prior_lr_min), (("model.",), s.hyper_lr, s.hyper_lr_min))
     groups: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""The plan of a run: settings that follow from its data if you do not set them."""
+"""The plan of a run: default settings that depend on the data."""
 
 from dataclasses import replace
 from typing import TypeVar
@@ -43,7 +43,7 @@ ROUNDS = 20
 
 
 def plan(settings: Settings, num_data: int) -> Settings:
-    """Return the settings for N examples, in which defaults that depend on the data are numbers."""
+    """Return the settings for N examples, with values for all defaults that depend on the data."""
     precision = settings.precision
     if precision is None and not isinstance(settings.prior, GaussianPrior):
         is_kept = settings.estimator is None
@@ -58,7 +58,7 @@ def plan(settings: Settings, num_data: int) -> Settings:
 
 
 def plan_schedule(schedule: Schedule, num_data: int) -> Schedule:
-    """Return a schedule with numbers for ``epochs``, ``burn_in`` and ``every``."""
+    """Return a schedule in which ``epochs``, ``burn_in`` and ``every`` are set."""
     epochs, burn_in, every = schedule.epochs, schedule.burn_in, schedule.every
     if epochs is None:
         steps = -(-schedule.data_in_epoch(num_data) // schedule.batch_size)
@@ -73,7 +73,7 @@ def plan_schedule(schedule: Schedule, num_data: int) -> Schedule:
 def plan_optimization(
     optimization: Optimization, likelihood: Likelihood, prior: str | GaussianPrior
 ) -> Optimization:
-    """Return the optimization with values for ``lr``, ``prior_update`` and ``start_decay``."""
+    """Return an optimization in which ``lr``, ``prior_update`` and ``start_decay`` are set."""
     lr, update = optimization.lr, optimization.prior_update
     if lr is None:
         usual = CLASSIFICATION_LR if likelihood.is_classification else REGRESSION_LR
@@ -91,11 +91,11 @@ def plan_optimization(
 
 
 def planned(value: T | None) -> T:
-    """Return a setting that ``plan`` has set."""
+    """Return a setting that is not None, because ``plan`` has set it."""
     assert value is not None
     return value
 
 
 def burn_in_precision(decay: float, num_data: int) -> float:
-    """Return the precision of a burn-in with a weight decay, for a prior mean of zero."""
+    """Return the prior precision for a weight decay during the burn-in."""
     return decay * min(num_data, BURN_IN_DATA)

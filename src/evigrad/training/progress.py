@@ -34,7 +34,7 @@ class PlainProgress:
 
 
 class RichProgress:
-    """Show a bar with the latest values, redrawn in place."""
+    """Show a progress bar with the latest values, redrawn in place."""
 
     def __init__(self, title: str, epochs: int) -> None:
         # Imported here, because the core must work without rich.
@@ -72,14 +72,14 @@ class RichProgress:
 
 
 def make_progress(title: str, epochs: int) -> PlainProgress | RichProgress:
-    """Return a bar if rich is installed and standard error is a terminal, else plain lines."""
+    """Return a bar if rich is installed and standard error is a terminal, or else plain lines."""
     if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
         return RichProgress(title, epochs)
     return PlainProgress(title, epochs)
 
 
 def summary(row: Row) -> str:
-    """Return the loss and the log evidence in nats per example, and the range of the precisions."""
+    """Return the main values of a row as text, such as loss, log evidence and precisions."""
     parts = [_part(row, "loss", "loss", ".4f"), _part(row, "log_evidence", "log evidence", ".3f")]
     lower, upper = row.get("bracket_lower"), row.get("bracket_upper")
     if lower is not None and upper is not None:

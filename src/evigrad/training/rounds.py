@@ -1,4 +1,4 @@
-"""The passes of a round. Several steps on prior and noise can share them."""
+"""The network passes of a round. Several steps on prior and noise can share them."""
 
 from collections.abc import Iterable, Iterator
 from itertools import repeat
@@ -24,10 +24,10 @@ def blocks_of_a_round(
 ) -> tuple[Iterable[Block | list[KeptPass]], bool]:
     """Return a block or kept passes for each step of a round, and whether all steps share them.
 
-    Several steps that learn nothing but prior and noise share passes. If one block holds all data,
-    the pass over this block is the only pass. If anchors are chosen for a round, the shared pass is
-    the pass over the anchors. ``prior_blocks`` is the number of blocks whose passes all steps
-    share. None means one block for each step.
+    Steps that learn only prior and noise can reuse the network passes of other steps.
+    ``prior_blocks`` is the number of blocks whose passes all steps share. If it is None, each step
+    has its own block, unless one block holds all data. With an anchored estimator, steps with
+    different blocks can still share the pass over the anchors.
     """
     anchored = isinstance(blocks, AnchoredStream)
     keepable = (anchored or blocks.is_constant) and is_keepable(evidence, x, names)
@@ -49,10 +49,10 @@ def blocks_of_a_round(
 def passes_over(
     evidence: Evidence, drawn: DrawnParts, x: Inputs, names: list[str]
 ) -> Iterator[KeptPass]:
-    """Yield kept passes over draws, in order, each over as many draws as fit into memory.
+    """Yield network passes over drawn parts of the data, kept for several steps, in order.
 
-    Each pass is computed when it is requested. The available memory changes neither these draws nor
-    later draws.
+    Each pass is computed when it is requested, and covers as many parts as fit into memory. The
+    available memory does not change which parts are drawn.
     """
 
     def collect(block: Block) -> KeptPass:
@@ -78,14 +78,14 @@ def passes_over(
 
 
 def draws_at_once(evidence: Evidence, x: Inputs, count: int) -> int:
-    """Return how many of ``count`` draws of an anchored estimator share a pass, or 1 if none do."""
+    """Return how many of ``count`` draws of an anchored estimator can share one pass."""
     while count > 1 and not evidence.shares_anchors(x[:PROBE_SIZE], count):
         count = -(-count // 2)
     return count
 
 
 def is_keepable(evidence: Evidence, x: Inputs, names: list[str]) -> bool:
-    """Return whether steps can share passes: no random model, and only prior and noise learned."""
+    """Return whether steps that learn ``names`` can share passes. The model must not be random."""
     # A random model, such as an average over transforms, draws again in each pass.
     if stochastic_modules(evidence.model):
         return False

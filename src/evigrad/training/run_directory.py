@@ -45,25 +45,25 @@ class RunDirectory:
         if not _is_free(self.path) and not _contents(self.path).intersection(CONFIGURATIONS):
             raise ConfigurationError(
                 f"{self.path} holds no run to resume: it has no {' and no '.join(CONFIGURATIONS)}."
-                " Use the folder of a run, or an empty one."
+                " Use the folder of a run, or an empty folder."
             )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigurationError(
-                f"Cannot make the run directory {self.path} ({error.strerror}). Use another folder."
+                f"Cannot create the run folder {self.path} ({error.strerror}). Use another folder."
             ) from error
 
     @property
     def figures(self) -> Path:
-        """Return the folder of the figures, and create it at the first use."""
+        """Return the folder of the figures, and create it on first use."""
         folder = self.path / "figures"
         folder.mkdir(exist_ok=True)
         return folder
 
     @contextmanager
     def locked(self, wait: bool = False) -> Iterator[None]:
-        """Lock the folder unless this run has. With ``wait``, wait for another run to unlock it."""
+        """Lock the folder if it is not locked yet. With ``wait``, wait until it is free."""
         if self._lock is not None:
             yield
             return
@@ -75,7 +75,7 @@ class RunDirectory:
                 self._lock = None
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        """Write a file of settings or results."""
+        """Write settings or results to a JSON file."""
         self.write_text(name, json.dumps(dict(content), indent=2, default=str) + "\n")
 
     def write_text(self, name: str, text: str) -> None:
@@ -84,7 +84,7 @@ class RunDirectory:
             file.write(text.encode("utf-8"))
 
     def write_checkpoint(self, state: Mapping[str, Any]) -> None:
-        """Write tensors and plain values. Keep the previous checkpoint, so that one is complete."""
+        """Write a checkpoint of tensors and plain values, and also keep the previous checkpoint."""
         with replacing(self.checkpoint, self.checkpoint_before) as file:
             try:
                 torch.save(dict(state), file)
@@ -94,7 +94,7 @@ class RunDirectory:
             seal(file)
 
     def read_checkpoint(self) -> dict[str, Any] | None:
-        """Return the last checkpoint, or the previous one if the last is damaged, or None."""
+        """Return the last checkpoint that can be read, or None if there is no checkpoint."""
         reasons: list[str] = []
         for path in (self.checkpoint, self.checkpoint_before):
             try:
@@ -120,7 +120,7 @@ class RunDirectory:
 def _read_checkpoint(path: Path) -> dict[str, Any]:
     intact = is_intact(path)
     if intact is False:
-        raise ConfigurationError("it is damaged: its content does not match its digest")
+        raise ConfigurationError("it is damaged (its content does not match its digest)")
     try:
         # Loads no code: a checkpoint from somebody else can do no harm.
         state = torch.load(path, "cpu", weights_only=True)
@@ -133,13 +133,13 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
         raise ConfigurationError("it does not hold the state of a run")
     # Checkpoints of older versions may have no digest.
     if intact is None and state.get("format") not in range(CHECKPOINT_FORMAT):
-        raise ConfigurationError("it is damaged: its digest is missing")
+        raise ConfigurationError("it is damaged (its digest is missing)")
     return state
 
 
 @contextmanager
 def naming_files(directory: RunDirectory, history: Sequence[Row]) -> Iterator[None]:
-    """Add the path of the metrics to an error, and how to resume the run to an interruption."""
+    """Add the path of the metrics to errors, and instructions for resuming to interruptions."""
     try:
         yield
     except EvigradError as error:
@@ -154,7 +154,7 @@ def naming_files(directory: RunDirectory, history: Sequence[Row]) -> Iterator[No
 
 
 class RunRecord:
-    """The files that grow while a run trains."""
+    """Write the metrics and checkpoints of a run while it trains."""
 
     def __init__(self, directory: RunDirectory, history: Sequence[Row]) -> None:
         """Write the finished epochs, and drop the rows of epochs that will run again."""
@@ -165,7 +165,7 @@ class RunRecord:
         self.rewrite(history)
 
     def rewrite(self, history: Sequence[Row]) -> None:
-        """Replace the rows of all epochs so far."""
+        """Replace the metrics file with the rows of all epochs so far."""
         self.close()
         self._metrics = None
         if history:
@@ -174,14 +174,15 @@ class RunRecord:
             self._directory.metrics.unlink(missing_ok=True)
 
     def write_row(self, row: Row) -> None:
-        """Append an epoch's metrics."""
+        """Append an epoch's metrics to the metrics file."""
         self._metrics = self._metrics or MetricsFile(self._directory.metrics, list(row))
         self._metrics.write(row)
 
     def is_due(self, epoch: int, every: int | None) -> bool:
-        """Return whether a checkpoint now would take a small share of the time since the last one.
+        """Return whether to write a checkpoint after this epoch.
 
-        If ``every`` is an integer, return whether the epoch is a multiple of it.
+        If ``every`` is an integer, a checkpoint is due after every ``every``-th epoch. If it is
+        None, a checkpoint is due when writing it takes at most 5 % of the time since the last one.
         """
         if every is not None:
             return epoch % every == 0
@@ -195,11 +196,11 @@ class RunRecord:
         self._cost = self._written - start
 
     def finish(self) -> None:
-        """After training, remove the checkpoint before the last one."""
+        """Remove the second-to-last checkpoint after training."""
         self._directory.checkpoint_before.unlink(missing_ok=True)
 
     def check_readable(self) -> None:
-        """Warn if a checkpoint cannot be loaded, because it holds objects of unknown classes."""
+        """Warn if the checkpoint cannot be loaded because it holds objects of unknown classes."""
         try:
             self._directory.read_checkpoint()
         except ConfigurationError as error:

@@ -1,7 +1,7 @@
 """Warnings about hyperparameters that grow without limit, although the network does not improve.
 
-Large inputs make the outputs of a network certain. Such outputs have no curvature, so the estimated
-log evidence is high, although the network has learned nothing.
+Very large inputs make the predictions of a network overconfident. Such predictions have no
+curvature, so the estimated log evidence is high even if the network has learned nothing.
 """
 
 import math
@@ -24,10 +24,10 @@ LOST_NATS = 0.5
 
 
 class Runaways:
-    """Watch the learned hyperparameters of a model from round to round, and warn once about each.
+    """Watch a model's learned hyperparameters over the rounds, and warn once about each runaway.
 
-    ``starts`` are the initial values by name. ``best`` is the highest mean log likelihood per
-    example of a round. A checkpoint stores ``starts`` and ``best``.
+    ``starts`` maps names to initial values. ``best`` is the highest mean log likelihood per example
+    in any round so far. A checkpoint stores both.
     """
 
     def __init__(self, evidence: Evidence) -> None:
@@ -38,11 +38,11 @@ class Runaways:
         self._warned_of: set[str] = set()  # hyperparameters, and the log likelihood
 
     def check(self, epoch: int, names: Sequence[str], estimates: Sequence[Estimate]) -> None:
-        """Warn about values far from their start, and about a log likelihood that fell twice.
+        """Warn about values that have grown too much, and about a log likelihood that stays low.
 
         Args:
             epoch: Number of the epoch before the round.
-            names: Names of the hyperparameters of the model that are learned.
+            names: Names of the model's learned hyperparameters.
             estimates: Estimates of the round.
         """
         for name, value in free_hyperparameters(self._evidence).items():
@@ -65,7 +65,7 @@ class Runaways:
 
 
 def free_hyperparameters(evidence: Evidence) -> dict[str, Tensor]:
-    """Return the model's learned hyperparameters by name, without ranges and bounded ones."""
+    """Return the model's learned hyperparameters by name, without ranges and bounded values."""
     held = set(bounded_values(evidence.model))
     for module in ranged_modules(evidence.model).values():
         held |= {id(parameter) for parameter in module.parameters()}

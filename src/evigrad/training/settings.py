@@ -44,8 +44,8 @@ class Laplace:
         root: How the curvature of an example is divided among outputs: subblock, fisher or eigen.
             Default: the estimator's own choice.
         sharing: Treatment of shared weights in KFAC: expand or reduce.
-        parameter_partition: Parameter blocks of blockdiag: tensor or module. (In Python,
-            groups of name prefixes are also possible.)
+        parameter_partition: How blockdiag divides the parameters into blocks: tensor or module. (In
+            Python, groups of name prefixes are also possible.)
 
     Examples:
         >>> from evigrad import Laplace
@@ -63,14 +63,14 @@ class Laplace:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Set the length of a run, its batches, and when it learns, evaluates and saves.
+    """Set the length of a run, its batches, and when rounds, evaluations and checkpoints happen.
 
     Attributes:
         epochs: Number of passes over the training data. Default: enough for 2,000 optimizer steps,
             and at least 100.
         epoch_size: Number of examples per epoch. Set it for very large data sets, so that rounds
-            and checkpoints also happen within a pass. Each epoch continues where the previous one
-            stopped. Default: all examples.
+            and checkpoints also happen during a pass over the data. Each epoch continues where the
+            previous one stopped. Default: all examples.
         batch_size: Maximum number of examples per optimizer step. All batches have about the same
             size.
         burn_in: Number of epochs before the first round of hyperparameter steps. Default: a tenth
@@ -126,7 +126,7 @@ class Schedule:
                 check_integer(setting.name, value, 0 if setting.name in from_zero else 1)
 
     def data_in_epoch(self, num_data: int) -> int:
-        """Return how many of ``num_data`` examples an epoch has."""
+        """Return the number of examples per epoch, out of ``num_data`` examples."""
         return min(self.epoch_size or num_data, num_data)
 
 
@@ -146,8 +146,8 @@ class Optimization:
             hyperprior.
         start_decay: Weight decay of the burn-in, from which fixed_point starts. With several
             values, the network trains with each value for a third of the epochs. Training continues
-            from the one with the highest log evidence.
-            Default: 0.01, or 0.01 and 0.001 if the likelihood learns its noise.
+            from the value with the highest log evidence. Default: 0.01, or 0.01 and 0.001 if the
+            likelihood learns its noise.
         prior_lr: Learning rate of log precisions and log noise (Adam) at the start.
         prior_lr_min: Learning rate of log precisions and log noise at the end. The rate follows a
             cosine, step by step.
@@ -182,13 +182,14 @@ class Optimization:
         if isinstance(self.optimizer, type) and issubclass(self.optimizer, Optimizer):
             name = self.optimizer.__name__
             raise ConfigurationError(
-                f"optimizer must be a function from named weights to an optimizer, got the class"
-                f" {name}. Use lambda weights: torch.optim.{name}(weights.values(), lr=0.003)."
+                f"optimizer must be a function that maps named weights to an optimizer, got the"
+                f" class {name}. Use lambda weights: torch.optim.{name}(weights.values(),"
+                " lr=0.003)."
             )
         if isinstance(self.optimizer, str) and self.optimizer not in OPTIMIZERS:
             raise ConfigurationError(
-                f"optimizer must be one of {', '.join(OPTIMIZERS)}, or a function from named"
-                f" weights to an optimizer, got '{self.optimizer}'."
+                f"optimizer must be one of {', '.join(OPTIMIZERS)}, or a function that maps"
+                f" named weights to an optimizer, got '{self.optimizer}'."
                 f"{nearest(self.optimizer, OPTIMIZERS)}"
             )
         if self.prior_update not in (None, *PRIOR_UPDATES):
@@ -218,7 +219,7 @@ class Optimization:
 
     @property
     def start_decays(self) -> tuple[float, ...]:
-        """Return ``start_decay`` as a tuple, empty if it is not set."""
+        """Return ``start_decay`` as a tuple, or an empty tuple if it is not set."""
         decays = self.start_decay
         if decays is None:
             return ()
@@ -271,7 +272,7 @@ class Settings:
             )
 
     def as_record(self) -> dict[str, Any]:
-        """Return the settings as plain numbers and strings, for a configuration file."""
+        """Return the settings as plain values for a configuration file."""
         record = dict(vars(self))
         for name in GROUPS:
             record |= vars(record.pop(name))
@@ -281,14 +282,14 @@ class Settings:
 
 
 def current_record(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record of settings, from this version or an earlier one, with the current names."""
+    """Return a record of settings from any version of evigrad with the current names."""
     if record.get("estimator") == "map-noise":
         return {**record, "estimator": None, "noise_on_loss": True}
     return dict(record)
 
 
 def method_of(record: Mapping[str, Any]) -> str:
-    """Return how a run learns: the name of its estimator, or MAP without one."""
+    """Return the name of a run's method: its estimator, or MAP if it has none."""
     record = current_record(record)
     without = "MAP, learned noise" if record.get("noise_on_loss") else "MAP"
     name = str(record.get("estimator") or without)
@@ -296,7 +297,7 @@ def method_of(record: Mapping[str, Any]) -> str:
 
 
 def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments for ``fit`` from options that may include fields of ``GROUPS``."""
+    """Return keyword arguments for ``fit``, with fields of ``GROUPS`` collected in objects."""
     keywords = dict(options)
     for name, kind in GROUPS.items():
         names = [setting.name for setting in fields(kind) if setting.name in keywords]
@@ -306,7 +307,7 @@ def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def explains_groups(function: Callable[P, T]) -> Callable[P, T]:
-    """Add the group's name to a function's error if a field of ``GROUPS`` is passed directly."""
+    """Return the function, with a helpful error if a field of ``GROUPS`` is passed directly."""
 
     @wraps(function)
     def wrapped(*arguments: P.args, **keywords: P.kwargs) -> T:
@@ -315,8 +316,8 @@ def explains_groups(function: Callable[P, T]) -> Callable[P, T]:
             for group, kind in GROUPS.items():
                 if name not in accepted and name in {setting.name for setting in fields(kind)}:
                     raise ConfigurationError(
-                        f"{function.__name__} has no keyword {name}. It is a field of"
-                        f" {kind.__name__}: use {group}={kind.__name__}({name}={value!r})."
+                        f"{function.__name__} has no keyword {name}, which is a field of"
+                        f" {kind.__name__}. Use {group}={kind.__name__}({name}={value!r})."
                     )
         return function(*arguments, **keywords)
 
@@ -342,7 +343,7 @@ def check_integer(name: str, value: object, least: int, most: int | None = _MOST
 
 
 def check_burn_in(burn_in: int | None, epochs: int | None) -> None:
-    """Raise ConfigurationError if training ends before its burn-in."""
+    """Raise ConfigurationError if training would end before the burn-in."""
     if (burn_in or 0) > (epochs or math.inf):
         raise ConfigurationError(
             f"burn_in must be at most epochs = {epochs}, got {burn_in}: no hyperparameter would be"
@@ -352,7 +353,7 @@ def check_burn_in(burn_in: int | None, epochs: int | None) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return dictionaries and lists of numbers and strings. Other objects become ``str``."""
+    """Return a value as dictionaries, lists, numbers and strings. Other objects become strings."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):

@@ -1,8 +1,8 @@
-"""Several starts of one training run, of which the one with the highest log evidence continues.
+"""Several starts of a training run. The start with the highest log evidence continues.
 
-Weights and precisions depend on each other, so training can end in several places. Large noise and
-precisions keep weights small, and small weights leave the noise large. Each start trains from the
-same weights, on the same batches and blocks, until the evidence distinguishes the starts.
+Weights and precisions depend on each other, so training can end in different optima. Large noise
+and precisions keep the weights small, and small weights keep the noise large. All starts begin with
+the same weights and use the same batches and blocks, until their log evidence is compared.
 """
 
 import copy
@@ -27,12 +27,12 @@ ROUNDS = 3
 
 
 class Starts:
-    """The starts of a training run: which one is running, and the results of the others.
+    """The starts of a training run, which are tried one after another.
 
     Attributes:
         decays: Weight decays of the burn-in, in the order of the trials.
-        scores: Log evidence in nats per example of each start that was tried, by its decay. −inf if
-            training diverged.
+        scores: Log evidence in nats per example by weight decay, for the starts tried so far. The
+            value is −inf if training diverged.
     """
 
     def __init__(self, trainer: "Trainer") -> None:
@@ -50,11 +50,11 @@ class Starts:
 
     @property
     def are_tried(self) -> bool:
-        """Return whether a trial is still running, so that the present history may be dropped."""
+        """Return whether trials are still running. If so, the current history may be dropped."""
         return len(self.decays) > 1 and len(self.scores) < len(self.decays)
 
     def begin(self, trainer: "Trainer") -> None:
-        """Keep the state before the first epoch."""
+        """Save the initial state, before the first epoch."""
         if self.are_tried and self._initial is None:
             self._initial = _state(trainer)
 
@@ -63,7 +63,7 @@ class Starts:
         return self.are_tried and epoch == self.until
 
     def advance(self, trainer: "Trainer", error: EvigradError | None = None) -> None:
-        """End the trial of a start: begin the next one, or restore the best.
+        """End the trial of a start, and begin the next trial or restore the best start.
 
         Args:
             trainer: The trainer at the end of a trial.
@@ -96,12 +96,12 @@ class Starts:
         return f"start_decay {chosen:g} has the highest log evidence ({', '.join(values)})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scores, and what running trials need."""
+        """Return the scores, and the states that the remaining trials need."""
         states = {"initial": self._initial, "best": self._best}
         return {"decays": list(self.scores), "scores": list(self.scores.values()), **states}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Load a ``state_dict``. None, from a version without trials, ends the trials."""
+        """Load a ``state_dict``. If it is None (a version without trials), keep the first start."""
         if state is None:
             self.decays = self.decays[:1]
             return

@@ -1,4 +1,4 @@
-"""A training run: epochs of the weights, rounds of hyperparameters, and a row for each epoch."""
+"""A training run: epochs of weight updates, rounds of hyperparameter updates, and their history."""
 
 import math
 import sys
@@ -57,20 +57,20 @@ class FitResult:
     """The trained model, evidence, history and metrics of a training run.
 
     Attributes:
-        model: The given model, trained, in evaluation mode.
-        evidence: Evidence of the model. Without an estimator it has a placeholder.
+        model: The model that was passed to ``fit``, now trained and in evaluation mode.
+        evidence: Evidence of the model. Without an estimator, it has a placeholder estimator.
         history: One row per epoch (see ``metrics.csv``). Missing values are None.
         train_metrics: Means over the training data at the end: ``log_likelihood`` in nats per
             example, and ``accuracy`` or ``squared_error``.
         test_metrics: The same metrics on the test data. Empty without test data.
-        seconds: Time of training in seconds, without evaluation and files.
+        seconds: Training time in seconds, without evaluations and file writes.
         starts: Log evidence of each ``start_decay`` that was tried, in nats per example, after a
-            third of the epochs. Empty if there was one start.
-        mode_gap: How much log evidence the weights lack because they are not at the mode, in nats
-            per example (see ``Evidence.mode_gap``). None without an estimator, with
+            third of the epochs. Empty if there was only one start.
+        mode_gap: Log evidence that is missing because the weights are not at the mode, in nats per
+            example (see ``Evidence.mode_gap``). None without an estimator, with
             ``Schedule.epoch_size``, or if it could not be computed.
-        run_dir: Folder of the run on the first rank, or None.
-        estimator: Name of the estimator, or None for training without one.
+        run_dir: Folder of the run on the first rank, or None if nothing was written.
+        estimator: Name of the estimator, or None for training without an estimator.
 
     See also: docs/usage.md.
     """
@@ -100,10 +100,12 @@ class Trainer:
     """Train the weights by MAP and, between epochs, the hyperparameters by a ``Learner``.
 
     The optimizer of the weights changes only ``evidence.weights()``, and the learner changes only
-    ``evidence.hyperparameters()``. Neither has weight decay. The prior in the loss is the weight
-    decay of the weights, and decay of the hyperparameters would be an accidental hyperprior.
-    Without an estimator there is no learner. Some hyperparameters (``on_loss``) can then be learned
-    from the training loss, by a separate optimizer that takes a step for every batch.
+    ``evidence.hyperparameters()``. Neither of them uses weight decay. For the weights, the prior in
+    the loss is the weight decay. For the hyperparameters, weight decay would be an unintended
+    hyperprior.
+
+    Without an estimator, there is no learner. The training loss can then learn some hyperparameters
+    (``on_loss``), with a separate optimizer that takes a step for every batch.
 
     ``prepare`` returns a checked trainer, whose ``train`` can run only once.
 
@@ -112,7 +114,7 @@ class Trainer:
         data: Training data.
         settings: Settings from ``plan`` for these data.
         test: Test data, used only for evaluation.
-        network: How the model was built, for ``evigrad.load``.
+        network: Record of how the model was built, for ``evigrad.load``.
 
     Attributes:
         history: One row per epoch so far.
@@ -121,8 +123,7 @@ class Trainer:
 
     Raises:
         ConfigurationError: If a custom optimizer has weight decay or does not hold exactly the
-            weights; if the prior has no fixed-point update; if a round cannot keep its passes
-            (``prior_blocks``).
+            weights, or if the prior or ``prior_blocks`` does not fit the other settings.
     """
 
     def __init__(
@@ -160,17 +161,17 @@ class Trainer:
 
     @property
     def name(self) -> str:
-        """Return the estimator's name, or MAP without one."""
+        """Return the estimator's name, or MAP if there is no estimator."""
         return method_of(self.record)
 
     @property
     def record(self) -> dict[str, Any]:
-        """Return the settings by name, which must not change when a run is resumed."""
+        """Return the settings by name, as plain values."""
         return self.settings.as_record()
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Return what must not change when a run is resumed: settings, data and learned names."""
+        """Return what must not change when a run is resumed: settings, data and parameter names."""
         test = None if self.test is None else self.test.fingerprint()
         weights, hyperparameters = self.evidence.weights(), self.evidence.hyperparameters()
         return {
@@ -196,12 +197,12 @@ class Trainer:
         """Return the result of training for all remaining epochs.
 
         ``run_dir``, ``resume``, ``progress`` and ``callbacks`` have the same meaning as in ``fit``.
-        Only the first rank uses them. ``stop`` is called after every epoch but the last. If it
+        Only the first rank uses them. ``stop`` is called after every epoch except the last. If it
         returns True, a checkpoint is written and a ``KeyboardInterrupt`` is raised.
 
         Raises:
-            ConfigurationError: If the trainer has already run; if the folder holds a run with other
-                settings, data or network; or if another process writes into the folder.
+            ConfigurationError: If the trainer has already run, if the folder holds a run with
+                different settings, data or network, or if another process writes into the folder.
             EvigradError: If training diverges. The metrics of earlier epochs are kept.
         """
         if self.history:
@@ -209,7 +210,9 @@ class Trainer:
                 "A trainer can run only once, and this one has already run. Prepare a new trainer."
             )
         if resume and run_dir is None:
-            raise ConfigurationError("resume=True requires the folder of a run. Set run_dir=...")
+            raise ConfigurationError(
+                "resume=True requires the folder of a run, got run_dir=None. Set run_dir."
+            )
         ranks = self.evidence.ranks
         if not ranks.is_first:
             run_dir, progress, callbacks = None, False, ()
@@ -316,8 +319,8 @@ class Trainer:
                 raise ConfigurationError(
                     "The checkpoint's history and this run have different columns"
                     f" ({listed(sorted(row.keys() ^ self.history[0].keys()))}). Another"
-                    " version of evigrad wrote the file, or it was changed. Start a new run in"
-                    " another folder."
+                    " version of evigrad wrote the checkpoint, or the checkpoint was changed. Start"
+                    " a new run in another folder."
                 )
             self.history.append(row)
             is_last = epoch == self.epochs
@@ -363,7 +366,7 @@ class Trainer:
                         callback(row)
 
     def epoch(self, epoch: int) -> Row:
-        """Train the weights, take a round and evaluate if due, and return the epoch's numbers."""
+        """Train the weights, take a round and evaluate if due, and return the history's new row."""
         start = time.perf_counter()
         loss, skipped = self.train_weights(epoch)
         rate = self.weight_optimizer.param_groups[0]["lr"]
@@ -391,17 +394,17 @@ class Trainer:
     def train_weights(self, epoch: int) -> tuple[float, int]:
         """Take one step per batch of an epoch. Epochs count from 1.
 
-        A batch whose loss or gradient is not finite is skipped, because its step would ruin the
-        weights. The seed gives the order of the data (see ``batches``). The model's own draws
-        (dropout) and the draws of a data set's items have separate streams for each epoch.
+        A batch whose loss or gradient is not finite is skipped. The seed determines the order of
+        the data (see ``batches``). Random draws of the model (such as dropout) and random draws in
+        the items of a data set use separate streams for each epoch.
 
         Returns:
             The mean loss of the batches that have a target, in nats per example, and the number of
             skipped batches.
 
         Raises:
-            EvigradError: If more than a tenth of the batches would be skipped (``SKIPPED_SHARE``),
-                or a weight or a buffer is not finite at the end.
+            EvigradError: If too many batches are skipped (see ``SKIPPED_SHARE``), or if a weight or
+                buffer becomes NaN or infinite.
         """
         self._set_rates(epoch)
         self.data.epoch = epoch
@@ -474,7 +477,7 @@ class Trainer:
         return total.item()
 
     def loss(self, x: Tensor, y: Tensor, indices: Tensor, scale: float) -> Tensor:
-        """Return the loss of a batch in nats per example. A step uses ``scale`` times the loss."""
+        """Return the loss of a batch in nats per example. A step uses ``scale`` times this loss."""
         # Precisions of weights that the data do not determine grow without limit.
         sgd = self.weight_optimizer if isinstance(self.weight_optimizer, SGD) else None
         return self.evidence.map_loss(
@@ -554,8 +557,8 @@ class Trainer:
 def training_mode(model: nn.Module) -> Iterator[None]:
     """Put a model into training mode, and restore the mode of every module at the end.
 
-    If the model is in training mode already, modules in evaluation mode stay in it: they were put
-    there on purpose (frozen batch normalization).
+    If the model is already in training mode, modules in evaluation mode stay in it, because they
+    were put there on purpose (such as frozen batch normalization).
     """
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -570,8 +573,8 @@ def training_mode(model: nn.Module) -> Iterator[None]:
 def is_evaluated(epoch: int, epochs: int, every: int | None) -> bool:
     """Return whether an evaluation follows this epoch. Epochs count from 1.
 
-    One always follows the last epoch. ``every`` is 0 for this evaluation only, and None for at most
-    ten evaluations.
+    The last epoch is always evaluated. If ``every`` is 0, no other epoch is evaluated. If it is
+    None, there are at most ten evaluations.
     """
     if every is None:
         every = -(-epochs // _EVALUATIONS)

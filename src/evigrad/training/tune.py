@@ -68,9 +68,10 @@ def tune(
 ) -> TuneResult:
     """Learn the prior, noise and hyperparameters of a trained model without changing its weights.
 
-    It takes the same rounds as ``fit``, without epochs between them. In a round, the steps on the
-    prior and the noise share network passes. If the estimator, such as ``ntk-N-C``, uses all
-    examples and outputs, a round needs one pass, and the precisions converge to the optimum.
+    ``tune`` runs the same rounds as ``fit``, but without epochs between them. In a round, the steps
+    on the prior and the noise share network passes. If the estimator uses all examples and outputs,
+    as ``ntk-N-C`` does, a round needs one pass over the data, and the precisions converge to the
+    optimum.
 
     Args:
         model: Model with trained weights, which do not change.
@@ -86,7 +87,7 @@ def tune(
         laplace: Temperature, root and details of the curvature.
         optimization: Learning rates of the hyperparameters, and ``prior_update``. Settings of the
             weights are ignored.
-        memory: Batch sizes and data types of the estimates' passes.
+        memory: Batch sizes and data types of the passes that compute estimates.
         anchoring: How an anchored estimator chooses its anchors.
         seed: Seed of the blocks.
 
@@ -150,7 +151,7 @@ def _check_deviations(evidence: Evidence) -> None:
     deviating_names = [name for name in prior.means() if bool(deviations[name].any())]
     if prior.means() and not deviating_names and prior.learnable:
         raise ConfigurationError(
-            "The weights equal the prior's mean, so their precision has no finite optimum. Pass a"
-            " prior whose mean is the weights at the start of training, GaussianPrior(mean={name:"
-            " tensor, ...}), or the prior of the training run (result.evidence.prior)."
+            "The weights equal the prior's mean, so their precision has no finite optimum. Use the"
+            " weights at the start of training as the mean, GaussianPrior(mean={name: tensor,"
+            " ...}), or pass the prior of the training run (result.evidence.prior)."
         )
