@@ -164,7 +164,7 @@ def is_missing(value: Any) -> bool:
 
 
 def kind_of_cell(value: Any) -> str:
-    """Return the kind of a cell, as in ``Column.kind``."""
+    """Return the kind of a cell, in the format of ``Column.kind``."""
     if isinstance(value, str):
         return TEXT
     if isinstance(value, bool | np.bool_):
