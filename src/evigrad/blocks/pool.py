@@ -49,11 +49,14 @@ class Pool:
         return places if self.is_all else self._data[places]
 
     def others(self, places: Int[Tensor, " m"]) -> Int[Tensor, " m"]:
-        """Return positions of examples outside the pool, which ``places`` number from 0."""
+        """Return the positions in the data set of some examples outside the pool.
+
+        ``places`` are the numbers 0, 1, ... of the examples among all examples outside the pool.
+        """
         return self._order.at(POOL + places)
 
     def find(self, data: Int[Tensor, " m"]) -> tuple[Bool[Tensor, " m"], Int[Tensor, " k"]]:
-        """Return a mask of the examples in the pool, and the places of these examples."""
+        """Return a mask of the given examples in the pool, and the places of these examples."""
         if len(data) and not 0 <= int(data.min()) <= int(data.max()) < self.num_data:
             raise InputError(
                 f"Positions must be between 0 and {self.num_data - 1}, got {int(data.min())} to"
@@ -66,7 +69,7 @@ class Pool:
         return is_member, self._places[near[is_member]]
 
     def restrict(self, data: Int[Tensor, " m"], values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the places of the examples in the pool, and the ``values`` of these examples."""
+        """Return the places and the ``values`` of the given examples that are in the pool."""
         is_member, places = self.find(data)
         return places, values if self.is_all else values[is_member.to(values.device)]
 

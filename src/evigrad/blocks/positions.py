@@ -48,7 +48,7 @@ class PositionSource(Source):
         return len(self._data)
 
     def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Any, Tensor]:
-        """See ``Source.fetch``. An example is read only once, even for several positions."""
+        """See ``Source.fetch``. An example with several positions is read only once."""
         chosen, data = self._data[indices].unique(return_inverse=True)
         positions = self._positions[indices]
         x, y = self._source.fetch(chosen)

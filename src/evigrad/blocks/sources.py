@@ -52,7 +52,7 @@ class Source(ABC):
         """Return the inputs (m, ...) and targets (m, ...) at these positions, in this order."""
 
     def first(self, count: int) -> tuple[Any, Tensor]:
-        """Return the inputs and targets of the first ``count`` examples, or of all if N is less."""
+        """Return inputs and targets of the first ``count`` examples, or of all if N is smaller."""
         return self.fetch(torch.arange(min(count, len(self)), device="cpu"))
 
     def targets(self) -> Tensor:
@@ -223,8 +223,8 @@ def as_source(data: Any, dtype: torch.dtype | None = None) -> Source:
             The first dimension of x and y counts the examples. x may also be a dictionary, tuple or
             list of tensors of any dtype. Items are read each time they are needed, so random
             transforms are drawn again. A data set with ``__getitems__`` is read one batch at a
-            time. From a loader, only the data set, ``collate_fn`` and workers are used, not the
-            order and the batches.
+            time. A loader's data set, ``collate_fn`` and workers are used, but its order and
+            batches are ignored.
         dtype: Type of the tensors that replace floating-point arrays. Default: PyTorch's default
             type.
 
@@ -262,8 +262,8 @@ def _loader_source(loader: DataLoader[Any]) -> Source:
         raise InputError(_STREAM)
     if not hasattr(dataset, "__len__"):
         raise InputError(
-            "Blocks read examples by position, so the DataLoader needs a map-style data set with a"
-            " length. Define __len__ in the data set."
+            "evigrad reads examples by position, so the DataLoader needs a map-style data set with"
+            " a length. Define __len__ in the data set."
         )
     if len(dataset) == 0:
         raise InputError("The data set is empty. Pass at least one example.")

@@ -99,7 +99,8 @@ class BlockStream(Stream):
         source: Source of the examples.
         generator: CPU generator for all draws.
         ranks: Processes that share the blocks. Default: one process.
-        splits: Whether each rank gets a part of every block. Otherwise it gets whole blocks.
+        splits: Whether each rank gets a part of every block. Otherwise, each rank gets whole
+            blocks.
 
     Raises:
         InputError: If the number of examples is not the partition's N, or the estimator is

@@ -44,8 +44,9 @@ def available(data_dir: str | os.PathLike[str] | None = None) -> list[str]:
         data_dir: Folder of Parquet files. Default: the environment variable ``EVIGRAD_DATA``.
 
     Returns:
-        Names of shipped data sets, followed by image sets and then by tables in the folder. If the
-        library of the Hugging Face hub is installed, the image sets include sets on the hub.
+        Names of shipped data sets, of image sets in the folder or on the Hugging Face hub, and of
+        tables in the folder, in this order. Names of sets on the hub are included only if the
+        library ``datasets`` is installed.
 
     Raises:
         ConfigurationError: If the folder does not exist.

@@ -186,7 +186,7 @@ def kinds_of_cells(cells: Iterable[Any]) -> dict[str, Any]:
 
 
 def problem_of_mixture(label: str, kinds: dict[str, Any]) -> str | None:
-    """Return a message if a column has several ``kinds_of_cells``, or else None."""
+    """Return a message if a column mixes several ``kinds`` of cells, or else None."""
     if len(kinds) < 2:
         return None
     (one, first), (other, second) = list(kinds.items())[:2]

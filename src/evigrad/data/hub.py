@@ -32,7 +32,7 @@ HUB = {
 
 
 def hub_is_installed() -> bool:
-    """Return whether the library ``datasets`` is installed. Ignore a folder of this name."""
+    """Return whether the library ``datasets`` is installed. A folder of this name is ignored."""
     try:
         spec = find_spec("datasets")
     except ValueError:  # imported, but not from a file

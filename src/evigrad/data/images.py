@@ -198,7 +198,9 @@ def table_images(where: str, table: Any, class_names: dict[str, Any]) -> Images:
     cells, values = table.column(image), table.column(label)
     if len(values) == 0 or values.null_count:
         problem = "no rows" if len(values) == 0 else "rows without a label"
-        raise InputError(f"{where}: the set must have labeled rows, got {problem}. Check the file.")
+        raise InputError(
+            f"{where}: an image set needs rows with labels, got {problem}. Check the file."
+        )
     labels = values.to_numpy()
     if labels.dtype.kind not in "iu":
         raise InputError(

@@ -61,7 +61,7 @@ VARIANTS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
 
 
 def split_name(name: str) -> tuple[str, str | None]:
-    """Return NAME and VARIANT of a name NAME:VARIANT. Without a variant, the second is None."""
+    """Return NAME and VARIANT of a name NAME:VARIANT. Without a variant, VARIANT is None."""
     base, colon, variant = name.partition(":")
     if not colon:
         return name, None
@@ -74,7 +74,7 @@ def split_name(name: str) -> tuple[str, str | None]:
 
 
 def uniform_draws(part: str, rows: np.ndarray) -> Float[Tensor, "n 2"]:
-    """Return two draws on [−1, 1) per image, for the images at positions ``rows`` in a part."""
+    """Return two draws on [−1, 1) for each image in these ``rows`` of the train or test part."""
     # The stream of RandomState is frozen by contract. It fills row by row, so an image's numbers do
     # not depend on how many are drawn after them.
     count = int(rows.max()) + 1

@@ -124,7 +124,7 @@ class AffineInvariance(Transform):
         return dict(zip(GENERATORS, self.ranges.tolist(), strict=True))
 
     def sample(self, n: int, generator: torch.Generator) -> Float[Tensor, "n u"]:
-        """Draw u, (n, 6), uniform on [−1, 1). If ``flip``, a seventh column decides the flips."""
+        """Draw u, (n, 6), uniform on [−1, 1). With ``flip``, a seventh column decides the flips."""
         return 2 * torch.rand(n, 6 + self.flip, generator=generator, device="cpu") - 1
 
     def forward(

@@ -1,4 +1,4 @@
-"""Noise in forward passes, which does not depend on the size of the micro-batches.
+"""Noise for forward passes that does not depend on the size of the micro-batches.
 
 A module that draws noise (``Stochastic``) uses the evidence's generator. The noise of a block is
 drawn in pages. A page has a fixed number of examples and a separate seed. So each example has the
@@ -64,7 +64,7 @@ def sampled(num_samples: int) -> Iterator[None]:
 
 
 def current_samples() -> int:
-    """Return how many rows of a batch each example has. It is 1 outside of ``sampled``."""
+    """Return the number of rows per example in a batch, which is 1 outside of ``sampled``."""
     return _samples.get()
 
 

@@ -1,4 +1,4 @@
-"""The base class of random transforms, two transforms for any inputs, and ranges."""
+"""The base class of random transforms, two transforms, and functions for ranges."""
 
 import math
 from abc import ABC, abstractmethod

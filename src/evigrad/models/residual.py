@@ -42,7 +42,7 @@ class Scale(nn.Module):
 
 
 def fixup_scalars(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return Fixup's biases and multipliers, which train with a tenth of the learning rate."""
+    """Return Fixup's biases and multipliers. They are trained at a tenth of the learning rate."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()

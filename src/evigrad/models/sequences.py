@@ -22,7 +22,7 @@ _POSITION_SCALE = 0.1
 
 
 class Positive(nn.Module):
-    """Positive numbers with initial values ``start``. The parameter ``log`` is their logarithm."""
+    """Positive numbers that start at ``start``. Their logarithms are the parameter ``log``."""
 
     def __init__(self, start: Tensor) -> None:
         super().__init__()

@@ -157,7 +157,7 @@ class Explained:
         return cls(rows, scale, factor_identity_plus(kernel))
 
     def products(self, block: Diagonal, white: Float[Tensor, "m k n"]) -> Float[Tensor, "R mk"]:
-        """Return the prior inner products of the data's rows with the rows ``white``."""
+        """Return inner products of the data's rows and the rows ``white``, for one parameter."""
         other = white.flatten(0, 1)
         total = white.new_zeros(len(self.scale), len(other))
         for columns, slab in slabs(self.rows[block.name], white):

@@ -1,4 +1,4 @@
-"""How far the weights are from the mode of the posterior, in nats of log evidence.
+"""Measure how far the weights are from the mode of the posterior, in nats of log evidence.
 
 The Laplace approximation assumes that the weights are at the mode of the log joint density. If this
 density has the gradient g at the weights w, the mode of the linearized model is w + (H + P0)⁻¹ g.
@@ -34,7 +34,7 @@ _AT_ONCE = 1000
 def mode_gap(problem: Problem, data: Any, structure: str, rows: int | None = None) -> float:
     """Return ½ gᵀ (H + P0)⁻¹ g in nats, summed over all N training examples.
 
-    H has the approximation of a posterior with this ``structure`` and ``rows``.
+    H is approximated as in a posterior with this ``structure`` and these ``rows``.
     """
     posterior = make_posterior(problem, data, structure, rows)
     gradient = log_joint_gradient(problem, data)

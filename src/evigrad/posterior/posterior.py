@@ -79,9 +79,9 @@ class Posterior:
     H is the Gauss-Newton matrix, P0 contains the prior precisions, and J is the Jacobian of the
     outputs with respect to the weights.
 
-    Call ``Evidence.posterior`` to make a posterior. It stores the current precisions and noise, so
-    you may change these later. If the weights have changed, predictions raise an error. A model
-    that draws noise, such as ``Averaged``, uses the same draws in every call.
+    Call ``Evidence.posterior`` to make a posterior. The posterior stores the current precisions and
+    noise, so you may change these later. If the weights have changed, predictions raise an error. A
+    model that draws noise, such as ``Averaged``, uses the same draws in every call.
 
     Attributes:
         structure: Structure of Σ: ``kfac``, ``last-layer``, ``diag``, ``full`` or ``ntk``.
@@ -364,7 +364,7 @@ def load_posterior(problem: Problem, state: Mapping[str, Any]) -> Posterior:
 def posterior_problem(
     problem: Problem, structure: str, rows: int | None, names: Sequence[str]
 ) -> Problem:
-    """Return a problem in which only the named weights are uncertain, for a posterior."""
+    """Return the problem of a posterior in which only the named weights are uncertain."""
     name = STRUCTURES[structure] if rows is None else f"ntk-{rows}-rows-anchored"
     estimator, settings = Estimator.parse(name), problem.settings
     precise = torch.float32 if problem.device.type == "mps" else torch.float64

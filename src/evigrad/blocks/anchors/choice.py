@@ -1,9 +1,9 @@
 """Choose anchors by a kernel, by their scores, or by their spread over the inputs.
 
-The kernel contains the inner products of rows in the network's last layer W φ_n + b. A forward pass
-is enough to compute it. R_n is a root of the likelihood's Hessian for example n. In the last layer,
-the row of example n and column d of this root is R_n[:, d] ⊗ (φ_n, 1). With the prior precisions
-δ_W and δ_b, two rows have the inner product
+The kernel contains the inner products of rows in the network's last layer W φ_n + b, where φ_n is
+the layer's input for example n. A forward pass is enough to compute this kernel. If R_n is a root
+of the likelihood's Hessian for example n, the row (n, d) is R_n[:, d] ⊗ (φ_n, 1) in the last layer.
+With the prior precisions δ_W and δ_b, two rows have the inner product
 
     (R_n[:, d]ᵀ R_n'[:, d']) (φ_nᵀ φ_n' / δ_W + 1 / δ_b).
 
@@ -92,7 +92,7 @@ class Anchoring:
             raise ConfigurationError(f"anchors: refresh must be at least 1, got {self.refresh}.")
 
     def num_anchors(self, num_rows: int) -> int:
-        """Return the number of anchors in a block, in which at least one row is not an anchor."""
+        """Return the number of anchors in a block. At least one row is not an anchor."""
         return min(int(self.share * num_rows), num_rows - 1)
 
 
@@ -106,7 +106,7 @@ def choose(
 ) -> Int[Tensor, " Z"]:
     """Return ``count`` rows as anchors, in ascending order. Row (n, d) has the number n D + d.
 
-    ``scores`` are the scores |R_n[:, d]|² of all rows. ``centres`` returns examples that are spread
+    ``scores`` contains |R_n[:, d]|² for all rows. ``centres`` returns examples that are spread
     over all inputs. If it returns None, the anchors are random. Without a ``kernel``, the greedy
     choice is by score.
     """
@@ -160,7 +160,7 @@ class Centres:
     """Centers, which are examples spread over all inputs.
 
     Each new center is the example farthest from all earlier centers. For any number of centers, the
-    largest distance of an example to its nearest center is at most twice the smallest possible
+    largest distance from an example to its nearest center is at most twice the smallest possible
     value (Gonzalez, 1985).
     """
 
@@ -171,7 +171,7 @@ class Centres:
         self._left: Float[Tensor, " N"] | None = None
 
     def first(self, source: Source, count: int) -> Int[Tensor, " k"] | None:
-        """Return the positions of the first centers, or None if the inputs are not real vectors."""
+        """Return the positions of the first centers, or None if the inputs are not real numbers."""
         if self._points is None:
             self._points = _points(source)
         points = self._points
@@ -220,8 +220,10 @@ class LastLayer:
     Attributes:
         features: Input φ of the layer for each example. If the layer has several inputs per
             example, φ is their mean.
-        of_weight: 1/(δ_W T) with the temperature T, averaged if weights have separate precisions.
-        of_bias: 1/(δ_b T), or 0 without a bias.
+        of_weight: Prior variance 1/δ_W of the weights, divided by the temperature. If weights have
+            separate precisions, it is the mean over the weights.
+        of_bias: Prior variance 1/δ_b of the biases, divided by the temperature. It is 0 without a
+            bias.
     """
 
     features: Float[Tensor, "m F"]
@@ -240,7 +242,7 @@ Look = Callable[[Inputs], tuple[Tensor, LastLayer | None]]
 
 @contextmanager
 def watched(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[list[Any]]:
-    """Record module, input and output of the last call of a linear layer in ``weights``."""
+    """Record the last call of a linear layer whose weight is one of the ``weights``."""
     weight_ids = {id(weight) for weight in weights.values()}
     last: list[Any] = []
 
@@ -260,7 +262,7 @@ def last_layer(
     precisions: Mapping[str, Tensor],
     temperature: float,
 ) -> LastLayer | None:
-    """Return the layer of a watched call, or None if the model's outputs ``f`` differ in shape."""
+    """Return the layer of a ``watched`` call, or None if its outputs differ from ``f`` in shape."""
     if not call:
         return None
     layer, inputs, output = call
@@ -280,7 +282,7 @@ def last_layer(
 
 
 class LastLayerKernel:
-    """The inner products of rows in the last layer, for rows of the first K columns of the root.
+    """Inner products of rows in the last layer, for rows of the first K columns of the root.
 
     Each example passes through the network at most once, so the weights must not change. If the
     likelihood does not couple outputs, outputs are stored instead of roots to save memory.

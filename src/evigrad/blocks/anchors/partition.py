@@ -1,9 +1,9 @@
 """Partition the rows that are not anchors.
 
-The log-determinant ℓ(B) of some rows B is here called their entropy. Given the anchors Z, they add
-ℓ(B|Z). The rows that are not anchors are partitioned into M parts B_m. If part m is drawn with
-probability π_m, the expectation of ℓ(Z) + ℓ(B_m|Z)/π_m is ℓ(Z) + Σ_m ℓ(B_m|Z). This is at least the
-entropy of all rows. There are three kinds of parts:
+The log-determinant ℓ(B) of some rows B is here called their entropy. Given the anchors Z, the rows
+B add ℓ(B|Z). The rows that are not anchors are partitioned into M parts B_m. If part m is drawn
+with probability π_m, the expectation of ℓ(Z) + ℓ(B_m|Z)/π_m is ℓ(Z) + Σ_m ℓ(B_m|Z). This is at
+least the entropy of all rows. There are three kinds of parts:
 
 - *Groups* contain similar rows, because separate parts would count the entropy of these rows
   repeatedly. The last layer's kernel finds similar rows among the rows with the largest scores, and
@@ -71,7 +71,7 @@ def guessed(flat: Float[Tensor, " R"], unit: float) -> Float[Tensor, " R"]:
 
 
 def unit_score(flat: Float[Tensor, " R"], anchors: Int[Tensor, " Z"]) -> float:
-    """Return the lower quartile of the anchors' scores, or without anchors, the median score.
+    """Return the lower quartile of the anchors' scores, or the median score without anchors.
 
     Only positive scores count. If there are none, return 1.
     """
@@ -278,7 +278,7 @@ class AnchoredPartition:
         groups: Groups | None = None,
         pool: Pool | None = None,
     ) -> "AnchoredPartition":
-        """Draw a partition that contains the groups, and divides other rows by column and score."""
+        """Draw a partition. Groups are parts, and other rows are divided by column and score."""
         num_data, num_columns = scores.head.shape
         flat = scores.head.flatten()
         free = torch.ones(num_data * num_columns, dtype=torch.bool, device="cpu")
@@ -325,8 +325,8 @@ class AnchoredPartition:
         """Return a block of the anchors and the drawn parts, without inputs and targets.
 
         Examples are sorted by decreasing number of rows. Without ``draws``, the block contains only
-        the anchors. ``of_likelihood`` contains uniformly drawn examples, on which the log
-        likelihood is evaluated. Each draw has one row of it.
+        the anchors. For each draw, ``of_likelihood`` contains uniformly drawn examples on which the
+        log likelihood is evaluated.
         """
         numbers = list(dict.fromkeys(draw.part for draw in draws))
         rows = [self._listed(self.anchors)]

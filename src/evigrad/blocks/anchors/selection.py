@@ -1,4 +1,4 @@
-"""Choose the anchors during training, by the latest outputs of the network."""
+"""Choose anchors during training, based on the network's latest outputs."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -109,7 +109,7 @@ class AnchorSelection:
         )
 
     def observe(self, evaluated: Iterable[tuple[Block, Sequence[float]]]) -> None:
-        """Calibrate the predicted entropies with the entropies of blocks that were evaluated."""
+        """Calibrate the predicted entropies with the computed entropies of evaluated blocks."""
         observations = [
             (draw.key, draw.guess, entropies[block.anchored.label(draw)])
             for block, entropies in evaluated

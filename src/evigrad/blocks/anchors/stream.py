@@ -1,9 +1,10 @@
 """The endless stream of anchored blocks, whose parts are drawn by their predicted entropy.
 
 For rows r with scores λ_r, the predicted entropy is Σ_r log(1 + λ_r/λ_Z), where λ_Z is a typical
-score of an anchor. Later, the prediction is multiplied by the observed ratio of true to predicted
-entropy. Each column of the root has one ratio, and all groups share one. Predictions only determine
-how often each part is drawn, so the expectation of the estimate does not depend on them.
+score of an anchor. After the first evaluations, the prediction is multiplied by the observed ratio
+of true to predicted entropy. Each column of the root has one ratio, and all groups share one ratio.
+Predictions only determine how often each part is drawn. They do not change the expectation of the
+estimate.
 """
 
 import math
@@ -94,8 +95,8 @@ class DrawnParts:
         source: Source of the examples.
         partition: Partition from which the parts were drawn.
         draws: Drawn parts and their weights.
-        of_likelihood: Examples on which the log likelihood is evaluated, one row for each draw. If
-            there are no draws, it has a single row.
+        of_likelihood: Examples on which the log likelihood is evaluated, with one row for each
+            draw. Without draws, there is a single row.
     """
 
     source: Source
@@ -121,8 +122,8 @@ class AnchoredStream(Stream):
 
     Each iteration (``for``, ``take``, ``round`` or ``epoch``) starts with a new partition of the
     rows that are not anchors. ``take`` draws parts in proportion to their predicted entropies. If
-    the partition has M parts, it draws a new partition after M draws. ``epoch`` yields each part
-    once.
+    the partition has M parts, ``take`` draws a new partition after M draws. ``epoch`` yields each
+    part once.
 
     Args:
         source: Source of the examples.
