@@ -393,7 +393,7 @@ def posterior_problem(
 
 
 def collect(problem: Problem, data: object, structure: str) -> Pass:
-    """Return the curvature statistic of all data, or of one block for an anchored estimator."""
+    """Return the statistic of all data, or of one block if the estimator is anchored."""
     source, estimator = CheckedSource(problem, data), problem.estimator
     batches: Data = _Batches(source)
     if estimator.anchored:

@@ -67,7 +67,7 @@ class Predictive:
 
     @property
     def mean(self) -> Float[Tensor, "m ... D"]:
-        """Return the mean of the targets, or the outputs if targets are not numbers.
+        """Return the mean of numeric targets in their units. For other targets, return the outputs.
 
         The mean equals the outputs for Gaussian noise, and exp(f + variance/2) for counts.
         """
@@ -89,7 +89,10 @@ class Predictive:
 
     @property
     def variance(self) -> Float[Tensor, "m ... D"]:
-        """Return the variance of the targets, or of the outputs if targets are not numbers."""
+        """Return the sum of the epistemic variance and the noise variance.
+
+        If targets are not numbers, return the variance of the outputs.
+        """
         noise = self.noise_variance
         return self.epistemic_variance if noise is None else self.epistemic_variance + noise
 

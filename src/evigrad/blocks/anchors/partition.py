@@ -44,7 +44,7 @@ class Scores:
     Attributes:
         head: Scores of the rows in the first K columns of the roots.
         tail: Sum of the scores of each example in the later columns.
-        behind: Number of later columns, or 0 if they are known to be zero.
+        behind: Number of later columns, or 0 if these columns are known to be zero.
     """
 
     head: Float[Tensor, "N K"]
