@@ -85,7 +85,7 @@ class Endless(IterableDataset):
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ((torch.zeros(3, 1), torch.zeros(2)), "x has 3 examples and y has 2"),
+        ((torch.zeros(3, 1), torch.zeros(2)), "the same number of examples, got 3 and 2"),
         ((torch.zeros(0, 1), torch.zeros(0)), "empty"),
         ((torch.zeros(3, 1), torch.tensor(1.0)), "got a scalar"),
         ((torch.zeros(3),), "not (Tensor)"),

@@ -88,7 +88,7 @@ def test_folder_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigurationError, match="does not exist .set by data_dir"):
         load("digits", data_dir=tmp_path / "gone")
     monkeypatch.setenv("EVIGRAD_DATA", str(tmp_path / "gone"))
-    with pytest.raises(ConfigurationError, match="set by environment variable EVIGRAD_DATA"):
+    with pytest.raises(ConfigurationError, match="set by the environment variable EVIGRAD_DATA"):
         load("digits")
 
 

@@ -169,7 +169,7 @@ def says(error: pytest.ExceptionInfo[ConfigurationError], *more: str) -> None:
     """Every such error says what to put where."""
     words = str(error.value)
     files = ("_train.parquet", "_test.parquet", "columns image, a struct of bytes and path, and")
-    for word in ("no data set", "here", *files, "label, integers", *more):
+    for word in ("was not found", *files, "label, integers", *more):
         assert word in words
     assert "EVIGRAD_DATA" in words or "The data folder is" in words
 

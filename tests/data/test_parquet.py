@@ -149,7 +149,7 @@ GOOD = png(pixels(1, (4, 5))[0])
     ("images", "labels", "words"),
     [
         ([GOOD, png(pixels(1, (5, 5))[0])], [0, 1], "must have the same size"),
-        ([GOOD, None], [0, 1], "row 1: the image holds no bytes"),
+        ([GOOD, None], [0, 1], "row 1: the image has no bytes"),
         ([GOOD, b"junk"], [0, 1], "row 1: the image cannot be decoded"),
         ([GOOD, png(pixels(1, (4, 5, 4))[0])], [0, 1], "mode 'RGBA'"),
         ([GOOD, GOOD], [0, 3], "must be between 0 and 2, got 0 to 3"),

@@ -295,7 +295,7 @@ def test_semicolons_and_files_that_are_no_tables(tmp_path: Path) -> None:
         (b"", ""),
         (b"a,b\n1\n2,3,4\n", ""),
         (b"\xff\xfe\x00", "UTF-8"),
-        (b"a,a\n1,2\n3,4\n", "got two columns 'a'"),
+        (b"a,a\n1,2\n3,4\n", "got two named 'a'"),
         (b"a,b\n1,2\n", "must have at least two rows, got 1"),
         (lines.encode("latin-1"), "first line is not UTF-8. Save the file as UTF-8"),
         (lines.replace("öß", "os").encode("latin-1"), r"'town' is not UTF-8 \(it may be Latin-1\)"),

@@ -119,13 +119,13 @@ def test_what_is_missing_is_said_once(capsys, monkeypatch, tmp_path):
     monkeypatch.delenv("EVIGRAD_DATA", raising=False)
     run("table1", "--results", tmp_path / "r", code=2)
     error = capsys.readouterr().err
-    assert error.count("There is no data set 'cifar10' here") == 1 and "--data-dir" in error
+    assert error.count("The data set 'cifar10' was not found") == 1 and "--data-dir" in error
     run("fig4", "--device", "gpu", "--results", tmp_path / "r", code=2)
     assert capsys.readouterr().err.count("Device 'gpu' is not available") == 1
     assert not (tmp_path / "r").exists()
     run("table1", "--dry-run", "--results", tmp_path / "r")
     error = capsys.readouterr().err
-    assert error.count("jobs cannot run: There is no data set 'cifar10' here") == 1
+    assert error.count("jobs cannot run: The data set 'cifar10' was not found") == 1
 
 
 def test_a_file_of_ones_own(capsys, tmp_path):

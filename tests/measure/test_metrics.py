@@ -138,7 +138,7 @@ def test_dropout_is_off_and_the_mode_stays():
 def test_data_that_do_not_fit():
     model = nn.Linear(2, 3)
     y = torch.zeros(4, dtype=torch.int64)
-    with pytest.raises(InputError, match="x has 0 examples and y has 4"):
+    with pytest.raises(InputError, match="the same number of examples, got 0 and 4"):
         evaluate(model, Categorical(), (torch.ones(0, 2), y))
     with pytest.raises(InputError):
         evaluate(model, Categorical(), (torch.ones(4, 2), y + 3))

@@ -85,7 +85,7 @@ def test_settings_that_do_not_exist_or_fit():
         made(own.test, link="mackay")
     with pytest.raises(ConfigurationError, match="n must be"):
         made.sample(own.test, 0)
-    with pytest.raises(ConfigurationError, match="must belong to a 'diag' posterior"):
+    with pytest.raises(ConfigurationError, match="must come from a 'diag' posterior"):
         made.load_state_dict(posterior(own.train, structure="full").state_dict())
     with pytest.raises(ConfigurationError, match="lacks covariance"):
         made.load_state_dict({k: v for k, v in made.state_dict().items() if k != "covariance"})

@@ -1,4 +1,4 @@
-"""Private: divide the examples and outputs into blocks, the subsets that one estimate uses."""
+"""Private: divide the examples and outputs into blocks. Each estimate uses one block."""
 
 from evigrad.core.block import Block
 

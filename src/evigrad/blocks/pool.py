@@ -1,6 +1,7 @@
-"""The examples that training evaluates repeatedly: all of them, or a random subset.
+"""The pool, which contains the examples that training evaluates repeatedly.
 
-Anchors are chosen from them, and runs report training metrics on them.
+The pool of a small data set contains all examples, and the pool of a large one contains a random
+subset. Anchors are chosen from the pool, and training metrics are computed on the pool.
 """
 
 from typing import Any
@@ -19,17 +20,17 @@ MANY, POOL = 2**16, 2**14
 
 
 class Pool:
-    """A fixed subset of N examples, whose members have places 0, 1, ... in the subset.
+    """A fixed subset of the N examples in a data set.
 
-    It depends only on N. Its members are the first entries of a random permutation, which is
-    computed on demand.
+    Each member has a place 0, 1, ... in the pool and a position in the data set. If N is small, the
+    pool contains all examples. Otherwise it contains a random subset, which depends only on N.
 
     Args:
-        num_data: Number of examples, N.
+        num_data: Number of examples in the data set, N.
 
     Attributes:
-        num_data: Number of examples, N.
-        is_all: Whether the pool contains all examples. Places are then positions in the data set.
+        num_data: Number of examples in the data set, N.
+        is_all: Whether the pool contains all examples. If so, places and positions are equal.
     """
 
     def __init__(self, num_data: int) -> None:
@@ -44,19 +45,22 @@ class Pool:
         return self.num_data if self.is_all else POOL
 
     def data(self, places: Int[Tensor, " m"]) -> Int[Tensor, " m"]:
-        """Return the positions in the data set for places in the pool."""
+        """Return the positions in the data set of the members at these places."""
         return places if self.is_all else self._data[places]
 
     def others(self, places: Int[Tensor, " m"]) -> Int[Tensor, " m"]:
-        """Return the positions of examples outside the pool, whose places count from 0."""
+        """Return the positions in the data set of some examples outside the pool.
+
+        ``places`` are the numbers 0, 1, ... of the examples among all examples outside the pool.
+        """
         return self._order.at(POOL + places)
 
     def find(self, data: Int[Tensor, " m"]) -> tuple[Bool[Tensor, " m"], Int[Tensor, " k"]]:
-        """Return a mask of the examples that are in the pool, and the places of these examples."""
+        """Return a mask of the given examples in the pool, and the places of these examples."""
         if len(data) and not 0 <= int(data.min()) <= int(data.max()) < self.num_data:
             raise InputError(
-                f"Positions must lie between 0 and {self.num_data - 1}, got {int(data.min())} to"
-                f" {int(data.max())}."
+                f"Positions must be between 0 and {self.num_data - 1}, got {int(data.min())} to"
+                f" {int(data.max())}. Pass the positions of the examples in the data set."
             )
         if self.is_all:
             return torch.ones(len(data), dtype=torch.bool, device="cpu"), data
@@ -65,12 +69,12 @@ class Pool:
         return is_member, self._places[near[is_member]]
 
     def restrict(self, data: Int[Tensor, " m"], values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the places of the examples that are in the pool, and their ``values`` (m, …)."""
+        """Return the places and the ``values`` of the given examples that are in the pool."""
         is_member, places = self.find(data)
         return places, values if self.is_all else values[is_member.to(values.device)]
 
     def of(self, source: Source) -> Source:
-        """Return the examples of the pool as a source that is read by place."""
+        """Return a source of the examples in the pool, which are read by place."""
         return source if self.is_all else _Pooled(source, self)
 
 

@@ -15,18 +15,17 @@ from evigrad.likelihoods.positions import NO_TARGET, counted, targets_at
 
 
 class PositionSource(Source):
-    """The positions that have a target, each counted as one example, in the order of the data.
+    """A source in which each position that has a target counts as one example.
 
-    The constructor reads all targets once.
+    The positions are in the order of the data. The constructor reads all targets once.
 
     Args:
-        source: The examples.
-        likelihood: Decides which targets count.
-        shape: Shape of the outputs for one example, (…, C).
+        source: Source of the original examples.
+        likelihood: Likelihood, which determines which positions have a target.
+        shape: Shape of the outputs for one original example, (…, C).
 
     Raises:
-        InputError: If a target does not fit, no position has a target, or targets move to other
-            positions later.
+        InputError: If a target does not fit the likelihood, or no position has a target.
     """
 
     def __init__(self, source: Source, likelihood: Likelihood, shape: Sequence[int]) -> None:
@@ -49,15 +48,15 @@ class PositionSource(Source):
         return len(self._data)
 
     def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Any, Tensor]:
-        """See ``Source.fetch``. Each example is read once for all of its positions."""
+        """See ``Source.fetch``. An example with several positions is read only once."""
         chosen, data = self._data[indices].unique(return_inverse=True)
         positions = self._positions[indices]
         x, y = self._source.fetch(chosen)
         counts = counted(self._likelihood, self._positions_of(y), y).cpu()
         if int(positions.max()) >= counts.shape[1] or not bool(counts[data, positions].all()):
             raise InputError(
-                "A position had a target, but has none when the example is read again. Pad on the"
-                " right, and do not use random transforms that move targets."
+                "A position had a target when the data were first read, but has none now. Pad"
+                " sequences on the right, and do not use random transforms that move targets."
             )
         data, positions = data.to(y.device), positions.to(y.device)
         return AtPositions(x, data, positions), y.flatten(1, self._dims)[data, positions]
@@ -73,7 +72,7 @@ class PositionSource(Source):
         )
 
     def of_data(self, indices: Int[Tensor, " m"]) -> Int[Tensor, " n"]:
-        """Return the numbers of all positions of these examples, in their order."""
+        """Return the indices in this source of all positions of the given examples, in order."""
         indices = indices.cpu()
         first = torch.searchsorted(self._data, indices)
         count = torch.searchsorted(self._data, indices, right=True) - first
@@ -82,7 +81,7 @@ class PositionSource(Source):
 
 
 def by_target(source: Source, likelihood: Likelihood, shape: Sequence[int]) -> Source:
-    """Return the source itself for outputs (C,), or its positions with targets for (…, C)."""
+    """Return the source itself for outputs (C,), or its ``PositionSource`` for outputs (…, C)."""
     if len(shape) == 1:
         return source
     if source.by_target is None:

@@ -26,12 +26,12 @@ def check_sampler(loader: DataLoader[Any], *, is_read: bool = False) -> None:
     """Raise an error if a sampler omits or repeats examples of the data set.
 
     Args:
-        loader: A loader for a data set with a length.
-        is_read: Whether the loader's batches are used, and not only its data set. Uniform draws
-            with replacement then also raise an error.
+        loader: DataLoader whose data set has a length.
+        is_read: Whether the loader's batches are used, not only its data set. If true, uniform
+            draws with replacement also raise an error.
 
     Raises:
-        InputError: If the sampler does not draw each example once.
+        InputError: If the sampler omits or repeats examples.
     """
     sampler, num_examples = _sampler_of(loader), _num_examples(loader)
     action = None
@@ -52,14 +52,14 @@ def check_sampler(loader: DataLoader[Any], *, is_read: bool = False) -> None:
     if action is not None:
         raise InputError(
             f"The {type(sampler).__name__} of the DataLoader {action}, but the evidence counts"
-            f" each of the N = {num_examples} examples of the data set once. To train on a part,"
-            " pass torch.utils.data.Subset(dataset, indices) instead of a sampler. To weight"
-            " examples, use evigrad.likelihoods.Weighted."
+            f" each of the N = {num_examples} examples of the data set once. To train on a"
+            " subset, pass torch.utils.data.Subset(dataset, indices) instead of a sampler. To"
+            " weight examples, use evigrad.likelihoods.Weighted."
         )
 
 
 def warn_of_ignored_sampler(loader: DataLoader[Any]) -> None:
-    """Warn if a loader's order or sampler, which is ignored, may select only some examples."""
+    """Warn that a sampler or ``drop_last`` is ignored, if it may select only some examples."""
     sampler, num_examples = _sampler_of(loader), _num_examples(loader)
     ignored = None
     if isinstance(sampler, SequentialSampler):

@@ -33,11 +33,11 @@ _FOR_EACH_WORKER = 16
 
 
 class Source(ABC):
-    """N examples (x_n, y_n) that can be read at any positions.
+    """N examples (x_n, y_n) that can be read by position.
 
     Attributes:
         is_held: Whether the examples are tensors in memory, identical each time they are read.
-        by_target: The positions with targets as a source, once they have been determined.
+        by_target: Source of the positions that have a target. None if not needed yet.
     """
 
     is_held = False
@@ -49,10 +49,10 @@ class Source(ABC):
 
     @abstractmethod
     def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Any, Tensor]:
-        """Return the inputs (m, ...) and targets (m, ...) at positions in 0..N-1, in order."""
+        """Return the inputs (m, ...) and targets (m, ...) at these positions, in this order."""
 
     def first(self, count: int) -> tuple[Any, Tensor]:
-        """Return at most the first ``count`` examples, as ``fetch`` does."""
+        """Return inputs and targets of the first ``count`` examples, or of all if N is smaller."""
         return self.fetch(torch.arange(min(count, len(self)), device="cpu"))
 
     def targets(self) -> Tensor:
@@ -85,7 +85,7 @@ class _TensorSource(Source):
 
 
 class InColumns(Source):
-    """A source whose targets (N,) become (N, 1)."""
+    """A source that reshapes the targets (N,) of another source to (N, 1)."""
 
     def __init__(self, source: Source) -> None:
         self._source, self.is_held = source, source.is_held
@@ -156,7 +156,7 @@ class _LoaderSource(_DatasetSource):
 
 
 def put_together(items: list[Any], positions: Sequence[int]) -> tuple[Any, Tensor]:
-    """Return the inputs and targets of items (x, y). Errors name the items' ``positions``."""
+    """Return the stacked inputs and targets of items (x, y). Errors name an item's position."""
     pairs = [_pair(item, n) for item, n in zip(items, positions, strict=True)]
     inputs, targets = zip(*pairs, strict=True)
     return as_inputs(stacked(list(inputs), "x")), stacked(list(targets), "y")
@@ -168,13 +168,14 @@ def collated(loader: DataLoader[Any], items: list[Any]) -> tuple[Any, Tensor]:
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise InputError(
             f"The collate_fn of the DataLoader returned a {type(batch).__name__}, not a pair"
-            " (x, y). Return the inputs and the targets."
+            " (x, y). Return a tuple of the inputs and the targets."
         )
     x, y = as_inputs(batch[0]), batch[1]
     if not isinstance(y, Tensor) or y.dim() == 0 or not len(x) == len(y) == len(items):
         raise InputError(
-            f"The collate_fn of the DataLoader got {len(items)} items. It must return the same"
-            " number of inputs and a tensor with the same number of targets."
+            f"For {len(items)} items, the collate_fn of the DataLoader must return {len(items)}"
+            f" inputs and one tensor of {len(items)} targets, got a different number or type."
+            " Return one input and one target per item."
         )
     return x, y
 
@@ -208,8 +209,8 @@ def _as_tensor(value: Any, name: str, index: int) -> Tensor:
     if isinstance(value, bool | int | float | np.ndarray | np.generic):
         return torch.as_tensor(value, device="cpu")
     raise InputError(
-        f"The {name} of item {index} is a {type(value).__name__}, not a tensor or a number. Add a"
-        " transform that returns tensors to the data set."
+        f"The {name} of item {index} is a {type(value).__name__}, not a tensor or a number. Convert"
+        " it to a tensor, for example with a transform of the data set."
     )
 
 
@@ -222,14 +223,14 @@ def as_source(data: Any, dtype: torch.dtype | None = None) -> Source:
             The first dimension of x and y counts the examples. x may also be a dictionary, tuple or
             list of tensors of any dtype. Items are read each time they are needed, so random
             transforms are drawn again. A data set with ``__getitems__`` is read one batch at a
-            time. A loader provides its data set, ``collate_fn`` and workers. Its order and batches
-            are ignored.
+            time. A loader's data set, ``collate_fn`` and workers are used, but its order and
+            batches are ignored.
         dtype: Type of the tensors that replace floating-point arrays. Default: PyTorch's default
             type.
 
     Raises:
-        InputError: If the data have an unsupported type, are empty, or differ in length, or if a
-            sampler omits or repeats examples.
+        InputError: If the data have an unsupported type or are empty, if x and y differ in length,
+            or if a sampler omits or repeats examples.
     """
     if isinstance(data, Source):
         return data
@@ -251,7 +252,7 @@ def as_source(data: Any, dtype: torch.dtype | None = None) -> Source:
         raise InputError(f"Data must be {_ACCEPTED}, not a {type(data).__name__}.")
     length = len(data)
     if length == 0:
-        raise InputError("The data set is empty.")
+        raise InputError("The data set is empty. Pass at least one example.")
     return _DatasetSource(data, length)
 
 
@@ -261,18 +262,18 @@ def _loader_source(loader: DataLoader[Any]) -> Source:
         raise InputError(_STREAM)
     if not hasattr(dataset, "__len__"):
         raise InputError(
-            "Blocks read examples by position, so the DataLoader needs a map-style data set with a"
-            " length."
+            "evigrad reads examples by position, so the DataLoader needs a map-style data set with"
+            " a length. Define __len__ in the data set."
         )
     if len(dataset) == 0:
-        raise InputError("The data set is empty.")
+        raise InputError("The data set is empty. Pass at least one example.")
     check_sampler(loader)
     warn_of_ignored_sampler(loader)
     return _LoaderSource(loader, len(dataset))
 
 
 def without_arrays(pair: Any, dtype: torch.dtype | None = None) -> list[Any]:
-    """Return a pair with tensors instead of NumPy arrays of numbers."""
+    """Return the entries of a tuple, with numeric NumPy arrays converted to tensors."""
 
     def as_tensor(value: Any) -> Any:
         if not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf":
@@ -296,9 +297,15 @@ def _tensor_source(pair: Any) -> Source:
         )
     inputs, targets = as_inputs(pair[0]), pair[1]
     if any(part.dim() == 0 for part in (*tensors_of(inputs), targets)):
-        raise InputError("The first dimension of x and y must count the examples, got a scalar.")
+        raise InputError(
+            "The first dimension of x and y must count the examples, got a scalar. Add a dimension"
+            " with unsqueeze(0)."
+        )
     if len(inputs) != len(targets):
-        raise InputError(f"x has {len(inputs)} examples and y has {len(targets)}. They must match.")
+        raise InputError(
+            f"x and y must have the same number of examples, got {len(inputs)} and {len(targets)}."
+            " Check their first dimensions."
+        )
     if len(inputs) == 0:
-        raise InputError("The data set is empty.")
+        raise InputError("The data set is empty. Pass at least one example.")
     return _TensorSource(inputs, targets)

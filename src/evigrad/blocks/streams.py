@@ -1,4 +1,4 @@
-"""Streams of an estimator's blocks with their data."""
+"""Endless streams of blocks, with the inputs and targets of each block."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,19 +25,19 @@ def fetched(block: Block, source: Source) -> Block:
 
 
 class Stream(Iterable[Block]):
-    """An endless stream of an estimator's blocks with their data.
+    """An endless stream of an estimator's blocks, with the inputs and targets of each block.
 
-    It stores no position: each iteration (``for``, ``take``, ``round``, ``epoch``) starts from the
-    beginning. With R ranks, each rank takes every R-th block of the same stream. All ranks must
-    iterate in the same way, with generators in the same state.
+    Each iteration (``for``, ``take``, ``round`` or ``epoch``) starts from the beginning. With R
+    ranks, each rank takes every R-th block of the same stream. All ranks must iterate in the same
+    way, with generators in the same state.
 
     Args:
-        generator: A CPU generator.
-        ranks: The processes that share the blocks. Default: one process.
+        generator: CPU generator for all draws.
+        ranks: Processes that share the blocks. Default: one process.
 
     Attributes:
-        is_constant: Whether all blocks are identical, because each has all examples and outputs and
-            nothing is drawn.
+        is_constant: Whether all blocks are identical. Such blocks contain all examples and outputs,
+            and nothing is drawn at random.
         period: Number of consecutive iterations that use the same anchors. It is 1 without anchors.
     """
 
@@ -58,15 +58,15 @@ class Stream(Iterable[Block]):
         return islice(iter(self), n)
 
     def round(self, n: int) -> Iterator[Block]:
-        """Return at most n blocks per rank from one partition, for steps that average over them."""
+        """Return at most n blocks per rank, all from one partition."""
         return (block for block in islice(self.epoch(), n) if len(block.indices))
 
     @abstractmethod
     def epoch(self) -> Iterator[Block]:
-        """Return the blocks of exactly one partition, with their data.
+        """Return the blocks of exactly one partition, with inputs and targets.
 
-        All ranks get the same number of blocks. The last block may be empty. An empty block
-        does not count.
+        All ranks get the same number of blocks. To make the numbers equal, the last block of a rank
+        may be empty.
         """
 
     def _local(self, builders: Iterable[Callable[[], Block]]) -> Iterator[Block]:
@@ -88,18 +88,19 @@ class Stream(Iterable[Block]):
 
 
 class BlockStream(Stream):
-    """An endless stream of an estimator's blocks with their data.
+    """An endless stream of blocks from random partitions of the examples and outputs.
 
-    It yields the blocks of one random partition in random order, then the blocks of the next
-    partition. Each iteration (`for`, `take`, `epoch`) draws a new partition. To resume, store only
-    the state of the generator.
+    It yields the blocks of one partition in random order, then the blocks of the next partition.
+    Each iteration (``for``, ``take``, ``round`` or ``epoch``) draws a new partition. To resume,
+    store only the state of the generator.
 
     Args:
-        partition: The partition.
-        source: The examples.
-        generator: As for ``Stream``.
-        ranks: As for ``Stream``.
-        splits: Whether each rank gets its part of every block instead of whole blocks.
+        partition: Rules by which the estimator's partitions are drawn.
+        source: Source of the examples.
+        generator: CPU generator for all draws.
+        ranks: Processes that share the blocks. Default: one process.
+        splits: Whether each rank gets a part of every block. Otherwise, each rank gets whole
+            blocks.
 
     Raises:
         InputError: If the number of examples is not the partition's N, or the estimator is

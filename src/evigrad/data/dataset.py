@@ -22,12 +22,12 @@ class DataSet:
 
     Attributes:
         name: Name by which the data set was loaded.
-        train: Inputs (n, *input_shape), and targets: labels (n,) int64 for classification, values
-            (n, D) for regression.
-        test: Test data in the same format. Do not use them to choose anything. For choices, use
-            ``split_validation``.
-        num_outputs: Number of outputs C of a network for these data: classes, target dimensions D,
-            or 2D for input-dependent noise.
+        train: Inputs (n, *input_shape) and targets. Targets are int64 labels (n,) for
+            classification, and numbers (n, D) for regression.
+        test: Test data in the same format. Do not use them to choose models or settings. For
+            choices, use ``split_validation``.
+        num_outputs: Number of outputs C of a network for these data. It is the number of classes,
+            the target dimension D, or 2D for input-dependent noise.
         input_shape: Shape of one input.
         likelihood: Name of the likelihood of the targets: "categorical", "gaussian", or the
             likelihood for which a table was loaded.
@@ -66,10 +66,11 @@ class DataSet:
         return f"DataSet({self.describe()})"
 
     def split_validation(self, fraction: float = 0.2, seed: int = 0) -> tuple[Split, Split]:
-        """Split the train set for choices that must not use the test set.
+        """Split the train set into a train part and a validation part.
 
-        The split is stratified by class for classification. The inputs stay normalized with the
-        statistics of the whole train set.
+        Choose models and settings on the validation part, because choices must not use the test
+        set. For classification, the split is stratified by class. The inputs stay normalized with
+        the statistics of the whole train set.
 
         Args:
             fraction: Share of the validation part, between 0 and 1. Default: 0.2.
@@ -97,7 +98,7 @@ class DataSet:
         return (x[train_rows], y[train_rows]), (x[validation_rows], y[validation_rows])
 
     def with_test_subset(self, count: int, seed: int = 0) -> "DataSet":
-        """Return the data set with only ``count`` random test examples, for cheap evaluations."""
+        """Return the data set with only ``count`` random test examples, for faster evaluations."""
         x, y = self.test
         if not 1 <= count <= len(x):
             raise ConfigurationError(
@@ -110,9 +111,9 @@ class DataSet:
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "DataSet":
-        """Return a copy on another device, or with another type of inputs, targets and scales.
+        """Return a copy on another device, or with another floating-point type.
 
-        None leaves the device or type unchanged. Labels stay int64.
+        None leaves the device or the type unchanged. Labels stay int64.
         """
 
         def moved(value: Any) -> Any:
@@ -145,8 +146,8 @@ class Scaling:
 
     Networks and priors expect inputs and targets of about unit scale. ``Scaling.of(y)`` computes
     the statistics of the training targets. Call the scaling to standardize targets, and ``undo`` to
-    convert predictions back. The log likelihood of standardized targets exceeds the log likelihood
-    of the original targets by the sum of log ``std``.
+    convert predictions back. For each example, the log likelihood of the standardized targets
+    exceeds the log likelihood of the original targets by the sum of log ``std``.
 
     Attributes:
         mean: Mean to subtract, in the shape of one example.
@@ -168,7 +169,7 @@ class Scaling:
 
     @classmethod
     def of(cls, values: Float[Tensor, "n ..."]) -> "Scaling":
-        """Return the scaling that gives data mean 0 and standard deviation 1, found in float64."""
+        """Return the scaling that standardizes these values. Statistics are computed in float64."""
         exact = values.double()
         std = exact.std(dim=0, correction=0)
         # Compared exactly, because rounding gives a constant column a tiny nonzero deviation.
@@ -202,7 +203,7 @@ class Scaling:
 
 
 def shuffled(count: int, seed: int) -> np.ndarray:
-    """Return 0 to ``count - 1`` in random order, (count,) int64. Seeds are below 2^32."""
+    """Return the integers 0 to ``count - 1`` in random order. The seed must be below 2^32."""
     if not 0 <= seed < 2**32:
         raise ConfigurationError(f"seed must be between 0 and 2^32 - 1, got {seed}.")
     # RandomState, not default_rng: its stream is frozen by contract, so a split never changes.
@@ -210,7 +211,7 @@ def shuffled(count: int, seed: int) -> np.ndarray:
 
 
 def draw_subset(count: int, subset: int | None, seed: int) -> np.ndarray:
-    """Draw positions uniformly. Subsets with the same seed are nested, and None returns all."""
+    """Return ``subset`` of ``count`` positions, drawn uniformly, or all if ``subset`` is None."""
     if subset is None:
         return np.arange(count, dtype=np.int64)
     if not 1 <= subset <= count:
@@ -222,10 +223,10 @@ def draw_subset(count: int, subset: int | None, seed: int) -> np.ndarray:
 
 
 def stratified_split(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, ...]:
-    """Return the positions of two parts in which all classes have the same proportions.
+    """Return the positions of two parts, in which each class has about the same proportion.
 
-    The second part has ``round(fraction * n)`` members. If the classes do not divide evenly, the
-    classes with the largest remainders get one more member. Each part is in increasing order.
+    The second part has ``round(fraction * n)`` members. If a class does not divide evenly, its
+    number of members in this part is rounded up or down. The positions in each part are sorted.
     """
     classes, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
     shares = fraction * counts

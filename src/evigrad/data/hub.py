@@ -32,7 +32,7 @@ HUB = {
 
 
 def hub_is_installed() -> bool:
-    """Return whether the library ``datasets`` is installed, not just a folder of that name."""
+    """Return whether the library ``datasets`` is installed. A folder of this name is ignored."""
     try:
         spec = find_spec("datasets")
     except ValueError:  # imported, but not from a file
@@ -41,12 +41,12 @@ def hub_is_installed() -> bool:
 
 
 def hub_images(name: str, elsewhere: str) -> tuple[Images, Images]:
-    """Return the train and test parts of a `HUB` set. ``elsewhere`` tells how else to get it."""
+    """Return the train and test parts of a `HUB` set. Errors include the advice ``elsewhere``."""
     place = HUB[name]
     if not hub_is_installed():
         raise ConfigurationError(
-            f"There is no data set '{name}' here. {elsewhere} To download it from the Hugging"
-            f" Face hub instead ({place.repository}), run: pip install 'evigrad[hub]'."
+            f"The data set '{name}' was not found. {elsewhere} To download it from the Hugging Face"
+            f" hub ({place.repository}) instead, run: pip install 'evigrad[hub]'."
         )
     try:
         splits = _download(place.repository)
@@ -56,7 +56,7 @@ def hub_images(name: str, elsewhere: str) -> tuple[Images, Images]:
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST_REASON]}"
         raise ConfigurationError(
-            f"There is no data set '{name}' here, and the download of {place.repository} from the"
+            f"The data set '{name}' was not found, and the download of {place.repository} from the"
             f" Hugging Face hub failed ({reason}). {elsewhere}"
         ) from error
     where = place.repository

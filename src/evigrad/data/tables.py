@@ -56,7 +56,7 @@ _AUTOMPG = "cylinders displacement horsepower weight acceleration year origin na
 
 
 def autompg() -> tuple[Path, Any]:
-    """Return the file and the ``pyarrow.Table`` of UCI's Auto MPG (392 cars), from mlxtend."""
+    """Return the file and the table of UCI's Auto MPG data (392 cars), which mlxtend ships."""
     package = require("mlxtend", "The data set 'autompg'")
     csv = require("pyarrow.csv", "The data set 'autompg'")
     file = Path(str(files(package).joinpath("data", "data", "autompg.csv.gz")))
@@ -80,16 +80,17 @@ def table_data_set(
     drop: Names = None,
     categorical: Names = None,
 ) -> DataSet:
-    """Return the data set of a ``pyarrow.Table``, with the arguments of `evigrad.data.load`.
+    """Return the data set in a ``pyarrow.Table``. For the arguments, see `evigrad.data.load`.
 
-    The schema metadata of a Parquet file may name the columns: ``features`` (comma-separated) and
-    ``target``. Otherwise ``target`` names that column, and all others are features: numbers as they
-    are, and one 0/1 column per value of a text column (see ``columns``). Constant columns are
-    omitted with a warning, unless they are named as features. Boolean columns ``test_00``,
+    The schema metadata of a Parquet file may contain ``target``, the name of the target column, and
+    ``features``, the comma-separated names of the feature columns. Otherwise, the argument
+    ``target`` names the target column, and all other columns are features. Numeric columns are used
+    unchanged, and text columns become one 0/1 column per value (see ``columns``). Constant columns
+    are omitted with a warning, unless they are named as features. Boolean columns ``test_00``,
     ``test_01``, ... are splits, whose true rows are the test set. Without splits, the test set is a
     random fifth of the rows, seeded by the split's number and stratified by class. Features and
     numeric targets, but not counts, are standardized with the mean and standard deviation of the
-    split's (drawn) train rows. Whole numbers are classes only if the metadata does not name the
+    train rows that are used. Whole numbers are classes only if the metadata does not name the
     target. Inputs are (F,), float32. The target is one number or a label. Errors name the file and
     all problems of its columns.
 
@@ -100,7 +101,7 @@ def table_data_set(
     names = table.column_names
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise InputError(
-            f"{file}: columns must have different names, got two columns '{twice[0]}'. Rename one."
+            f"{file}: columns must have different names, got two named '{twice[0]}'. Rename one."
         )
     if table.num_rows < 2:
         raise InputError(f"{file}: a table must have at least two rows, got {table.num_rows}.")
@@ -157,7 +158,7 @@ def read_table(name: str, file: Path) -> Any:
             header = lines.readline()
     # Bytes that are not UTF-8 become one mark; zero bytes are a sign of UTF-16.
     if {"\0", "\N{REPLACEMENT CHARACTER}"} & {*header.decode(errors="replace")}:
-        raise InputError(f"{file}: its first line is not UTF-8. Save the file as UTF-8.")
+        raise InputError(f"{file}: the first line is not UTF-8. Save the file as UTF-8.")
     with reading(file, "a table"):
         delimiter = max(",;\t", key=lambda mark: header.count(mark.encode()))
         table = csv.read_csv(
@@ -190,8 +191,8 @@ def _roles(
         _refuse_strange(InputError, file, [target], "which its metadata names", columns)
     if target is None:
         raise ConfigurationError(
-            f"{file}: set the target column with --target NAME (target=...). The columns are"
-            f" {', '.join(columns)}."
+            f"{file}: no target column is set. Set it with --target NAME (target=...). The columns"
+            f" are {', '.join(columns)}."
         )
     _refuse_strange(ConfigurationError, file, [target], "to be the target", columns)
     if features is None and b"features" in metadata:
@@ -204,14 +205,14 @@ def _roles(
     dropped = _names(file, "drop", drop, columns, target)
     if features is not None and (both := [name for name in named if name in dropped]):
         raise ConfigurationError(
-            f"{file}: --features and --drop both name '{both[0]}'. Remove it from one of them."
+            f"{file}: --features and --drop both name '{both[0]}'. Remove it from one option."
         )
     chosen = [name for name in named if name != target and name not in dropped]
     declared = _names(file, "categorical", categorical, columns, target)
     if idle := [name for name in declared if name not in chosen]:
         raise ConfigurationError(
-            f"{file}: --categorical must name features, got '{idle[0]}'. Remove it from the option,"
-            " or make it a feature."
+            f"{file}: --categorical must name features, got '{idle[0]}', which is not a feature."
+            " Remove it from this option, or make it a feature."
         )
     if not chosen:
         raise InputError(
@@ -313,6 +314,7 @@ def _inputs(file: Path, columns: Sequence[Column], choose: bool) -> Tensor:
         if len(constant) == len(columns):
             raise InputError(
                 f"{file}: at least one feature must vary between rows, got only constant features."
+                " Check the columns and the option --drop."
             )
         warnings.warn(
             f"{file.name}: {words_of_constants([column.name for column in constant])}",
@@ -356,7 +358,7 @@ def _test_rows(
         if is_test.dtype != np.bool_ or is_test.all() or not is_test.any():
             raise InputError(
                 f"{file}: column '{columns[index]}' must be boolean, with some test rows (true) and"
-                " some train rows (false)."
+                " some train rows (false). Correct or remove the column."
             )
         return is_test
     index = seed if split is None else split
@@ -371,7 +373,7 @@ def _test_rows(
 
 @contextmanager
 def reading(file: Path, kind: str = "Parquet") -> Iterator[None]:
-    """Turn errors while reading into an InputError that names the file and its kind."""
+    """Convert errors while reading a file into an InputError that names the file."""
     try:
         yield
     # The bases of pyarrow's own errors; a damaged length may ask for any amount of memory.
@@ -380,7 +382,7 @@ def reading(file: Path, kind: str = "Parquet") -> Iterator[None]:
 
 
 def read_parquet(name: str, file: Path) -> Any:
-    """Return the ``pyarrow.Table`` of a data set's file. Raise InputError if it is not Parquet."""
+    """Return the ``pyarrow.Table`` of a Parquet file, or raise InputError."""
     parquet = require("pyarrow.parquet", f"The data set '{name}'")
     with reading(file):
         table = parquet.read_table(file, page_checksum_verification=True, partitioning=None)

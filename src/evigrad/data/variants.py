@@ -61,7 +61,7 @@ VARIANTS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
 
 
 def split_name(name: str) -> tuple[str, str | None]:
-    """Return the name and the existing variant of NAME:VARIANT, or None if it has no variant."""
+    """Return NAME and VARIANT of a name NAME:VARIANT. Without a variant, VARIANT is None."""
     base, colon, variant = name.partition(":")
     if not colon:
         return name, None
@@ -74,7 +74,7 @@ def split_name(name: str) -> tuple[str, str | None]:
 
 
 def uniform_draws(part: str, rows: np.ndarray) -> Float[Tensor, "n 2"]:
-    """Return float64 draws on [−1, 1) for images of ``train`` or ``test``, by positions (n,)."""
+    """Return two draws on [−1, 1) for each image in these ``rows`` of the train or test part."""
     # The stream of RandomState is frozen by contract. It fills row by row, so an image's numbers do
     # not depend on how many are drawn after them.
     count = int(rows.max()) + 1
@@ -85,10 +85,10 @@ def uniform_draws(part: str, rows: np.ndarray) -> Float[Tensor, "n 2"]:
 def transformed(
     pixels: np.ndarray, variant: str, part: str, rows: np.ndarray
 ) -> Float[Tensor, "n channels height width"]:
-    """Return images (float32), each transformed once by bilinear interpolation, with black borders.
+    """Return the images in float32, each with a fixed random transform of the ``variant``.
 
-    ``rows`` (n,) are the positions of the uint8 ``pixels`` in the whole ``part``. The parts
-    ``train`` and ``test`` have different draws.
+    ``rows`` contains the images' positions in the whole ``part``, which is ``train`` or ``test``.
+    Interpolation is bilinear, and the area outside the original image is black.
     """
     height, width = pixels.shape[-2:]
     maps = VARIANTS[variant](uniform_draws(part, rows), height, width)
@@ -98,7 +98,7 @@ def transformed(
 def resampled(
     pixels: np.ndarray, maps: Float[Tensor, "n 2 3"]
 ) -> Float[Tensor, "n channels height width"]:
-    """Return images (float32) read at the places that their affine maps give. See `VARIANTS`."""
+    """Return the images in float32, each resampled with an affine map from `VARIANTS`."""
     result = torch.empty(pixels.shape, dtype=torch.float32, device="cpu")
     for start in range(0, len(pixels), BATCH):
         batch = slice(start, start + BATCH)

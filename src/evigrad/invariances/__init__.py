@@ -1,4 +1,4 @@
-"""Random transforms of the inputs with learned ranges, and averages over them.
+"""Random transforms of inputs with learned ranges, and models that average over transforms.
 
 ``Averaged(model, AffineInvariance(), num_samples=20)`` maps an input to the mean of the model's
 outputs over random transforms of it. To learn the ranges of the transforms on the training data,

@@ -34,16 +34,17 @@ _ORDER = 10
 
 
 class AffineInvariance(Transform):
-    """Resample an image under a random affine map exp(Σ_i u_i η_i G_i), u_i uniform on [−1, 1].
+    """Resample images under random affine maps exp(Σ_i u_i η_i G_i), with u_i uniform on [−1, 1].
 
-    The map takes each pixel of the result to the position in the image from which it is read, with
-    bilinear interpolation. Beyond the borders, the value is ``fill``. The origin is the center of
-    the image. A rotation does not distort an image that is not square.
+    G_i is a generator, such as ``rotation``, and η_i is its range. For each pixel of the result,
+    the map gives the position in the image from which the pixel is read, with bilinear
+    interpolation. Beyond the borders, the value is ``fill``. The origin is the center of the image.
+    Rotations do not distort images that are not square.
 
-    The ranges η are in units of half the image's width and height (translations), radians
-    (rotation) and natural logarithms (scales and shear). Each range is a parameter with the
-    generator's name, or a buffer if it is not learned. ``ranges`` returns η, which is the parameter
-    reflected at 0 and at `LIMITS`. Its derivative is 1 or −1.
+    Translations are in units of half the image's width or height, rotations are in radians, and
+    scales and shear are natural logarithms. Each range is a parameter with the generator's name, or
+    a buffer if it is not learned. ``ranges`` returns η, which is the parameter reflected at 0 and
+    at its upper limit in `LIMITS`. The derivative of η is 1 or −1.
 
     Args:
         ranges: Initial ranges: one number for all generators, or a dictionary by name
@@ -115,21 +116,21 @@ class AffineInvariance(Transform):
 
     @property
     def ranges(self) -> Float[Tensor, "6"]:
-        """Return the ranges η in the order of `GENERATORS`, with a graph to the parameters."""
+        """Return the ranges η in the order of `GENERATORS`. Gradients flow to the parameters."""
         return torch.stack([folded(getattr(self, name), LIMITS[name]) for name in GENERATORS])
 
     def named_ranges(self) -> dict[str, float]:
-        """Return the ranges η by the generators' names."""
+        """Return the range η of each generator, by name."""
         return dict(zip(GENERATORS, self.ranges.tolist(), strict=True))
 
     def sample(self, n: int, generator: torch.Generator) -> Float[Tensor, "n u"]:
-        """Draw u, (n, 6) or (n, 7), uniform on [−1, 1). The seventh column decides the flips."""
+        """Draw u, (n, 6), uniform on [−1, 1). With ``flip``, a seventh column decides the flips."""
         return 2 * torch.rand(n, 6 + self.flip, generator=generator, device="cpu") - 1
 
     def forward(
         self, x: Float[Tensor, "n channels height width"], eps: Float[Tensor, "n u"]
     ) -> Float[Tensor, "n channels height width"]:
-        """Resample images of floating-point numbers by ``eps`` from ``sample``."""
+        """Resample floating-point images with the noise ``eps`` from ``sample``."""
         self._check(x)
         height, width = x.shape[-2:]
         maps = self.maps(eps, height, width)
@@ -142,10 +143,11 @@ class AffineInvariance(Transform):
         return (F.grid_sample(x.to(dtype) - fill, grid, align_corners=False) + fill).to(x.dtype)
 
     def maps(self, eps: Float[Tensor, "n u"], height: int, width: int) -> Float[Tensor, "n 2 3"]:
-        """Return the affine maps, from positions in the result to positions in the image.
+        """Return the affine maps from positions in the result to positions in the image.
 
-        They are the first two rows of each map on (x, y, 1), in float64 (float32 on a device
-        without it). The image's borders are at −1 and 1. ``eps`` is from ``sample``.
+        Each map is a 2x3 matrix that acts on (x, y, 1), where the image's borders are at −1 and 1.
+        The maps are in float64, or in float32 if the device has no float64. ``eps`` is noise from
+        ``sample``.
         """
         dtype = torch.float32 if eps.device.type == "mps" else torch.float64
         algebra = (eps[:, :6].to(dtype) * self.ranges.to(dtype)) @ self.matrices.to(dtype)
@@ -182,8 +184,8 @@ class AffineInvariance(Transform):
 def matrix_exponential(matrices: Float[Tensor, "n 3 3"]) -> Float[Tensor, "n 3 3"]:
     """Return the exponential of each matrix, whose 1-norm must be at most 7.2.
 
-    It is as accurate as ``torch.matrix_exp`` for such matrices, and its derivative costs a third as
-    much. It does not read the norms, because the CPU would have to wait for a GPU.
+    For such matrices, the result is as accurate as ``torch.matrix_exp``, and the derivative takes a
+    third of the time. The norms are not checked, because the CPU would have to wait for a GPU.
     """
     scaled = matrices / 2**_SQUARINGS
     one = torch.eye(3, dtype=matrices.dtype, device=matrices.device).expand_as(matrices)
@@ -200,7 +202,7 @@ def sampling_grid(
 ) -> Float[Tensor, "n height width 2"]:
     """Return the position (x, y) from which each pixel is read, like ``F.affine_grid`` but faster.
 
-    ``maps`` act on (x, y, 1) with borders at −1 and 1, which is ``align_corners=False``.
+    ``maps`` act on (x, y, 1). The image's borders are at −1 and 1 (``align_corners=False``).
     """
     x, y = (
         (2 * torch.arange(size, dtype=maps.dtype, device=maps.device) + 1) / size - 1

@@ -22,16 +22,16 @@ class Averaged(nn.Module):
     """Average a model's outputs over S random transforms of each input, (1/S) Σ_s model(g(x, ε_s)).
 
     All S·n transformed inputs pass through the model in one batch, sorted by example. Noise comes
-    from PyTorch's default generator, as in dropout, but is drawn in evaluation mode too.
-    ``Evidence`` uses its own generator and gives an example the same noise in every micro-batch.
+    from PyTorch's default generator, as in dropout, but is also drawn in evaluation mode.
+    ``Evidence`` uses its own generator. An example's noise does not depend on the micro-batch size.
 
     Args:
         model: Model that maps inputs (m, ...) to outputs (m, C). It must not contain a module that
             draws noise (`evigrad.invariances.noise.Stochastic`).
-        invariance: A `Transform`, or any module with its ``sample`` and ``apply``.
+        invariance: A `Transform`, or any module with the methods ``sample`` and ``apply``.
         num_samples: Number S of transforms per input. You can change it at any time.
         average: ``"logits"`` averages the outputs. ``"probabilities"`` returns the logarithms of
-            averaged class probabilities, log (1/S) Σ_s softmax(f_s), for a categorical likelihood.
+            the mean class probabilities, log (1/S) Σ_s softmax(f_s), for a categorical likelihood.
         chunk: Number of samples per example in one pass of the model, to save memory in training.
             Chunks cost one more forward pass, because activations are recomputed for the gradient.
             Evidence passes ignore it. Default: None, which means all samples.
@@ -89,7 +89,7 @@ class Averaged(nn.Module):
         self._held: Tensor | None = None
 
     def draw(self, num_data: int, generator: torch.Generator) -> Tensor:
-        """Draw the noise (n, S, ...) of S transforms for each example, on the CPU."""
+        """Draw the noise (n, S, ...) for S transforms of each example, on the CPU."""
         drawn = self.invariance.sample(num_data * self.num_samples, generator)
         return drawn.unflatten(0, (num_data, self.num_samples))
 

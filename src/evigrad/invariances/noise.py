@@ -1,11 +1,12 @@
-"""Noise in a forward pass: each example has the same noise in every micro-batch.
+"""Noise for forward passes that does not depend on the size of the micro-batches.
 
 A module that draws noise (``Stochastic``) uses the evidence's generator. The noise of a block is
-drawn in pages of a fixed number of examples, each with its own seed. So noise is the same for every
-size of micro-batch and in every pass, and memory holds only the noise of the current examples.
-``PackedModel`` turns a model, its inputs and its noise into a deterministic function of one tensor.
-In this tensor, an example's inputs and noise are side by side, so they stay together when examples
-are split, vectorized or repeated.
+drawn in pages. A page has a fixed number of examples and a separate seed. So each example has the
+same noise in every pass, and memory holds only the noise of the current examples.
+
+``PackedModel`` turns a model into a deterministic function of one tensor, which contains the inputs
+and the noise. Each row of the tensor corresponds to one example, so inputs and noise stay together
+when examples are split, vectorized or repeated.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,17 +45,17 @@ class Stochastic(Protocol):
     """A module whose forward pass draws noise, such as ``evigrad.invariances.Averaged``."""
 
     def draw(self, num_data: int, generator: torch.Generator) -> Tensor:
-        """Return noise for each example, (num_data, ...), floating point, on the CPU."""
+        """Return floating-point noise (num_data, ...) on the CPU, for each example."""
         ...
 
     def held(self, noise: Tensor) -> AbstractContextManager[None]:
-        """Use this noise in every forward pass inside the context, instead of drawing."""
+        """Use this noise in every forward pass inside the context, instead of drawing noise."""
         ...
 
 
 @contextmanager
 def sampled(num_samples: int) -> Iterator[None]:
-    """Multiply the number of samples per example in dimension 0 within this context."""
+    """Declare that batches inside this context have ``num_samples`` rows for each example."""
     token = _samples.set(_samples.get() * num_samples)
     try:
         yield
@@ -63,20 +64,20 @@ def sampled(num_samples: int) -> Iterator[None]:
 
 
 def current_samples() -> int:
-    """Return the number of samples per example in dimension 0, which is 1 outside ``sampled``."""
+    """Return the number of rows per example in a batch, which is 1 outside of ``sampled``."""
     return _samples.get()
 
 
 def stochastic_modules(model: nn.Module) -> list[Stochastic]:
-    """Return the modules of a model that draw noise, each once, in the model's order."""
+    """Return the modules of a model that draw noise, in the model's order."""
     return [module for module in model.modules() if isinstance(module, Stochastic)]
 
 
 class Noise:
-    """The noise of a block's examples, by their position in the block.
+    """The noise of the examples in a block, for all ``modules`` that draw noise.
 
-    ``seed`` seeds all noise of the ``modules``. The examples use the noise of the ascending
-    ``positions``. None stands for the examples' own positions.
+    The noise at each position in the block is determined by ``seed``. Example i uses the noise at
+    ``positions[i]``, which must be ascending, or at position i if ``positions`` is None.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Noise:
         self._pages: dict[int, list[Tensor]] = {}
 
     def slice(self, start: int, stop: int) -> list[Tensor]:
-        """Return the noise of positions start … stop − 1, one tensor per module."""
+        """Return the noise of examples ``start`` to ``stop − 1``, one tensor per module."""
         if not self._modules:
             return []
         chosen = None if self._positions is None else self._positions[start:stop]
@@ -114,10 +115,10 @@ class Noise:
 
 
 class PackedModel(Transparent):
-    """A model as a function of one tensor, which holds all parts of its inputs and their noise.
+    """A model as a function of one tensor, which contains all parts of the inputs and the noise.
 
-    ``x`` and ``noise`` determine shapes and types. For inputs at positions, ``layer`` (if any)
-    computes the outputs and acts only on the positions.
+    ``x`` and ``noise`` are examples that determine the shapes and types. If the outputs are needed
+    only at some positions, ``layer`` computes only these outputs.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class PackedModel(Transparent):
 
     @property
     def numbers(self) -> int:
-        """Return how many numbers an example and its noise have."""
+        """Return how many numbers an example has, including its noise."""
         return sum(prod(shape) for shape, _ in self._layouts)
 
     def pack(self, x: Inputs, noise: Sequence[Tensor]) -> Tensor:

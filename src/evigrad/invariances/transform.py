@@ -1,4 +1,4 @@
-"""Random transforms: their base class, transforms for inputs of any shape, and ranges."""
+"""The base class of random transforms, two transforms, and functions for ranges."""
 
 import math
 from abc import ABC, abstractmethod
@@ -16,15 +16,15 @@ from evigrad.inputs import bare_names
 class Transform(nn.Module, ABC):
     """A random transform of inputs, x' = g(x, ε; h), with learnable parameters h.
 
-    To write your own transform, define ``sample`` and ``forward``. Noise is drawn separately from
-    its use. So an input keeps its noise in every batch, and the derivative with respect to h is the
+    To write your own transform, define ``sample``, which draws the noise ε, and ``forward``, which
+    applies g. The noise does not depend on h. The derivative with respect to h is therefore the
     derivative of a deterministic function (the reparameterization trick).
 
     Attributes:
         bounds: Smallest and largest value of each parameter by name, such as
             ``{"width": (0.0, 8.0)}``. One of the two may be infinite. After the first use of the
             transform, ``self.width`` is the parameter reflected at both bounds, with a derivative
-            of 1 or −1. So this value is within the bounds after every step of any optimizer.
+            of 1 or −1. So ``self.width`` is within the bounds after every optimizer step.
             ``get_parameter("width")`` is the parameter itself, which may be outside the bounds.
 
     Examples:
@@ -61,18 +61,18 @@ class Transform(nn.Module, ABC):
         return super().__call__(*arguments, **keywords)
 
     def get_parameter(self, target: str) -> nn.Parameter:
-        """Return a parameter itself, without reflection. See ``nn.Module.get_parameter``."""
+        """Return a parameter without reflection. See ``nn.Module.get_parameter``."""
         parameter = self._parameters.get(target)
         return super().get_parameter(target) if parameter is None else parameter
 
     def check_bounds(self) -> None:
-        """Check that bounds are valid and hold for the parameters, then apply them."""
+        """Check that the bounds are valid and contain the parameters, then apply the bounds."""
         parameters = dict(self.named_parameters(recurse=False))
         whose = f"bounds of {type(self).__name__}"
         for name, (low, high) in self.bounds.items():
             if name not in parameters:
                 raise ConfigurationError(
-                    f"The {whose} must name its parameters, {listed(list(parameters)) or 'none'},"
+                    f"The {whose} must name its parameters ({listed(list(parameters)) or 'none'}),"
                     f" got '{name}'.{nearest(name, parameters)}"
                 )
             if not low < high or not (math.isfinite(low) or math.isfinite(high)):
@@ -90,7 +90,7 @@ class Transform(nn.Module, ABC):
 
     @abstractmethod
     def sample(self, n: int, generator: torch.Generator) -> Tensor:
-        """Draw noise from a distribution that does not depend on parameters.
+        """Draw noise from a distribution that does not depend on the parameters.
 
         Args:
             n: Number of inputs.
@@ -121,12 +121,11 @@ class Transform(nn.Module, ABC):
 
 
 def folded(raw: Tensor, limit: float) -> Tensor:
-    """Return raw, reflected at 0 and at the limit (positive or infinite): a triangle wave.
+    """Return ``raw``, reflected at 0 and at ``limit``, which is positive or infinite.
 
-    The derivative is 1 or −1 everywhere. So an optimizer's step moves the number as far as it would
-    without bounds, and a step beyond a bound is reflected back. The range of a symmetric
-    distribution may be reflected at 0: u · η with u uniform on [−1, 1] has the same distribution
-    for η and −η.
+    The derivative is 1 or −1 everywhere. So an optimizer step moves the value as far as it would
+    without bounds, and a step beyond a bound is reflected back. Reflection at 0 does not change a
+    distribution such as u · η, where u is uniform on [−1, 1], because η and −η are equivalent.
     """
     # Not ``abs``, whose derivative at 0, a likely start of a range, is 0.
     raw = torch.where(raw < 0, -raw, raw)
@@ -137,7 +136,7 @@ def folded(raw: Tensor, limit: float) -> Tensor:
 
 
 def reflected(raw: Tensor, low: float, high: float) -> Tensor:
-    """Return raw, reflected at ``low`` and ``high``, one of which may be infinite."""
+    """Return ``raw``, reflected at ``low`` and ``high``, one of which may be infinite."""
     if math.isinf(low):
         return high - folded(high - raw, math.inf)
     # Inside, return the value itself and not one rounded from it.
@@ -180,15 +179,15 @@ class InputScale(Transform):
 
     @property
     def scales(self) -> Tensor:
-        """Return the scale of each feature, with a graph to ``log_scale``."""
+        """Return the scale of each feature, as a differentiable function of ``log_scale``."""
         return self.log_scale.exp()
 
     def sample(self, n: int, generator: torch.Generator) -> Tensor:
-        """Return zeros (n, 1): there is nothing to draw, but each input must have some noise."""
+        """Return zeros (n, 1), because the transform is not random."""
         return torch.zeros(n, 1, device="cpu")
 
     def forward(self, x: Tensor, eps: Tensor | None = None) -> Tensor:
-        """Return the inputs (n, ...) times the scales, without noise."""
+        """Return the inputs (n, ...) times the scales. ``eps`` is ignored."""
         return x * self.scales
 
 
@@ -202,7 +201,7 @@ class AdditiveNoise(Transform):
 
     Attributes:
         raw_level: The level, possibly with a negative sign, because an optimizer step may cross 0.
-            Its shape is ``shape`` if ``per_feature``, else ().
+            Its shape is ``shape`` if ``per_feature`` is true, and () otherwise.
 
     Raises:
         ConfigurationError: If the initial level is negative or not finite.
@@ -228,7 +227,7 @@ class AdditiveNoise(Transform):
 
     @property
     def level(self) -> Tensor:
-        """Return the noise level σ, with a graph to ``raw_level``."""
+        """Return the noise level σ, as a differentiable function of ``raw_level``."""
         return folded(self.raw_level, math.inf)
 
     def sample(self, n: int, generator: torch.Generator) -> Tensor:
@@ -250,8 +249,7 @@ def _sizes(shape: int | Sequence[int]) -> tuple[int, ...]:
 def ranged_modules(model: nn.Module) -> dict[str, Any]:
     """Return the modules of a model that have ranges, such as ``AffineInvariance``, by name.
 
-    A module's ``ranges`` are half the widths of the distributions, and its ``named_ranges`` returns
-    them as numbers.
+    A module has ranges if it has a method ``named_ranges``.
     """
     named = {
         path: module
@@ -269,7 +267,7 @@ def learnable_ranges(module: Any) -> list[str]:
 
 
 def range_values(model: nn.Module) -> dict[str, float]:
-    """Return the ranges by name (with paths for several modules), without those fixed at zero."""
+    """Return a model's ranges by name, without ranges that are fixed at zero."""
     modules = ranged_modules(model)
     ranges: dict[str, float] = {}
     for path, module in modules.items():
@@ -282,7 +280,7 @@ def range_values(model: nn.Module) -> dict[str, float]:
 
 
 def bounded_values(model: nn.Module) -> dict[int, Tensor]:
-    """Return a model's parameters with ``bounds``, reflected, by the parameters' ids."""
+    """Return the reflected value of each parameter that has ``bounds``, by the parameter's id."""
     return {
         id(parameter): getattr(module, name).detach()
         for module in model.modules()

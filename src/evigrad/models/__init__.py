@@ -90,9 +90,10 @@ def make_model(
 def make_network(record: Mapping[str, Any], seed: int = 0) -> nn.Module:
     """Return the network of a run, on the CPU, from the record in the run's configuration.
 
-    ``model`` in the record contains the arguments of ``make_model``. ``invariance`` is None, or has
-    ``num_samples``, ``average`` and ``transform``, the arguments of ``AffineInvariance``.
-    Convolutions use the channels-last memory format, which is faster (docs/performance.md).
+    In the record, ``model`` contains the arguments of ``make_model``. ``invariance`` is None, or
+    contains ``num_samples``, ``average`` and ``transform``. The last of these contains the
+    arguments of ``AffineInvariance``. Convolutions use the channels-last memory format, which is
+    faster (docs/performance.md).
     """
     # Not in make_model, because FSDP2 needs contiguous weights.
     model: Any = make_model(**record["model"], seed=seed)

@@ -1,6 +1,6 @@
 """Small networks, fully connected and convolutional.
 
-They have no normalization layers, so a Gaussian prior suits them.
+The networks have no normalization layers, so a Gaussian prior is suitable.
 """
 
 from collections import OrderedDict
@@ -57,11 +57,11 @@ def mlp(
 
 
 def image_shape(model: str, input_shape: Sequence[int], smallest: int) -> tuple[int, int, int]:
-    """Return (channels, height, width), or raise an error for other or too small inputs."""
+    """Return (channels, height, width). Raise an error if inputs are too small or not images."""
     if len(input_shape) != 3 or min(input_shape[1:]) < smallest:
         raise ConfigurationError(
-            f"'{model}' needs images (channels, height, width) of at least {smallest}x{smallest},"
-            f" got inputs of shape {tuple(input_shape)}. Use 'mlp' for other shapes."
+            f"'{model}' needs images (channels, height, width) of at least {smallest}x{smallest}"
+            f" pixels, got inputs of shape {tuple(input_shape)}. Use 'mlp' for other shapes."
         )
     channels, height, width = input_shape
     return channels, height, width
@@ -70,7 +70,8 @@ def image_shape(model: str, input_shape: Sequence[int], smallest: int) -> tuple[
 def digitsnet(input_shape: Sequence[int], num_outputs: int) -> nn.Sequential:
     """Return a network made for 8x8 digits: two 3x3 convolutions, each with ReLU and pooling.
 
-    It has 6,090 parameters for (1, 8, 8) and 10 classes. Images must have at least 4x4 pixels.
+    The network has 6,090 parameters for inputs (1, 8, 8) and 10 classes. Images must have at least
+    4x4 pixels.
     """
     channels, height, width = image_shape("digitsnet", input_shape, smallest=4)
     return nn.Sequential(
@@ -88,11 +89,11 @@ def digitsnet(input_shape: Sequence[int], num_outputs: int) -> nn.Sequential:
 
 
 def mininet(input_shape: Sequence[int], num_outputs: int) -> nn.Sequential:
-    """Return the paper's network for its illustrations on MNIST (Appendix B.1).
+    """Return the network of the paper's illustrations on MNIST (Appendix B.1).
 
-    It has 14,538 parameters for (1, 28, 28) and 10 classes. No convolution is padded, so 28 pixels
-    shrink to 24, 12, 10, 5 and 1, and the last layer has 32 features. Images must have at least
-    28x28 pixels.
+    It has 14,538 parameters for inputs (1, 28, 28) and 10 classes. Convolutions are not padded, so
+    28 pixels shrink to 24, 12, 10, 5 and 1, and the last layer has 32 inputs. Images must have at
+    least 28x28 pixels.
     """
     shape = image_shape("mininet", input_shape, smallest=28)
     layers, features = _three_convolutions(shape, (8, 16, 32), kernel=3)
@@ -102,10 +103,10 @@ def mininet(input_shape: Sequence[int], num_outputs: int) -> nn.Sequential:
 def lenet(input_shape: Sequence[int], num_outputs: int) -> nn.Sequential:
     """Return LeNet-5 (LeCun et al., 1998) with ReLU, max-pooling and unpadded convolutions.
 
-    The second convolution is 5x5 for 32 or more pixels, as in the original. For fewer pixels it is
-    3x3, as in the paper's network for MNIST. So both 28 and 32 pixels shrink to 1 before the last
-    layers. With 10 classes it has 60,170 parameters for (1, 28, 28) and 62,006 for (3, 32, 32).
-    Images must have at least 28x28 pixels.
+    For images of at least 32x32 pixels, the second convolution is 5x5, as in the original. For
+    smaller images, it is 3x3, as in the paper's network for MNIST. So both 28 and 32 pixels shrink
+    to 1 before the last layers. For 10 classes, the network has 60,170 parameters for inputs
+    (1, 28, 28), and 62,006 for inputs (3, 32, 32). Images must have at least 28x28 pixels.
     """
     shape = image_shape("lenet", input_shape, smallest=28)
     layers, features = _three_convolutions(shape, (6, 16, 120), 5 if min(shape[1:]) >= 32 else 3)

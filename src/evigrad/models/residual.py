@@ -1,9 +1,10 @@
 """Residual networks with Fixup instead of normalization, and a first layer for small images.
 
-With normalization, a network does not depend on the scale of its weights, but a Gaussian prior is a
-belief about this scale. Fixup needs no normalization (Zhang, Dauphin and Ma, 2019, *Fixup
-Initialization: Residual Learning Without Normalization*). Each residual branch starts at zero, its
-other layers are scaled down by the number of branches, and scalar biases and multipliers are added.
+With normalization layers, the outputs of a network do not depend on the scale of its weights, but a
+Gaussian prior assumes a scale. Fixup does not need normalization (Zhang, Dauphin and Ma, 2019,
+*Fixup Initialization: Residual Learning Without Normalization*). The last layer of each residual
+branch starts at zero. The other layers of a branch start with smaller weights if the network has
+more branches. In addition, Fixup adds scalar biases and multipliers.
 """
 
 from collections import OrderedDict
@@ -19,7 +20,7 @@ from evigrad.models.feedforward import image_shape
 
 
 class Bias(nn.Module):
-    """Add one number, which starts at 0."""
+    """Add a learned number, which starts at 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +31,7 @@ class Bias(nn.Module):
 
 
 class Scale(nn.Module):
-    """Multiply by one number, which starts at 1."""
+    """Multiply by a learned number, which starts at 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +42,7 @@ class Scale(nn.Module):
 
 
 def fixup_scalars(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return Fixup's biases and multipliers, which learn at a tenth of the learning rate."""
+    """Return Fixup's biases and multipliers. They are trained at a tenth of the learning rate."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -50,7 +51,7 @@ def fixup_scalars(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class Subsample(nn.Module):
-    """A shortcut without parameters, which keeps every stride-th pixel and adds zero channels."""
+    """A shortcut without parameters that keeps every stride-th pixel and adds channels of zeros."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -61,10 +62,10 @@ class Subsample(nn.Module):
 
 
 class Block(nn.Module):
-    """relu(shortcut + branch), with activations between the convolutions of the branch.
+    """A residual block, relu(shortcut + branch).
 
-    The branch has ``width`` channels inside. The first 3x3 convolution and the shortcut have the
-    ``stride``.
+    The branch consists of convolutions with activations between them. It has ``width`` channels
+    inside. Its first 3x3 convolution and the shortcut have the stride ``stride``.
     """
 
     expansion = 1  # output channels / width
@@ -96,9 +97,9 @@ class Block(nn.Module):
                 self.shortcut = Subsample(inputs, outputs, stride)
 
     def initialise(self, num_branches: int) -> None:
-        """Start the last of m convolutions at zero. Scale the weights before it by L^(-1/(2m-2)).
+        """Set the last of the branch's m convolutions to zero. Scale the others by L^(-1/(2m-2)).
 
-        ``num_branches`` is L, the number of residual branches in the network.
+        L is ``num_branches``, the number of residual branches in the network.
         """
         *others, last = (layer for layer in self.branch if isinstance(layer, nn.Conv2d))
         for layer in others:
@@ -116,10 +117,10 @@ class Block(nn.Module):
 
 
 class Bottleneck(Block):
-    """A block whose 3x3 convolution works on a quarter of the channels.
+    """A residual block whose 3x3 convolution has a quarter of the block's output channels.
 
-    Shortcuts have weights, as in Fixup's networks for ImageNet. With them, ResNet-50 has the 23.9
-    million parameters of the paper.
+    Shortcuts have weights, as in Fixup's networks for ImageNet. With these weights, ResNet-50 has
+    23.9 million parameters, as in the paper.
     """
 
     expansion = 4
@@ -128,7 +129,7 @@ class Bottleneck(Block):
 
 
 class WideBlock(Block):
-    """The block of wide residual networks: activations before each convolution, none at the end."""
+    """A block of wide residual networks, in which each convolution follows an activation."""
 
     activates_input = True
     shortcut_has_weights = True
@@ -138,9 +139,10 @@ class ResNet(nn.Module):
     """A residual network (He et al., 2016) with Fixup instead of normalization.
 
     It has a 3x3 convolution of stride 1, several stages, a mean over the image and a linear layer.
-    Each stage but the first halves the image and doubles the channels. The outputs of a new network
-    are zero. ``counts`` are the numbers of blocks per stage, ``stem`` is the number of channels of
-    the first layer, and ``width`` is the number of channels inside the blocks of the first stage.
+    Each stage except the first halves height and width and doubles the channels. The outputs of a
+    new network are zero. ``counts`` contains the number of blocks of each stage, ``stem`` is the
+    number of channels of the first layer, and ``width`` is the number of channels inside the blocks
+    of the first stage.
     """
 
     def __init__(
@@ -183,20 +185,22 @@ class ResNet(nn.Module):
 
 
 def resnet18(input_shape: Sequence[int], num_outputs: int, width: int = 16) -> ResNet:
-    """Return the Fixup ResNet-18 of the paper's CIFAR-10 subsets (Figure 7): 8 blocks of 2 layers.
+    """Return the Fixup ResNet-18 of the paper's CIFAR-10 experiments (Figure 7).
 
-    With 16 initial channels it has 688,356 parameters for (3, 32, 32) and 10 classes. Height and
-    width must be at least 8. ``width`` is the number of channels of the first layer.
+    ``width`` is the number of channels of the first layer. With 16 channels, the network has
+    688,356 parameters for inputs (3, 32, 32) and 10 classes. The height and width of the images
+    must be at least 8.
     """
     channels, _, _ = image_shape("resnet18", input_shape, smallest=8)
     return ResNet(Block, (2, 2, 2, 2), channels, num_outputs, width, width)
 
 
 def resnet50(input_shape: Sequence[int], num_outputs: int, width: int = 16) -> ResNet:
-    """Return the Fixup ResNet-50 of the paper's TinyImageNet runs (Table 2), with 16 bottlenecks.
+    """Return the Fixup ResNet-50 of the paper's TinyImageNet experiments (Table 2).
 
-    For 200 classes it has 1,568,490 parameters with 16 initial channels and 23,857,146 with 64, for
-    images of any size. It takes the same arguments as `resnet18`.
+    ``width`` is the number of channels of the first layer. For RGB images and 200 classes, the
+    network has 1,568,490 parameters with 16 channels, and 23,857,146 with 64. The height and width
+    of the images must be at least 8.
     """
     channels, _, _ = image_shape("resnet50", input_shape, smallest=8)
     return ResNet(Bottleneck, (3, 4, 6, 3), channels, num_outputs, width, width)
@@ -207,8 +211,8 @@ def wide_resnet(
 ) -> ResNet:
     """Return a Fixup Wide ResNet, such as the paper's 16-4 for CIFAR (Table 1).
 
-    It has three stages (Zagoruyko and Komodakis, 2016). As 16-4, it has 2,745,306 parameters for
-    (3, 32, 32) and 10 classes.
+    It has three stages (Zagoruyko and Komodakis, 2016). By default, it has depth 16 and widening
+    factor 4, and 2,745,306 parameters for inputs (3, 32, 32) and 10 classes.
 
     Args:
         input_shape: (channels, height, width), with height and width of at least 8.
@@ -229,7 +233,7 @@ def wide_resnet(
 
 
 def wrn16_4(input_shape: Sequence[int], num_outputs: int) -> ResNet:
-    """Return `wide_resnet` with depth 16 and widening factor 4, by its name in the literature."""
+    """Return `wide_resnet` with depth 16 and widening factor 4, called WRN-16-4."""
     return wide_resnet(input_shape, num_outputs)
 
 

@@ -1,7 +1,8 @@
 """Networks for sequences of tokens or of real vectors: a transformer encoder and a GRU.
 
-evigrad has a closed form for every weight of both networks, and Kronecker factors for every matrix.
-Each network can have a hyperparameter of its forward pass that the evidence learns.
+evigrad has a closed form for the Jacobian rows of all weights of both networks, and Kronecker
+factors for all matrices. Each network has an optional hyperparameter in its forward pass, which can
+be learned from the evidence.
 """
 
 import math
@@ -21,7 +22,7 @@ _POSITION_SCALE = 0.1
 
 
 class Positive(nn.Module):
-    """Positive numbers with initial values ``start``, learned as their logarithms ``log``."""
+    """Positive numbers that start at ``start``. Their logarithms are the parameter ``log``."""
 
     def __init__(self, start: Tensor) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class Attention(nn.Module):
     def forward(
         self, h: Float[Tensor, "m T d"], bias: Float[Tensor, "#m #heads #T T"] | None
     ) -> Float[Tensor, "m T d"]:
-        """Return the attention output of each position. ``bias`` is added to the scores."""
+        """Return the output at each position. ``bias`` is added to the attention scores."""
         query, key, value = (
             layer(h).unflatten(2, (self.heads, -1)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
@@ -77,17 +78,19 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A small transformer encoder with pre-norm blocks, mean pooling and a linear head.
 
-    Inputs of shape (T,) with a ``vocabulary`` are T integer tokens. Other inputs are numbers: (T,)
-    is a series of numbers, and (T, d) is a series of vectors. An image (c, h, w) is the sequence of
-    its h rows, each with c·w numbers. A batch may have fewer than T tokens.
+    With a ``vocabulary``, an input of shape (T,) consists of T integer tokens. Without one, inputs
+    are real. (T,) is a series of numbers, and (T, d) is a series of vectors. An image (c, h, w) is
+    the sequence of its h rows, each with c·w numbers. The sequences of a batch may be shorter than
+    T.
 
-    With ``attention_length`` the attention has a range. Positions i and j have the score
+    With ``attention_length``, attention decreases with distance. Positions i and j have the score
     qᵢ·kⱼ/√(width/heads) − |i − j|/length (Press et al., 2022, *Train Short, Test Long*, with slope
-    1/length, here in both directions). The lengths, one per head and block, are the parameter
-    ``attention_length.log``. To learn it, pass ``hyperparameters=["attention_length"]``.
+    1/length, here in both directions). Each head of each block has a length. The parameter
+    ``attention_length.log`` contains the logarithms of the lengths. To learn the lengths, pass
+    ``hyperparameters=["attention_length"]``.
 
-    No normalization follows the last block, because it would remove the scale of all earlier
-    weights and make their prior precision meaningless.
+    The last block is not followed by normalization. Otherwise the outputs would not depend on the
+    scale of the weights, and prior precisions would be meaningless.
 
     Args:
         input_shape: Shape of one input.
@@ -97,9 +100,9 @@ class Transformer(nn.Module):
         layers: Number of blocks.
         hidden: Number of units in a block's feed-forward part. Default: twice the width.
         vocabulary: Number of different tokens. None for real inputs.
-        padding: Token that is not part of the sequence, wherever it occurs.
-        attention_length: Initial range of the attention, in positions. None means that the range is
-            not limited.
+        padding: Token that is ignored at every position. Default: None.
+        attention_length: Initial value of all lengths, in positions. None means that the score
+            does not depend on the distance.
 
     Raises:
         ConfigurationError: If sizes or settings do not fit each other.
@@ -162,15 +165,16 @@ class Transformer(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """One or several layers of gated recurrent units, followed by a linear head.
+    """One or more layers of gated recurrent units (GRU), followed by a linear head.
 
-    It takes the same inputs as ``Transformer``. Padding must be at the end. Vectors are not
-    embedded, because the first layer multiplies them by a matrix.
+    The network takes the same inputs as ``Transformer``, but padding must be at the end. Vectors
+    are not embedded, because the first layer multiplies them by a matrix.
 
-    The head uses the last state. With ``pooling_time``, it uses the weighted mean of all states.
-    The weight of the state s steps before the end is exp(−s/time). A short time gives the last
-    state, and a long time gives the plain mean. The time is the parameter ``pooling_time.log``. To
-    learn it, pass ``hyperparameters=["pooling_time"]``.
+    By default, the head uses the last state. With ``pooling_time``, it uses the weighted mean of
+    all states. The weight of the state s steps before the end is proportional to exp(−s/time). A
+    very short time selects the last state, and a very long time gives the plain mean. The parameter
+    ``pooling_time.log`` is the logarithm of the time. To learn the time, pass
+    ``hyperparameters=["pooling_time"]``.
 
     Args:
         input_shape: Shape of one input.

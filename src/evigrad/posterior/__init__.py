@@ -1,10 +1,13 @@
 """Predictions with uncertainty: the linearized Laplace posterior of a network's outputs.
 
-The posterior of the weights is N(w*, (H + P0)⁻¹), where H is the Gauss-Newton matrix of all data.
-If the network is linear in the weights, the outputs have the distribution N(f(x; w*), J Σ Jᵀ).
-``posterior`` passes over the data to compute a structure's statistic, and predicts.
-``covariances`` computes Σ from the statistic. ``predictive`` turns outputs into predictions of
-targets. ``mode`` measures how far the weights are from the mode w* of the log joint density.
+The posterior of the weights is N(w*, Σ) with Σ = (H + P0)⁻¹. H is the Gauss-Newton matrix of all
+data, and P0 contains the prior precisions. For a network that is made linear in the weights, the
+outputs have the distribution N(f(x; w*), J Σ Jᵀ), where J is the Jacobian of the outputs.
+
+``posterior`` passes over the data to compute the statistic of a structure, such as ``kfac``, and
+makes predictions. ``covariances`` computes Σ from the statistic. ``predictive`` computes
+predictions of targets from the outputs. ``mode`` measures how far the weights are from w*, the mode
+of the log joint density.
 """
 
 from evigrad.posterior.mode import mode_gap

@@ -1,12 +1,15 @@
-"""Covariances of outputs under Σ = (H + P0)⁻¹: J Σ Jᵀ for the rows J of some examples.
+"""Compute covariances J Σ Jᵀ of outputs, where Σ = (H + P0)⁻¹ is the covariance of the weights.
 
-Covariances of independent blocks of weights add up. Each block whitens its rows. The outer products
-of J Σ^{1/2} are the covariance, which is positive semidefinite by construction. The kernel form
-subtracts from the prior's covariance the part that the rows A of the data explain,
+J contains the Jacobian rows of some examples. The covariances of independent blocks of weights are
+added. Each block computes the matrix J Σ^{1/2}. The product of this matrix and its transpose is the
+covariance, which is therefore positive semidefinite.
 
-    Σ = P0⁻¹ − P0⁻¹ Aᵀ (I + S)⁻¹ A P0⁻¹,      S = A P0⁻¹ Aᵀ,
+The kernel form does not need a matrix of the size of the weights. It subtracts from the prior's
+covariance P0⁻¹ the part that is explained by the data's rows A:
 
-which needs no matrix of the weights. Fewer rows explain less and give an upper bound on the
+    Σ = P0⁻¹ − P0⁻¹ Aᵀ (I + S)⁻¹ A P0⁻¹,      S = A P0⁻¹ Aᵀ.
+
+If A contains only some of the rows, they explain less, and the result is an upper bound on the
 covariance.
 """
 
@@ -29,7 +32,7 @@ from evigrad.network import Linearization
 
 @dataclass(frozen=True, eq=False)
 class Dense:
-    """The full covariance of some parameters."""
+    """A block of parameters with a full covariance matrix."""
 
     names: Sequence[str]  # in the matrix's order
     root: Float[Tensor, " n"]  # the diagonal of P0^{-1/2}
@@ -37,7 +40,7 @@ class Dense:
 
     @classmethod
     def of(cls, names: Sequence[str], hessian: Tensor, precision: Tensor) -> "Dense":
-        """Return the block of some parameters, from their H and precisions (n,)."""
+        """Return the block of the named parameters, from their H (n, n) and precisions (n,)."""
         root = precision.rsqrt()
         return cls(names, root, factor_identity_plus(root[:, None] * hessian * root))
 
@@ -51,7 +54,7 @@ class Dense:
 
 @dataclass(frozen=True, eq=False)
 class Diagonal:
-    """A parameter with independent weights."""
+    """A block of one parameter, whose weights are independent."""
 
     name: str
     std: Float[Tensor, " n"]  # standard deviations of the weights
@@ -68,14 +71,15 @@ class Diagonal:
 
 @dataclass(frozen=True, eq=False)
 class Kronecker:
-    """A parameter with H = B ⊗ A / count. In the eigenbases of A and B, δ adds to eigenvalues.
+    """A block of one parameter with H = B ⊗ A / count, in the eigenbases of A and B.
 
-    A sum of few outer products has fewer eigenvectors U than dimensions. Outside their span, its
-    eigenvalues are zero, so the columns of I − UUᵀ complete its basis:
+    In these bases, adding the prior precision δ to H adds δ to each eigenvalue. If A has low rank,
+    only the eigenvectors U that span its range are stored. All other eigenvalues are zero. With the
+    nonzero eigenvalues a, a function f of A + δ I is then
 
         f(A + δ I) = U f(a + δ) Uᵀ + f(δ) (I − UUᵀ),      (I − UUᵀ)² = I − UUᵀ.
 
-    The eigenvectors are either complete or span the range.
+    The columns of I − UUᵀ thus complete the basis. B is treated in the same way.
     """
 
     name: str
@@ -86,7 +90,7 @@ class Kronecker:
 
     @classmethod
     def of(cls, name: str, factors: Factors, precision: Tensor) -> "Kronecker":
-        """Return the block of a parameter, from its factors and its precision."""
+        """Return the block of the named parameter, from its factors and precision."""
         sides = [(factors.inputs, factors.count), (factors.gradients, factors.num_rows)]
         # A weight (in, out) has A on its left.
         of_inputs, of_gradients = sides[::-1] if factors.transposed else sides
@@ -102,7 +106,7 @@ class Kronecker:
         return [self.name]
 
     def whitened(self, rows: Mapping[str, Tensor]) -> Float[Tensor, "m k n"]:
-        """Return J Σ^{1/2} for the parameters' rows (m, k, *shape)."""
+        """Return J Σ^{1/2} for the parameter's rows (m, k, *shape)."""
         weight_rows = rows[self.name]
         shape = (self.gradients.shape[-2], self.inputs.shape[-2])
         matrices = weight_rows.reshape(*weight_rows.shape[:2], -1, *shape).to(self.std)
@@ -130,9 +134,9 @@ _KINDS = {kind.__name__.lower(): kind for kind in (Dense, Diagonal, Kronecker)}
 
 @dataclass(frozen=True, eq=False)
 class Explained:
-    """The part of the prior's covariance that rows A of the data explain: the kernel form.
+    """The part of the prior's covariance that is explained by the data's rows A.
 
-    ``rows`` are the rows of each parameter in chunks, before scale and prior.
+    ``rows`` contains the columns of A for each parameter, in chunks, before ``scale`` is applied.
     """
 
     rows: Mapping[str, Sequence[Tensor]]
@@ -141,7 +145,7 @@ class Explained:
 
     @classmethod
     def of(cls, statistic: NtkStatistic, precisions: Mapping[str, Tensor], like: Tensor) -> Self:
-        """Return the rows of a statistic, with their kernel under these precisions (n,)."""
+        """Return the explained part, from the rows of a statistic and the precisions (n,)."""
         scale = like.new_ones(statistic.num_rows)
         if statistic.scale is not None:
             scale = statistic.scale.to(like)
@@ -153,7 +157,7 @@ class Explained:
         return cls(rows, scale, factor_identity_plus(kernel))
 
     def products(self, block: Diagonal, white: Float[Tensor, "m k n"]) -> Float[Tensor, "R mk"]:
-        """Return inner products of a parameter's rows with whitened rows, under the prior."""
+        """Return inner products of the data's rows and the rows ``white``, for one parameter."""
         other = white.flatten(0, 1)
         total = white.new_zeros(len(self.scale), len(other))
         for columns, slab in slabs(self.rows[block.name], white):
@@ -161,7 +165,7 @@ class Explained:
         return total
 
     def covariance(self, products: Float[Tensor, "R mk"], k: int) -> Float[Tensor, "m k k"]:
-        """Return the explained covariance of each example's outputs, from the sum of products."""
+        """Return the explained covariance of k outputs per example, from the sum of products."""
         scaled = products * self.scale[:, None]
         solved = torch.linalg.solve_triangular(self.factor, scaled, upper=False)
         datum_factors = solved.mT.unflatten(0, (-1, k))
@@ -182,20 +186,20 @@ class Covariance:
 
     @property
     def blocks(self) -> Sequence[Block]:
-        """Compute all remaining blocks, and return the blocks."""
+        """Return the blocks, after computing all that are still ``partial``."""
         self._blocks = [block() if isinstance(block, partial) else block for block in self._blocks]
         return self._blocks
 
     def of_outputs(
         self, linearization: Linearization, vectors: Float[Tensor, "m k C"]
     ) -> Float[Tensor, "m k k"]:
-        """Return covariances of k linear forms of each example's outputs."""
+        """Return the covariances of k linear combinations of each example's outputs."""
         m, k = vectors.shape[:2]
         total = self._of_rows(_rows(linearization, vectors, self.blocks), k)
         return vectors.new_zeros(m, k, k) if total is None else total
 
     def of_vector(self, vector: Mapping[str, Tensor]) -> float:
-        """Return vᵀ Σ v of one vector of the weights, with a tensor for each parameter."""
+        """Return vᵀ Σ v for a vector v, which has one tensor for each parameter."""
         row = {name: torch.atleast_1d(part)[None, None] for name, part in vector.items()}
         total = self._of_rows(((block, row) for block in self.blocks), 1)
         return 0.0 if total is None else float(total)
@@ -223,7 +227,7 @@ class Covariance:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
-        """Return the covariance that a ``state`` describes."""
+        """Return the covariance from the result of ``state``."""
         records = [dict(record) for record in state["blocks"]]
         blocks: list[Block] = [_KINDS[record.pop("kind")](**record) for record in records]
         explained = state["explained"]
@@ -236,9 +240,9 @@ def covariance_of(
     weights: Mapping[str, Tensor],
     dtype: torch.dtype,
 ) -> Covariance:
-    """Return Σ of the weights, from a statistic of all data and the prior precisions.
+    """Return the covariance under Σ, from a statistic of all data and the prior precisions.
 
-    ``dtype`` is the type of the kernel's matrix. Other matrices have the statistic's type.
+    ``dtype`` is the type of the kernel's matrix. Other matrices have the type of the statistic.
     """
     like = torch.zeros((), dtype=dtype, device=next(iter(weights.values())).device)
     flat = {

@@ -1,13 +1,14 @@
-"""How far the weights are from the mode of the posterior, in nats of log evidence.
+"""Measure how far the weights are from the mode of the posterior, in nats of log evidence.
 
-The Laplace approximation assumes that the weights are at the mode of the log joint density. If the
-gradient of this density at the weights w is g, the linearized model has its mode at
-w + (H + P0)⁻¹ g. At this mode, its log joint density and its log evidence are higher by
+The Laplace approximation assumes that the weights are at the mode of the log joint density. If this
+density has the gradient g at the weights w, the mode of the linearized model is w + (H + P0)⁻¹ g.
+At this mode, the log joint density and the log evidence of the linearized model are higher by
 
     ½ gᵀ (H + P0)⁻¹ g,      g = Jᵀ ∇_f log p(y|f) / T − P0 (w − w₀).
 
-This is exact for a Gaussian likelihood, and of second order in the Newton step for others. H and
-the log-determinant do not change (J. Antorán et al., 2022, arXiv:2206.08900, section 4).
+This is exact for a Gaussian likelihood. For other likelihoods, it is an approximation of second
+order in the Newton step. H and the log-determinant do not change (J. Antorán et al., 2022,
+arXiv:2206.08900, section 4).
 """
 
 from typing import Any
@@ -31,9 +32,9 @@ _AT_ONCE = 1000
 
 
 def mode_gap(problem: Problem, data: Any, structure: str, rows: int | None = None) -> float:
-    """Return ½ gᵀ (H + P0)⁻¹ g in nats, for all N training examples.
+    """Return ½ gᵀ (H + P0)⁻¹ g in nats, summed over all N training examples.
 
-    H is approximated as for a posterior with this ``structure`` and ``rows``.
+    H is approximated as in a posterior with this ``structure`` and these ``rows``.
     """
     posterior = make_posterior(problem, data, structure, rows)
     gradient = log_joint_gradient(problem, data)
@@ -41,9 +42,9 @@ def mode_gap(problem: Problem, data: Any, structure: str, rows: int | None = Non
 
 
 def log_joint_gradient(problem: Problem, data: Any) -> dict[str, Tensor]:
-    """Return the gradient g of the log joint density of all data with respect to weights.
+    """Return the gradient g of the log joint density of all data with respect to the weights.
 
-    The model is in evaluation mode, and its own draws have seed 0.
+    The model is in evaluation mode. If it draws noise, the noise has seed 0.
 
     Raises:
         MemoryBudgetError: If the gradient of a single example does not fit into memory.

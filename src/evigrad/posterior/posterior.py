@@ -76,9 +76,12 @@ _SEEDS = 2**62
 class Posterior:
     """The linearized Laplace posterior f(x) ~ N(f(x; w*), J(x) Σ J(x)ᵀ) with Σ = (H + P0)⁻¹.
 
-    Call ``Evidence.posterior`` to make a posterior. It keeps the current precisions and noise, so
-    you may change these later. If the weights have changed, predictions raise an error. A model
-    that draws noise, such as ``Averaged``, uses the same draws in every call.
+    H is the Gauss-Newton matrix, P0 contains the prior precisions, and J is the Jacobian of the
+    outputs with respect to the weights.
+
+    Call ``Evidence.posterior`` to make a posterior. The posterior stores the current precisions and
+    noise, so you may change these later. If the weights have changed, predictions raise an error. A
+    model that draws noise, such as ``Averaged``, uses the same draws in every call.
 
     Attributes:
         structure: Structure of Σ: ``kfac``, ``last-layer``, ``diag``, ``full`` or ``ntk``.
@@ -165,7 +168,7 @@ class Posterior:
     def sample(
         self, x: Any, n: int, generator: torch.Generator | int | None = None
     ) -> Float[Tensor, "n m ... C"]:
-        """Draw outputs, with correlations between the outputs of one example or position.
+        """Draw outputs, which are correlated within each example or position.
 
         Args:
             x: Inputs (m, ...).
@@ -173,7 +176,7 @@ class Posterior:
             generator: CPU generator or seed. Default: the same seed in every call.
 
         Returns:
-            Outputs, without the noise of the targets.
+            Outputs (n, m, ..., C), without the noise of the targets.
 
         Raises:
             ConfigurationError: If the weights have changed, or ``n`` is not a positive integer.
@@ -241,7 +244,7 @@ class Posterior:
     # ------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return Σ, the likelihood and checksums of the weights, in plain types.
+        """Return Σ, the likelihood and checksums of the weights, as tensors and plain types.
 
         ``evidence.posterior(state=...)`` restores the posterior without the data.
         """
@@ -259,8 +262,8 @@ class Posterior:
         """Load a ``state_dict`` of a posterior of the same model with the same weights.
 
         Raises:
-            ConfigurationError: If the state has another structure or other weights. In this case,
-                the posterior does not change.
+            ConfigurationError: If the state has a different structure or different weights. In
+                this case, the posterior does not change.
         """
         if missing := self.state_dict().keys() - state.keys():
             raise ConfigurationError(
@@ -269,9 +272,10 @@ class Posterior:
             )
         if (state["structure"], state["parameters"]) != (self.structure, self.parameters):
             raise ConfigurationError(
-                f"The state must belong to a {self.structure!r} posterior of"
-                f" {len(self.parameters)} tensors, got a {state['structure']!r}"
-                f" posterior of {len(state['parameters'])}. Use evidence.posterior(state=...)."
+                f"The state must come from a {self.structure!r} posterior of the same"
+                f" {len(self.parameters)} weight tensors, got a {state['structure']!r} posterior of"
+                f" {len(state['parameters'])} tensors. To make a posterior from this state, use"
+                " evidence.posterior(state=...)."
             )
         self._check_weights(state["weights"])
         likelihood = copy.deepcopy(self._likelihood)
@@ -313,7 +317,7 @@ def fingerprint(problem: Problem) -> dict[str, int]:
 def make_posterior(
     problem: Problem, data: object, structure: str = DEFAULT_STRUCTURE, rows: int | None = None
 ) -> Posterior:
-    """Return the posterior of all data. The problem's generator advances by one number."""
+    """Return the posterior given all data. One number is drawn from the problem's generator."""
     check_choice("structure", structure, list(STRUCTURES))
     if rows is not None:
         check_count("rows", rows)
@@ -348,8 +352,8 @@ def load_posterior(problem: Problem, state: Mapping[str, Any]) -> Posterior:
         )
     if strange := [name for name in state["parameters"] if name not in problem.weights]:
         raise ConfigurationError(
-            f"The state belongs to another model, because this model has no weights"
-            f" named {listed(strange)}. Use the model of the saved posterior."
+            f"The state must come from a posterior of this model, which has no weights named"
+            f" {listed(strange)}. Use the model of the saved posterior."
         )
     laplace_problem = posterior_problem(problem, state["structure"], None, state["parameters"])
     empty = Posterior(laplace_problem, state["structure"], Covariance([]), 0, 0, {})
@@ -360,7 +364,7 @@ def load_posterior(problem: Problem, state: Mapping[str, Any]) -> Posterior:
 def posterior_problem(
     problem: Problem, structure: str, rows: int | None, names: Sequence[str]
 ) -> Problem:
-    """Return the problem of a posterior over the named weights, with other weights constant."""
+    """Return the problem of a posterior in which only the named weights are uncertain."""
     name = STRUCTURES[structure] if rows is None else f"ntk-{rows}-rows-anchored"
     estimator, settings = Estimator.parse(name), problem.settings
     precise = torch.float32 if problem.device.type == "mps" else torch.float64
@@ -389,7 +393,7 @@ def posterior_problem(
 
 
 def collect(problem: Problem, data: object, structure: str) -> Pass:
-    """Return the statistic of all data, or of the rows that the estimator keeps."""
+    """Return the statistic of all data, or of one block if the estimator is anchored."""
     source, estimator = CheckedSource(problem, data), problem.estimator
     batches: Data = _Batches(source)
     if estimator.anchored:
@@ -415,7 +419,7 @@ def collect(problem: Problem, data: object, structure: str) -> Pass:
     except MemoryBudgetError as error:
         count = sum(weight.numel() for weight in problem.weights.values())
         raise MemoryBudgetError(
-            f"The posterior {structure!r} over {count:,} weights does not fit: {error.need}",
+            f"The posterior {structure!r} over {count:,} weights is too large. {error.need}",
             f"Use {_SMALLER[structure]}.",
         ) from error
 
@@ -469,7 +473,7 @@ class _Batches:
 
 
 def last_layer(problem: Problem, data: object) -> list[str]:
-    """Return the weights of the last called module that has weights and contains no layers."""
+    """Return the names of the weights in the last layer that the model calls."""
     x = check_inputs(as_source(data).first(PROBE_SIZE)[0], problem.device)
     problem.network.plan(x)  # checks the model
     owned = partition_names(list(problem.weights), "module")
@@ -497,6 +501,6 @@ def _is_below(name: str, other: str) -> bool:
 
 
 def constant_beside(problem: Problem) -> AbstractContextManager[None]:
-    """Hold all parameters except the problem's weights constant, so that they need no graph."""
+    """Return a context in which only the problem's weights get gradients."""
     weight_ids = {id(weight) for weight in problem.weights.values()}
     return held_constant(p for p in problem.model.parameters() if id(p) not in weight_ids)

@@ -1,4 +1,4 @@
-"""Predictions of targets from the posterior of the outputs."""
+"""Predict targets from the posterior of the outputs."""
 
 import math
 from collections.abc import Iterator
@@ -30,19 +30,20 @@ _NUMBERS_AT_ONCE = 2**24
 class Predictive:
     """Outputs f ~ N(outputs, covariance) of some examples, and predictions of their targets.
 
-    ``Posterior`` returns this object. Outputs (m, …, C) at several positions are predicted
-    separately.
+    Calling a ``Posterior`` returns this object. If the outputs (m, …, C) have several positions per
+    example, each position is predicted separately.
 
     Attributes:
-        outputs: Outputs of the network itself.
+        outputs: Outputs of the trained network.
         covariance: Covariance of each example's outputs due to uncertain weights (epistemic).
-        likelihood: Likelihood of the posterior, which is only read.
+        likelihood: Likelihood of the posterior. It is not modified.
         link: How probabilities and densities of targets are averaged over the outputs.
-            ``monte-carlo`` averages over samples. ``probit`` uses the outputs f / √(1 + π/8 ·
-            variance), without samples and correlations. This is the formula of MacKay (1992) for a
-            sigmoid and the mean-field formula for a softmax. ``plug-in`` ignores the uncertainty of
-            the outputs. For Gaussian targets, ``monte-carlo`` and ``probit`` have a closed form.
-            The mean and the variances do not depend on the link.
+            ``monte-carlo`` averages over samples of the outputs. ``probit`` uses the scaled outputs
+            f / √(1 + π/8 · variance) instead, and ignores correlations between outputs. This is the
+            formula of MacKay (1992) for a sigmoid and the mean-field formula for a softmax.
+            ``plug-in`` ignores the uncertainty of the outputs. For Gaussian targets,
+            ``monte-carlo`` and ``probit`` have a closed form. The mean and the variances do not
+            depend on the link.
         num_samples: Number of samples for ``monte-carlo``.
         seed: Seed of the samples, so that a prediction does not change between reads.
 
@@ -66,7 +67,7 @@ class Predictive:
 
     @property
     def mean(self) -> Float[Tensor, "m ... D"]:
-        """Return the mean of numeric targets in the targets' units, or else the outputs.
+        """Return the mean of numeric targets in their units. For other targets, return the outputs.
 
         The mean equals the outputs for Gaussian noise, and exp(f + variance/2) for counts.
         """
@@ -79,21 +80,25 @@ class Predictive:
 
     @property
     def noise_variance(self) -> Float[Tensor, "m ... D"] | None:
-        """Return the mean variance of the targets given the outputs.
+        """Return the variance of the targets due to noise, or None if targets are not numbers.
 
-        The temperature has no effect on it. Return None if targets are not numbers.
+        If the noise depends on the outputs, the variance is averaged over the outputs. The
+        temperature does not affect it.
         """
         return self._moments[2]
 
     @property
     def variance(self) -> Float[Tensor, "m ... D"]:
-        """Return the variance (epistemic plus noise) of numeric targets, or else of the outputs."""
+        """Return the sum of the epistemic variance and the noise variance.
+
+        If targets are not numbers, return the variance of the outputs.
+        """
         noise = self.noise_variance
         return self.epistemic_variance if noise is None else self.epistemic_variance + noise
 
     @property
     def std(self) -> Float[Tensor, "m ... D"]:
-        """Return the square root of ``variance``, in units of the targets or outputs."""
+        """Return the standard deviation, which is the square root of ``variance``."""
         return self.variance.sqrt()
 
     @cached_property
@@ -112,7 +117,9 @@ class Predictive:
 
     @cached_property
     def probabilities(self) -> Float[Tensor, "m ... K"]:
-        """Return the probability of each class, or that each label is 1 for ``Bernoulli``.
+        """Return the probability of each class.
+
+        For ``Bernoulli``, return the probability that each label is 1.
 
         Raises:
             ConfigurationError: If the likelihood has no class probabilities.
@@ -144,7 +151,7 @@ class Predictive:
             y: Targets in the form that the likelihood takes.
 
         Returns:
-            One number per example, in nats, for all its outputs together. For outputs (m, …, C),
+            One number per example, in nats, for all outputs of the example. For outputs (m, …, C),
             one number per position, with shape (m, …) and NaN at positions without a target.
 
         Raises:
@@ -176,14 +183,14 @@ class Predictive:
     def sample(
         self, n: int, generator: torch.Generator | int | None = None
     ) -> Float[Tensor, "n m ... C"]:
-        """Draw outputs, with correlations between the outputs of one example or position.
+        """Draw outputs, which are correlated within each example or position.
 
         Args:
             n: Number of draws.
             generator: CPU generator or seed. Default: the seed of this prediction.
 
         Returns:
-            Outputs, without the noise of the targets.
+            Outputs (n, m, ..., C), without the noise of the targets.
         """
         if self.outputs.dim() > 2:
             return self._flat.sample(n, generator).view(n, *self.outputs.shape)

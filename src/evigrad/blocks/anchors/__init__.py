@@ -1,6 +1,7 @@
-"""The anchored bound: anchors, on which every block is conditioned, and parts of the other rows.
+"""The anchored bound: every block contains the same anchors and one part of the other rows.
 
-``selection`` stores the network's latest outputs and chooses anchors by them (``choice``).
+A row is the derivative of one output of one example with respect to all weights. ``selection``
+stores the latest outputs of the network, and ``choice`` chooses the anchors from these outputs.
 ``partition`` divides the other rows into parts, and ``stream`` draws the parts.
 ``evigrad.core.curvature.anchored`` computes the estimate.
 """

@@ -1,12 +1,13 @@
-"""Choose anchors greedily by a kernel, by their scores, or by their spread over the inputs.
+"""Choose anchors by a kernel, by their scores, or by their spread over the inputs.
 
-The kernel comes from the network's last layer W φ_n + b, so a forward pass is enough to compare
-rows. In this layer the row (n, d) is the derivative R_n[:, d] ⊗ (φ_n, 1), and two rows have the
-product
+The kernel contains the inner products of rows in the network's last layer W φ_n + b, where φ_n is
+the layer's input for example n. A forward pass is enough to compute this kernel. If R_n is a root
+of the likelihood's Hessian for example n, the row (n, d) is R_n[:, d] ⊗ (φ_n, 1) in the last layer.
+With the prior precisions δ_W and δ_b, two rows have the inner product
 
     (R_n[:, d]ᵀ R_n'[:, d']) (φ_nᵀ φ_n' / δ_W + 1 / δ_b).
 
-The kernel of all layers is larger but similar. The anchors and blocks chosen with it are not better
+The kernel of all layers is larger but similar, and does not lead to better anchors or blocks
 (``benchmarks/anchor_search.py``). The estimate is a bound for any choice of anchors.
 """
 
@@ -47,17 +48,21 @@ Kernel = Callable[[Int[Tensor, " m"]], Float[Tensor, "m m"] | None]
 class Anchoring:
     """How an anchored estimator chooses anchors and blocks.
 
+    A row corresponds to one output of one example. Its score is its term in the trace of the
+    likelihood's Hessian, which is large if the network is uncertain about the output.
+
     Attributes:
         share: Share of anchors among the rows of a block, in [0, 1).
         choice: Which rows become anchors. ``greedy`` repeatedly adds the row with the largest
             conditional variance under the kernel of the last layer. If this layer is not linear,
-            rows are added by score. ``score`` takes the rows with the largest scores, where the
-            network is most uncertain. ``k-centre`` spreads anchors over the inputs, and ``random``
-            ignores scores and inputs. ``auto`` is ``k-centre`` if all examples have the same
-            scores, as in regression, and ``greedy`` otherwise.
-        refresh: Number of streams of blocks (in training: rounds) that use the same anchors.
-        grouped: Whether a block contains rows that are similar given the anchors, under the kernel
-            of the last layer. Otherwise blocks are stratified by scores only.
+            rows are added by score. ``score`` takes the rows with the largest scores. ``k-centre``
+            spreads anchors over the inputs, and ``random`` draws them uniformly. ``auto`` is
+            ``k-centre`` if all examples have the same scores, as in regression, and ``greedy``
+            otherwise.
+        refresh: Number of training rounds that use the same anchors. Outside training, the number
+            of streams of blocks.
+        grouped: Whether blocks consist of rows that are similar given the anchors, according to the
+            kernel of the last layer. Otherwise, blocks are only stratified by score.
 
     Raises:
         ConfigurationError: If a value is out of range.
@@ -87,7 +92,7 @@ class Anchoring:
             raise ConfigurationError(f"anchors: refresh must be at least 1, got {self.refresh}.")
 
     def num_anchors(self, num_rows: int) -> int:
-        """Return the number of anchors in a block, which leaves at least one other row."""
+        """Return the number of anchors in a block. At least one row is not an anchor."""
         return min(int(self.share * num_rows), num_rows - 1)
 
 
@@ -99,11 +104,11 @@ def choose(
     centres: Callable[[int], Int[Tensor, " k"] | None] | None = None,
     kernel: Kernel | None = None,
 ) -> Int[Tensor, " Z"]:
-    """Return the anchors among all rows, as n D + d in ascending order.
+    """Return ``count`` rows as anchors, in ascending order. Row (n, d) has the number n D + d.
 
-    ``scores`` are |R_n[:, d]|² of every row (n, d). ``centres`` returns examples spread over all
-    inputs, or None if the inputs have no distances. In this case, the anchors are random. Without a
-    ``kernel``, the greedy choice is by score.
+    ``scores`` contains |R_n[:, d]|² for all rows. ``centres`` returns examples that are spread
+    over all inputs. If it returns None, the anchors are random. Without a ``kernel``, the greedy
+    choice is by score.
     """
     num_data, num_columns = scores.shape
     choice = anchoring.choice
@@ -130,11 +135,11 @@ def choose(
 
 
 def pivots(kernel: Float[Tensor, "m m"], count: int) -> Int[Tensor, " k"]:
-    """Return the first ``count`` pivots of a Cholesky factorization of I + S, in order, for S ≥ 0.
+    """Return the first ``count`` pivots of a Cholesky factorization of I + S, for a kernel S.
 
-    Given the earlier pivots Z, each pivot r has the largest variance S_rr|Z, and so the largest
-    entropy. The function ℓ is submodular, so the greedy ℓ(Z) is at least a fraction 1 − 1/e of the
-    best value for the same number of rows (Nemhauser et al., 1978).
+    Each pivot is the row with the largest variance given the earlier pivots. The function
+    ℓ(Z) = log det(I + S_ZZ) is submodular. For the pivots, its value is therefore at least 1 − 1/e
+    times the largest value for ``count`` rows (Nemhauser et al., 1978).
     """
     left = kernel.diagonal().clone()
     factor = kernel.new_zeros(count, len(kernel))
@@ -152,12 +157,11 @@ def pivots(kernel: Float[Tensor, "m m"], count: int) -> Int[Tensor, " k"]:
 
 
 class Centres:
-    """Examples spread over all inputs, in the order of a farthest-first traversal.
+    """Centers, which are examples spread over all inputs.
 
-    If all rows have the same score, as in regression, scores do not show where the network is
-    uncertain. Anchors should then represent the other rows well. Repeatedly choosing the example
-    farthest from the chosen ones covers all examples within twice the smallest possible radius
-    (Gonzalez, 1985).
+    Each new center is the example farthest from all earlier centers. For any number of centers, the
+    largest distance from an example to its nearest center is at most twice the smallest possible
+    value (Gonzalez, 1985).
     """
 
     def __init__(self) -> None:
@@ -167,7 +171,7 @@ class Centres:
         self._left: Float[Tensor, " N"] | None = None
 
     def first(self, source: Source, count: int) -> Int[Tensor, " k"] | None:
-        """Return the positions of the first centers, or None for inputs without distances."""
+        """Return the positions of the first centers, or None if the inputs are not real numbers."""
         if self._points is None:
             self._points = _points(source)
         points = self._points
@@ -214,10 +218,12 @@ class LastLayer:
     """The linear layer that computes the outputs.
 
     Attributes:
-        features: φ of each example: the layer's input, or the mean of its inputs if it has several
-            per example.
-        of_weight: 1/δ_W over the temperature, averaged if weights have separate precisions.
-        of_bias: 1/δ_b over the temperature, or 0 without a bias.
+        features: Input φ of the layer for each example. If the layer has several inputs per
+            example, φ is their mean.
+        of_weight: Prior variance 1/δ_W of the weights, divided by the temperature. If weights have
+            separate precisions, it is the mean over the weights.
+        of_bias: Prior variance 1/δ_b of the biases, divided by the temperature. It is 0 without a
+            bias.
     """
 
     features: Float[Tensor, "m F"]
@@ -225,7 +231,7 @@ class LastLayer:
     of_bias: float
 
     def kernel(self, vectors: Float[Tensor, "m C"]) -> Float[Tensor, "m m"]:
-        """Return the layer's term of S for rows with these columns of the root."""
+        """Return the inner products of rows in this layer, given their columns of the root."""
         inputs = (self.features * self.of_weight) @ self.features.mT
         return inputs.add_(self.of_bias).mul_(vectors @ vectors.mT)
 
@@ -236,7 +242,7 @@ Look = Callable[[Inputs], tuple[Tensor, LastLayer | None]]
 
 @contextmanager
 def watched(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[list[Any]]:
-    """Record the last call of a linear layer with one of the weights: module, input, output."""
+    """Record the last call of a linear layer whose weight is one of the ``weights``."""
     weight_ids = {id(weight) for weight in weights.values()}
     last: list[Any] = []
 
@@ -256,7 +262,7 @@ def last_layer(
     precisions: Mapping[str, Tensor],
     temperature: float,
 ) -> LastLayer | None:
-    """Return the layer of a watched call, or None if its outputs are not the model's C outputs."""
+    """Return the layer of a ``watched`` call, or None if its outputs differ from ``f`` in shape."""
     if not call:
         return None
     layer, inputs, output = call
@@ -276,11 +282,10 @@ def last_layer(
 
 
 class LastLayerKernel:
-    """Inner products of rows in the last layer, with the weights at the first call.
+    """Inner products of rows in the last layer, for rows of the first K columns of the root.
 
-    Each example goes through the network at most once. Rows belong to the first K columns of the
-    root. If the likelihood does not couple outputs, outputs are stored instead of their roots,
-    which would take N K C numbers.
+    Each example passes through the network at most once, so the weights must not change. If the
+    likelihood does not couple outputs, outputs are stored instead of roots to save memory.
     """
 
     def __init__(
@@ -315,7 +320,7 @@ class LastLayerKernel:
         kernel = together.kernel(vectors).cpu()
         if not is_finite(kernel):
             raise NotFiniteError(
-                "Products of the last layer's inputs are NaN or infinite, so weights or"
+                "Products of the last layer's inputs are NaN or infinite, so the weights or"
                 " hyperparameters have diverged. Lower their learning rates."
             )
         return kernel

@@ -1,16 +1,18 @@
 """Partition the rows that are not anchors.
 
-Given anchors Z, the other rows are partitioned into M parts B_m. If part m is drawn with
-probability π_m, ℓ(Z) + ℓ(B_m|Z)/π_m has the expectation ℓ(Z) + Σ_m ℓ(B_m|Z) ≥ ℓ(I).
+The log-determinant ℓ(B) of some rows B is here called their entropy. Given the anchors Z, the rows
+B add ℓ(B|Z). The rows that are not anchors are partitioned into M parts B_m. If part m is drawn
+with probability π_m, the expectation of ℓ(Z) + ℓ(B_m|Z)/π_m is ℓ(Z) + Σ_m ℓ(B_m|Z). This is at
+least the entropy of all rows. There are three kinds of parts:
 
-- *Groups*: similar rows belong in one part. Their joint entropy is hardly larger than the entropy
-  of one row, but separate parts would count it repeatedly. The last layer's kernel finds similar
-  rows among the rows with the largest scores, and predicts the entropy of each group.
-- *Columns*: each further part has rows of one column of the root, or of adjacent columns. Rows are
-  ranked by score, and each part gets one random row of every M consecutive ones. So the parts of a
-  column are similar, and the entropy of one predicts the entropy of the others.
-- *Tail*: if there are many columns, the unlikely ones may have millions of rows, which are
-  partitioned without ranks. So are the rows of examples outside the `Pool`.
+- *Groups* contain similar rows, because separate parts would count the entropy of these rows
+  repeatedly. The last layer's kernel finds similar rows among the rows with the largest scores, and
+  predicts the entropy of each group.
+- *Columns* contain rows of one column of the root, or of adjacent columns. For k parts, the rows
+  are ranked by score, and each part gets one random row from every k consecutive rows. The parts
+  of a column are therefore similar, and the entropy of one predicts the entropy of the others.
+- *Tails* contain the rows of unlikely columns, which may be millions, and the rows of examples
+  outside the `Pool`. These rows are not ranked.
 """
 
 from collections.abc import Sequence
@@ -37,12 +39,12 @@ GROUPED, OUTSIDE = -1, -2
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """How much curvature the rows can hold.
+    """The scores |R_n[:, d]|² of all rows, where R_n is a root of the likelihood's Hessian.
 
     Attributes:
-        head: |R_n[:, d]|² of each row of the first K columns.
-        tail: The sum of |R_n[:, d]|² over all later columns.
-        behind: The number of later columns, or 0 if they are known to be zero.
+        head: Scores of the rows in the first K columns of the roots.
+        tail: Sum of the scores of each example in the later columns.
+        behind: Number of later columns, or 0 if these columns are known to be zero.
     """
 
     head: Float[Tensor, "N K"]
@@ -51,25 +53,28 @@ class Scores:
 
     @property
     def num_rows(self) -> int:
-        """The total number of rows."""
+        """Return the total number of rows."""
         return self.head.numel() + len(self.tail) * self.behind
 
 
 def ranked(
     rows: Int[Tensor, " r"], flat: Float[Tensor, " R"], generator: torch.Generator
 ) -> Int[Tensor, " r"]:
-    """Return rows n K + d by decreasing score, with equal scores in random order."""
+    """Return rows in order of decreasing score. Rows with equal scores are in random order."""
     rows = rows[torch.randperm(len(rows), generator=generator, device="cpu")]
     return rows[flat[rows].argsort(descending=True, stable=True)]
 
 
 def guessed(flat: Float[Tensor, " R"], unit: float) -> Float[Tensor, " R"]:
-    """Return the predicted entropy of rows given the anchors, log(1 + λ/λ_Z), in float64."""
+    """Return the predicted entropies log(1 + λ/λ_Z) in float64, for scores λ and a unit λ_Z."""
     return (flat.double() / unit).log1p()
 
 
 def unit_score(flat: Float[Tensor, " R"], anchors: Int[Tensor, " Z"]) -> float:
-    """Return λ_Z > 0, the lower quartile of the anchors' scores, or the median of all scores."""
+    """Return the lower quartile of the anchors' scores, or the median score without anchors.
+
+    Only positive scores count. If there are none, return 1.
+    """
     # Not the smallest score, because some anchors may have been chosen without regard to scores.
     chosen = flat[anchors] if len(anchors) else flat
     positive = chosen[chosen > 0].sort().values
@@ -80,12 +85,13 @@ def unit_score(flat: Float[Tensor, " R"], anchors: Int[Tensor, " Z"]) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Parts that all partitions share.
+    """Groups of similar rows, which are parts of every partition.
 
     Attributes:
-        parts: The rows of each part, as n K + d.
-        shares: The share of each part in the total entropy of all parts given the anchors, by the
-            last layer's kernel. If all scores are equal, the shares follow the numbers of rows.
+        parts: Rows of each group, as n K + d.
+        shares: Share of each group in the total entropy of all groups given the anchors, according
+            to the last layer's kernel. If all scores are equal, the shares are proportional to the
+            numbers of rows.
     """
 
     parts: list[Int[Tensor, " _"]] = field(default_factory=list)
@@ -101,10 +107,10 @@ def form_groups(
     kernel: Kernel,
     generator: torch.Generator,
 ) -> Groups:
-    """Return parts of the rows (n, d) with the largest scores |R_n[:, d]|² that are not anchors.
+    """Return groups of similar rows among the rows with the largest scores, without the anchors.
 
-    ``num_rows`` counts the rows of a block, including its anchors. There are no parts if the kernel
-    is unknown or if the considered rows hold too little of the curvature.
+    ``num_rows`` counts the rows of a block, including its anchors. There are no groups if the
+    kernel is unknown, or if these rows have only a small share of the predicted entropy.
     """
     size = num_rows - len(anchors)
     flat = scores.flatten()
@@ -130,7 +136,10 @@ def form_groups(
 
 
 def conditional(kernel: Float[Tensor, "m m"], num_anchors: int) -> Float[Tensor, "r r"] | None:
-    """Return S_rr − S_rz (I + S_zz)⁻¹ S_zr for the first rows z, or None if it is inaccurate."""
+    """Return the kernel of the other rows given the anchors, which are the first rows.
+
+    Return None if the matrix of the anchors has no Cholesky factor.
+    """
     anchor_gram = kernel[:num_anchors, :num_anchors].double()
     factor, failed = torch.linalg.cholesky_ex(
         anchor_gram + torch.eye(num_anchors, dtype=anchor_gram.dtype, device="cpu")
@@ -145,11 +154,11 @@ def conditional(kernel: Float[Tensor, "m m"], num_anchors: int) -> Float[Tensor,
 def grouped(
     kernel: Float[Tensor, "r r"], size: int
 ) -> tuple[list[Int[Tensor, " _"]], Float[Tensor, " G"]]:
-    """Return groups of row numbers and the entropy log det(1 + S_gg) of each, in float64.
+    """Return groups of row numbers, and the entropy log det(I + S_gg) of each group in float64.
 
-    A group contains the remaining row with the largest variance and the rows that correlate most
-    with it given unit noise. Each group has ``size`` rows, except for the last one. The kernel must
-    be symmetric positive semidefinite.
+    A group contains the remaining row with the largest variance, and the rows with the largest
+    correlation with this row, given unit noise. Each group has ``size`` rows, except for the last
+    one. The kernel must be symmetric and positive semidefinite.
     """
     variance = kernel.diagonal().clamp(min=0.0)
     shrunk = (1.0 + variance).rsqrt()
@@ -178,18 +187,18 @@ def _entropies(kernel: Float[Tensor, "r r"], parts: Int[Tensor, "G b"]) -> Float
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """A partition that needs no list of its rows, for unlikely columns or unscored examples.
+    """A random partition that does not store its rows, for unlikely columns or unscored examples.
 
-    The affine map t ↦ (a t + c) mod T with a random a coprime to T is a permutation. Part b
-    contains the images of b · size, b · size + 1, …
+    The rows are permuted by the map t ↦ (a t + c) mod T, where a is coprime to T. Part b contains
+    the images of b · size, b · size + 1, …
 
     Attributes:
-        first: The first column.
-        behind: The number of columns.
-        num_rows: T, the number of rows: ``behind`` for each example.
-        size: The number of rows in a part.
-        factor: a.
-        shift: c.
+        first: First column.
+        behind: Number of columns.
+        num_rows: Number of rows T, which is the number of examples times ``behind``.
+        size: Number of rows in a part.
+        factor: Factor a of the map.
+        shift: Shift c of the map.
     """
 
     first: int
@@ -203,7 +212,7 @@ class Tail:
     def draw(
         cls, num_data: int, first: int, behind: int, size: int, generator: torch.Generator
     ) -> "Tail":
-        """Draw a partition of these columns of all examples into parts of ``size`` rows."""
+        """Draw a partition of the rows of ``num_data`` examples into parts of ``size`` rows."""
         num_rows = num_data * behind
 
         def number() -> int:
@@ -216,7 +225,7 @@ class Tail:
 
     @property
     def count(self) -> int:
-        """The number of parts."""
+        """Return the number of parts."""
         return -(-self.num_rows // self.size)
 
     def rows(self, number: int) -> tuple[Int[Tensor, " b"], Int[Tensor, " b"]]:
@@ -232,17 +241,20 @@ class Tail:
 
 @dataclass(frozen=True, eq=False)
 class AnchoredPartition:
-    """A partition of all rows except the anchors. n is the place of an example in the pool.
+    """A partition of all rows except the anchors.
+
+    A row of the first K columns has the number n K + d, where n is the example's place in the pool
+    and d is the column.
 
     Attributes:
-        anchors: Rows as n K + d.
-        parts: The parts of the first K columns, as rows n K + d.
-        num_data: N.
-        num_columns: K.
-        tails: The parts of later columns, and of examples outside the pool, if there are any.
-        keys: The calibration key of each part (GROUPED or its first column), and of each tail.
-        guesses: The predicted entropy of each part, and the total of each tail, see ``stream``.
-        pool: The examples to which n refers. None stands for all.
+        anchors: Numbers of the anchors.
+        parts: Numbers of the rows of each part of the first K columns.
+        num_data: Number of examples, N.
+        num_columns: Number of columns, K.
+        tails: Partitions of the later columns and of the examples outside the pool.
+        keys: Calibration key of each part (``GROUPED`` or its first column) and of each tail.
+        guesses: Predicted entropy of each part, and total predicted entropy of each tail.
+        pool: Pool of the examples. None means that all examples are in the pool.
     """
 
     anchors: Int[Tensor, " Z"]
@@ -266,7 +278,7 @@ class AnchoredPartition:
         groups: Groups | None = None,
         pool: Pool | None = None,
     ) -> "AnchoredPartition":
-        """Draw a partition: the groups, and the other rows by column, stratified by score."""
+        """Draw a partition. Groups are parts, and other rows are divided by column and score."""
         num_data, num_columns = scores.head.shape
         flat = scores.head.flatten()
         free = torch.ones(num_data * num_columns, dtype=torch.bool, device="cpu")
@@ -306,15 +318,15 @@ class AnchoredPartition:
 
     @property
     def num_parts(self) -> int:
-        """The number of parts, M."""
+        """Return the number of parts, M."""
         return len(self.parts) + sum(tail.count for tail in self.tails)
 
     def block(self, draws: Sequence[Draw], of_likelihood: Int[Tensor, "d u"]) -> Block:
-        """Return a block of the anchors and drawn parts, without inputs.
+        """Return a block of the anchors and the drawn parts, without inputs and targets.
 
-        Examples are sorted by decreasing number of rows. ``draws`` may be empty if only the anchors
-        count. ``of_likelihood`` are uniformly drawn examples for the log likelihood of each draw,
-        or of the anchors.
+        Examples are sorted by decreasing number of rows. Without ``draws``, the block contains only
+        the anchors. For each draw, ``of_likelihood`` contains uniformly drawn examples on which the
+        log likelihood is evaluated.
         """
         numbers = list(dict.fromkeys(draw.part for draw in draws))
         rows = [self._listed(self.anchors)]
@@ -341,12 +353,12 @@ class AnchoredPartition:
 
     @property
     def counts(self) -> Float[Tensor, " _"]:
-        """The number of parts for each entry of ``keys`` and ``guesses``."""
+        """Return the number of parts of each entry of ``keys``. A tail is one entry."""
         counts = [1] * len(self.parts) + [tail.count for tail in self.tails]
         return torch.tensor(counts, dtype=torch.float64, device="cpu")
 
     def pick(self, entry: int, generator: torch.Generator) -> tuple[int, int]:
-        """Return a random part of an entry of ``keys``, and the entry's number of parts."""
+        """Return a random part of an entry of ``keys``, and the number of parts of this entry."""
         index = entry - len(self.parts)
         if index < 0:
             return entry, 1
@@ -355,7 +367,7 @@ class AnchoredPartition:
         return before + int(torch.randint(count, (), generator=generator, device="cpu")), count
 
     def entry(self, number: int) -> int:
-        """Return the position of a part in ``keys`` and ``guesses``. A tail is one entry."""
+        """Return the position of a part in ``keys``. All parts of a tail have the same position."""
         return self._place(number)[0]
 
     def rows(self, number: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The anchors during training: the latest outputs, their scores, and the current choice."""
+"""Choose anchors during training, based on the network's latest outputs."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -23,8 +23,8 @@ from evigrad.likelihoods.calls import check_finite, log_probabilities
 class OutputMemory:
     """The latest outputs of each example of a pool, as computed by training and estimates.
 
-    They may be a few steps old or come from a different random transform. This is harmless, because
-    the estimate is a bound for any choice of anchors.
+    The outputs may be a few steps old or come from a different random transform. This is harmless,
+    because the estimate is a bound for any choice of anchors.
     """
 
     def __init__(self, num_data: int) -> None:
@@ -33,7 +33,7 @@ class OutputMemory:
         self._seen: Bool[Tensor, " N"] = torch.zeros(num_data, dtype=torch.bool, device="cpu")
 
     def update(self, indices: Tensor, f: Float[Tensor, "m C"]) -> None:
-        """Store the outputs (m, C), without a graph, of the examples at places (m,)."""
+        """Store outputs (m, C), without a graph, for the examples at these places in the pool."""
         where, values = indices.cpu(), f.detach().float().cpu()
         if self._outputs is None or self._outputs.shape[1:] != values.shape[1:]:
             self._outputs = values.new_zeros(self.num_data, values.shape[1])
@@ -42,7 +42,7 @@ class OutputMemory:
         self._seen[where] = True
 
     def missing(self) -> Int[Tensor, " n"]:
-        """Return the places of the examples without outputs."""
+        """Return the places of the examples that have no outputs yet."""
         return (~self._seen).nonzero().squeeze(1)
 
     @property
@@ -66,11 +66,10 @@ class OutputMemory:
 
 
 class AnchorSelection:
-    """Choose anchors, and choose them again on a schedule.
+    """Choose anchors, and replace them on the schedule of ``anchoring``.
 
-    ``num_rows`` counts the rows of a block. ``root`` is the kind of the likelihood's root, which
-    determines the norms of the rows. ``look`` returns outputs and the last layer. The generator is
-    the evidence's generator.
+    ``num_rows`` counts the rows of a block. ``root`` is the kind of root of the likelihood's
+    Hessian. ``look`` returns the outputs for some inputs, and the last layer if it is linear.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class AnchorSelection:
         self._centres = Centres()
 
     def stream(self, source: Source) -> AnchoredStream:
-        """Return the blocks of a data set. Anchors are chosen when an iteration begins."""
+        """Return the stream of blocks. Each iteration first chooses anchors if new ones are due."""
         return AnchoredStream(
             source,
             self.anchoring.refresh,
@@ -110,7 +109,7 @@ class AnchorSelection:
         )
 
     def observe(self, evaluated: Iterable[tuple[Block, Sequence[float]]]) -> None:
-        """Calibrate predictions with the evaluated blocks of all ranks and their entropies."""
+        """Calibrate the predicted entropies with the computed entropies of evaluated blocks."""
         observations = [
             (draw.key, draw.guess, entropies[block.anchored.label(draw)])
             for block, entropies in evaluated
@@ -124,24 +123,27 @@ class AnchorSelection:
             self._predictor.observe(int(key), guess, seen)
 
     def refresh(self, source: Source) -> float:
-        """Choose anchors by the current outputs. Return log p(D|w,h) of all examples in nats."""
+        """Return log p(D|w,h) of all examples in nats, and update the stored outputs.
+
+        The next iteration of a stream chooses new anchors.
+        """
         log_likelihood = self._look(source, torch.arange(self.pool.num_data, device="cpu"))
         self._anchors = None
         return log_likelihood
 
     def note(self, indices: Tensor, f: Float[Tensor, "m C"]) -> None:
-        """Store outputs that were computed elsewhere, for the examples at positions (m,)."""
+        """Store outputs that were computed elsewhere, for examples at these data set positions."""
         if indices.shape != (len(f),):
             raise InputError(
                 f"{len(f)} outputs need {len(f)} positions in the data set, got positions of shape"
-                f" {tuple(indices.shape)}."
+                f" {tuple(indices.shape)}. Pass a tensor with one position per output."
             )
         self._num_outputs = f.shape[1]
         places, outputs = self.pool.restrict(indices.cpu(), f.detach())
         self.memory.update(places, self._likelihood.condensed(outputs, self._root))
 
     def scores(self) -> Scores:
-        """Return |R_n[:, d]|² of every row that is not known to be zero, for the stored outputs."""
+        """Return the scores |R_n[:, d]|² of all rows, for the stored outputs."""
         check_finite("The model's outputs", self.memory.outputs)
         heads: list[Tensor] = []
         tails: list[Tensor] = []
@@ -156,7 +158,7 @@ class AnchorSelection:
         return Scores(head, torch.cat(tails), self._num_outputs - head.shape[1])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the outputs, anchors and groups for a checkpoint."""
+        """Return the state for a checkpoint."""
         return {
             "memory": self.memory.state_dict(),
             "anchors": self._anchors,

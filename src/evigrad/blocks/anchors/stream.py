@@ -1,9 +1,10 @@
 """The endless stream of anchored blocks, whose parts are drawn by their predicted entropy.
 
-The prediction for a part with scores λ_r is Σ_r log(1 + λ_r/λ_Z), with a typical score λ_Z of an
-anchor. Estimates of ℓ(B|Z) calibrate the ratio of the true value to the prediction, for each column
-of the root and for all groups. Predictions only determine how often each part is drawn. The
-expectation of the estimate is the same bound for any prediction.
+For rows r with scores λ_r, the predicted entropy is Σ_r log(1 + λ_r/λ_Z), where λ_Z is a typical
+score of an anchor. After the first evaluations, the prediction is multiplied by the observed ratio
+of true to predicted entropy. Each column of the root has one ratio, and all groups share one ratio.
+Predictions only determine how often each part is drawn. They do not change the expectation of the
+estimate.
 """
 
 import math
@@ -34,7 +35,7 @@ LIKELIHOOD_DATA = 0.25
 
 
 class EntropyPredictor:
-    """Learns the ratio of observed to predicted entropies for each calibration key."""
+    """Learns the ratio of observed to predicted entropy for each key, such as a column."""
 
     def __init__(self) -> None:
         self._ratios: dict[int, float] = {}  # logarithms
@@ -45,7 +46,7 @@ class EntropyPredictor:
         return ratios[key] if key in ratios else sum(ratios.values()) / max(1, len(ratios))
 
     def expected(self, keys: Sequence[int], guesses: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
-        """Return predictions of ℓ(B|Z) in float64, in nats after the first observation."""
+        """Return the predicted entropies ``guesses`` times the learned ratios, in float64."""
         logs = {key: self._ratio(key) for key in set(keys)}
         return (
             guesses
@@ -53,7 +54,7 @@ class EntropyPredictor:
         )
 
     def observe(self, key: int, guess: float, seen: float) -> None:
-        """Learn from a part's ℓ(B|Z). Parts may come in any order and repeatedly."""
+        """Learn from the predicted and the observed entropy of one part."""
         if not (guess > 0 and seen > 0 and math.isfinite(seen / guess)):
             return
         rate = RATE if key in self._ratios else 1.0
@@ -73,9 +74,10 @@ class EntropyPredictor:
 def probabilities(
     expected: Float[Tensor, " M"], counts: Float[Tensor, " M"] | None = None, floor: float = FLOOR
 ) -> Float[Tensor, " M"]:
-    """Return π of the parts in float64: proportional to the predictions, plus a uniform floor.
+    """Return the probability of drawing each part or tail, in float64.
 
-    ``counts`` are the numbers of parts that each prediction stands for. None means one part each.
+    The predicted entropies ``expected`` are mixed with a uniform distribution of weight ``floor``.
+    ``counts`` contains the number of parts of each entry. None means one part each.
     """
     uniform = torch.ones_like(expected) if counts is None else counts
     uniform = uniform / uniform.sum()
@@ -87,14 +89,14 @@ def probabilities(
 
 @dataclass(frozen=True, eq=False)
 class DrawnParts:
-    """Drawn parts of one partition, which can be laid out in blocks repeatedly.
+    """Fixed draws of parts from one partition, from which blocks can be made repeatedly.
 
     Attributes:
-        source: The examples.
-        partition: The partition of the parts.
-        draws: The draws.
-        of_likelihood: The examples for the log likelihood of each draw, or of the anchors if
-            nothing is drawn.
+        source: Source of the examples.
+        partition: Partition from which the parts were drawn.
+        draws: Drawn parts and their weights.
+        of_likelihood: Examples on which the log likelihood is evaluated, with one row for each
+            draw. Without draws, there is a single row.
     """
 
     source: Source
@@ -103,34 +105,35 @@ class DrawnParts:
     of_likelihood: Int[Tensor, "d u"]
 
     def blocks(self, at_once: int) -> Iterator[Block]:
-        """Yield blocks of ``at_once`` draws, or only the anchors if all rows are anchors."""
+        """Yield blocks of ``at_once`` draws, or one block if all rows are anchors."""
         count = len(self.draws) if self.partition.num_parts else 1
         for start in range(0, count, at_once):
             yield self.block(start, at_once)
 
     def block(self, start: int, count: int) -> Block:
-        """Return a block, with data, of at most ``count`` draws, beginning at ``start``."""
+        """Return a block of at most ``count`` draws from ``start`` on, with inputs and targets."""
         span = slice(start, start + count)
         block = self.partition.block(self.draws[span], self.of_likelihood[span])
         return fetched(block, self.source)
 
 
 class AnchoredStream(Stream):
-    """An endless stream of anchored blocks with their data.
+    """An endless stream of anchored blocks, with the inputs and targets of each block.
 
-    Each iteration (``for``, ``take``, ``epoch``) starts with anchors and a new partition of the
-    other rows. ``take`` draws parts in proportion to their predicted entropies. It draws a new
-    partition after a number of draws equal to the number of parts. ``epoch`` yields each part once.
+    Each iteration (``for``, ``take``, ``round`` or ``epoch``) starts with a new partition of the
+    rows that are not anchors. ``take`` draws parts in proportion to their predicted entropies. If
+    the partition has M parts, ``take`` draws a new partition after M draws. ``epoch`` yields each
+    part once.
 
     Args:
-        source: The examples.
-        period: Number of iterations between choices of anchors.
+        source: Source of the examples.
+        period: Number of iterations that use the same anchors.
         num_rows: Number of rows in a block.
-        prepare: Function that is called at the start of an iteration and returns a function that
-            draws partitions.
+        prepare: Function that is called at the start of each iteration. It chooses anchors if
+            necessary, and returns a function that draws partitions.
         predictor: Predictor of the entropies of parts.
-        generator: A CPU generator.
-        ranks: As for ``Stream``. All ranks draw from one partition, given the same anchors.
+        generator: CPU generator for all draws.
+        ranks: Processes that share the blocks. They all draw from the same partition.
     """
 
     is_constant = False
@@ -164,11 +167,11 @@ class AnchoredStream(Stream):
                 )
 
     def round(self, n: int) -> Iterator[Block]:
-        """See ``Stream.round``: draws as in ``take``, or a whole partition of at most n parts."""
+        """See ``Stream.round``. If there are at most n parts per rank, each part is drawn once."""
         return self.drawn(n, whole=True).blocks(1)
 
     def epoch(self) -> Iterator[Block]:
-        """See ``Stream.epoch``. The mean of the estimates is ℓ(Z) + Σ_m ℓ(B_m|Z)."""
+        """See ``Stream.epoch``. The mean estimated log-determinant is ℓ(Z) + Σ_m ℓ(B_m|Z)."""
         return self._local(self._all())
 
     def _all(self) -> Iterator[Callable[[], Block]]:
@@ -179,10 +182,10 @@ class AnchoredStream(Stream):
             yield self._builder(partition, [])
 
     def drawn(self, n: int, whole: bool = False) -> DrawnParts:
-        """Return n fixed draws of one partition, or none if all rows are anchors.
+        """Return n draws per rank from one partition, or none if all rows are anchors.
 
-        If ``whole`` and the partition has at most n parts, each part is drawn once instead. With
-        several ranks, n counts the draws of each rank.
+        If ``whole`` is true and there are at most n parts per rank, each part is drawn once
+        instead.
         """
         partition, total = self._prepare()(), n * self._ranks.count
         if whole and partition.num_parts <= total:
