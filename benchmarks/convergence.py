@@ -6,6 +6,7 @@ Each training runs in several ways:
 * ``two starts``, the default of regression, which also tries 0.001 and continues from the start
   with the higher log evidence after a third of the epochs;
 * ``student-t``: two starts and Student's t noise (regression);
+* ``continued``: the default, then up to three times as many epochs until the run has settled;
 * ``rounds``: the default, evaluated after each round. Test log likelihoods at the end and where the
   log evidence, averaged over three rounds, is highest show whether keeping the best round pays.
 
@@ -42,7 +43,7 @@ from evigrad.measure import evaluate_evidence
 from evigrad.models import make_model
 from evigrad.training.plan import ROUNDS, plan_schedule, planned
 
-WAYS = ("one start", "two starts", "student-t", "rounds")
+WAYS = ("one start", "two starts", "student-t", "rounds", "continued")
 STARTS: dict[str, Optimization] = {
     "one start": Optimization(start_decay=0.01),
     "two starts": Optimization(start_decay=(0.01, 0.001)),
@@ -50,13 +51,14 @@ STARTS: dict[str, Optimization] = {
 TABLES = ("normal noise", "heavy noise", "half signal", "rare ones")
 IMAGES = ("digits", "mnist", "cifar10")
 SETS = ("sinusoid", *UCI, *TABLES, *IMAGES)
+MOST = 3  # times the usual number of epochs
 # Rounds whose log evidence is averaged to find the best one.
 SMOOTHED = 3
 POINTS, NOISE, GAP, END = 150, 0.3, 0.6, 2.0
 ROWS, TEST_ROWS, FEATURES = 900, 2000, 20
 KEYS = (
     *("log_evidence", "mode_gap", "log_likelihood", "best_log_likelihood"),
-    *("noise", "gap_ratio", "start", "seconds"),
+    *("noise", "gap_ratio", "start", "epochs", "seconds"),
 )
 COLUMNS = ("row", "seed", *KEYS, "threads")
 
@@ -105,8 +107,10 @@ def run(name: str, way: str, seed: int, data_dir: str | None) -> Result:
     """Return the evaluation of one training."""
     model, train, test = problem(name, seed, data_dir)
     schedule, likelihood = SCHEDULE, "categorical" if name in IMAGES else "gaussian"
+    epochs = planned(plan_schedule(SCHEDULE, len(train[0])).epochs)
+    if way == "continued":
+        schedule = replace(schedule, max_epochs=MOST * epochs)
     if way == "rounds":
-        epochs = planned(plan_schedule(SCHEDULE, len(train[0])).epochs)
         every = max(1, epochs // ROUNDS)
         schedule = replace(schedule, burn_in=2 * every, every=every, eval_every=every)
     with Clock() as clock:
@@ -128,6 +132,7 @@ def run(name: str, way: str, seed: int, data_dir: str | None) -> Result:
         "noise": result.history[-1].get("noise"),
         "gap_ratio": gap_ratio(result, train) if name == "sinusoid" else None,
         "start": max(result.starts, key=result.starts.__getitem__) if result.starts else 0.01,
+        "epochs": len(result.history),
         "seconds": clock.seconds,
     }
 
@@ -193,6 +198,33 @@ def student_table_of(runs: list[Result]) -> str:
     return "\n".join(lines)
 
 
+def continued_table_of(runs: list[Result]) -> str:
+    """Return what training until it has settled changes, as Markdown."""
+    lines = [
+        "| data | epochs, ratio | log evidence | distance from the mode | test log likelihood"
+        " | noise, ratio |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in SETS:
+        usual_way = "one start" if name in IMAGES else "two starts"
+        usual, longer = (
+            {run["seed"]: run for run in runs if run["row"] == f"{name}: {way}"}
+            for way in (usual_way, "continued")
+        )
+        if both := sorted(usual.keys() & longer.keys()):
+            pairs = [(usual[seed], longer[seed]) for seed in both]
+            changes = [
+                with_error(*mean_and_error([b[key] - a[key] for a, b in pairs]), 3)
+                for key in ("log_evidence", "mode_gap", "log_likelihood")
+            ]
+            epochs = f"{fmean(b['epochs'] / a['epochs'] for a, b in pairs):.2f}"
+            noise = "–"
+            if name not in IMAGES:
+                noise = f"{fmean(b['noise'] / a['noise'] for a, b in pairs):.2f}"
+            lines.append(f"| {name} | {epochs} | {' | '.join(changes)} | {noise} |")
+    return "\n".join(lines)
+
+
 def best_table_of(runs: list[Result]) -> str:
     """Return test log likelihoods at the end and at the highest log evidence, as Markdown."""
     lines = ["| data | at the end | at the best round | difference |", "|---|---|---|---|"]
@@ -225,6 +257,7 @@ def main(arguments: list[str] | None = None) -> None:
                 print(row, seed, {key: measured[key] for key in KEYS}, flush=True)
     show("convergence", table_of(results.read()), given.pages)
     show("student-t", student_table_of(results.read()), given.pages)
+    show("continued", continued_table_of(results.read()), given.pages)
     show("best-round", best_table_of(results.read()), given.pages)
 
 

@@ -45,6 +45,7 @@ def test_the_way_out():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "The weights are not at the mode")
+        warnings.filterwarnings("ignore", "The residuals")  # of a short training
         result = fit(net(), (x, scaling(y)), likelihood="gaussian", **grouped(settings))
         fit(net(), (x, scaling(y)), likelihood=Gaussian(noise=0.01), **grouped(SMALL))
         fit(net(2), (x, scaling(y)), likelihood="heteroscedastic", **grouped(SMALL))
@@ -67,4 +68,5 @@ def test_a_model_with_the_scale_of_its_targets_is_left_alone():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "The weights are not at the mode")
+        warnings.filterwarnings("ignore", "The residuals")  # of a short training
         fit(Scaled(), (x, y), likelihood=Gaussian(noise=77.0), **grouped(SMALL))

@@ -302,7 +302,8 @@ def prepare_runs(setup: Setup, options: Namespace, group: Group | None = None) -
             )
         fair = learns_likelihood(settings.likelihood)
         optimization = replace(settings.optimization, noise_on_loss=fair)
-        all_settings.insert(0, replace(settings, estimator=None, optimization=optimization))
+        usual = replace(settings, schedule=replace(settings.schedule, max_epochs=None))
+        all_settings.insert(0, replace(usual, estimator=None, optimization=optimization))
     data = setup.data
     return [
         prepare(

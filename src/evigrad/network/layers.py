@@ -569,6 +569,12 @@ RULES: dict[Callable[..., Any], Rule] = {
 }
 
 
+def has_closed_forms(uses: Sequence[Use]) -> bool:
+    """Return whether there are uses, and each of them names a closed form."""
+    names = {rule.name for rule in RULES.values()}
+    return bool(uses) and all(use.rule in names for use in uses)
+
+
 def matrix_uses(
     plan: JacobianPlan, weights: Mapping[str, Tensor]
 ) -> dict[str, tuple[MatrixUse, ...]]:

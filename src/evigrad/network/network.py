@@ -13,6 +13,7 @@ from evigrad.errors import ConfigurationError, EvigradWarning, listed
 from evigrad.inputs import AtPositions, Inputs, Tree, each_once, layout, output_layer
 from evigrad.invariances.noise import Noise, PackedModel, stochastic_modules
 from evigrad.network.arguments import check_hooks, check_output, derivatives_named, model_outputs
+from evigrad.network.layers import has_closed_forms
 from evigrad.network.linearization import Linearization
 from evigrad.network.modes import evaluation_run
 from evigrad.network.paths import JacobianPlan, demote
@@ -230,8 +231,13 @@ class Network:
         for jacobian_plan in self._loaded.values():
             if set(jacobian_plan.describe()) != set(self.weights):
                 raise ConfigurationError(
-                    "The state contains a plan for a model with other weights. Load a state that"
-                    " was saved for this model."
+                    "The state contains a plan for a model with different weights. Load a state"
+                    " that was saved for this model."
+                )
+            if not all(map(has_closed_forms, jacobian_plan.uses.values())):
+                raise ConfigurationError(
+                    "The state contains a plan with a closed form that does not exist, so it is"
+                    " damaged, or another version of evigrad saved it. Load another state."
                 )
         for key, old in self._plans.items():
             if key in self._loaded:

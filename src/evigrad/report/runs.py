@@ -44,8 +44,8 @@ class Run:
 
     @property
     def planned(self) -> int:
-        """Return the number of epochs in the settings."""
-        return int(self.settings.get("epochs") or self.epochs)
+        """Return the number of epochs in the settings, or more if training continued."""
+        return max(self.epochs, int(self.settings.get("epochs") or 0))
 
     def columns(self, prefix: str) -> dict[str, str]:
         """Return the columns with a prefix and at least one value, by name without the prefix."""

@@ -142,7 +142,9 @@ def _settings(
     """Return settings from their record, with objects that replace their descriptions."""
     names = list(Settings().as_record())
     # Runs of earlier versions may lack the newest settings.
-    record = {"prior_mean": "zero", "noise_on_loss": False, **current_record(record)}
+    younger = {"prior_mean": "zero", "noise_on_loss": False, "start_decay": None}
+    younger["max_epochs"] = None
+    record = younger | current_record(record)
     if record.get("estimator") == "augerino":  # a run of experiments, whose model loads as usual
         record["estimator"] = None
     if missing := [name for name in names if name not in record]:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import TypeVar
 
+from evigrad.errors import ConfigurationError
 from evigrad.likelihoods import Likelihood, make_likelihood
 from evigrad.likelihoods.noisy import Noisy
 from evigrad.likelihoods.weighted import unweighted
@@ -63,6 +64,11 @@ def plan_schedule(schedule: Schedule, num_data: int) -> Schedule:
     if epochs is None:
         steps = -(-schedule.data_in_epoch(num_data) // schedule.batch_size)
         epochs = max(FEWEST_EPOCHS, -(-STEPS // steps))
+    if schedule.max_epochs is not None and schedule.max_epochs < epochs:
+        raise ConfigurationError(
+            f"max_epochs must be at least epochs = {epochs}, got {schedule.max_epochs}. Raise"
+            " max_epochs, or lower epochs."
+        )
     if burn_in is None:
         burn_in = max(1, int(BURN_IN * epochs))
     if every is None:

@@ -68,6 +68,10 @@ class Schedule:
     Attributes:
         epochs: Number of passes over the training data. Default: enough for 2,000 optimizer steps,
             and at least 100.
+        max_epochs: Number of epochs up to which training may continue. After ``epochs``, cycles of
+            half as many epochs follow, each with a learning rate that falls from lr again. Training
+            ends after a cycle that changed log evidence, noise and mode gap only a little. Default:
+            epochs.
         epoch_size: Number of examples per epoch. Set it for very large data sets, so that rounds
             and checkpoints also happen during a pass over the data. Each epoch continues where the
             previous one stopped. Default: all examples.
@@ -106,6 +110,7 @@ class Schedule:
     """
 
     epochs: int | None = None
+    max_epochs: int | None = None
     epoch_size: int | None = None
     batch_size: int = 100
     burn_in: int | None = None
@@ -262,6 +267,11 @@ class Settings:
         refuse_former_name(self.estimator)
         check_integer("seed", self.seed, 0, most=None)
         if self.estimator is None:
+            if self.schedule.max_epochs is not None:
+                raise ConfigurationError(
+                    f"max_epochs requires an estimator, got estimator=None and max_epochs ="
+                    f" {self.schedule.max_epochs}. Remove max_epochs, or raise epochs."
+                )
             return
         check_burn_in(self.schedule.burn_in, self.schedule.epochs)
         if self.optimization.noise_on_loss:

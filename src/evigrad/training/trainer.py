@@ -34,6 +34,7 @@ from evigrad.training.checkpoint import (
     with_threads,
 )
 from evigrad.training.convergence import mode_columns, warn_of_distance, warn_of_tails
+from evigrad.training.cycles import Cycles
 from evigrad.training.data import RunData, batches, derived_seed, stream
 from evigrad.training.history import Row, bracket_columns, evidence_columns, metric_columns
 from evigrad.training.learner import Learner
@@ -137,7 +138,7 @@ class Trainer:
         self.evidence, self.data, self.settings = evidence, data, settings
         self.test, self.network = test, network
         self.schedule, rates = settings.schedule, settings.optimization
-        self.epochs = planned(self.schedule.epochs)
+        self.cycles = Cycles(self.schedule)
         weights, hyperparameters = evidence.weights(), evidence.hyperparameters()
         self.device = next(iter(weights.values())).device
         held = {id(w) for w in weights.values()}
@@ -158,6 +159,11 @@ class Trainer:
         self.metrics: dict[str, dict[str, float]] = {"train": {}, "test": {}}
         self.seconds = 0.0  # time of training so far
         self.starts = Starts(self)
+
+    @property
+    def epochs(self) -> int:
+        """Return the last epoch of the current cycle. Epochs count from 1."""
+        return self.cycles.end(self.history)
 
     @property
     def name(self) -> str:
@@ -225,7 +231,7 @@ class Trainer:
                 record = stack.enter_context(closing(RunRecord(directory, self.history)))
                 watchers.append(record.write_row)
             if progress and len(self.history) < self.epochs:
-                bar = stack.enter_context(closing(make_progress(self.name, self.epochs)))
+                bar = stack.enter_context(closing(make_progress(self.name, self.cycles.most)))
                 watchers.append(bar.update)
             self._run(record, watchers, callbacks, stop)
             if progress and self.starts.scores:
@@ -510,7 +516,7 @@ class Trainer:
         return {words for words, part in parts.items() if bool(part.detach().isfinite().all())}
 
     def _set_rates(self, epoch: int) -> None:
-        s, progress = self.settings.optimization, (epoch - 1) / self.epochs
+        s, progress = self.settings.optimization, self.cycles.progress(epoch)
         start = planned(s.lr)
         factor = cosine(progress, start, s.lr_min) / start
         for group, base in zip(self.weight_optimizer.param_groups, self._base_rates, strict=True):

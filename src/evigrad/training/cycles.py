@@ -1,0 +1,74 @@
+"""Training that continues until it has settled: how far a run goes, and its learning rates.
+
+A run has ``Schedule.epochs`` epochs, in which the learning rate falls along a cosine. If
+``Schedule.max_epochs`` is larger, cycles of half as many epochs follow, each with the same falling
+learning rate. Training ends after a cycle that changed little.
+"""
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+
+from evigrad.training.history import Row
+from evigrad.training.plan import planned
+from evigrad.training.settings import Schedule
+
+# A cycle changed little if log evidence and distance from the mode changed by at most this many
+# nats per example, and the log of the noise by at most NOISE. Precisions count as far as the log
+# evidence depends on them: those of weights that the data do not determine grow without limit.
+NATS, NOISE = 0.01, 0.03
+# Number of rounds whose log evidence is averaged.
+_ROUNDS = 3
+
+
+class Cycles:
+    """The cycles of a run.
+
+    Attributes:
+        most: Largest possible number of epochs.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.first = planned(schedule.epochs)
+        self.most = max(self.first, schedule.max_epochs or 0)
+        self.length = max(1, self.first // 2)
+
+    def end(self, history: Sequence[Row]) -> int:
+        """Return the last epoch of the cycle that runs after the epochs of ``history``.
+
+        If training has ended, this is the number of epochs.
+        """
+        before, end = 0, self.first
+        while len(history) >= end and end < self.most:
+            if before and has_settled(history[:before], history[:end]):
+                break
+            before, end = end, min(end + self.length, self.most)
+        return end
+
+    def progress(self, epoch: int) -> float:
+        """Return the share of an epoch's cycle that is over when the epoch begins."""
+        done = epoch - 1
+        if done < self.first:
+            return done / self.first
+        begin = done - (done - self.first) % self.length
+        return (done - begin) / (min(begin + self.length, self.most) - begin)
+
+
+def has_settled(before: Sequence[Row], after: Sequence[Row]) -> bool:
+    """Return whether the ends of two histories differ little."""
+    one, other = _state(before), _state(after)
+    return one.keys() == other.keys() and all(
+        abs(one[name] - other[name]) <= (NOISE if name.startswith("noise") else NATS)
+        for name in one
+    )
+
+
+def _state(history: Sequence[Row]) -> dict[str, float]:
+    """Return log evidence, distance from the mode and log noise at the end of a history."""
+    last = history[-1]
+    values = [row["log_evidence"] for row in history if row["log_evidence"] is not None]
+    state = {"log_evidence": fmean(values[-_ROUNDS:])} if values else {}
+    if last.get("mode_gap") is not None:
+        state["mode_gap"] = last["mode_gap"]
+    state |= {n: math.log(last[n]) for n in last if n.partition("/")[0] == "noise"}
+    return state
