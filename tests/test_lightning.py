@@ -348,7 +348,7 @@ class Silent(Plain):
         ),
         (Silent, {}, {}, "such a forward, one of net"),
         (Plain, {"network": "nett"}, {}, "Did you mean 'net'"),
-        (Plain, {}, {"max_epochs": -1}, "must have an end"),
+        (Plain, {}, {"max_epochs": -1}, "has no limit on epochs"),
         (Plain, {"schedule": Schedule(burn_in=4)}, {}, "at most epochs = 3, got"),
         (Plain, {"estimator": None}, {}, "must be the name of an estimator, got None"),
         (Plain, {"schedule": Schedule(epochs=4)}, {}, "Remove epochs=..."),

@@ -113,7 +113,7 @@ def sole_writer(folder: Path, wait: bool = False) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise ConfigurationError(
-                f"Another process is writing into {folder}. Wait until this process has finished,"
+                f"Another process is writing to {folder}. Wait until that process has finished,"
                 " or stop it."
             ) from None
         except (ImportError, OSError):  # not a POSIX system, or no locks

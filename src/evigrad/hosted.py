@@ -47,8 +47,9 @@ class HostedLearner:
             )
         if settings.schedule.epochs is not None:
             raise ConfigurationError(
-                "The trainer decides how long training takes, got Schedule(epochs="
-                f"{settings.schedule.epochs}). Remove epochs=... from the schedule."
+                "The schedule must not set epochs, because the trainer determines the length of"
+                f" training, got Schedule(epochs={settings.schedule.epochs}). Remove epochs=..."
+                " from the schedule."
             )
         check_choice("loss", loss, LOSSES)
         self.settings, self.loss = settings, loss
@@ -57,7 +58,7 @@ class HostedLearner:
 
     @property
     def learner(self) -> Learner:
-        """Return the learner, which exists after training has started."""
+        """Return the learner, or raise an error before training has started."""
         if self._learner is None:
             raise ConfigurationError(
                 "The evidence does not exist before training has started. Start training first."
@@ -125,7 +126,7 @@ class HostedLearner:
         self.evidence.add_weight_decay(self._optimizer, scale=scale)
 
     def after_step(self) -> Row | None:
-        """Count an optimizer step, take a round if one is due, and return the round's row."""
+        """Count an optimizer step. If a round is due, run it and return its row of the history."""
         if self.learner.step() is None:
             return None
         if distributed.is_available() and distributed.is_initialized():

@@ -568,8 +568,8 @@ class Outputs(Transparent):
             )
         if not isinstance(channel_dim, int) or channel_dim == 0:
             raise ConfigurationError(
-                f"channel_dim must be a dimension of the outputs, got {channel_dim!r}. Use a"
-                " nonzero integer, because dimension 0 counts the examples."
+                "channel_dim must be a dimension of the outputs other than dimension 0, which"
+                f" indexes the examples, got {channel_dim!r}. Use 1 or -1, for example."
             )
         # Not registered, because a module that is given as a function belongs elsewhere.
         self.__dict__["_output"], self.__dict__["_channel_dim"] = output, channel_dim

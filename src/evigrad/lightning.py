@@ -124,7 +124,7 @@ class EvidenceCallback(pl.Callback):
 
     @property
     def evidence(self) -> Evidence:
-        """Return the evidence of the network, which exists after training has started."""
+        """Return the evidence of the network, or raise an error before training has started."""
         return self._hosted.evidence
 
     @property
@@ -150,8 +150,8 @@ class EvidenceCallback(pl.Callback):
         steps = trainer.estimated_stepping_batches
         if steps == float("inf"):
             raise ConfigurationError(
-                "The Trainer must have an end, because rounds are spread over the whole training"
-                " run, but it has no limit on epochs or steps. Set max_epochs or max_steps."
+                "The Trainer has no limit on epochs or steps, but evigrad needs one to spread its"
+                " rounds over the training run. Set max_epochs or max_steps."
             )
         (optimizer,) = trainer.optimizers
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -188,7 +188,7 @@ class EvidenceCallback(pl.Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Take a round if one is due after the optimizer's step."""
+        """Run a round of hyperparameter steps if one is due after this optimizer step."""
         if not self._stepped:  # gradients are being accumulated
             return
         self._stepped = False

@@ -140,7 +140,7 @@ class EvidenceCallback(_transformers.TrainerCallback):
 
     @property
     def evidence(self) -> Evidence:
-        """Return the evidence of the network, which exists after training has started."""
+        """Return the evidence of the network, or raise an error before training has started."""
         return self._hosted.evidence
 
     @property
@@ -192,7 +192,7 @@ class EvidenceCallback(_transformers.TrainerCallback):
             nn.utils.clip_grad_norm_(held, self._max_norm)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
-        """Take a round if one is due after the optimizer's step."""
+        """Run a round of hyperparameter steps if one is due after this optimizer step."""
         row = self._hosted.after_step()
         if row is None:
             return

@@ -382,9 +382,9 @@ def test_a_missing_file_is_named(tmp_path):
         ("metrics.csv", "epoch,loss\n", "no epoch yet"),
         ("metrics.csv", "", "no epoch yet"),
         ("config.json", "{", "config.json cannot be read"),
-        ("config.json", "[]", "must map names to values"),
+        ("config.json", "[]", "must map names to values, got a list"),
         ("config.yaml", "a: [", "config.yaml cannot be read"),
-        ("results.json", "3", "results.json cannot be read"),
+        ("results.json", "3", "results.json must map names to values, got a number"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path, name, content, words):

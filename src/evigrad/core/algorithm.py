@@ -196,9 +196,9 @@ def _rescaled(
     first = scale[0]
     if not is_one_number(scale, list(model.likelihood.parameters())):
         raise ConfigurationError(
-            f"'{model.estimator.name}' sums rows with different scales, so a kept pass cannot be"
-            " reused for other likelihood parameters. Use an 'ntk' estimator, or one noise for all"
-            " outputs."
+            f"'{model.estimator.name}' sums rows with different scales, so a pass that was"
+            " kept cannot be reused for other parameters of the likelihood. Use an 'ntk' estimator,"
+            " or a single noise for all outputs."
         )
     return statistic, {n: p / first.square().to(p) for n, p in precisions.items()}
 

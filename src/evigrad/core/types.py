@@ -316,7 +316,7 @@ class Pass:
 
     @cached_property
     def is_bound(self) -> bool:
-        """Whether the expectation of the scaled log-determinant is at least the exact one."""
+        """Whether the expected scaled log-determinant is at least the exact log-determinant."""
         columns = self.block.columns
         splits_outputs = (
             columns is not None

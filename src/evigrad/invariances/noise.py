@@ -45,7 +45,7 @@ class Stochastic(Protocol):
     """A module whose forward pass draws noise, such as ``evigrad.invariances.Averaged``."""
 
     def draw(self, num_data: int, generator: torch.Generator) -> Tensor:
-        """Return floating-point noise (num_data, ...) on the CPU, for each example."""
+        """Return random numbers (num_data, ...) on the CPU, one draw per example."""
         ...
 
     def held(self, noise: Tensor) -> AbstractContextManager[None]:

@@ -104,9 +104,9 @@ def lenet(input_shape: Sequence[int], num_outputs: int) -> nn.Sequential:
     """Return LeNet-5 (LeCun et al., 1998) with ReLU, max-pooling and unpadded convolutions.
 
     For images of at least 32x32 pixels, the second convolution is 5x5, as in the original. For
-    smaller images, it is 3x3, as in the paper's network for MNIST. So both 28 and 32 pixels shrink
-    to 1 before the last layers. For 10 classes, the network has 60,170 parameters for inputs
-    (1, 28, 28), and 62,006 for inputs (3, 32, 32). Images must have at least 28x28 pixels.
+    smaller images, it is 3x3, as in the MNIST network of Immer et al. (2023). So both 28 and 32
+    pixels shrink to 1 before the last layers. For 10 classes, the network has 60,170 parameters for
+    inputs (1, 28, 28), and 62,006 for inputs (3, 32, 32). Images must have at least 28x28 pixels.
     """
     shape = image_shape("lenet", input_shape, smallest=28)
     layers, features = _three_convolutions(shape, (6, 16, 120), 5 if min(shape[1:]) >= 32 else 3)

@@ -128,7 +128,7 @@ class Rule(ABC):
         raise NotImplementedError(f"{self.name} has no Kronecker factors. Call rows(...) instead.")
 
     def matrix(self, use: Use, shape: Sequence[int]) -> MatrixUse | None:
-        """Return the matrix sizes of a use of the weight, or None if it is not a single matrix."""
+        """Return how a use applies the weight as a single matrix, or None if it does not."""
         del use, shape
         return None
 

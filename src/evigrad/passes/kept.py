@@ -128,9 +128,9 @@ def not_keepable(problem: Problem, plan: InputPlan, learned: Sequence[str]) -> s
         )
     if changed == "sums":
         return (
-            f"{problem.estimator.name} sums rows with different scales, so a kept pass cannot"
-            f" follow {', '.join(beside)}. Use an 'ntk' estimator, one noise for all outputs, or"
-            " estimate and backward on the data."
+            f"'{problem.estimator.name}' sums rows with different scales, so a pass that was kept"
+            f" cannot be reused when {', '.join(beside)} changes. Use an 'ntk' estimator, a single"
+            " noise for all outputs, or estimate and backward on the data."
         )
     return None
 

@@ -490,8 +490,8 @@ def last_layer(problem: Problem, data: object) -> list[str]:
         model_outputs(model, x, positions=True)
     if not last:
         raise ConfigurationError(
-            "structure='last-layer' needs a module with weights that the model calls, got"
-            " none. Use structure='kfac' or 'diag'."
+            "structure='last-layer' needs a module that has weights and is called by the"
+            " model, got none. Use structure='kfac' or 'diag'."
         )
     return owned[modules[last[-1]]]
 

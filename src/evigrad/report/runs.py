@@ -171,5 +171,9 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path} cannot be read: {' '.join(str(error).split())}."
         ) from error
     if not isinstance(content, dict | None):
-        raise ConfigurationError(f"{path} cannot be read: it must map names to values.")
+        kind = {list: "a list", str: "a text"}.get(type(content), "a number")
+        raise ConfigurationError(
+            f"{path} must map names to values, got {kind}. Correct the file, or remove the run from"
+            " the report."
+        )
     return content or {}

@@ -388,7 +388,7 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
 
         Raises:
             InputError: If all labels belong to one class, or all weights are zero.
-            ValueError: If the table, labels or settings do not fit.
+            ValueError: If the table, labels or settings are invalid or do not match each other.
         """
         numbers, y, weights = self._training_table(X, y, sample_weight)
         check_classification_targets(y)
@@ -510,7 +510,7 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
             The estimator itself.
 
         Raises:
-            ValueError: If the table, targets or settings do not fit.
+            ValueError: If the table, targets or settings are invalid or do not match each other.
         """
         numbers, y, weights = self._training_table(
             X, y, sample_weight, multi_output=True, y_numeric=True

@@ -66,7 +66,7 @@ class Columns:
                 self.categories[position] = column.categories
 
     def numbers(self, X: Any) -> Any:
-        """Return a DataFrame as numbers, with −1 for no category. Return other tables unchanged."""
+        """Convert a DataFrame to numbers, with −1 for no category. Return others unchanged."""
         if not is_frame(X):
             if self.categories:
                 raise InputError(

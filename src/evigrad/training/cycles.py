@@ -1,8 +1,8 @@
 """Training that continues until it has settled: how far a run goes, and its learning rates.
 
 A run has ``Schedule.epochs`` epochs, in which the learning rate falls along a cosine. If
-``Schedule.max_epochs`` is larger, cycles of half as many epochs follow, each with the same falling
-learning rate. Training ends after a cycle that changed little.
+``Schedule.max_epochs`` is larger, shorter cycles follow, each with the same falling learning rate.
+Training ends after a cycle that changed little.
 """
 
 import math

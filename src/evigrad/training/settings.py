@@ -68,10 +68,10 @@ class Schedule:
     Attributes:
         epochs: Number of passes over the training data. Default: enough for 2,000 optimizer steps,
             and at least 100.
-        max_epochs: Number of epochs up to which training may continue. After ``epochs``, cycles of
-            half as many epochs follow, each with a learning rate that falls from lr again. Training
-            ends after a cycle that changed log evidence, noise and mode gap only a little. Default:
-            epochs.
+        max_epochs: Number of epochs up to which training may continue. After ``epochs``, shorter
+            cycles of half this length follow, in each of which the learning rate falls from lr
+            again. Training ends after a cycle that changed log evidence, noise and mode gap only a
+            little. Default: epochs.
         epoch_size: Number of examples per epoch. Set it for very large data sets, so that rounds
             and checkpoints also happen during a pass over the data. Each epoch continues where the
             previous one stopped. Default: all examples.

@@ -1,8 +1,8 @@
 """Several starts of a training run. The start with the highest log evidence continues.
 
 Weights and precisions depend on each other, so training can end in different optima. Large noise
-and precisions keep the weights small, and small weights keep the noise large. All starts begin with
-the same weights and use the same batches and blocks, until their log evidence is compared.
+and large precisions keep the weights small, and small weights keep the noise large. Starts differ
+only in the weight decay of the burn-in: the initial weights, batches and blocks are the same.
 """
 
 import copy

@@ -395,7 +395,7 @@ class Spectra(dict[Hashable, MatrixSpectrum | None]):
     def at_second_use(
         self, key: Hashable, matrix: Callable[[], Tensor], rank: int | None = None
     ) -> MatrixSpectrum | None:
-        """Return the spectrum of a matrix, or None at the first call with this ``key``.
+        """Return the spectrum of a matrix, or None on the first call with this ``key``.
 
         For a single use, a Cholesky factorization is cheaper. ``rank`` is an upper bound on the
         rank of the matrix.

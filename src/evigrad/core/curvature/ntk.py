@@ -116,7 +116,7 @@ class NtkStatistic(Statistic):
     def spectrum(
         self, names: Sequence[str], like: Tensor, rank: int, keep: bool
     ) -> MatrixSpectrum | None:
-        """Return the eigenvalues of ``kept_gram``, or None at the first call.
+        """Return the eigenvalues of ``kept_gram``, or None on the first call.
 
         ``keep`` determines whether the Gram matrix is cached. For ``rank``, see
         ``Spectra.at_second_use``.
