@@ -6,6 +6,7 @@ Each training runs in several ways:
 * ``two starts``, the default of regression, which also tries 0.001 and continues from the start
   with the higher log evidence after a third of the epochs;
 * ``student-t``: two starts and Student's t noise (regression);
+* ``bernoulli``: as labels (``rare ones`` only);
 * ``continued``: the default, then up to three times as many epochs until the run has settled;
 * ``rounds``: the default, evaluated after each round. Test log likelihoods at the end and where the
   log evidence, averaged over three rounds, is highest show whether keeping the best round pays.
@@ -43,12 +44,13 @@ from evigrad.measure import evaluate_evidence
 from evigrad.models import make_model
 from evigrad.training.plan import ROUNDS, plan_schedule, planned
 
-WAYS = ("one start", "two starts", "student-t", "rounds", "continued")
+WAYS = ("one start", "two starts", "student-t", "rounds", "continued", "bernoulli")
 STARTS: dict[str, Optimization] = {
     "one start": Optimization(start_decay=0.01),
     "two starts": Optimization(start_decay=(0.01, 0.001)),
 }
-TABLES = ("normal noise", "heavy noise", "half signal", "rare ones")
+RARE = "rare ones"
+TABLES = ("normal noise", "heavy noise", "half signal", RARE)
 IMAGES = ("digits", "mnist", "cifar10")
 SETS = ("sinusoid", *UCI, *TABLES, *IMAGES)
 MOST = 3  # times the usual number of epochs
@@ -86,7 +88,7 @@ def table(name: str, seed: int) -> tuple[Pair, Pair]:
     if name == "half signal":
         signal = torch.sin(2 * x[:, :1]) + x[:, 1:2] * x[:, 2:3]
         y = (signal / signal.std() + y) / math.sqrt(2)
-    if name == "rare ones":
+    if name == RARE:
         y = (torch.rand(y.shape, generator=generator) < 0.1).float()
         y = (y - y[:ROWS].mean()) / y[:ROWS].std()
     return (x[:ROWS], y[:ROWS]), (x[ROWS:], y[ROWS:])
@@ -113,11 +115,15 @@ def run(name: str, way: str, seed: int, data_dir: str | None) -> Result:
     if way == "rounds":
         every = max(1, epochs // ROUNDS)
         schedule = replace(schedule, burn_in=2 * every, every=every, eval_every=every)
+    if way in ("student-t", "bernoulli"):
+        likelihood = way
+    if way == "bernoulli":
+        train, test = ((x, (y > 0).float()) for x, y in (train, test))
     with Clock() as clock:
         result = evigrad.fit(
             model,
             train,
-            likelihood="student-t" if way == "student-t" else likelihood,
+            likelihood=likelihood,
             test=test,
             schedule=schedule,
             optimization=STARTS.get(way),
@@ -135,6 +141,11 @@ def run(name: str, way: str, seed: int, data_dir: str | None) -> Result:
         "epochs": len(result.history),
         "seconds": clock.seconds,
     }
+
+
+def is_possible(name: str, way: str) -> bool:
+    """Return whether the likelihood of a way fits the targets of a set."""
+    return {"student-t": name not in IMAGES, "bernoulli": name == RARE}.get(way, True)
 
 
 def best_round(result: FitResult) -> float:
@@ -162,7 +173,7 @@ def table_of(runs: list[Result]) -> str:
         " | from 0.001 | seconds, ratio |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name in SETS:
+    for name in (name for name in SETS if name != RARE):
         by_way = {way: [run for run in runs if run["row"] == f"{name}: {way}"] for way in STARTS}
         if not all(by_way.values()):
             continue
@@ -184,7 +195,7 @@ def table_of(runs: list[Result]) -> str:
 def student_table_of(runs: list[Result]) -> str:
     """Return test log likelihoods with Gaussian and with Student's t noise, as Markdown."""
     lines = ["| data | Gaussian | Student's t | difference |", "|---|---|---|---|"]
-    for name in SETS:
+    for name in (name for name in SETS if name != RARE):
         gaussian, student = (
             {r["seed"]: r["log_likelihood"] for r in runs if r["row"] == f"{name}: {way}"}
             for way in ("two starts", "student-t")
@@ -195,6 +206,21 @@ def student_table_of(runs: list[Result]) -> str:
             columns = [[gaussian[seed] for seed in both], [student[seed] for seed in both]]
             cells = [with_error(*mean_and_error(c), 3) for c in (*columns, differences)]
             lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def rare_table_of(runs: list[Result]) -> str:
+    """Return the results of each seed on targets that are 0 or 1, as Markdown."""
+    lines = ["| likelihood | log evidence | test log likelihood |", "|---|---|---|"]
+    ways = {"Gaussian": "two starts", "Student's t": "student-t", "Bernoulli": "bernoulli"}
+    for likelihood, way in ways.items():
+        of_way = [run for run in runs if run["row"] == f"{RARE}: {way}"]
+        if of_way:
+            cells = [
+                ", ".join(f"{run[key]:,.2f}" for run in of_way)
+                for key in ("log_evidence", "log_likelihood")
+            ]
+            lines.append(f"| {likelihood} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -250,13 +276,14 @@ def main(arguments: list[str] | None = None) -> None:
         for seed in range(5) if name == "sinusoid" and given.seeds else given.seeds:
             for way in given.ways:
                 row = f"{name}: {way}"
-                if results.has(row, seed) or (way == "student-t" and name in IMAGES):
+                if results.has(row, seed) or not is_possible(name, way):
                     continue
                 measured = run(name, way, seed, given.data_dir)
                 results.add({"row": row, "seed": seed, "threads": given.threads} | measured)
                 print(row, seed, {key: measured[key] for key in KEYS}, flush=True)
     show("convergence", table_of(results.read()), given.pages)
     show("student-t", student_table_of(results.read()), given.pages)
+    show("rare-ones", rare_table_of(results.read()), given.pages)
     show("continued", continued_table_of(results.read()), given.pages)
     show("best-round", best_table_of(results.read()), given.pages)
 

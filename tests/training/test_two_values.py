@@ -12,6 +12,7 @@ from training.small_runs import SMALL
 from evigrad.errors import EvigradWarning
 from evigrad.likelihoods import Gaussian, Likelihood, Weighted
 from evigrad.training import fit, tune
+from evigrad.training.convergence import tail_gain
 from evigrad.training.settings import grouped
 
 N = 60
@@ -38,6 +39,15 @@ def test_two_values_are_warned_of_once(likelihood: str, num_outputs: int) -> Non
     (words,) = warnings_of(*table(2), likelihood, num_outputs)
     assert "Column 0 of the targets has only two values." in words
     assert 'likelihood="bernoulli"' in words
+
+
+def test_two_values_with_heavy_tails_have_one_warning() -> None:
+    x = torch.randn(100, 3, generator=torch.Generator().manual_seed(0))
+    y = (torch.arange(100) % 10 == 0).float()[:, None]
+    y = (y - y.mean()) / y.std()
+    assert tail_gain(y) > 0.05
+    (words,) = warnings_of(x, y, "gaussian")
+    assert "only two values" in words
 
 
 def test_other_warnings_name_the_caller_too() -> None:

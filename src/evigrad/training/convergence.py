@@ -16,6 +16,7 @@ from evigrad.errors import EvigradError, EvigradWarning
 from evigrad.likelihoods import Gaussian, StudentT
 from evigrad.likelihoods.positions import flattened
 from evigrad.measure.metrics import probe_outputs
+from evigrad.training.data_checks import are_discrete
 from evigrad.training.history import Row
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def warn_of_tails(trainer: "Trainer") -> None:
         return
     x, y = trainer.data.spread(_RESIDUALS)
     f, y = flattened(likelihood, probe_outputs(trainer.evidence.model, x), y)
-    if len(f) < _FEWEST:
+    if len(f) < _FEWEST or are_discrete(y):  # which has its own warning
         return
     gain = tail_gain(y.to(f) - f)
     if gain > _TAIL_GAIN:

@@ -90,7 +90,7 @@ def _warn_of_real_targets(evidence: Evidence, data: RunData) -> None:
     likelihood, y, weights = _split(evidence.likelihood, y)
     _warn_of_scale(likelihood, f, y)
     has_two_values = bool(_columns_of_two_values(y))
-    is_discrete = has_two_values or bool(_discrete_column(y))
+    is_discrete = are_discrete(y)
     if data.is_held and (is_discrete or weights is not None):
         # A sample may lack rare values.
         y = data.targets()
@@ -135,6 +135,11 @@ def _warn_of_weights(weights: Tensor) -> None:
             EvigradWarning,
             stacklevel=8,  # the caller of fit
         )
+
+
+def are_discrete(y: Tensor) -> bool:
+    """Return whether a column of targets (n, D) has a few values, or counts."""
+    return bool(_columns_of_two_values(y)) or bool(_discrete_column(y))
 
 
 def _columns_of_two_values(y: Tensor) -> list[int]:
