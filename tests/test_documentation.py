@@ -175,6 +175,14 @@ def test_the_ten_lines_of_the_readme_converge(capsys: pytest.CaptureFixture[str]
     assert "precision" in capsys.readouterr().out
 
 
+def test_the_distance_from_the_mode_falls_as_the_page_says(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run_blocks("docs/training.md")
+    short, long = (float(line.split()[-1]) for line in capsys.readouterr().out.splitlines())
+    assert short == pytest.approx(0.24, abs=0.02) and long == pytest.approx(0.02, abs=0.011)
+
+
 # Pages with scripts that take a minute and more: what makes them short.
 SHORT = {
     "docs/usage.md": {
@@ -182,7 +190,6 @@ SHORT = {
     },
     "docs/custom_loop.md": {"in range(80)": "in range(4)", "epoch >= 40": "epoch >= 2"},
     "docs/likelihoods.md": {"epochs=300": "epochs=2", "epochs=200": "epochs=2"},
-    "docs/training.md": {"epochs=100": "epochs=2"},
     "docs/inputs.md": {
         "epochs=60, batch_size=10": "epochs=2, batch_size=10, burn_in=0, every=1, steps=1",
         "epochs=60, batch_size=30": "epochs=2, batch_size=30, burn_in=0, every=1, steps=1",
