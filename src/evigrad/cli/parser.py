@@ -270,6 +270,8 @@ def _metavar(name: str, kind: Any) -> str:
         return "DIR"
     if name == "memory_budget":
         return "BYTES"
+    if "list[float]" in text:
+        return "X|[X,X]"
     if "Literal" in text:
         return "|".join(["N"] * bool(re.search(r"\bint\b", text)) + re.findall(r"'([^']*)'", text))
     return "N" if "int" in text else "X" if "float" in text else "NAME"
@@ -336,7 +338,15 @@ NEEDS: tuple[_Need, ...] = (
     (
         (
             *("burn_in", "every", "steps", "prior_blocks", "hyper_every", "hyper_steps"),
-            *("prior_update", "prior_lr", "prior_lr_min", "root", "gram_dtype"),
+            *(
+                "max_epochs",
+                "prior_update",
+                "start_decay",
+                "prior_lr",
+                "prior_lr_min",
+                "root",
+                "gram_dtype",
+            ),
             *("hyper_lr", "hyper_lr_min"),
         ),
         "with an --estimator of the evidence, such as ntk-100-1",
@@ -351,6 +361,11 @@ NEEDS: tuple[_Need, ...] = (
         ("prior_lr", "prior_lr_min"),
         "with --prior-update adam, or a noise to learn (--likelihood gaussian)",
         _adam,
+    ),
+    (
+        ("start_decay",),
+        "with --prior-update fixed_point",
+        lambda options: options.prior_update != "adam",
     ),
     (("noise_on_loss",), "with --estimator none", lambda options: not _evidence(options)),
     *(

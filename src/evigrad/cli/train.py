@@ -94,7 +94,7 @@ def add_training(parser: Parser, with_estimator: bool = True) -> None:
     add_problem(parser, with_estimator)
     names = [setting.name for setting in fields(Schedule) if setting.name not in _RECORD]
     parser.add_group("schedule", Schedule, names)
-    parser.add_group("optimization", Optimization)
+    parser.add_group("optimization", Optimization, (), {"start_decay": float | list[float] | None})
     add_details(parser)
 
 
