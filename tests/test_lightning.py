@@ -289,7 +289,7 @@ def test_the_mean_squared_error_and_its_noise() -> None:
     loss.backward()
     torch.optim.SGD(by_hand.parameters(), lr=0.1).step()
     torch.testing.assert_close(weights_of(module), weights_of(by_hand))
-    with pytest.raises(ConfigurationError, match="one noise for all outputs"):
+    with pytest.raises(ConfigurationError, match="single noise for all outputs"):
         train(Regression(), callback(loss="mse"))
 
 

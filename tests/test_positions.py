@@ -300,7 +300,7 @@ def test_kept_outputs_count_the_positions_of_one_data_set() -> None:
     before = one.generator.get_state()
     # The outputs that ``map_loss`` keeps were those of the data set that came last.
     for attempt in (one.blocks, one.refresh_anchors):
-        with pytest.raises(InputError, match="at other positions"):
+        with pytest.raises(InputError, match="not at the same positions"):
             attempt((x.flip(0), other))
     assert torch.equal(one.generator.get_state(), before)
     one.with_estimator("ntk-8-rows-anchored").blocks((x.flip(0), other))

@@ -541,7 +541,7 @@ def test_a_state_of_another_prior_is_refused() -> None:
         GaussianPrior("scalar").load_state_dict(state)
     other = GaussianPrior("layerwise")
     other.bind({name: t for name, t in weights().items() if name != "gain"} | {"g": torch.ones(())})
-    with pytest.raises(ConfigurationError, match="other weights"):
+    with pytest.raises(ConfigurationError, match="different weights"):
         other.load_state_dict(state)
     swapped = GaussianPrior({"rest": GROUPS["rest"], "first": GROUPS["first"]})
     with pytest.raises(ConfigurationError, match="have different groups"):

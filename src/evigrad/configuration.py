@@ -1,4 +1,4 @@
-"""Checks that YAML configurations contain only plain values, so that they cannot run code."""
+"""Check that YAML configurations contain only plain values, so that they cannot run code."""
 
 from evigrad.errors import ConfigurationError, require
 

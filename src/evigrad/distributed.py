@@ -91,7 +91,7 @@ class Ranks:
         return self.rank == 0
 
     def part(self, count: int, rank: int | None = None) -> slice:
-        """Return the slice of ``count`` items for ``rank``, or by default for this rank."""
+        """Return the slice of ``count`` items for ``rank``. Default: the rank of this process."""
         first = self.rank if rank is None else rank
         start, stop = (-(-count * index // self.count) for index in (first, first + 1))
         return slice(start, stop)

@@ -129,7 +129,7 @@ class Evidence:
             sharing: Weight sharing in KFAC, ``expand`` or ``reduce``.
             parameter_partition: Blocks for ``blockdiag``: ``tensor``, ``module`` or groups of name
                 prefixes.
-            temperature: Temperature T, which raises the likelihood to the power 1/T.
+            temperature: Temperature T. The likelihood is raised to the power 1/T.
             memory: Sizes and data types of passes, such as ``Memory(micro_batch="auto")``. Default:
                 all data in one pass, in the data type of the weights.
             anchoring: How an anchored estimator divides the rows. Default: nine tenths of the rows
@@ -145,7 +145,7 @@ class Evidence:
                 from rank 0. Default: one process.
 
         Raises:
-            ConfigurationError: If a name is unknown, if a value does not fit, or if the ranks of a
+            ConfigurationError: If a name is unknown, if a value is invalid, or if the ranks of a
                 process group have different values.
         """
         check_type("model", model, nn.Module, "an nn.Module")
@@ -254,7 +254,7 @@ class Evidence:
 
     @property
     def temperature(self) -> float:
-        """The temperature T, which raises the likelihood to the power 1/T."""
+        """The temperature T. The likelihood is raised to the power 1/T."""
         return self._problem.temperature
 
     @property
@@ -281,7 +281,7 @@ class Evidence:
         if isinstance(getattr(type(self), name, None), property):
             received = repr(value) if isinstance(value, str | Real) else type(value).__name__
             raise ConfigurationError(
-                f"{name} of an evidence cannot be replaced, got {received}. Create a new Evidence,"
+                f"Cannot replace {name} of an evidence with {received}. Create a new Evidence,"
                 " or call evidence.with_estimator(...) to use the same model with another"
                 " estimator, prior, likelihood or temperature."
             )
@@ -325,8 +325,8 @@ class Evidence:
 
         Args:
             x: Inputs (m, ...): a tensor, or dictionaries, tuples or lists of tensors. A dictionary
-                becomes keyword arguments if ``forward`` takes all of its keys. A tuple becomes
-                positional arguments if ``forward`` requires this number of them.
+                becomes keyword arguments if ``forward`` takes all of its keys. A tuple or list
+                becomes positional arguments if ``forward`` requires the same number of arguments.
             y: Targets in the form that the likelihood takes.
             wrt: Hyperparameters to learn from the training loss, by names or prefixes as for
                 ``backward``. Default: none, because hyperparameters are learned from the evidence.
@@ -342,8 +342,8 @@ class Evidence:
             The scalar loss. It is 0 if outputs (m, …, C) have no target that counts.
 
         Raises:
-            InputError: If inputs, outputs and targets do not fit together, or if the outputs have
-                no derivative with respect to any weight.
+            InputError: If inputs, outputs and targets are invalid or do not match each other, or if
+                the outputs have no derivative with respect to any weight.
         """
         x = check_inputs(x, self._problem.device)
         self._decay.note_decay(optimizer)
@@ -392,11 +392,12 @@ class Evidence:
     ) -> None:
         """Add (T/N) δ (w − w₀), the gradient of the prior's part of ``map_loss``, to ``.grad``.
 
-        Use this method in a custom loop whose loss is the mean negative log likelihood. Call it
-        once per optimizer step, after ``backward`` and before you clip gradients. If you accumulate
-        gradients, divide each loss by the number of accumulated losses. With a ``GradScaler``,
-        unscale the gradients first. The optimizer needs ``weight_decay=0``. AdamW's own decay does
-        not correspond to a Gaussian prior, because AdamW rescales the gradients but not the decay.
+        Here δ is the prior precision of a weight w, and w₀ is its prior mean. Use this method in a
+        custom loop whose loss is the mean negative log likelihood. Call it once per optimizer step,
+        after ``backward`` and before you clip gradients. If you accumulate gradients, divide each
+        loss by the number of accumulated losses. With a ``GradScaler``, unscale the gradients
+        first. The optimizer needs ``weight_decay=0``. AdamW's own decay does not correspond to a
+        Gaussian prior, because AdamW rescales the gradients but not the decay.
 
         Args:
             optimizer: Optimizer of the weights. Set its own ``weight_decay``, which is 0.01 by
@@ -424,13 +425,13 @@ class Evidence:
 
         Args:
             x: Inputs (m, ...) of a uniformly random subset of the data, a ``Block`` from
-                ``blocks``, or the result of ``collect``. If the estimator's name has ``N``, you can
-                also pass an iterable of batches that together hold all the data.
+                ``blocks``, or one or several results of ``collect``. If the estimator's name has
+                ``N``, you can also pass an iterable of batches that together hold all the data.
             y: Targets, if ``x`` holds inputs.
             at_mode: Whether to also compute the estimate's ``at_mode``, the log evidence of the
                 linearized model at its own mode. This value is higher than the log evidence by N
                 times the ``mode_gap``. ``at_mode=True`` needs inputs and targets of all data, and
-                an estimator with ``N`` whose curvature is a structure of ``posterior``.
+                one of the estimators ``kfac-N-C``, ``diag-N-C``, ``full-N-C`` and ``ntk-N-C``.
 
         Returns:
             The estimate in nats, without a graph.
@@ -438,8 +439,8 @@ class Evidence:
         Raises:
             ConfigurationError: If ``at_mode`` is True, but the estimator or the data do not allow
                 it.
-            InputError: If the data do not fit the model, the likelihood or the estimator.
-            MemoryBudgetError: If the structure would not fit into the free memory.
+            InputError: If the data are invalid for the model, the likelihood or the estimator.
+            MemoryBudgetError: If the estimate would need more memory than is free.
         """
         with torch.no_grad(), self._failing_by_name():
             with self.ranks.together():
@@ -454,8 +455,9 @@ class Evidence:
         if self.spec.name not in structures or y is None:
             raise ConfigurationError(
                 f"at_mode=True needs x and y of all data, and one of the estimators"
-                f" {', '.join(structures)}, got the estimator {self.spec.name}. Pass x and y, and"
-                " use evidence.with_estimator(...). You can also call evidence.mode_gap(data)."
+                f" {', '.join(structures)}. Here the estimator is {self.spec.name}, and y is"
+                f" {'missing' if y is None else 'given'}. Pass x and y, and use"
+                " evidence.with_estimator(...). You can also call evidence.mode_gap(data)."
             )
         gap = self.num_data * self.mode_gap((x, y), structure=structures[self.spec.name])
         return replace(estimate, at_mode=estimate.log_evidence + gap)
@@ -482,8 +484,8 @@ class Evidence:
             ConfigurationError: If ``wrt`` matches no hyperparameter, or if a result of ``collect``
                 has no gradient for a hyperparameter in ``wrt``.
             EvigradError: If a gradient is not finite.
-            InputError: If the data do not fit the model, the likelihood or the estimator.
-            MemoryBudgetError: If the structure would not fit into the free memory.
+            InputError: If the data are invalid for the model, the likelihood or the estimator.
+            MemoryBudgetError: If the estimate would need more memory than is free.
         """
         problem = self._problem
         learnable, others = divided(self.hyperparameters(), wrt)
@@ -522,9 +524,9 @@ class Evidence:
             ``.epoch()`` ends it after one partition of the data.
 
         Raises:
-            ConfigurationError: If there are no rows for the likelihood, for example because its
-                Hessian depends on the targets.
-            InputError: If ``data`` does not hold N examples, or does not fit the model or the
+            ConfigurationError: If evigrad cannot compute Jacobian rows for the likelihood, for
+                example because its Hessian depends on the targets.
+            InputError: If ``data`` does not hold N examples, or is invalid for the model or the
                 likelihood. Targets in memory are checked in this call, and all other data when they
                 are read. With anchors, the targets must also be at the same positions as in the
                 first data set.
@@ -560,7 +562,7 @@ class Evidence:
         Raises:
             ConfigurationError: If the result would become invalid when a hyperparameter in ``wrt``
                 changes: a hyperparameter of the model, or a noise that does more than scale rows.
-            InputError: If the data do not fit the model, the likelihood or the estimator.
+            InputError: If the data are invalid for the model, the likelihood or the estimator.
         """
         changing, others = divided(self.hyperparameters(), wrt)
         beside = any(not name.startswith("prior.") for name in changing)
@@ -582,7 +584,7 @@ class Evidence:
 
         Raises:
             ConfigurationError: If ``collect`` would raise this error. The message gives the reason.
-            InputError: If the inputs do not fit the model.
+            InputError: If the inputs are invalid for the model.
         """
         if reason := self._not_kept(x, wrt):
             raise ConfigurationError(reason)
@@ -599,7 +601,7 @@ class Evidence:
 
         Raises:
             ConfigurationError: If ``wrt`` matches no hyperparameter, or the model is not supported.
-            InputError: If the inputs do not fit the model.
+            InputError: If the inputs are invalid for the model.
         """
         return self._not_kept(x, wrt) is None
 
@@ -611,11 +613,11 @@ class Evidence:
             return not_keepable(self._problem, plan, list(changing))
 
     def shares_anchors(self, x: Any, draws: int) -> bool:
-        """Return whether one call of ``collect`` for several draws is cheaper than one per draw.
+        """Return whether a single ``collect`` for several draws is cheaper than one for each draw.
 
-        A draw is a random part of the rows that is used together with the anchors. If the result is
-        True, call ``collect`` with a block of ``blocks(data).drawn(n).blocks(draws)``. Then call
-        ``draws()`` of what ``collect`` returns, which gives one result per draw.
+        A draw is a random part of the rows that is used together with the anchors. If this method
+        returns True, call ``collect`` with a block of ``blocks(data).drawn(n).blocks(draws)``. The
+        ``draws()`` of the result then yield one result per draw.
 
         Args:
             x: Inputs of a few examples.
@@ -693,7 +695,8 @@ class Evidence:
             structure: Approximation of H. ``kfac`` (default): Kronecker factors, for networks of
                 any size. ``last-layer``: the whole matrix of the last layer, with all other weights
                 fixed. ``diag``: the diagonal. ``full``: the whole matrix, for a few thousand
-                weights. ``ntk``: the whole matrix, through a kernel of all rows, for few examples.
+                weights. ``ntk``: the whole matrix, through the kernel of all rows, for small data
+                sets.
             rows: Number of rows to keep for ``ntk`` with many examples, chosen as in
                 ``ntk-ROWS-rows-anchored``. The variance is then an upper bound on the exact
                 variance.
@@ -703,14 +706,15 @@ class Evidence:
             The posterior. Call ``posterior(x)`` to predict.
 
         Raises:
-            ConfigurationError: If the structure is unknown, or does not fit the prior or the model.
-            InputError: If the data do not fit the model or the likelihood.
+            ConfigurationError: If the structure is unknown, or does not support the prior or the
+                model.
+            InputError: If the data are invalid for the model or the likelihood.
             MemoryBudgetError: If the structure would not fit into the free memory.
         """
         if (data is None) == (state is None):
             raise ConfigurationError(
-                "posterior needs either the data or state=..., got both or neither. Pass exactly"
-                " one of them."
+                "posterior needs either the data or state=..., got"
+                f" {'neither' if data is None else 'both'}. Pass exactly one of them."
             )
         with torch.no_grad(), self._failing_by_name():
             if state is not None:
@@ -721,7 +725,7 @@ class Evidence:
                 return make_posterior(self._problem, data, structure, rows)
 
     def mode_gap(self, data: Any, *, structure: str = "ntk", rows: int | None = None) -> float:
-        """Return how much log evidence is lost because the weights are not at the mode.
+        """Return the log evidence per example that is lost because the weights are not at the mode.
 
         The log evidence assumes that the weights are at the mode of the log joint density. The gap
         is the gain from one Newton step of the linearized model: ½ gᵀ(H + P0)⁻¹g / N. Here g is the
@@ -739,8 +743,9 @@ class Evidence:
             The gap in nats per example. It is 0 at the mode.
 
         Raises:
-            ConfigurationError: If the structure is unknown, or does not fit the prior or the model.
-            InputError: If the data do not fit the model or the likelihood.
+            ConfigurationError: If the structure is unknown, or does not support the prior or the
+                model.
+            InputError: If the data are invalid for the model or the likelihood.
             MemoryBudgetError: If the structure would not fit into the free memory.
 
         Examples:
@@ -790,7 +795,7 @@ class Evidence:
             The new evidence.
 
         Raises:
-            ConfigurationError: If a name is unknown or a value does not fit.
+            ConfigurationError: If a name is unknown or a value is invalid.
         """
         settings = self._problem.settings
         sizes = Memory(settings.micro_batch, settings.memory_budget)
@@ -833,7 +838,7 @@ class Evidence:
 
         Raises:
             ConfigurationError: If the estimator has no anchors.
-            InputError: If the data do not fit the evidence. In this case, the anchors do not
+            InputError: If the data do not match the evidence. In this case, the anchors do not
                 change.
         """
         if self._anchors is None:
@@ -850,21 +855,21 @@ class Evidence:
         """Use the positions of the first data set for the anchors and the outputs of ``map_loss``.
 
         Raises:
-            InputError: If a later data set has its targets at other positions.
+            InputError: If a later data set has its targets at different positions.
         """
         if self._positions is None:
             self._positions = source.positions
         elif source.positions is None or not self._positions.has_the_places_of(source.positions):
             raise InputError(
-                "The targets are at other positions than in the data set from which the anchors of"
-                f" {self.spec.name} were chosen. Pass that data set again, in the same order, or"
-                " call with_estimator(...) to create an evidence for the new data set."
+                "The targets are not at the same positions as in the data set from which the"
+                f" anchors of {self.spec.name} were chosen. Pass that data set again, in the same"
+                " order, or call with_estimator(...) to create an evidence for the new data set."
             )
 
     # ------------------------------------------------------------ telling and keeping
 
     def describe(self, x: Any = None) -> list[ParameterReport]:
-        """Describe the derivatives, the curvature and the prior precision of each weight tensor.
+        """Report how each weight tensor's Jacobian rows and curvature are computed.
 
         Args:
             x: Inputs of a few examples, required before the first estimate.
@@ -878,11 +883,11 @@ class Evidence:
         return parameter_reports(self._problem, x)
 
     def predicted_bytes(self, x: Any) -> int:
-        """Return the predicted peak memory of an estimate in bytes, without weights and data.
+        """Return the predicted peak memory of an estimate in bytes, excluding weights and data.
 
         The memory for the log-determinant follows from a formula. The memory for passes over the
-        network is extrapolated from one and two examples. Gradients with respect to hyperparameters
-        of the model need more memory.
+        network is extrapolated from passes over one and two examples. Gradients with respect to
+        hyperparameters of the model need more memory.
 
         Args:
             x: Inputs of at least two examples, or one batch if the estimator uses all data (``N``).
@@ -898,7 +903,8 @@ class Evidence:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the prior, the likelihood, the generator and the automatic choices.
 
-        The state does not include the model, which has its own ``state_dict``.
+        The automatic choices include the micro-batch sizes. The state does not include the model,
+        which has its own ``state_dict``.
         """
         anchors = {} if self._anchors is None else {"anchors": self._anchors.state_dict()}
         return {
@@ -919,7 +925,7 @@ class Evidence:
 
         Raises:
             ConfigurationError: If the state comes from an evidence with another estimator, or does
-                not fit this evidence. In this case, the evidence does not change.
+                not match this evidence. In this case, the evidence does not change.
         """
         # Older states of a wrapped model, as by torch.compile, have names with the wrapper.
         state = with_bare_names(self.model, state)

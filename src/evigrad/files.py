@@ -58,7 +58,7 @@ def replacing(path: Path, before: Path | None = None) -> Iterator[IO[bytes]]:
 
 
 def seal(file: IO[bytes]) -> None:
-    """Append a digest, with which ``is_intact`` detects changes. ``torch.load`` ignores digests."""
+    """Append a digest of the content for ``is_intact``. ``torch.load`` ignores digests."""
     size = file.seek(0, os.SEEK_END)
     digest = _digest(file, size)
     file.seek(size)
@@ -113,8 +113,8 @@ def sole_writer(folder: Path, wait: bool = False) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise ConfigurationError(
-                f"Another process is writing to {folder}. Wait until that process has finished,"
-                " or stop it."
+                f"Another process or run is writing to {folder}. Wait until it has finished, or"
+                " stop it."
             ) from None
         except (ImportError, OSError):  # not a POSIX system, or no locks
             pass

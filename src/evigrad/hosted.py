@@ -32,7 +32,7 @@ class HostedLearner:
 
     The prior's weight decay is added to the gradients before each optimizer step. A round of
     hyperparameter steps may follow any optimizer step, because fine-tuning has few epochs. If
-    several processes train replicas, all of them take the same rounds with the same seed, and then
+    several processes train replicas, all of them run the same rounds with the same seed, and then
     copy the hyperparameters of the first process.
 
     ``settings`` are the settings of ``fit``, without the number of epochs. ``loss`` is the loss
@@ -101,8 +101,8 @@ class HostedLearner:
             isinstance(evidence.likelihood, Gaussian) and evidence.likelihood.log_noise.ndim == 0
         ):
             raise ConfigurationError(
-                "loss='mse' needs a Gaussian likelihood with one noise for all outputs, got another"
-                " likelihood. Use likelihood='gaussian'."
+                "loss='mse' needs a Gaussian likelihood with a single noise for all outputs, got"
+                " several noises or another likelihood. Use likelihood='gaussian'."
             )
         take_over(optimizer, evidence)
         self._optimizer, self._epoch = optimizer, epoch
@@ -112,7 +112,7 @@ class HostedLearner:
             self._state = None
 
     def before_step(self) -> None:
-        """Add the prior's weight decay to the gradients, and remove hyperparameters' gradients.
+        """Add the prior's weight decay to the gradients, and clear hyperparameters' gradients.
 
         The optimizer may hold hyperparameters of the model, but the training loss must not change
         them.

@@ -66,7 +66,7 @@ class _Joined:
         return self.map(Tensor.clone)
 
     def detach(self) -> Self:
-        """Return the same tensors without a graph."""
+        """Return the same containers, with each tensor detached from its graph."""
         return self.map(Tensor.detach)
 
 
@@ -83,7 +83,7 @@ class Tree(_Joined):
         return type(self)(mapped(function, self.value))
 
     def with_leaves(self, leaves: Sequence[Tensor]) -> "Tree":
-        """Return the same containers with these tensors."""
+        """Return the same containers with ``leaves`` as their tensors."""
         leaf_iterator = iter(leaves)
         return self.map(lambda _: next(leaf_iterator))
 
@@ -134,7 +134,7 @@ class AtPositions(_Joined):
         return type(self)(whole, data, function(self.positions), self.count)
 
     def with_leaves(self, leaves: Sequence[Tensor]) -> "AtPositions":
-        """Return the same containers with these tensors."""
+        """Return the same containers with ``leaves`` as their tensors."""
         whole = with_tensors(self.whole, leaves[:-1])
         return AtPositions(whole, None, leaves[-1], self.count)
 
@@ -235,7 +235,7 @@ def tensors_of(x: Inputs) -> list[Tensor]:
 
 
 def each_once(x: Inputs) -> Tensor | Tree:
-    """Return the inputs, each once even if it has several positions."""
+    """Return the inputs, with each input only once even if it has several positions."""
     return x.whole if isinstance(x, AtPositions) else x
 
 
@@ -366,7 +366,7 @@ def _raised_by(model: nn.Module, whose: str) -> Iterator[None]:
 def noted_calls(
     modules: Iterable[nn.Module], note: Callable[[nn.Module, tuple[Any, ...], Any], None]
 ) -> Iterator[None]:
-    """Call ``note`` with the module, its arguments and its result after each call of a module."""
+    """Call ``note`` after each call of one of the modules, with module, arguments and result."""
     handles = [module.register_forward_hook(note) for module in modules]
     try:
         yield
@@ -419,7 +419,7 @@ def arguments(model: nn.Module, value: Any) -> tuple[tuple[Any, ...], dict[str, 
     """Return positional arguments and keyword arguments of ``forward`` for a ``Tree``'s value.
 
     A dictionary becomes keyword arguments if ``forward`` accepts all of its keys. A tuple or list
-    becomes positional arguments if ``forward`` requires exactly this number of them. Any other
+    becomes positional arguments if ``forward`` requires the same number of arguments. Any other
     value becomes a single argument.
     """
     parameters = inspect.signature(model.forward).parameters.values()
@@ -509,7 +509,7 @@ def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> dict[st
 
 
 def with_bare_names(model: nn.Module, state: Any) -> Any:
-    """Return ``state`` with a wrapped model's names replaced by the ``bare_names``."""
+    """Return ``state`` with each name of a wrapped model replaced by its bare name."""
     buffers = (name for name, _ in model.named_buffers(remove_duplicate=False))
     names = bare_names(model, [*model.state_dict(), *buffers])
     if all(name == bare for name, bare in names.items()):
@@ -528,11 +528,11 @@ def with_bare_names(model: nn.Module, state: Any) -> Any:
 
 
 class Outputs(Transparent):
-    """Select the outputs from what a model returns, or move their channel dimension to the end.
+    """Select outputs from what a model returns, move their channel dimension to the end, or both.
 
-    Pass this wrapper instead of the model to ``fit`` and ``Evidence``. It has the model's
-    parameters and buffers under the same names. Apply other wrappers, such as ``Averaged``, to the
-    wrapped model.
+    Pass this wrapper instead of the model to ``fit`` and ``Evidence``. The wrapper has the model's
+    parameters and buffers under the same names. Apply other wrappers, such as ``Averaged``, around
+    ``Outputs``: ``Averaged(Outputs(model), ...)``.
 
     Args:
         model: Any module.

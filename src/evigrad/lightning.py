@@ -51,7 +51,7 @@ class EvidenceCallback(pl.Callback):
     Each round sends the log evidence per example, the precisions and the noise to the trainer's
     loggers. At the end of an epoch, these values also go to ``trainer.callback_metrics``.
     Lightning's checkpoints contain the callback's state, so ``ckpt_path=...`` resumes with the same
-    results. Under DDP, all processes take the same rounds.
+    results. Under DDP, all processes run the same rounds.
 
     Args:
         network: Name of the module's submodule that maps inputs to outputs, such as ``"net"``, or a
@@ -66,7 +66,7 @@ class EvidenceCallback(pl.Callback):
         likelihood: Likelihood of the targets. See ``evigrad.fit``.
         estimator: Name of the evidence estimator.
         prior: Which weights share a prior precision.
-        hyperparameters: Names of network parameters that the evidence learns. The training loss
+        hyperparameters: Names of network parameters to learn from the evidence. The training loss
             does not change them, even if the optimizer holds them.
         laplace: Temperature, root and details of the curvature.
         schedule: Burn-in and rounds, in epochs. Other settings are ignored.
@@ -76,7 +76,7 @@ class EvidenceCallback(pl.Callback):
         seed: Seed of the blocks.
 
     Raises:
-        ConfigurationError: If a setting does not exist or does not fit.
+        ConfigurationError: If a setting is unknown or invalid.
 
     Examples:
         >>> from evigrad import Schedule
@@ -176,8 +176,8 @@ class EvidenceCallback(pl.Callback):
             if stopping.strict and stopping.monitor in columns:
                 raise ConfigurationError(
                     f"EarlyStopping(monitor={stopping.monitor!r}) would raise an error after the"
-                    " first epoch, because the burn-in is longer and no round has set this value by"
-                    " then. Set EarlyStopping(..., strict=False)."
+                    " first epoch. The burn-in is longer than this epoch, so no round has set the"
+                    " value yet. Set EarlyStopping(..., strict=False)."
                 )
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:

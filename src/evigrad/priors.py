@@ -186,9 +186,10 @@ class GaussianPrior(nn.Module):
             weights: Weights by name. A shared weight must occur once.
 
         Raises:
-            ConfigurationError: If there are no weights, the prior is bound to other weights, or a
-                weight is not in exactly one group. Also if a setting does not fit the groups, or
-                the hyperprior does not return a scalar.
+            ConfigurationError: If there are no weights, the prior is bound to different weights, or
+                a weight is not in exactly one group. Also if ``precision``, ``learnable`` or
+                ``mean`` does not match the groups or weights, or the hyperprior does not return a
+                scalar.
         """
         if not weights:
             raise ConfigurationError(
@@ -208,8 +209,8 @@ class GaussianPrior(nn.Module):
         if self.log_precision is not None:
             if shapes != self._shapes:
                 raise ConfigurationError(
-                    f"This prior is bound to other weights ({_difference(self._shapes, shapes)})."
-                    " Make a new prior for these weights."
+                    "This prior is bound to different weights"
+                    f" ({_difference(self._shapes, shapes)}). Make a new prior for these weights."
                 )
             # In place, because an optimizer may hold the parameter already.
             self.to(device=device, dtype=dtype)
@@ -357,8 +358,8 @@ class GaussianPrior(nn.Module):
         shapes = {name: w.shape for name, w in weights.items()}
         if shapes != self._shapes:
             raise ConfigurationError(
-                f"The prior is bound to other weights ({_difference(self._shapes, shapes)}). Pass"
-                " the bound weights, or make a new prior."
+                f"The prior is bound to different weights ({_difference(self._shapes, shapes)})."
+                " Pass the bound weights, or make a new prior."
             )
         deviations = self.deviations(weights)
         terms = [(precisions[name] * d.square()).sum() for name, d in deviations.items()]
@@ -386,8 +387,9 @@ class GaussianPrior(nn.Module):
         value = self.hyperprior(log_precision)
         if not isinstance(value, Tensor) or value.ndim:
             raise ConfigurationError(
-                "The hyperprior must return a 0-dimensional tensor, but returned another shape or"
-                " type. Sum the log densities of all precisions."
+                "The hyperprior must return a 0-dimensional tensor, got"
+                f" {f'shape {tuple(value.shape)}' if isinstance(value, Tensor) else repr(value)}."
+                " Sum the log densities of all precisions."
             )
         return value
 
@@ -444,7 +446,7 @@ class GaussianPrior(nn.Module):
                 # The order matters: log_precision of a diagonal prior has it.
                 if list(shapes.items()) != list(self._shapes.items()):
                     raise ConfigurationError(
-                        "The saved prior belongs to other weights"
+                        "The saved prior belongs to different weights"
                         f" ({_difference(self._shapes, shapes)}). Use the model of the saved prior."
                     )
             if (names, group_of) != (saved["group_names"], saved["group_of"]):
@@ -555,7 +557,10 @@ def _difference(bound: Mapping[str, torch.Size], other: Mapping[str, torch.Size]
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a pattern names a parameter or its module, or matches by wildcards."""
+    """Return whether a pattern matches a parameter's name, exactly or by wildcards.
+
+    A pattern without wildcards also matches the parameters of the module that the pattern names.
+    """
     above = pattern if pattern.endswith(".") else f"{pattern}."
     return name == pattern or name.startswith(above) or fnmatchcase(name, pattern)
 

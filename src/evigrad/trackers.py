@@ -79,7 +79,7 @@ class TensorBoard(Tracker):
 
     The tracker needs ``pip install 'evigrad[tensorboard]'``. Each row is written to the file at
     once, and a ``with`` statement closes the file. A resumed run continues in the same folder. If
-    the run repeats epochs, the later values count.
+    the run repeats epochs, TensorBoard shows the later values.
 
     Args:
         folder: Folder to write to.
@@ -105,7 +105,7 @@ class TensorBoard(Tracker):
 
 
 class WandB(Tracker):
-    """Write each row to a run of Weights & Biases, by default only on this machine.
+    """Write each row to a run of Weights & Biases, which is offline by default.
 
     The tracker needs ``pip install 'evigrad[wandb]'``. To upload an offline run, use ``wandb sync
     FOLDER/wandb/offline-run-...``. A ``with`` statement finishes the run and marks the run as

@@ -66,7 +66,7 @@ class EvidenceCallback(_transformers.TrainerCallback):
     ``callback.log = trainer.log`` to also send the line to TensorBoard and other integrations. The
     file ``evigrad.pt`` in each checkpoint contains the callback's state, so
     ``trainer.train(resume_from_checkpoint=True)`` resumes with the same results. If there are
-    several processes, all of them take the same rounds.
+    several processes, all of them run the same rounds.
 
     Args:
         data: All training data, if the trainer has different data. See ``evigrad.fit``.
@@ -78,7 +78,7 @@ class EvidenceCallback(_transformers.TrainerCallback):
         estimator: Name of the evidence estimator.
         prior: Which weights share a prior precision, and the prior's mean. Use
             ``GaussianPrior(mean="initial")`` to keep a pretrained network close to its weights.
-        hyperparameters: Names of network parameters that the evidence learns. The training loss
+        hyperparameters: Names of network parameters to learn from the evidence. The training loss
             does not change them, even if the optimizer holds them.
         laplace: Temperature, root and details of the curvature.
         schedule: Burn-in and rounds, in epochs. Other settings are ignored.
@@ -92,7 +92,7 @@ class EvidenceCallback(_transformers.TrainerCallback):
             Default: None, which only writes to ``state.log_history``.
 
     Raises:
-        ConfigurationError: If a setting does not exist or does not fit.
+        ConfigurationError: If a setting is unknown or invalid.
 
     Examples:
         >>> from evigrad.priors import GaussianPrior
@@ -151,7 +151,7 @@ class EvidenceCallback(_transformers.TrainerCallback):
     # ------------------------------------------------------------ events of the trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
-        """Create the evidence of the network and the data. If training resumes, load its state."""
+        """Create the evidence. If training resumes, load the callback's state."""
         if args.deepspeed or args.fsdp:
             raise ConfigurationError(
                 "Every process must have all weights, got DeepSpeed or FSDP. Use one device or"

@@ -123,7 +123,7 @@ def test_at_mode_names_the_estimators_that_have_it():
     x, y = of.train
     for estimator, size in (("ntk-3-1", 3), ("blockdiag-N-C", len(x))):
         evidence = of.evidence.with_estimator(estimator)
-        with pytest.raises(ConfigurationError, match=f"ntk-N-C, got {estimator}"):
+        with pytest.raises(ConfigurationError, match=f"ntk-N-C. Here the estimator is {estimator}"):
             evidence.estimate(x[:size], y[:size], at_mode=True)
     assert of.evidence.estimate(*of.train).at_mode is None
 

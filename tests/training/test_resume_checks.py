@@ -159,7 +159,7 @@ def test_two_writers_are_one_too_many(blobs, tmp_path):
     folder = tmp_path / "run"
 
     def intrude(row: Any) -> None:
-        with pytest.raises(ConfigurationError, match="Another process is writing to"):
+        with pytest.raises(ConfigurationError, match="Another process or run is writing to"):
             train("ntk", blobs, folder, resume=True)
 
     train("ntk", blobs, folder, callbacks=[intrude])

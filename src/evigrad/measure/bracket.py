@@ -1,7 +1,7 @@
 """A lower and an upper bound on the exact log evidence, at the cost of a few estimates.
 
-The rows I consist of anchors Z and blocks B_m, which are a partition of the other rows. The
-log-determinant ℓ has the bounds
+Let I be the set of all Jacobian rows. It consists of anchors Z and of blocks B_m, which partition
+the other rows. The log-determinant ℓ has the bounds
 
     max_m ℓ(Z ∪ B_m)  ≤  ℓ(I)  ≤  ℓ(Z) + Σ_m ℓ(B_m|Z),    ℓ(B_m|Z) = ℓ(Z ∪ B_m) − ℓ(Z).
 
@@ -83,7 +83,7 @@ def bracket(
         evidence: Evidence of the model, which is not changed.
         data: All N training examples.
         rows: Number of rows in a block. With more rows, the bounds are closer together. With all
-            rows, both are exact. Default: 1,000.
+            rows, both bounds equal the exact value. Default: 1,000.
         blocks: Number of blocks to use. None uses all blocks, and the standard error is then 0.
             Default: 8.
         root: Root of the likelihood's curvature: fisher or eigen (default).
@@ -96,8 +96,8 @@ def bracket(
         The bounds.
 
     Raises:
-        ConfigurationError: If a number is not positive, or there are no rows for anchors.
-        InputError: If the data do not fit the model or the likelihood.
+        ConfigurationError: If a number is not positive, or the likelihood has no Jacobian rows.
+        InputError: If the data are invalid for the model or the likelihood.
         MemoryBudgetError: If the rows would not fit into free memory.
 
     Examples:

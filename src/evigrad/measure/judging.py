@@ -102,8 +102,9 @@ def evaluate_evidence(
 ) -> EvidenceValue:
     """Evaluate the log evidence of a trained model with another estimator.
 
-    The estimate is averaged over the blocks of one random partition. If the estimator's name has
-    ``N`` and ``C``, the only block holds all rows, so the estimate has no sampling error.
+    The estimate is averaged over the blocks of one random partition. If the estimator's name
+    contains both ``N`` and ``C``, the partition has a single block with all rows, so the estimate
+    has no sampling error.
 
     Args:
         evidence: Evidence of the trained model, such as ``FitResult.evidence``. It is not changed.
@@ -121,7 +122,7 @@ def evaluate_evidence(
 
     Raises:
         ConfigurationError: If the estimator does not exist.
-        InputError: If the data do not fit the model or the likelihood.
+        InputError: If the data are invalid for the model or the likelihood.
         MemoryBudgetError: If the rows would not fit into free memory.
     """
     start = time.perf_counter()
@@ -148,7 +149,7 @@ def evaluate_evidence(
 
 
 def describe_estimator(estimator: str, blocks: int) -> str:
-    """Return the estimator's name, with the number of blocks if there are several, or "exact"."""
+    """Return the estimator's name and, where it applies, the number of blocks or "exact"."""
     spec = Estimator.parse(estimator)
     if blocks > 1:
         return f"{spec.name}, mean over {blocks} blocks of a partition"

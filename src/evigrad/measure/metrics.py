@@ -49,7 +49,7 @@ def evaluate(
         ``squared_error`` (summed over the outputs).
 
     Raises:
-        InputError: If there are no data, or the data do not fit the likelihood.
+        InputError: If there are no data, or the data are invalid for the likelihood.
         MemoryBudgetError: If there is not enough memory for one example.
     """
     source, ranks = as_source(data), ranks or Ranks()

@@ -55,7 +55,7 @@ def make_model(
         A module that maps inputs (m, *input_shape) to outputs (m, C).
 
     Raises:
-        ConfigurationError: If the name or a setting is unknown, or the network does not fit the
+        ConfigurationError: If the name or a setting is unknown, or the network does not support the
             shapes.
 
     Examples:
@@ -91,7 +91,7 @@ def make_network(record: Mapping[str, Any], seed: int = 0) -> nn.Module:
     """Return the network of a run, on the CPU, from the record in the run's configuration.
 
     In the record, ``model`` contains the arguments of ``make_model``. ``invariance`` is None, or
-    contains ``num_samples``, ``average`` and ``transform``. The last of these contains the
+    contains ``num_samples``, ``average`` and ``transform``. Here ``transform`` contains the
     arguments of ``AffineInvariance``. Convolutions use the channels-last memory format, which is
     faster (docs/performance.md).
     """

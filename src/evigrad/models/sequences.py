@@ -85,7 +85,7 @@ class Transformer(nn.Module):
 
     With ``attention_length``, attention decreases with distance. Positions i and j have the score
     qᵢ·kⱼ/√(width/heads) − |i − j|/length (Press et al., 2022, *Train Short, Test Long*, with slope
-    1/length, here in both directions). Each head of each block has a length. The parameter
+    1/length, here in both directions). Each head of each block has its own length. The parameter
     ``attention_length.log`` contains the logarithms of the lengths. To learn the lengths, pass
     ``hyperparameters=["attention_length"]``.
 
@@ -105,7 +105,7 @@ class Transformer(nn.Module):
             does not depend on the distance.
 
     Raises:
-        ConfigurationError: If sizes or settings do not fit each other.
+        ConfigurationError: If sizes or settings are invalid or do not match each other.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Recurrent(nn.Module):
         pooling_time: Initial time constant of the average, in steps. None uses only the last state.
 
     Raises:
-        ConfigurationError: If sizes or settings do not fit each other.
+        ConfigurationError: If sizes or settings are invalid or do not match each other.
     """
 
     def __init__(

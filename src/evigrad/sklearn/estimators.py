@@ -55,7 +55,7 @@ _AT_ONCE = 8192
 
 
 class ParameterError(ConfigurationError, TypeError):
-    """An unknown keyword argument of an estimator. It is also a TypeError, as in Python."""
+    """Error for an unknown keyword argument. It is also a TypeError, which Python would raise."""
 
 
 def _refusing_unknown(init: Callable[P, None]) -> Callable[P, None]:
@@ -181,7 +181,7 @@ class _EvidenceEstimator(BaseEstimator):
             have the network's data type and are on the network's device.
 
         Raises:
-            ValueError: If the table does not fit the training table.
+            ValueError: If the table does not match the training table.
         """
         check_is_fitted(self)
         if is_frame(X):
@@ -413,7 +413,7 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
             Probabilities (n, classes), in the order of ``classes_``.
 
         Raises:
-            ValueError: If the table does not fit the training table.
+            ValueError: If the table does not match the training table.
         """
         check_is_fitted(self)
         if (posterior := self.posterior_) is not None:
@@ -431,7 +431,7 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
             Labels (n,).
 
         Raises:
-            ValueError: If the table does not fit the training table.
+            ValueError: If the table does not match the training table.
         """
         probabilities = self.predict_proba(X)
         return self.classes_[probabilities.argmax(axis=1)]
@@ -552,7 +552,7 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
             deviations.
 
         Raises:
-            ValueError: If the table does not fit the training table.
+            ValueError: If the table does not match the training table.
         """
         check_is_fitted(self)
         if not return_std:

@@ -66,7 +66,7 @@ class Columns:
                 self.categories[position] = column.categories
 
     def numbers(self, X: Any) -> Any:
-        """Convert a DataFrame to numbers, with −1 for no category. Return others unchanged."""
+        """Return a DataFrame as numbers (−1 for no category), and any other table unchanged."""
         if not is_frame(X):
             if self.categories:
                 raise InputError(
