@@ -149,7 +149,11 @@ class Categorical(Likelihood):
     def row_scores(
         self, condensed: Float[Tensor, "m D"], kind: str
     ) -> tuple[Float[Tensor, "m K"], Float[Tensor, " m"] | None]:
-        """Return the squared norms of the columns, without one that is zero because Λ 1 = 0."""
+        """Return the squared norms of columns (see ``Likelihood.row_scores``).
+
+        For the "eigen" root of at most ``TOP_CLASSES`` classes, the last column is omitted. It is
+        zero because Λ 1 = 0.
+        """
         if kind != "eigen":
             return super().row_scores(condensed, kind)
         if condensed.shape[1] <= TOP_CLASSES:

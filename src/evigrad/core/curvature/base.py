@@ -75,7 +75,7 @@ class Curvature(ABC, Generic[StatisticT]):
     memory, or to support anchors.
 
     Attributes:
-        name: The structure, with which the names of estimators begin.
+        name: Name of the structure. Estimator names begin with it.
         log_det_is: ``"exact"`` if the result is ℓ for the given rows, ``"bound"`` if it is at least
             ℓ (Theorem 1), or else ``"approximate"``.
         keeps_rows: Whether the statistic stores separate rows, which can be rescaled or used as
@@ -201,7 +201,7 @@ class Curvature(ABC, Generic[StatisticT]):
         return statistic
 
     def condenses(self, num_rows: int) -> bool:
-        """Return whether ``condense`` keeps only inner products of the rows, given their number."""
+        """Return whether, for ``num_rows`` rows, ``condense`` keeps only their inner products."""
         return False
 
     def predicted_bytes(self, num_rows: int) -> int:
