@@ -211,7 +211,7 @@ class Block:
         return replace(self, likelihood_weights=weights, anchored=one_draw)
 
     def rows_of(self, position: int) -> int:
-        """Return the largest number of rows of an example from this position on.
+        """Return the largest number of rows of any example at or after this position.
 
         The result is 0 if ``columns`` is None.
         """
@@ -250,7 +250,7 @@ class Block:
     def columns_of(self, data: slice, padded: bool = False) -> Int[Tensor, "m k"] | None:
         """Return the columns of the examples between two ``cuts``, or None for all C columns.
 
-        Unless ``padded``, padding is removed. The result may then have no columns.
+        Unless ``padded`` is True, padding is removed, so the result may have no columns.
         """
         if self.columns is None or self._counts is None or padded:
             return None if self.columns is None else self.columns[data]

@@ -136,13 +136,13 @@ class Sweep(Protocol):
     ) -> State:
         """Return the final state after applying ``step`` to each micro-batch in turn.
 
-        ``step`` must return the next state without changing the old one, so that a step can be
+        ``step`` must return the next state without changing the old state, so that a step can be
         repeated with fewer examples. ``graph`` determines whether ``step`` gets autograd graphs.
         """
         ...
 
     def linearize(self, batch: MicroBatch, *, graph: bool) -> Linearization:
-        """Return the linearized pass of a micro-batch, with an autograd graph if ``graph``."""
+        """Return the linearized pass of a micro-batch, with a graph if ``graph`` is True."""
         ...
 
     def keeps_graph(self, batch: MicroBatch) -> bool:

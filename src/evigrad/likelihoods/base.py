@@ -147,7 +147,7 @@ class Likelihood(nn.Module, ABC):
         """Return which of the targets count, if outputs (m, …, C) have a target per position.
 
         False marks positions without a target, such as padding. The default, None, counts all
-        targets. ``validate`` has not checked the targets yet.
+        targets. This method is called before ``validate`` checks the targets.
         """
         return None
 
@@ -251,10 +251,10 @@ class Likelihood(nn.Module, ABC):
             target = y[worst].item() if y.ndim == 1 else y[worst].flatten()[:3].tolist()
             raise ConfigurationError(
                 f"The Hessian of {type(self).__name__}.log_prob depends on the targets. At target"
-                f" {target}, it differs from the Hessian at reference_targets, which evigrad"
-                " uses for all targets. If log_prob masks some examples, remove them from the data set and"
-                " do not count them in num_data. Otherwise, override hessian(f) to return a matrix"
-                " that does not depend on the targets, such as the Fisher information."
+                f" {target}, it differs from the Hessian at reference_targets, which evigrad uses"
+                " for all targets. If log_prob masks some examples, remove them from the data set"
+                " and do not count them in num_data. Otherwise, override hessian(f) to return a"
+                " matrix that does not depend on the targets, such as the Fisher information."
             )
 
     def _times_hessian(self, f: Tensor, y: Tensor, direction: Tensor) -> Tensor:

@@ -59,9 +59,10 @@ class Categorical(Likelihood):
         num_data, num_outputs = f_shape
         if num_outputs == 1:
             raise InputError(
-                "Categorical needs at least two outputs, got one, whose softmax is always 1. For"
-                ' numeric targets (regression), use likelihood="gaussian". For two classes, use'
-                " Bernoulli() with y.float().unsqueeze(1), or a model with two outputs."
+                "Categorical needs at least two outputs, but the model has only one, and its"
+                " softmax is always 1. For numeric targets (regression), use"
+                ' likelihood="gaussian". For two classes, use Bernoulli() with'
+                " y.float().unsqueeze(1), or a model with two outputs."
             )
         if y.ndim != 1:
             hint = ""

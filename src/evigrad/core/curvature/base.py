@@ -43,7 +43,7 @@ class Statistic(ABC):
     def reduced(self, total: Callable[[Sequence[Tensor]], list[Tensor]]) -> Self:
         """Return the sum of the statistics of several parts of the data, without a graph.
 
-        The function ``total`` sums tensors over all parts, including this one.
+        The function ``total`` sums tensors over all parts, including the part of this statistic.
         """
         return cast(Self, self.with_tensors(total(self.tensors())))
 
@@ -143,7 +143,7 @@ class Curvature(ABC, Generic[StatisticT]):
         return LogDet(self.log_det(statistic, precisions))
 
     def check_conditioning(self, conditioning: Conditioning | None) -> None:
-        """Raise an error if anchors are given but not supported."""
+        """Raise a ConfigurationError if anchors are given but not supported."""
         if conditioning is not None and not self.takes_anchors:
             raise ConfigurationError(
                 f"{self.name!r} does not support anchors. Use the structure 'ntk' instead."
