@@ -50,7 +50,7 @@ def dot(a: Tensor, b: Tensor) -> Float[Tensor, ""]:
 
 
 def add_gram(gram: Float[Tensor, "G n n"], rows: Float[Tensor, "G n R"]) -> None:
-    """Add the upper triangle of rows rowsᵀ to ``gram`` in place.
+    """Add the upper triangle of ``rows @ rows.mT`` to ``gram`` in place.
 
     Call ``mirrored`` after the last addition to fill the lower triangle.
     """
@@ -112,9 +112,10 @@ class Gram(Function):
 
 
 class QuadraticForm(Function):
-    """Autograd function for ⟨C, gram(x)⟩ = ⟨x, pull(x, C)⟩ with a symmetric matrix C.
+    """Autograd function for q(x) = ⟨C, gram(x)⟩ with a symmetric matrix C.
 
-    The forward and backward passes share one matrix product.
+    Half the gradient of q is pull(x, C), and q(x) = ⟨x, pull(x, C)⟩. The forward and backward
+    passes therefore share one matrix product.
     """
 
     @staticmethod
@@ -138,5 +139,5 @@ def inner_gram(rows: Float[Tensor, "G R i"], cotangent: Float[Tensor, "G i i"]) 
 def add_outer_products(
     matrix: Float[Tensor, "n n"] | None, rows: Float[Tensor, "R n"]
 ) -> Float[Tensor, "n n"]:
-    """Return matrix + rowsᵀ rows in a new tensor. None stands for a matrix of zeros."""
+    """Return matrix + rowsᵀ rows in a new tensor. A ``matrix`` of None stands for zeros."""
     return rows.mT @ rows if matrix is None else torch.addmm(matrix, rows.mT, rows)

@@ -36,7 +36,7 @@ TERMS = ("log_evidence", "log_likelihood", "log_prior", "log_det", "log_hyperpri
 def follows_by_scale(
     model: LinearizedModel, curvature: Curvature[Any], num_outputs: int, learned: Iterable[str]
 ) -> bool:
-    """Return whether the statistic of a single pass is enough to learn these hyperparameters.
+    """Return whether the statistic of a single pass is enough for the ``learned`` hyperparameters.
 
     It is enough for the prior, and for likelihood parameters that only scale the rows.
     """
@@ -154,7 +154,7 @@ def _with_graph(
 
 
 def log_evidence(block_pass: Pass) -> tuple[Estimate, Tensor]:
-    """Return the estimate for the current hyperparameters, and the loss to differentiate."""
+    """Return the estimate of the log evidence for the current hyperparameters, and the loss."""
     model = block_pass.model
     statistic, precisions = block_pass.statistic, model.prior.precisions()
     log_likelihood = block_pass.log_likelihood
@@ -196,9 +196,9 @@ def _rescaled(
     first = scale[0]
     if not is_one_number(scale, list(model.likelihood.parameters())):
         raise ConfigurationError(
-            f"'{model.estimator.name}' sums rows with different scales, so a pass that was"
-            " kept cannot be reused for other parameters of the likelihood. Use an 'ntk' estimator,"
-            " or a single noise for all outputs."
+            f"'{model.estimator.name}' sums rows with different scales, so a kept pass"
+            " cannot be reused after the likelihood's parameters change. Use an 'ntk' estimator, or"
+            " a single noise for all outputs."
         )
     return statistic, {n: p / first.square().to(p) for n, p in precisions.items()}
 
@@ -209,7 +209,7 @@ def _rescaled(
 def one_pass(
     model: LinearizedModel, curvature: Curvature[Any], sweep: Sweep, learned: Mapping[str, Tensor]
 ) -> tuple[Estimate, list[Tensor]]:
-    """Return the estimate and the gradient of the loss from a single pass.
+    """Return the estimate of the log evidence and the gradient of the loss, from a single pass.
 
     A single pass is enough if ``follows_by_scale`` returns True.
     """
@@ -222,7 +222,9 @@ def one_pass(
 def two_passes(
     model: LinearizedModel, curvature: Curvature[Any], sweep: Sweep, learned: Mapping[str, Tensor]
 ) -> tuple[Estimate, list[Tensor]]:
-    """Return the estimate and the gradient of the loss, for any hyperparameters.
+    """Return the estimate of the log evidence and the gradient of the loss, from two passes.
+
+    Two passes are enough for any hyperparameters.
 
     The statistic 𝒯 is a sum of terms 𝒯_b over micro-batches b, so the gradient of ℓ is also a sum:
 
@@ -330,7 +332,10 @@ def _estimate(
 
 
 def mean_estimate(estimates: Sequence[Estimate]) -> Estimate:
-    """Return the mean of estimates of the same evidence. It is a bound if all estimates are."""
+    """Return the mean of estimates of the same evidence.
+
+    The mean is a bound if all estimates are bounds.
+    """
     count = len(estimates)
     if count == 1:
         return estimates[0]

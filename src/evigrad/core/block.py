@@ -17,7 +17,7 @@ MOST_EXPANDED = 1.5
 class Draw:
     """A random part B of the rows that are not anchors.
 
-    With the anchors Z, it estimates the log-determinant ℓ of all rows by ℓ(Z) + w ℓ(B|Z).
+    Given the anchors Z, a draw estimates the log-determinant ℓ of all rows as ℓ(Z) + w ℓ(B|Z).
 
     Attributes:
         part: Index of the part in its partition, starting at 0.
@@ -51,10 +51,10 @@ class Anchored:
     """Which columns of a block are anchors, and which parts of the other rows were drawn.
 
     Attributes:
-        labels: For each column: 0 for an anchor, b for a row of the b-th entry of ``parts``, and
-            -1 for padding and rows that do not count. Entries of ``parts`` count from 1.
-        draws: The draws. The mean of their estimates is the estimate for all rows. A part may be
-            drawn several times. Empty if all rows are anchors.
+        labels: For each column: 0 for an anchor, b = 1, 2, … for a row of the b-th entry of
+            ``parts``, and -1 for padding and for rows that do not count.
+        draws: The draws, or () if all rows are anchors. The mean of their estimates is the estimate
+            for all rows. A part may be drawn several times.
         likelihood_weights: Likelihood weights of the m examples for each of d draws, (d, m). Their
             mean over the draws is the block's ``likelihood_weights``.
     """
@@ -128,7 +128,7 @@ class Block:
         )
 
     def share(self, data: slice, shares: int) -> "Block":
-        """Return one rank's part of this block, with only these examples.
+        """Return one rank's part of this block, with only the examples in ``data``.
 
         Likelihood weights are multiplied by ``shares``, the number of ranks. The log likelihood of
         this block is then the mean over the parts. Its statistic is the sum over the parts.
@@ -211,7 +211,7 @@ class Block:
         return replace(self, likelihood_weights=weights, anchored=one_draw)
 
     def rows_of(self, position: int) -> int:
-        """Return the largest number of rows of an example from this position on.
+        """Return the largest number of rows of any example at or after this position.
 
         The result is 0 if ``columns`` is None.
         """
@@ -250,7 +250,7 @@ class Block:
     def columns_of(self, data: slice, padded: bool = False) -> Int[Tensor, "m k"] | None:
         """Return the columns of the examples between two ``cuts``, or None for all C columns.
 
-        Unless ``padded``, padding is removed. The result may then have no columns.
+        Unless ``padded`` is True, padding is removed, so the result may have no columns.
         """
         if self.columns is None or self._counts is None or padded:
             return None if self.columns is None else self.columns[data]
@@ -260,7 +260,10 @@ class Block:
 def padded_columns(
     data: Int[Tensor, " r"], outputs: Int[Tensor, " r"], m: int
 ) -> Int[Tensor, "m k"]:
-    """Return a matrix of each example's outputs, padded with -1, from pairs (example, output)."""
+    """Return a matrix with the output indices of each example, padded with -1.
+
+    ``data`` and ``outputs`` contain the example and the output of each row, for m examples.
+    """
     by_datum = data.argsort(stable=True)
     data, outputs = data[by_datum], outputs[by_datum]
     counts = data.bincount(minlength=m)

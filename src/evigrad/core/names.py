@@ -94,8 +94,8 @@ class Estimator:
             )
         if self.iid and (self.outputs is None or self.curvature != "ggn"):
             raise ConfigurationError(
-                "'iid' draws outputs for each example, so OUTPUTS must be an integer. Omit 'ef' "
-                "and 'mc', or omit 'iid'."
+                "'iid' draws separate outputs for each example. Therefore, OUTPUTS must be an"
+                " integer, and 'ef' and 'mc' are not allowed. Otherwise, omit 'iid'."
             )
         if self.curvature == "ef" and self.outputs != 1:
             raise ConfigurationError(
@@ -116,7 +116,7 @@ class Estimator:
             )
         if self.subset is None:
             raise ConfigurationError(
-                "if OUTPUTS is 'rows', SUBSET is a number of rows and must be an integer, as in "
+                "SUBSET is a number of rows if OUTPUTS is 'rows', so it must be an integer, as in "
                 f"'{self.structure}-400-rows'. For all rows, use '{self.structure}-N-C'."
             )
         clashing = [name for name in ("iid", "grouped") if getattr(self, name)]
@@ -134,17 +134,17 @@ class Estimator:
 
         Args:
             name: A name such as ``"ntk-400-1"``. Modifiers may come in any order.
-            custom: The custom curvature whose name begins ``name``, if any.
+            custom: Custom curvature, if any. Its name is the first part of ``name``.
 
         Raises:
             ConfigurationError: If the name does not match the grammar, or combines parts that
-                are mutually exclusive. The message contains the reason and the nearest valid name.
+                are mutually exclusive. The message contains the reason and, if there is one, a
+                similar valid name.
         """
         if "auto" in name.split("-"):
             raise ConfigurationError(
-                f"Estimator name {name!r}: evigrad does not choose estimators or subsets"
-                f" automatically. Use the default '{DEFAULT_ESTIMATOR}', or a number instead of"
-                f" 'auto'. {GRAMMAR}"
+                f"Estimator name {name!r}: 'auto' is not allowed in an estimator name. Use the"
+                f" default '{DEFAULT_ESTIMATOR}', or a number instead of 'auto'. {GRAMMAR}"
             )
         try:
             return cls._read(name, custom)
@@ -229,8 +229,8 @@ class Estimator:
     def is_bound(self, root: str, couples_outputs: bool) -> bool:
         """Return whether the estimate is, in expectation, a lower bound on the log evidence.
 
-        The expected log-determinant of a bound is at least the exact one (Theorems 1 and 2). If
-        OUTPUTS is an integer, it is assumed to be less than the number of outputs.
+        For a bound, the expected log-determinant is at least the exact log-determinant (Theorems 1
+        and 2). If OUTPUTS is an integer, it is assumed to be less than the number of outputs.
 
         Args:
             root: How the likelihood's Hessian is split over the outputs. One of `ROOTS`.
@@ -280,7 +280,9 @@ def _read_modifiers(modifiers: list[str]) -> dict[str, Any]:
                 f"unknown modifier {modifier!r}. Use one of {', '.join(MODIFIERS)}."
             )
         if modifiers.count(modifier) > 1:
-            raise ConfigurationError(f"the modifier '{modifier}' occurs twice. Write it once.")
+            raise ConfigurationError(
+                f"the modifier '{modifier}' occurs more than once. Write it once."
+            )
         if modifier not in CURVATURES:
             settings[modifier] = True
         elif "curvature" in settings:

@@ -17,8 +17,8 @@ class Permutation:
     """A random permutation of 0 … n − 1, which computes its entries on demand.
 
     A Feistel network permutes the numbers below 4^b ≥ n. A result of n or more is permuted again
-    until it is below n (Black and Rogaway, 2002). Index the
-    permutation like a tensor, with integers and slices.
+    until it is below n (Black and Rogaway, 2002). Index the permutation like a tensor, with
+    integers and slices.
 
     Args:
         n: Length, below 2^62.
@@ -46,7 +46,7 @@ class Permutation:
         return self.at(torch.arange(*index.indices(self._n), device="cpu"))
 
     def at(self, places: Int[Tensor, " m"]) -> Int[Tensor, " m"]:
-        """Return the entries at these places. Places count from 0 to n − 1."""
+        """Return the entries at ``places``, which are indices from 0 to n − 1."""
         numbers = self._network(places)
         while bool((outside := numbers >= self._n).any()):
             numbers[outside] = self._network(numbers[outside])

@@ -93,7 +93,7 @@ def check_root(kind: str) -> None:
 
 
 def one_hot(f: Float[Tensor, "m C"], columns: Int[Tensor, "m k"] | None) -> Float[Tensor, "m k C"]:
-    """Return unit vectors of the listed outputs (None: all), and zero vectors for −1."""
+    """Return unit vectors of the outputs in ``columns`` (None: all), and zero vectors for −1."""
     num_data, num_outputs = f.shape
     if columns is None:
         eye = torch.eye(num_outputs, dtype=f.dtype, device=f.device)
@@ -117,7 +117,7 @@ def softmax_rows(
     R = D^{1/2} (I − u uᵀ/(1+√q)) has R Rᵀ = D − p_O p_Oᵀ with D = diag(p_O). Its column j is
     u_j (e_j − p_O/(1+√q)). If O contains all outputs, q = 0 and R is the Fisher root.
 
-    If ``columns`` is None, the result has C − 1 rows, which is the rank of Λ. They correspond to
+    If ``columns`` is None, the result has C − 1 rows, because Λ has rank C − 1. They correspond to
     the sub-block of all outputs except the last. The entry −u_j √q for the last output makes row j
     sum to zero, as Λ 1 = 0 requires.
     """

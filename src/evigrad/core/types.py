@@ -43,7 +43,7 @@ class Linearization(Protocol):
         ...
 
     def without_graph(self, root: RootRows) -> tuple["Linearization", RootRows]:
-        """Return this pass and its cotangents without a graph."""
+        """Return this pass and the cotangents ``root``, both without a graph."""
         ...
 
     def rows(
@@ -68,7 +68,7 @@ class Linearization(Protocol):
     def factors(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
     ) -> "dict[str, list[KroneckerUse]]":
-        """Return the Kronecker factors of the rows by parameter name, one per use."""
+        """Return the Kronecker factors of the rows by parameter name, one item per use."""
         ...
 
     def inner(
@@ -123,7 +123,7 @@ class Sweep(Protocol):
 
     @property
     def block(self) -> Block:
-        """The block."""
+        """The block that goes through the network."""
         ...
 
     @property
@@ -136,13 +136,13 @@ class Sweep(Protocol):
     ) -> State:
         """Return the final state after applying ``step`` to each micro-batch in turn.
 
-        ``step`` must return the next state without changing the old one, so that a step can be
+        ``step`` must return the next state without changing the old state, so that a step can be
         repeated with fewer examples. ``graph`` determines whether ``step`` gets autograd graphs.
         """
         ...
 
     def linearize(self, batch: MicroBatch, *, graph: bool) -> Linearization:
-        """Return the linearized pass of a micro-batch, with an autograd graph if ``graph``."""
+        """Return the linearized pass of a micro-batch, with a graph if ``graph`` is True."""
         ...
 
     def keeps_graph(self, batch: MicroBatch) -> bool:
@@ -193,7 +193,7 @@ class Prior(Protocol):
     """The prior N(w₀, P0⁻¹) of the weights, with a diagonal precision matrix P0."""
 
     def precisions(self) -> Mapping[str, Tensor]:
-        """Return the diagonal of P0 by weight name, as one number or one number per entry."""
+        """Return the precisions by weight name: one number for the weight, or one per entry."""
         ...
 
     def quadratic(self, weights: Mapping[str, Tensor]) -> Float[Tensor, ""]:
@@ -216,7 +216,7 @@ class LinearizedModel:
         estimator: The parsed estimator name, which determines the rows of a block and the
             curvature of the outputs.
         num_data: Number of examples, N.
-        temperature: The temperature T, with which the likelihood is p^(1/T).
+        temperature: The temperature T. The likelihood p is raised to the power 1/T.
         root: How the curvature of an example is split into rows. One of ``ROOTS``.
     """
 

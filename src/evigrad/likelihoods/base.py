@@ -137,8 +137,8 @@ class Likelihood(nn.Module, ABC):
             )
         if y.ndim == 0 or len(y) != shape[0]:
             raise InputError(
-                f"Outputs of shape {shape} need {shape[0]} targets (one per example), got targets"
-                f" of shape {tuple(y.shape)}. Use one target per example."
+                f"Outputs of shape {shape} need {shape[0]} targets, got targets of shape"
+                f" {tuple(y.shape)}. Pass one target per example."
             )
         if y.is_floating_point() and not is_finite(y):
             refuse_where(~torch.isfinite(y), y, "is not finite. Remove or impute such targets")
@@ -147,7 +147,7 @@ class Likelihood(nn.Module, ABC):
         """Return which of the targets count, if outputs (m, …, C) have a target per position.
 
         False marks positions without a target, such as padding. The default, None, counts all
-        targets. ``validate`` has not checked the targets yet.
+        targets. This method is called before ``validate`` checks the targets.
         """
         return None
 
@@ -217,8 +217,9 @@ class Likelihood(nn.Module, ABC):
 
     def _refuse_inherited(self, name: str, what: str) -> None:
         raise ConfigurationError(
-            f"{type(self).__name__} inherits {name}, which is not {what}. Override {name} too, or"
-            f" derive the class directly from Likelihood, which computes {name} from log_prob."
+            f"{type(self).__name__} inherits {name}, which does not match {what}. Override {name}"
+            f" too, or derive the class directly from Likelihood, which computes {name} from"
+            " log_prob."
         )
 
     def _check_root(self, f: Tensor) -> None:
@@ -235,7 +236,7 @@ class Likelihood(nn.Module, ABC):
             vectors = self.root(f, outputs[None], "subblock").scaled
         if _differ((vectors.mT @ vectors)[0][outputs][:, outputs], expected):
             name = "hessian" if type(self).root is Likelihood.root else "root"
-            self._refuse_inherited(name, "a root of the Hessian of its log_prob")
+            self._refuse_inherited(name, "the Hessian of its log_prob")
 
     def _check_same_hessian(self, f: Tensor, y: Tensor) -> None:
         """Compare Hessians at targets and reference targets, along a random direction."""
@@ -250,10 +251,10 @@ class Likelihood(nn.Module, ABC):
             target = y[worst].item() if y.ndim == 1 else y[worst].flatten()[:3].tolist()
             raise ConfigurationError(
                 f"The Hessian of {type(self).__name__}.log_prob depends on the targets. At target"
-                f" {target}, it differs from the Hessian at reference_targets, which the rows use."
-                " If some examples are masked, remove them from the data set (num_data counts the"
-                " rest). Otherwise, override hessian(f) to return a matrix that does not depend on"
-                " the targets, such as the Fisher information."
+                f" {target}, it differs from the Hessian at reference_targets, which evigrad uses"
+                " for all targets. If log_prob masks some examples, remove them from the data set"
+                " and do not count them in num_data. Otherwise, override hessian(f) to return a"
+                " matrix that does not depend on the targets, such as the Fisher information."
             )
 
     def _times_hessian(self, f: Tensor, y: Tensor, direction: Tensor) -> Tensor:
@@ -487,7 +488,7 @@ def by_entry(name: str, values: Tensor) -> dict[str, float]:
 
 
 def check_one_per_output(f_shape: Sequence[int], y: Tensor) -> None:
-    """Raise InputError unless targets are (m, C), because a missing axis would broadcast."""
+    """Raise an InputError unless targets are (m, C), because a missing axis would broadcast."""
     if tuple(y.shape) != tuple(f_shape):
         hint = " Use y.unsqueeze(-1)." if y.ndim == 1 and f_shape[1] == 1 else ""
         raise InputError(
@@ -497,7 +498,7 @@ def check_one_per_output(f_shape: Sequence[int], y: Tensor) -> None:
 
 
 def refuse_where(wrong: Tensor, y: Tensor, words: str) -> None:
-    """Raise an InputError for the first target that ``wrong`` marks, if there is one."""
+    """Raise an InputError for the first target that ``wrong`` marks, if any."""
     if bool(wrong.any()):
         where = [int(i) for i in wrong.nonzero()[0]]
         raise InputError(

@@ -60,13 +60,13 @@ def check_finite(what: str, value: Tensor) -> None:
     finite = torch.isfinite(value).flatten(1).all(1)
     if finite.any():
         raise NotFiniteOutputError(
-            f"{what} hold NaN or infinite values for only {int((~finite).sum())} of {len(finite)}"
-            " examples. Fix the inputs of these examples, or remove the examples. (A mask"
-            " may remove all of an example, and a mean or softmax over nothing is NaN.)"
+            f"{what} contain NaN or infinite values for only {int((~finite).sum())} of"
+            f" {len(finite)} examples. Fix the inputs of these examples, or remove the examples."
+            " (If a mask hides an entire example, its mean or softmax is NaN.)"
         )
     raise NotFiniteOutputError(
-        f"{what} hold NaN or infinite values for all examples: training has diverged. Lower the"
-        " learning rate."
+        f"{what} contain NaN or infinite values for all examples, so training has diverged."
+        " Lower the learning rate."
     )
 
 
@@ -93,8 +93,8 @@ def log_probabilities(
         )
     if alone and not is_finite(f):
         raise NotFiniteOutputError(
-            "The model's outputs hold NaN or infinite values for these inputs. Check the weights"
-            " (training may have diverged) and the inputs."
+            "The model's outputs contain NaN or infinite values for these inputs. Check the"
+            " weights (training may have diverged) and the inputs."
         )
     # Targets of a wrong shape can broadcast against the other data without an error.
     if alone and len(f) > 1:
@@ -125,8 +125,8 @@ def class_probabilities(likelihood: Likelihood, f: Tensor) -> Tensor:
         probabilities = None if is_other else likelihood.probabilities(f)
     if probabilities is None:
         raise ConfigurationError(
-            f"{name} has no class probabilities. For regression, use mean and std. log_prob(y)"
-            " works for any likelihood. A custom classification likelihood needs a method"
+            f"{name} has no class probabilities. For regression, use mean and std, or log_prob(y),"
+            " which works for any likelihood. A custom classification likelihood must define"
             " probabilities(f)."
         )
     return probabilities.detach()

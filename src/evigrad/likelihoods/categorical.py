@@ -59,9 +59,10 @@ class Categorical(Likelihood):
         num_data, num_outputs = f_shape
         if num_outputs == 1:
             raise InputError(
-                "Categorical needs at least two outputs, got one, whose softmax is always 1. For"
-                ' numeric targets (regression), use likelihood="gaussian". For two classes, use'
-                " Bernoulli() with y.float().unsqueeze(1), or a model with two outputs."
+                "Categorical needs at least two outputs, but the model has only one, and its"
+                " softmax is always 1. For numeric targets (regression), use"
+                ' likelihood="gaussian". For two classes, use Bernoulli() with'
+                " y.float().unsqueeze(1), or a model with two outputs."
             )
         if y.ndim != 1:
             hint = ""
@@ -149,7 +150,11 @@ class Categorical(Likelihood):
     def row_scores(
         self, condensed: Float[Tensor, "m D"], kind: str
     ) -> tuple[Float[Tensor, "m K"], Float[Tensor, " m"] | None]:
-        """Return the squared norms of the columns, without one that is zero because Λ 1 = 0."""
+        """Return the squared norms of columns (see ``Likelihood.row_scores``).
+
+        For the "eigen" root of at most ``TOP_CLASSES`` classes, the last column is omitted. It is
+        zero because Λ 1 = 0.
+        """
         if kind != "eigen":
             return super().row_scores(condensed, kind)
         if condensed.shape[1] <= TOP_CLASSES:

@@ -23,7 +23,7 @@ class Gaussian(Noisy):
         learnable: Whether ``log_noise`` = log σ, of shape () or (C,), is learned. Default: True.
 
     Raises:
-        ConfigurationError: If a value of σ is not positive and finite, there are not 1 or C values,
+        ConfigurationError: If σ is not positive and finite, the number of values is not 1 or C,
             or ``learnable`` is not a bool.
 
     Examples:

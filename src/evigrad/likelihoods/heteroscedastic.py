@@ -96,7 +96,7 @@ class HeteroscedasticGaussian(Likelihood):
         return torch.cat([deviation, constant], dim=1)
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
-        """Return the sums ``log_likelihood`` (nats) and ``squared_error`` of the means (y²)."""
+        """Return the sums ``log_likelihood`` (nats) and ``squared_error`` of μ (units of y²)."""
         mean, _ = self._of_targets(f)
         return super().metrics(f, y) | {"squared_error": total((y.to(f) - mean).square())}
 

@@ -58,7 +58,7 @@ class Noisy(Likelihood):
         if self.log_noise.ndim and len(self.log_noise) != f_shape[1]:
             raise InputError(
                 f"The likelihood must have one noise per output, got {len(self.log_noise)} for"
-                f" {f_shape[1]} outputs. Use one noise for all, or"
+                f" {f_shape[1]} outputs. Use a single noise for all outputs, or"
                 f" {type(self).__name__}(num_outputs={f_shape[1]})."
             )
 

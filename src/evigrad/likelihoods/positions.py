@@ -27,7 +27,8 @@ def counted(likelihood: Likelihood, shape: Sequence[int], y: Tensor) -> Tensor:
     target_shape = tuple(y.shape[1 : 1 + len(shape)])
     if target_shape != tuple(shape):
         hint = (
-            "If positions have no target, such as the last one of a sequence, use the label -100."
+            "If some positions have no target, such as the last position of a sequence, use the"
+            " label -100 there."
         )
         if target_shape[:1] == tuple(shape[1:2]):
             hint = "If the model's channels come second, use evigrad.Outputs(model, channel_dim=1)."

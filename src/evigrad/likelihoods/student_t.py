@@ -30,7 +30,7 @@ class StudentT(Noisy):
             smaller number gives heavier tails. ν is not learned. Default: 4.
 
     Raises:
-        ConfigurationError: If a value of σ is not positive and finite, there are not 1 or C values,
+        ConfigurationError: If σ is not positive and finite, the number of values is not 1 or C,
             ``learnable`` is not a bool, or ``degrees`` is not a finite number larger than 2.
 
     Examples:

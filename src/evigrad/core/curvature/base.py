@@ -43,7 +43,7 @@ class Statistic(ABC):
     def reduced(self, total: Callable[[Sequence[Tensor]], list[Tensor]]) -> Self:
         """Return the sum of the statistics of several parts of the data, without a graph.
 
-        The function ``total`` sums tensors over all parts, including this one.
+        The function ``total`` sums tensors over all parts, including the part of this statistic.
         """
         return cast(Self, self.with_tensors(total(self.tensors())))
 
@@ -75,7 +75,7 @@ class Curvature(ABC, Generic[StatisticT]):
     memory, or to support anchors.
 
     Attributes:
-        name: The structure, with which the names of estimators begin.
+        name: Name of the structure. Estimator names begin with it.
         log_det_is: ``"exact"`` if the result is ℓ for the given rows, ``"bound"`` if it is at least
             ℓ (Theorem 1), or else ``"approximate"``.
         keeps_rows: Whether the statistic stores separate rows, which can be rescaled or used as
@@ -143,7 +143,7 @@ class Curvature(ABC, Generic[StatisticT]):
         return LogDet(self.log_det(statistic, precisions))
 
     def check_conditioning(self, conditioning: Conditioning | None) -> None:
-        """Raise an error if anchors are given but not supported."""
+        """Raise a ConfigurationError if anchors are given but not supported."""
         if conditioning is not None and not self.takes_anchors:
             raise ConfigurationError(
                 f"{self.name!r} does not support anchors. Use the structure 'ntk' instead."
@@ -201,7 +201,7 @@ class Curvature(ABC, Generic[StatisticT]):
         return statistic
 
     def condenses(self, num_rows: int) -> bool:
-        """Return whether ``condense`` keeps only inner products of the rows, given their number."""
+        """Return whether, for ``num_rows`` rows, ``condense`` keeps only their inner products."""
         return False
 
     def predicted_bytes(self, num_rows: int) -> int:

@@ -60,8 +60,8 @@ class Factors:
     """Sums over the Kronecker examples of a weight.
 
     Attributes:
-        inputs: A, (G, i, i) for G channel groups.
-        gradients: B, (G, o, o).
+        inputs: A, the sum of outer products of inputs, (G, i, i) for G channel groups.
+        gradients: B, the sum of outer products of gradients, (G, o, o).
         count: The number of Kronecker examples.
         num_rows: The number of outer products in B.
         transposed: Whether the weight is (in, out) instead of (out, in).

@@ -104,7 +104,7 @@ class KroneckerUse:
         return self.with_gradients(pieces)
 
     def with_gradients(self, pieces: Sequence[Float[Tensor, "m k G T o"]]) -> "KroneckerUse":
-        """Return this use with the gradients of other rows."""
+        """Return this use with ``pieces`` as its gradients."""
         use = copy.copy(self)
         use.pieces = tuple(pieces)
         return use

@@ -84,7 +84,7 @@ def check_rounding(error: Tensor, value: Tensor, dtype: torch.dtype) -> None:
 
 
 def is_tolerated(nats: float, value: float) -> bool:
-    """Return whether an error in nats is acceptable. NaN is accepted, but causes an error later."""
+    """Return whether a rounding error in nats is acceptable. NaN is accepted and detected later."""
     return not nats > TOLERATED_NATS + TOLERATED_SHARE * value
 
 
@@ -187,7 +187,7 @@ def kronecker_rounding(
 def kronecker_rounding_rate(
     left: Float[Tensor, "*batch i"], right: Float[Tensor, "*batch j"]
 ) -> float:
-    """Return an upper bound on ``kronecker_rounding``, per unit of the factor."""
+    """Return an upper bound on ``kronecker_rounding`` divided by its ``factor``."""
     unit = EIGENVALUE_ROUNDINGS * torch.finfo(left.dtype).eps
     with torch.no_grad():
         of_left = left.shape[-1] * left.amax(-1) * right.sum(-1)

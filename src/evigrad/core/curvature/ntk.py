@@ -248,7 +248,10 @@ class Ntk(Curvature[NtkStatistic]):
         arguments: Sequence[Tensor],
         conditioning: Conditioning | None = None,
     ) -> Differential[NtkStatistic]:
-        """See ``Curvature.differentiate``. The rows are overwritten with their derivatives."""
+        """Return ℓ and its derivatives, and overwrite the rows A with ∂ℓ/∂A.
+
+        See ``Curvature.differentiate`` for the arguments.
+        """
         self.check_conditioning(conditioning)
         self._shared_groups(precisions, self._numel)
         block_derivatives = [
@@ -336,7 +339,7 @@ class Ntk(Curvature[NtkStatistic]):
     def condense(self, statistic: NtkStatistic) -> NtkStatistic:
         """Return a statistic with the groups' Gram matrices instead of the rows, to save memory.
 
-        If the rows have a graph or Gram matrices are not stored, return the same statistic.
+        If the rows have a graph or ``condenses`` returns False, return the same statistic.
         """
         if statistic.carries_graph or not self.condenses(statistic.num_rows):
             return statistic

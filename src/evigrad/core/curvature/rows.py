@@ -63,7 +63,7 @@ class Rows(ABC):
 
     @abstractmethod
     def part(self, rows: slice, data: slice) -> Self:
-        """Return these rows as one micro-batch. ``data`` is the slice of their examples."""
+        """Return the slice ``rows`` as one micro-batch. ``data`` is the slice of its examples."""
 
     @abstractmethod
     def kept(self, keep: Callable[[Tensor], Tensor]) -> "Rows":
@@ -215,7 +215,7 @@ def add_part(values: Float[Tensor, " n"], columns: slice, part: Tensor) -> None:
 
 
 def between(chunks: Sequence[Tensor], span: slice) -> Tensor:
-    """Return a range of tensors concatenated along dim 0, as a view if one tensor contains it."""
+    """Return the rows in ``span`` of concatenated chunks, as a view if one chunk contains them."""
     parts, start = [], 0
     for chunk in chunks:
         stop = start + len(chunk)
