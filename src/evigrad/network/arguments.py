@@ -91,8 +91,8 @@ def check_call(model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor)
     for name, p in weights.items():
         if parameters.get(name) is not p:
             raise ConfigurationError(
-                f"{name!r} is not the model's current parameter of this name, which may have been"
-                " replaced or removed. Pass the model's current"
+                f"The weight {name!r} is not the model's current parameter of this name. The"
+                " parameter may have been replaced or removed. Pass the model's current"
                 f" parameters.{nearest(name, parameters)}"
             )
         if not p.is_floating_point() or not p.requires_grad:
@@ -163,7 +163,13 @@ def model_outputs(model: nn.Module, x: Inputs, positions: bool = False) -> Tenso
 
 
 def check_output(output: object, m: int, positions: bool = False) -> Tensor:
-    """Return the output for m examples. Raise an error if it is not a float tensor (m, […,] C)."""
+    """Return the outputs for m examples.
+
+    If ``positions``, the shape (m, …, C) is also allowed.
+
+    Raises:
+        InputError: If the outputs are not a dense floating-point tensor (m, C).
+    """
     if not isinstance(output, Tensor):
         raise InputError(
             f"The model returned a {type(output).__name__}, but evigrad needs one tensor of shape"

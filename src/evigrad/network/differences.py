@@ -128,7 +128,7 @@ def _nodes_of_rows(outputs: Tensor, weights: Iterable[Tensor]) -> set[Node]:
 
 
 class TensorHooks(TorchFunctionMode):
-    """Record whether a hook is registered on a tensor. If ``ignore``, do not register it."""
+    """Record whether a hook is registered on a tensor. If ``ignore``, skip the registration."""
 
     def __init__(self, ignore: bool = False) -> None:
         super().__init__()
@@ -345,9 +345,10 @@ class _RandomSums:
     def verdict(
         self, function: Callable[[bool], tuple[Tensor, float]], tensors: Sequence[nn.Parameter]
     ) -> _Verdict:
-        """Return a comparison of autograd with finite differences for the derivative of a sum.
+        """Return a comparison of autograd's derivative of a sum with a finite difference.
 
-        ``function`` computes the sum. The values of ``tensors`` are changed and then restored.
+        ``function`` computes the sum. The derivative is taken along a random direction in the
+        ``tensors``, whose values are changed and then restored.
         """
         value, size = function(True)
         directions = [self._random(p) * _root_mean_square(p) for p in tensors]

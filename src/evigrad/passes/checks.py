@@ -48,7 +48,7 @@ def _check_masks(inputs: Tree) -> None:
             if empty.any():
                 raise InputError(
                     f"{name} of the inputs is zero everywhere for {int(empty.sum())} of"
-                    f" {len(empty)} examples. The first is at index"
+                    f" {len(empty)} examples. The first of these examples is at index"
                     f" {int(empty.int().argmax())}. Omit these examples, or keep at least one token"
                     " in each example."
                 )
@@ -163,7 +163,7 @@ def check_block(block: Block, partition: Partition) -> None:
 def check_state(
     state: Mapping[str, Any], current_state: Mapping[str, Any], modules: Mapping[str, nn.Module]
 ) -> None:
-    """Raise an error if a state does not fit this evidence. The evidence is not changed."""
+    """Raise an error if a state does not match this evidence. The evidence is not changed."""
     if missing := current_state.keys() - state.keys() - {"micro_batches", "preparation", "anchors"}:
         raise ConfigurationError(
             f"The state lacks {', '.join(sorted(missing))}. Load the result of state_dict()."
@@ -178,6 +178,6 @@ def check_state(
             copy.deepcopy(module).load_state_dict(state[key])
         except RuntimeError as error:
             raise ConfigurationError(
-                f"The state of the {key} does not fit. Create the evidence with the {key} of the"
-                f" state. PyTorch reports: {error}"
+                f"The saved state does not match the {key} of this evidence. Create the evidence"
+                f" with the {key} of the saved state. PyTorch reports: {error}"
             ) from error
