@@ -81,7 +81,7 @@ def without_derivative(error: BaseException) -> ConfigurationError | None:
 def check_call(model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor) -> None:
     """Raise an error if ``x`` is empty, or if the weights cannot have correct gradients."""
     if x.dim() == 0 or len(x) == 0:
-        raise InputError("x is empty or a scalar. Pass at least one example in dimension 0 of x.")
+        raise InputError("x is empty or a scalar. Pass at least one example along dimension 0.")
     if torch.is_inference_mode_enabled():
         raise ConfigurationError(
             "PyTorch computes no gradients inside torch.inference_mode(). Remove this context, or"
@@ -104,8 +104,8 @@ def check_call(model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor)
         if p._backward_hooks:
             raise ConfigurationError(
                 f"A hook on {name!r}, set by register_hook, may change this parameter's gradient."
-                " The curvature would then correspond to another function. Remove the hook, or use"
-                " it only in training steps."
+                " The curvature would then correspond to a different function. Remove the hook, or"
+                " register it only for training steps."
             )
 
 
@@ -122,7 +122,7 @@ def check_hooks(model: nn.Module) -> None:
     if hook_places:
         raise ConfigurationError(
             f"A backward hook on {listed(hook_places)} may change gradients. The curvature would"
-            " then correspond to another function. Remove the hook, or register it only for"
+            " then correspond to a different function. Remove the hook, or register it only for"
             " training steps. Forward hooks are allowed."
         )
 

@@ -106,8 +106,8 @@ def convolution_patches(
 ) -> Float[Tensor, "m G i FT"]:
     """Return the patches that the kernel multiplies at each of T output positions.
 
-    ``parts`` is F, the number of entries in dimension 0 of ``x`` per example. The i entries of a
-    patch are ordered as in the weight, with one for each channel of a group and kernel entry.
+    ``parts`` is F, the number of entries in dimension 0 of ``x`` per example. Each patch has
+    i entries, one for each pair of a channel and a kernel entry, ordered as in the weight.
     """
     windows, dims = x, len(g.kernel)
     if any(g.padding):

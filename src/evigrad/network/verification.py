@@ -163,7 +163,7 @@ class Reference:
 def distinct_probe(model: nn.Module, x: Tensor, size: int) -> tuple[Tensor, bool]:
     """Return ``size`` inputs, and whether all of them are different.
 
-    If there are too few different inputs, copies of them are varied.
+    If there are too few different inputs, they are repeated and varied.
     """
     # Equal examples would not reveal a layer that sorts or mixes them.
     probe = x.detach()[torch.arange(size, device=x.device) % len(x)]

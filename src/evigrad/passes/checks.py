@@ -30,8 +30,8 @@ def check_inputs(x: object, device: torch.device) -> Inputs:
             )
         if part.is_floating_point() and not is_finite(part):
             raise InputError(
-                "Inputs contain NaN or infinite values. Impute these values, or omit these"
-                " examples."
+                "Inputs contain NaN or infinite values. Impute these values, or omit the"
+                " examples that contain them."
             )
     check_integers(inputs)
     if isinstance(inputs, Tree):
@@ -114,7 +114,13 @@ def check_gradients(names: Iterable[str], gradients: Iterable[Tensor]) -> None:
 
 
 def as_generator(generator: torch.Generator | int | None) -> torch.Generator:
-    """Return a CPU generator, created from a seed if necessary. Default: PyTorch's initial seed."""
+    """Return a CPU generator, created from a seed if necessary.
+
+    If ``generator`` is None, the seed is PyTorch's initial seed.
+
+    Raises:
+        ConfigurationError: If ``generator`` is not a CPU generator or an integer.
+    """
     if isinstance(generator, torch.Generator):
         if generator.device.type != "cpu":
             raise ConfigurationError(

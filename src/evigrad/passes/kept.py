@@ -89,7 +89,7 @@ def as_kept(
     for kept_pass in passes:
         if kept_pass.model is not problem:
             raise InputError(
-                "The pass was collected by another evidence. Call collect(...) of this evidence."
+                "The pass was collected by another evidence. Call collect(...) on this evidence."
             )
         if kept_pass.follows not in now:
             now[kept_pass.follows] = _versions(problem, hyperparameters, kept_pass.follows)
@@ -102,7 +102,8 @@ def as_kept(
         if lost := [name for name in names if name not in kept_pass.follows]:
             raise ConfigurationError(
                 f"The kept pass has no gradient for {', '.join(lost)}, because it was collected for"
-                f" wrt={sorted(kept_pass.follows)}. Use this wrt, or pass the data."
+                f" wrt={sorted(kept_pass.follows)}. Use the same wrt, or pass data instead"
+                " of the pass."
             )
     return passes
 

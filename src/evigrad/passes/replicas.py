@@ -23,7 +23,7 @@ class ReducedCurvature(Curvature[Any]):
 
     Args:
         curvature: A curvature with an additive statistic.
-        ranks: The processes.
+        ranks: The processes that share the examples.
     """
 
     def __init__(self, curvature: Curvature[Any], ranks: Ranks) -> None:

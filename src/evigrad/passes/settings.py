@@ -191,8 +191,8 @@ def check_model(
     check_choice("root", root, ROOTS)
     if anchoring is not None and not estimator.anchored:
         raise ConfigurationError(
-            f"{estimator.name} has no anchors. Omit anchoring=..., or use an estimator such"
-            " as 'ntk-400-rows-anchored'."
+            f"{estimator.name} has no anchors. Omit anchoring=..., or use an estimator with"
+            " anchors, such as 'ntk-400-rows-anchored'."
         )
     if estimator.anchored and root == "subblock":
         raise ConfigurationError(
