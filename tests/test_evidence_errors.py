@@ -296,7 +296,7 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     other = build(likelihood=Gaussian([1.0, 2.0, 3.0]), generator=7)
     with torch.no_grad():
         log_precision(other).add_(1)
-    with pytest.raises(ConfigurationError, match="likelihood does not fit"):
+    with pytest.raises(ConfigurationError, match="does not match the likelihood"):
         evidence.load_state_dict(other.state_dict())
     assert torch.equal(evidence.state_dict()["prior"]["log_precision"], before)
 

@@ -609,7 +609,7 @@ def test_data_that_begin_without_targets() -> None:
 
 def test_wrong_number_of_targets() -> None:
     one = evidence(tagger(), Categorical(), "ntk-N-1", N)
-    with pytest.raises(InputError, match="num_data is 5.*is 13"):
+    with pytest.raises(InputError, match="num_data is 5.*has 13 positions"):
         one.blocks(text())
 
 
@@ -641,7 +641,7 @@ def test_another_number_of_outputs(passes: int, positions: bool) -> None:
     for _ in range(passes):
         one.estimate(block)
     model.more = nn.Identity()
-    with pytest.raises(InputError, match="4 outputs, but had 3"):
+    with pytest.raises(InputError, match="4 outputs per example, but 3 before"):
         one.estimate(block)
 
 

@@ -282,7 +282,7 @@ def test_a_mask_that_leaves_nothing() -> None:
     )
     for call in (evidence.map_loss, evidence.estimate):
         with pytest.raises(
-            InputError, match="'attention_mask' .* 1 of 4 examples. The first is at index 2"
+            InputError, match="'attention_mask' .* 1 of 4 examples. The first of these .* index 2"
         ):
             call(x, y)
 

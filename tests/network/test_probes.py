@@ -182,7 +182,7 @@ def test_outputs_that_are_not_finite(value: float) -> None:
     model = Net(by_name)
     with torch.no_grad():
         model.head.bias.fill_(value)
-    with pytest.raises(InputError, match="outputs hold NaN or infinite"):
+    with pytest.raises(InputError, match="outputs contain NaN or infinite"):
         plan(model, weights_of(model), random(3, 3))
 
 

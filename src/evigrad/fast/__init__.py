@@ -1,1 +1,1 @@
-"""Save time or memory: keep rows as products, or store rows in another type or place."""
+"""Save time or memory: keep rows as products, or change their data type or device."""

@@ -220,7 +220,8 @@ def contraction_gram(
     """Return the inner products between the rows of two uses, without forming the rows.
 
     The rows are Σ_t g_(n,j,t) ⊗ a_(n,t). Their inner products are Σ_(t,t') (a_(n,t)·a_(n',t'))
-    (g_(n,j,t)·g_(n',j',t')). R = m k, and the rows of an example are adjacent.
+    (g_(n,j,t)·g_(n',j',t')). Each use has R = m k rows, k for each of its m examples. The rows of
+    an example are adjacent.
     """
     (a, g), (b, h) = one, other
     (m, k), num_columns = g.shape[:2], h.shape[:2].numel()

@@ -12,10 +12,10 @@ class Storage:
     """How Jacobian rows are stored.
 
     Attributes:
-        dtype: Data type of the stored rows, or None if it does not change. Products of rows are
-            computed in ``working_dtype``.
-        device: Device of the stored rows, or None if it does not change. If rows move from a GPU to
-            the CPU, they are stored in pinned memory, which is copied at full speed.
+        dtype: Data type of the stored rows, or None to keep their type. It does not affect the type
+            in which products of rows are computed.
+        device: Device of the stored rows, or None to keep their device. If rows move from a GPU to
+            the CPU, they are stored in pinned memory, which can be copied faster.
     """
 
     dtype: torch.dtype | None = None

@@ -81,7 +81,7 @@ def without_derivative(error: BaseException) -> ConfigurationError | None:
 def check_call(model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor) -> None:
     """Raise an error if ``x`` is empty, or if the weights cannot have correct gradients."""
     if x.dim() == 0 or len(x) == 0:
-        raise InputError("x is empty or a scalar. Pass at least one example in dimension 0 of x.")
+        raise InputError("x is empty or a scalar. Pass at least one example along dimension 0.")
     if torch.is_inference_mode_enabled():
         raise ConfigurationError(
             "PyTorch computes no gradients inside torch.inference_mode(). Remove this context, or"
@@ -91,8 +91,8 @@ def check_call(model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor)
     for name, p in weights.items():
         if parameters.get(name) is not p:
             raise ConfigurationError(
-                f"{name!r} is not the model's current parameter of this name, which may have been"
-                " replaced or removed. Pass the model's current"
+                f"The weight {name!r} is not the model's current parameter of this name. The"
+                " parameter may have been replaced or removed. Pass the model's current"
                 f" parameters.{nearest(name, parameters)}"
             )
         if not p.is_floating_point() or not p.requires_grad:
@@ -104,8 +104,8 @@ def check_call(model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor)
         if p._backward_hooks:
             raise ConfigurationError(
                 f"A hook on {name!r}, set by register_hook, may change this parameter's gradient."
-                " The curvature would then correspond to another function. Remove the hook, or use"
-                " it only in training steps."
+                " The curvature would then correspond to a different function. Remove the hook, or"
+                " register it only for training steps."
             )
 
 
@@ -122,7 +122,7 @@ def check_hooks(model: nn.Module) -> None:
     if hook_places:
         raise ConfigurationError(
             f"A backward hook on {listed(hook_places)} may change gradients. The curvature would"
-            " then correspond to another function. Remove the hook, or register it only for"
+            " then correspond to a different function. Remove the hook, or register it only for"
             " training steps. Forward hooks are allowed."
         )
 
@@ -163,7 +163,13 @@ def model_outputs(model: nn.Module, x: Inputs, positions: bool = False) -> Tenso
 
 
 def check_output(output: object, m: int, positions: bool = False) -> Tensor:
-    """Return the output for m examples. Raise an error if it is not a float tensor (m, […,] C)."""
+    """Return the outputs for m examples.
+
+    If ``positions``, the shape (m, …, C) is also allowed.
+
+    Raises:
+        InputError: If the outputs are not a dense floating-point tensor (m, C).
+    """
     if not isinstance(output, Tensor):
         raise InputError(
             f"The model returned a {type(output).__name__}, but evigrad needs one tensor of shape"

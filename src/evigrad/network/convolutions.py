@@ -1,9 +1,10 @@
 """Compute Jacobian rows of convolutions, inner products with these rows, and input patches.
 
 A row of a convolution's weight is the correlation between an example's input and output gradient.
-Inner products of rows and cotangents do not need the rows. Each example's input is convolved with
-the example's cotangent, and the result is multiplied by the output gradient. The fastest algorithm
-depends on the sizes. The thresholds were measured on a CPU.
+Inner products of rows and cotangents are computed without forming the rows. Each example's input is
+convolved with the example's cotangent, and the result is multiplied by the output gradient. The
+fastest algorithm depends on the sizes of the tensors. The sizes at which the algorithm changes were
+measured on a CPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -105,8 +106,8 @@ def convolution_patches(
 ) -> Float[Tensor, "m G i FT"]:
     """Return the patches that the kernel multiplies at each of T output positions.
 
-    ``parts`` is F, the number of entries in dimension 0 of ``x`` per example. The i entries of a
-    patch are a group's channels times the kernel's entries, in the weight's order.
+    ``parts`` is F, the number of entries in dimension 0 of ``x`` per example. Each patch has
+    i entries, one for each pair of a channel and a kernel entry, ordered as in the weight.
     """
     windows, dims = x, len(g.kernel)
     if any(g.padding):

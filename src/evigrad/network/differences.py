@@ -1,8 +1,8 @@
 """Compare autograd's derivatives with finite differences.
 
 All other checks compare autograd with autograd. They cannot detect a custom function whose backward
-is not the derivative of its forward, or cannot be differentiated. This module has three checks for
-such functions, each on a few examples:
+is wrong or is not differentiable. This module has three checks for such functions, each on a few
+examples:
 
 - ``check_outputs`` compares derivatives of outputs with respect to the weights when a plan is made,
   if the model has custom functions or hooks on tensors. Differences are often intended, as in
@@ -64,8 +64,8 @@ def refuse_scaled_gradients(nodes: Iterable[Node]) -> None:
     if any(getattr(node, "_saved_scale_grad_by_freq", False) for node in nodes):
         raise ConfigurationError(
             "The model calls F.embedding or F.embedding_bag with scale_grad_by_freq=True. The"
-            " gradient and the curvature would correspond to another function. Omit the argument,"
-            " or use an nn.Embedding, for which evigrad switches this flag off."
+            " gradient and the curvature would correspond to a different function. Omit the"
+            " argument, or use an nn.Embedding, for which evigrad switches this flag off."
         )
 
 
@@ -77,8 +77,8 @@ def refuse_once_differentiable(
     Args:
         model: The model.
         weights: Weights by name.
-        learned: Names of the hyperparameters whose gradient needs derivatives of the rows. If it is
-            empty, the derivatives are for the exact Hessian.
+        learned: Names of the hyperparameters whose gradient needs derivatives of the rows. If there
+            are none, the derivatives are for the exact Hessian.
         x: A few inputs.
 
     Raises:
@@ -128,7 +128,7 @@ def _nodes_of_rows(outputs: Tensor, weights: Iterable[Tensor]) -> set[Node]:
 
 
 class TensorHooks(TorchFunctionMode):
-    """Record whether a hook is registered on a tensor. If ``ignore``, do not register it."""
+    """Record whether a hook is registered on a tensor. If ``ignore``, skip the registration."""
 
     def __init__(self, ignore: bool = False) -> None:
         super().__init__()
@@ -193,8 +193,8 @@ def check_outputs(
         if plain is None or plain.autograd != verdict.autograd:
             raise ConfigurationError(
                 f"A hook on a tensor, set by register_hook in forward, changes gradients. {numbers}"
-                " The curvature would correspond to another function. Remove the hook, or register"
-                " it only if self.training."
+                " The curvature would correspond to a different function. Remove the hook, or"
+                " register it only if self.training."
             )
     if functions:
         warnings.warn(
@@ -345,9 +345,10 @@ class _RandomSums:
     def verdict(
         self, function: Callable[[bool], tuple[Tensor, float]], tensors: Sequence[nn.Parameter]
     ) -> _Verdict:
-        """Return a comparison of autograd with finite differences for the derivative of a sum.
+        """Return a comparison of autograd's derivative of a sum with a finite difference.
 
-        ``function`` computes the sum. The values of ``tensors`` are changed and then restored.
+        ``function`` computes the sum. The derivative is taken along a random direction in the
+        ``tensors``, whose values are changed and then restored.
         """
         value, size = function(True)
         directions = [self._random(p) * _root_mean_square(p) for p in tensors]

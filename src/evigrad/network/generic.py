@@ -98,7 +98,7 @@ def vmap_rows(
 ) -> dict[str, Tensor]:
     """Return the same rows as ``loop_rows``, vectorized over examples.
 
-    Some modules give wrong rows, so compare them with ``loop_rows`` first.
+    The rows of some modules are wrong, so compare them with the rows of ``loop_rows`` first.
     """
     # Not every module can be vectorized. Some raise an error, and modules that keep references to
     # their parameters (such as recurrent ones) return other numbers.
@@ -139,8 +139,8 @@ def close(value: Tensor, expected: Tensor, norm: Tensor | float = 0.0, factor: f
 def close_outputs(value: Tensor, expected: Tensor, scale: Tensor) -> bool:
     """Return whether outputs (n, C) agree up to rounding.
 
-    The allowed error is relative to the norm of each example's output, or to ``scale`` if it is
-    larger.
+    The allowed error is relative to the norm of each example's output, or to ``scale`` if ``scale``
+    is larger.
     """
     if value.shape != expected.shape:
         return False
@@ -151,8 +151,8 @@ def close_outputs(value: Tensor, expected: Tensor, scale: Tensor) -> bool:
 def tolerances(like: Tensor) -> tuple[float, float]:
     """Return the tolerances for tensors of this type and device.
 
-    The first is the largest relative error. The second is the share of the largest norm that counts
-    as rounding.
+    The first is the largest allowed relative error. The second is the share of the largest norm
+    below which differences count as rounding errors.
     """
     relative, rounding = _TOLERANCES.get(like.dtype, _COARSE_TOLERANCES)
     if like.is_cuda and like.dtype == torch.float32:

@@ -2,7 +2,7 @@
 
 A rule computes the rows of each parameter of a function call. It needs the call's input and the
 gradients of the call's output. Rules apply to functions, not to modules. ``F.linear(x, w)`` in a
-forward method is equivalent to ``nn.Linear``.
+forward method is treated like ``nn.Linear``.
 
 To add a layer type, write a ``Rule`` with ``match`` and ``rows``, and add it to ``RULES``. Every
 plan compares the rule's rows with plain autograd (``verification.Reference``), and does not use the
@@ -50,8 +50,9 @@ class Match:
             single examples.
         slots: The call's parameters by role, such as "weight" or "bias".
         settings: All other settings on which the rows depend. They must be the same in every batch.
-        computed: Function that returns another tensor for the rows, or None. Dimension 0 of this
-            tensor has the same length as in ``input``. The function is called when rows are formed.
+        computed: Function that returns another tensor on which the rows depend, or None. Dimension
+            0 of this tensor has the same length as in ``input``. The function is called when rows
+            are formed.
     """
 
     input: Tensor
@@ -128,7 +129,7 @@ class Rule(ABC):
         raise NotImplementedError(f"{self.name} has no Kronecker factors. Call rows(...) instead.")
 
     def matrix(self, use: Use, shape: Sequence[int]) -> MatrixUse | None:
-        """Return how a use applies the weight as a single matrix, or None if it does not."""
+        """Return the sizes of a use that applies the weight as a single matrix, or else None."""
         del use, shape
         return None
 
@@ -157,7 +158,7 @@ def given(**slots: Tensor | None) -> dict[str, Tensor]:
 def sum_to(
     values: Float[Tensor, "m k F *out"], shape: Sequence[int]
 ) -> Float[Tensor, "m k *parameter"]:
-    """Sum values over the dimensions along which a parameter of this shape was broadcast."""
+    """Return values summed over dimensions along which a parameter of this shape was broadcast."""
     out = values.shape[2:]
     sizes = list(shape)[-len(out) :]
     sizes = [1] * (len(out) - len(sizes)) + sizes
@@ -168,7 +169,7 @@ def sum_to(
 
 
 def sum_to_channels(values: Float[Tensor, "m k F c *space"]) -> Float[Tensor, "m k c"]:
-    """Sum the values of each row and channel over parts and spatial dimensions."""
+    """Return the values of each row and channel, summed over parts and spatial dimensions."""
     return values.sum((2, *range(4, values.dim())))
 
 
@@ -570,7 +571,7 @@ RULES: dict[Callable[..., Any], Rule] = {
 
 
 def has_closed_forms(uses: Sequence[Use]) -> bool:
-    """Return whether there are uses, and each of them names a closed form."""
+    """Return whether ``uses`` is not empty and every use names an existing closed form."""
     names = {rule.name for rule in RULES.values()}
     return bool(uses) and all(use.rule in names for use in uses)
 
@@ -580,8 +581,8 @@ def matrix_uses(
 ) -> dict[str, tuple[MatrixUse, ...]]:
     """Return the matrix sizes of each use of each weight, by name.
 
-    The result includes only weights that are always used as a single matrix. These weights may be
-    tied.
+    The result includes only weights that are always used as a single matrix. A tied weight has
+    several uses.
     """
     rules = {rule.name: rule for rule in RULES.values()}
     uses_of_weights: dict[str, tuple[MatrixUse, ...]] = {}

@@ -1,6 +1,6 @@
 """Compute the Jacobian rows of a micro-batch.
 
-This takes one forward pass, and one backward pass for each row of an example.
+With k rows for each example, this takes one forward pass and k backward passes.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -232,7 +232,7 @@ class Linearization:
         Otherwise, samples count as positions.
 
         Raises:
-            ConfigurationError: If a parameter has no Kronecker factors.
+            ConfigurationError: If the plan has no Kronecker factors for a parameter.
             InputError: If a parameter has no Kronecker factors for this batch.
         """
         self._check_names(names)
@@ -245,8 +245,8 @@ class Linearization:
             if not self.is_closed(name):
                 raise InputError(
                     f"{name!r} has no Kronecker factors for this batch. The model uses this"
-                    " parameter differently than in the plan, or reorders the examples first. Plan"
-                    " with inputs of the same shape, or use a structure other than kfac."
+                    " parameter differently than in the plan, or reorders the examples before this"
+                    " use. Plan with inputs of the same shape, or use a structure other than kfac."
                 )
         with self._computing():
             gradients = self._gradients(vectors)

@@ -153,7 +153,7 @@ def model_run(model: nn.Module) -> Iterator[None]:
     Attributes and buffers that a pass changes are restored on exit, even after an exception. Fused
     kernels without a first or second derivative are replaced by plain kernels in the whole process.
     Other threads that call this function wait. ``scale_grad_by_freq`` of embeddings is switched
-    off, because with it, gradients would correspond to another function.
+    off, because gradients would otherwise correspond to a different function.
     """
     with TURN, ExitStack() as stack:
         stack.enter_context(_unchanged_attributes(model))

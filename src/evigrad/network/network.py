@@ -59,7 +59,7 @@ class InputPlan:
         return x
 
     def fits(self, x: Inputs) -> bool:
-        """Return whether this plan is for inputs of this shape."""
+        """Return whether this plan is for inputs with the shape of ``x``."""
         if isinstance(self.model, PackedModel):
             return self.model.fits(x)
         return isinstance(x, Tensor) and tuple(x.shape[1:]) == self.jacobian.datum_shape
@@ -236,8 +236,8 @@ class Network:
                 )
             if not all(map(has_closed_forms, jacobian_plan.uses.values())):
                 raise ConfigurationError(
-                    "The state contains a plan with a closed form that does not exist, so it is"
-                    " damaged, or another version of evigrad saved it. Load another state."
+                    "The state contains a plan with an unknown closed form. The state is damaged,"
+                    " or another version of evigrad saved it. Load another state."
                 )
         for key, old in self._plans.items():
             if key in self._loaded:

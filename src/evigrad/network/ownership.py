@@ -134,10 +134,10 @@ def probed(outputs: Tensor, calls: Sequence[Call], differentiable: bool) -> set[
     """Return the ids of calls in which row r belongs to example r // F, judging by gradients.
 
     With cotangents u of the outputs, the gradient in row r is g_r = Σ_n J_nrᵀ u_n. With cotangents
-    c_n u_n instead, it is c_n g_r if and only if row r belongs to example n only. The coefficients
-    c differ by enough to detect every wrong example. Many examples in low precision need several
-    vectors c, with one backward pass for each. If ``differentiable``, zero gradients do not count,
-    because their derivatives may be nonzero.
+    c_n u_n instead, this gradient is c_n g_r if and only if row r belongs to example n only. The
+    coefficients c differ by enough to detect every wrong example. Many examples in low precision
+    need several vectors c, with one backward pass for each. If ``differentiable``, zero gradients
+    do not count, because their derivatives may be nonzero.
     """
     m, generator = len(outputs), torch.Generator().manual_seed(0)
     u = torch.randn(outputs.shape, generator=generator, dtype=torch.float64, device="cpu")

@@ -3,7 +3,7 @@
 A patch has a row of entries for each row of the kernel. With vertical stride and dilation 1, all
 pairs of kernel rows at distance d share the products of image rows y and y + d:
 
-    Σ_p a[p, u] a[p, v]ᵀ = Σ_y r_y r_{y+v-u}ᵀ,    y from u to u + h - 1,
+    Σ_p a[p, u] a[p, v]ᵀ = Σ_y r_y r_{y+v-u}ᵀ,    y from u to u + h - 1.
 
 Here, a[p, u] is row u of the patch at position p. The r_y are the windows along image row y, and h
 is the number of vertical positions. Sharing divides the number of products by the height of the

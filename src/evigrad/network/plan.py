@@ -155,7 +155,9 @@ def adapted(
     weights: Mapping[str, nn.Parameter],
     x_probe: Tensor,
 ) -> JacobianPlan | None:
-    """Return the first plan that is valid for this input length, adapted to it, or None.
+    """Return the first of the plans that is valid for these inputs, or None.
+
+    The returned plan is adapted to the length of the inputs.
 
     This takes two forward passes. The check of a plan shows that the derivatives of certain
     operations with certain settings are correct, whatever the length. The check remains valid if
@@ -227,9 +229,9 @@ def _independent_outputs(model: nn.Module, x: Tensor) -> Tensor:
         alone = torch.cat([model_outputs(model, x[n : n + 1]) for n in range(len(x))])
     if not joint.isfinite().all():
         raise NotFiniteOutputError(
-            "The model's outputs hold NaN or infinite values for these inputs, so derivatives"
-            " cannot be computed. Fix the inputs (a mask may hide a whole example), or the weights"
-            " (training may have diverged)."
+            "The model's outputs contain NaN or infinite values for these inputs, so derivatives"
+            " cannot be computed. Check whether a mask hides an entire example, or whether training"
+            " has diverged."
         )
     if not close(joint, alone):
         raise ConfigurationError(DATA_MIX)

@@ -179,10 +179,11 @@ class Call:
 def joined(
     uses: Iterable[tuple[Call, str, Tensor]],
 ) -> list[tuple[Call, str, Tensor]]:
-    """Return the uses of a parameter, with equal uses joined into one.
+    """Return the uses of a parameter, with uses of the same kind joined into a single use.
 
-    For example, a recurrent layer has equal uses at different time steps. Their gradients are
-    joined too.
+    Uses are joined if their rule acts separately on each position, and if their slots, shapes and
+    settings are equal. Examples are the time steps of a recurrent layer. The inputs and gradients
+    of the joined uses are stacked along a new dimension of positions.
     """
     groups: dict[Any, list[tuple[Call, str, Tensor]]] = {}
     for call, slot, gradient in uses:

@@ -163,7 +163,7 @@ class Reference:
 def distinct_probe(model: nn.Module, x: Tensor, size: int) -> tuple[Tensor, bool]:
     """Return ``size`` inputs, and whether all of them are different.
 
-    If there are too few different inputs, copies of them are varied.
+    If there are too few different inputs, they are repeated and varied.
     """
     # Equal examples would not reveal a layer that sorts or mixes them.
     probe = x.detach()[torch.arange(size, device=x.device) % len(x)]
@@ -254,7 +254,8 @@ def refuse_reentrant(model: nn.Module, x: Tensor) -> None:
     if any(node.name() == _REENTRANT for node in graph_nodes(output)):
         raise ConfigurationError(
             "The model uses torch.utils.checkpoint with use_reentrant=True, which cannot compute"
-            " gradients of single parameters. Pass use_reentrant=False, which gives equal results."
+            " gradients of single parameters. Pass use_reentrant=False, which gives the same"
+            " results."
         )
 
 
@@ -266,12 +267,12 @@ def spot_check(
 ) -> set[str]:
     """Return the names of parameters whose rows for one example are wrong.
 
-    These rows are compared with the rows of a separate pass over the example. This takes a forward
-    pass and k backward passes of the example, and k backward passes of the batch. It does nothing
-    if every parameter uses the plain loop. The model must be in the same mode as in the checked
-    pass. ``vectors`` are the cotangents of the rows. Below double precision, rows must also
-    disagree for the next example, because a rounding error can move a unit across the kink of its
-    activation.
+    The fast rows of the example are compared with rows from a separate pass over the example. This
+    takes a forward pass and k backward passes of the example, and k backward passes of the batch.
+    If every parameter uses the plain loop, nothing is compared. The model must be in the same mode
+    as in the checked pass. ``vectors`` are the cotangents of the rows. Below double precision, rows
+    must also disagree for the next example, because a rounding error can move a unit across the
+    kink of its activation.
 
     Raises:
         ConfigurationError: If the example's output differs between the separate pass and the batch.

@@ -1,4 +1,4 @@
-"""Replace fused functions by functions that have closed forms.
+"""Replace fused functions with functions that have closed forms.
 
 ``nn.MultiheadAttention`` and recurrent layers call one fused function with all their parameters.
 While a forward pass is recorded, a function of this module replaces the fused function and returns

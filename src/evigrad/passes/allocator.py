@@ -1,8 +1,8 @@
 """Keep freed memory for the next pass, instead of returning it to the operating system.
 
 A pass frees tensors of many megabytes and soon allocates tensors of similar sizes. By default,
-glibc returns this memory to the system and then requests new pages. The system fills each page with
-zeros, which takes one interrupt per page. On a CPU, this can take as long as the computation
+glibc returns this memory to the system and then requests new pages. Each new page causes a page
+fault, and the system fills the page with zeros. On a CPU, this can take as long as the computation
 (``docs/performance.md``). On a GPU, PyTorch keeps freed memory anyway.
 """
 
@@ -41,8 +41,8 @@ def kept_memory() -> Iterator[None]:
     variables such as ``GLIBC_TUNABLES`` configure the allocator. In threads other than the main
     thread, it works only for tensors of at most 64 MB. ``with`` blocks may be nested and run in
     several threads. When the last block ends, all free memory is returned to the system.
-    Afterwards, the thresholds of mallopt(3) stay fixed at glibc's largest values, even if the
-    process had set other values.
+    Afterwards, the thresholds of mallopt(3) stay fixed at the largest values that glibc chooses
+    automatically, even if the process had set other values.
 
     Yields:
         Nothing.

@@ -30,8 +30,8 @@ def check_inputs(x: object, device: torch.device) -> Inputs:
             )
         if part.is_floating_point() and not is_finite(part):
             raise InputError(
-                "Inputs contain NaN or infinite values. Impute these values, or omit these"
-                " examples."
+                "Inputs contain NaN or infinite values. Impute these values, or omit the"
+                " examples that contain them."
             )
     check_integers(inputs)
     if isinstance(inputs, Tree):
@@ -48,7 +48,7 @@ def _check_masks(inputs: Tree) -> None:
             if empty.any():
                 raise InputError(
                     f"{name} of the inputs is zero everywhere for {int(empty.sum())} of"
-                    f" {len(empty)} examples. The first is at index"
+                    f" {len(empty)} examples. The first of these examples is at index"
                     f" {int(empty.int().argmax())}. Omit these examples, or keep at least one token"
                     " in each example."
                 )
@@ -114,7 +114,13 @@ def check_gradients(names: Iterable[str], gradients: Iterable[Tensor]) -> None:
 
 
 def as_generator(generator: torch.Generator | int | None) -> torch.Generator:
-    """Return a CPU generator, created from a seed if necessary. Default: PyTorch's initial seed."""
+    """Return a CPU generator, created from a seed if necessary.
+
+    If ``generator`` is None, the seed is PyTorch's initial seed.
+
+    Raises:
+        ConfigurationError: If ``generator`` is not a CPU generator or an integer.
+    """
     if isinstance(generator, torch.Generator):
         if generator.device.type != "cpu":
             raise ConfigurationError(
@@ -163,7 +169,7 @@ def check_block(block: Block, partition: Partition) -> None:
 def check_state(
     state: Mapping[str, Any], current_state: Mapping[str, Any], modules: Mapping[str, nn.Module]
 ) -> None:
-    """Raise an error if a state does not fit this evidence. The evidence is not changed."""
+    """Raise an error if a state does not match this evidence. The evidence is not changed."""
     if missing := current_state.keys() - state.keys() - {"micro_batches", "preparation", "anchors"}:
         raise ConfigurationError(
             f"The state lacks {', '.join(sorted(missing))}. Load the result of state_dict()."
@@ -178,6 +184,6 @@ def check_state(
             copy.deepcopy(module).load_state_dict(state[key])
         except RuntimeError as error:
             raise ConfigurationError(
-                f"The state of the {key} does not fit. Create the evidence with the {key} of the"
-                f" state. PyTorch reports: {error}"
+                f"The saved state does not match the {key} of this evidence. Create the evidence"
+                f" with the {key} of the saved state. PyTorch reports: {error}"
             ) from error

@@ -24,7 +24,10 @@ class DecayWatch:
         self._told: set[str] = set()
 
     def note_decay(self, optimizer: Optimizer | None = None) -> None:
-        """Record that the caller applies the prior's decay. Warn if ``optimizer`` also has one."""
+        """Record that the caller applies the prior's decay.
+
+        Warn if ``optimizer`` also decays the weights.
+        """
         self._is_decayed = True
         if optimizer is None or "optimizer" in self._told:
             return

@@ -52,8 +52,8 @@ def gradients_of(
 ) -> tuple[list[Estimate], list[Tensor]]:
     """Return the same estimates as ``estimates_of``, and the gradients of their mean.
 
-    The gradients are in the order of the ``learned`` hyperparameters. Other hyperparameters need no
-    gradients.
+    The gradients are in the order of the ``learned`` hyperparameters. The caller must freeze all
+    other hyperparameters.
     """
     parameters = list(learned.values())
     if not isinstance(passes, MicroBatchSweep):

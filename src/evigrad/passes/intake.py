@@ -38,8 +38,8 @@ _COMPARED, _AT_ONCE = 4096, 64
 class Batches:
     """Checked batches of all examples, which must be the same in every iteration.
 
-    An iterable is not copied if it can be iterated repeatedly. If ranks share the data, only this
-    rank's part is yielded. The first iteration then compares the batches of all ranks.
+    An iterable is not copied if it can be iterated repeatedly. If ranks share the data, each rank
+    iterates only over its own part. The first iteration then compares the batches of all ranks.
 
     Args:
         problem: The model, and how its evidence is computed.
@@ -47,7 +47,7 @@ class Batches:
 
     Attributes:
         plan: The plan for the first batch.
-        part: The positions of this rank's part, or None for all examples.
+        part: The positions of the examples that the current rank iterates over, or None for all.
 
     Raises:
         InputError: If there is no batch, if a batch does not fit the model or differs in a later
@@ -110,8 +110,9 @@ class CheckedSource(Source):
     """A user's N examples (see ``as_source``), checked when they are read.
 
     The constructor checks the number of examples, the first examples, and all targets in memory. It
-    also computes the likelihood's rows at these targets. ``plan`` is the plan for inputs of this
-    shape. All ranks must call the constructor together, because it compares examples between ranks.
+    also computes the likelihood's rows at these targets. ``plan`` is the plan for inputs with the
+    shape of the first examples. All ranks must call the constructor together, because it compares
+    examples between ranks.
 
     Raises:
         ConfigurationError: If the likelihood's rows cannot be computed, or if ranks have different
@@ -132,9 +133,10 @@ class CheckedSource(Source):
         num_data, count = problem.num_data, len(self._source)
         self.positions = self._source if isinstance(self._source, PositionSource) else None
         if count != num_data:
-            what = "number of positions with a target is" if self.positions else "data set has"
+            kind = "positions with a target" if self.positions else "examples"
             raise InputError(
-                f"num_data is {num_data}, but the {what} {count}. Set num_data={count}."
+                f"num_data is {num_data}, but the data set has {count} {kind}. Set"
+                f" num_data={count}."
             )
         self.is_held = self._source.is_held
         _, y, self.plan = checked(problem, *self._source.first(PROBE_SIZE))
@@ -284,7 +286,7 @@ def _given_batches(problem: Problem, all_batches: Iterable[Batch]) -> MicroBatch
 
 
 def checked(problem: Problem, x: Inputs, y: Tensor) -> tuple[Inputs, Tensor, InputPlan]:
-    """Check the data, and find the plan for inputs of this shape.
+    """Check the data, and find the plan for the shape of the inputs.
 
     For outputs (m, …, C), each position with a target becomes an example.
 

@@ -76,7 +76,7 @@ def as_kept(
 
     Raises:
         ConfigurationError: If a pass becomes invalid when one of these hyperparameters changes.
-        InputError: If a pass was made by another evidence, or with other weights.
+        InputError: If a pass was made by another evidence, or with different weights.
     """
     names = list(learnable)
     if isinstance(x, KeptPass):
@@ -89,20 +89,21 @@ def as_kept(
     for kept_pass in passes:
         if kept_pass.model is not problem:
             raise InputError(
-                "The pass was collected by another evidence. Call collect(...) of this evidence."
+                "The pass was collected by another evidence. Call collect(...) on this evidence."
             )
         if kept_pass.follows not in now:
             now[kept_pass.follows] = _versions(problem, hyperparameters, kept_pass.follows)
         if kept_pass.versions != now[kept_pass.follows]:
             raise InputError(
-                "The pass is outdated, because weights, a buffer of the model, a fixed noise, or"
-                " hyperparameters outside the pass's wrt have changed since collect(). Call"
-                " collect() again."
+                "The pass is outdated, because weights, a buffer of the model, a fixed noise"
+                " parameter, or hyperparameters outside the pass's wrt have changed since"
+                " collect(). Call collect() again."
             )
         if lost := [name for name in names if name not in kept_pass.follows]:
             raise ConfigurationError(
                 f"The kept pass has no gradient for {', '.join(lost)}, because it was collected for"
-                f" wrt={sorted(kept_pass.follows)}. Use this wrt, or pass the data."
+                f" wrt={sorted(kept_pass.follows)}. Use the same wrt, or pass data instead"
+                " of the pass."
             )
     return passes
 

@@ -205,7 +205,7 @@ class MicroBatches:
         return min(total, self.chosen.get(kind, total))
 
     def halve(self, kind: str, failed: int) -> None:
-        """Halve the size of later passes after a pass over ``failed`` examples did not fit.
+        """Halve the size of later passes, because a pass over ``failed`` examples did not fit.
 
         Warn unless the size is automatic.
 

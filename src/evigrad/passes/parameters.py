@@ -142,7 +142,7 @@ def check_unchanged(
 def divided(
     hyperparameters: Mapping[str, nn.Parameter], wrt: str | Sequence[str] | None
 ) -> tuple[dict[str, nn.Parameter], list[nn.Parameter]]:
-    """Return the hyperparameters that match ``wrt`` by name, and a list of all others.
+    """Return the hyperparameters that match ``wrt``, by name, and a list of all others.
 
     ``wrt`` contains names, prefixes such as the name of a module, or wildcards. None matches all
     hyperparameters.

@@ -23,7 +23,7 @@ class ReducedCurvature(Curvature[Any]):
 
     Args:
         curvature: A curvature with an additive statistic.
-        ranks: The processes.
+        ranks: The processes that share the examples.
     """
 
     def __init__(self, curvature: Curvature[Any], ranks: Ranks) -> None:
@@ -90,8 +90,8 @@ def mean_over_ranks(
 
     Each estimate corresponds to one of the ``blocks``. A rank's weight in the mean is its number of
     blocks, where an anchored block counts once per draw. Any rank except the first may have no
-    blocks. The gradients of this rank are then zero. With R ranks and H numbers in the gradients, a
-    rank sends 2 (R − 1)/R · 8 (H + 7) bytes.
+    blocks. Its gradients are then zero. With R ranks and H numbers in the gradients, each rank
+    sends 2 (R − 1)/R · 8 (H + 7) bytes.
     """
     ranks = problem.ranks
     if ranks.count == 1:

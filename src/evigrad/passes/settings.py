@@ -36,9 +36,9 @@ class Memory:
 
     Attributes:
         micro_batch: Number of examples per forward pass of an estimate, or auto to choose the
-            number according to the available memory. If a pass runs out of memory, later passes
-            take half the number of examples. Results do not depend on this number. Default: all
-            examples of a block.
+            number according to the available memory. If a pass runs out of memory, it is repeated
+            with half the number of examples, and later passes keep the smaller number. Results do
+            not depend on this number. Default: all examples of a block.
         memory_budget: Memory for a pass if micro_batch is auto, in bytes or as an amount such as
             8GiB. Default: most of the free memory.
         gram_dtype: Data type of kernels and factors, float32 or float64. Default: the data type of
@@ -180,7 +180,7 @@ def check_model(
     temperature: float,
     anchoring: Anchoring | None = None,
 ) -> None:
-    """Raise an error for settings that are invalid or do not fit the estimator."""
+    """Raise an error for settings that are invalid or do not match the estimator."""
     check_count("num_data", num_data)
     if estimator.subset is not None and not estimator.rows and estimator.subset > num_data:
         of_all = estimator.name.replace(f"-{estimator.subset}-", "-N-", 1)
@@ -191,8 +191,8 @@ def check_model(
     check_choice("root", root, ROOTS)
     if anchoring is not None and not estimator.anchored:
         raise ConfigurationError(
-            f"{estimator.name} has no anchors. Omit anchoring=..., or use an estimator such"
-            " as 'ntk-400-rows-anchored'."
+            f"{estimator.name} has no anchors. Omit anchoring=..., or use an estimator with"
+            " anchors, such as 'ntk-400-rows-anchored'."
         )
     if estimator.anchored and root == "subblock":
         raise ConfigurationError(

@@ -63,7 +63,10 @@ _POSITIONS_HINT = (
 
 @dataclass(frozen=True, eq=False)
 class PlannedBatch(MicroBatch):
-    """A micro-batch. It has a plan if its inputs differ in shape from the block's first batch."""
+    """A micro-batch, with the plan for its inputs.
+
+    The plan is None if the micro-batch follows the plan of the sweep.
+    """
 
     plan: InputPlan | None = None
 
@@ -286,9 +289,9 @@ class MicroBatchSweep:
     def _check_outputs(self, plan: InputPlan, f: Tensor) -> None:
         if f.shape[1] != plan.num_outputs:
             raise InputError(
-                f"The model has {f.shape[1]} outputs, but had {plan.num_outputs} before. The model"
-                " must return the same shape for inputs of the same shape. If you changed the"
-                " model, create a new Evidence."
+                f"The model returned {f.shape[1]} outputs per example, but {plan.num_outputs}"
+                " before. The model must return the same shape for inputs of the same shape. If you"
+                " changed the model, create a new Evidence."
             )
         check_finite("The model's outputs", f)
 
@@ -400,7 +403,10 @@ def new_sweep(
 
 
 def most_at_once(problem: Problem, plan: InputPlan, block: Block, position: int = 0) -> int | None:
-    """Return the largest number of examples for a pass from a position on, or None if automatic."""
+    """Return the largest number of examples for a pass that starts at ``position``.
+
+    None means that the number is chosen automatically.
+    """
     asked = problem.sizes.asked
     if asked is None and block.num_draws > 1:
         # At most the rows of one draw, a number that the user has chosen.
