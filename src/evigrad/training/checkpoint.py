@@ -246,8 +246,8 @@ def check_network(state: Mapping[str, Any], evidence: Evidence, where: object) -
         )
     if differences:
         raise ConfigurationError(
-            f"The network differs from the one saved in {where}: {_listed(differences)}. Use the"
-            " same network, or start a new run in another folder."
+            f"The network differs from the network saved in {where}: {_listed(differences)}. Use"
+            " the same network, or start a new run in another folder."
         )
 
 
