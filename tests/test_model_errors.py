@@ -262,7 +262,7 @@ def test_targets_on_another_device(verb: str, likelihood: Likelihood) -> None:
     ):
         evidence.blocks((X, y))
     settings: dict[str, Any] = {"likelihood": likelihood.name, "estimator": None}
-    with pytest.raises(InputError, match="Targets must hold numbers, got .* meta"):
+    with pytest.raises(InputError, match="Targets must contain numbers, got .* meta"):
         fit(Returns(), (X, y), progress=False, **grouped(settings))
 
 

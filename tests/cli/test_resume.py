@@ -112,7 +112,7 @@ def test_options_that_contradict_the_run_are_refused_by_name(capsys, tmp_path, w
 
     words = error_of("--epochs", 8, "--lr=0.5", "--no-compare-map")
     assert "has --epochs 4, not 8; --lr left at its default, not 0.5; --compare-map yes" in words
-    assert "start a new run with --config" in words
+    assert "start a new run, use --config" in words
     file = tmp_path / "other.yaml"
     file.write_text("subset: 50\n")
     assert "--subset 60, not 50" in error_of("--config", file)

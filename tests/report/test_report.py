@@ -261,7 +261,7 @@ def test_several_runs_beside_each_other(tmp_path):
         "100 (layer2)",
     ]
     assert figures(twins[0] / "comparison") >= {"prior_precision-x-y", "prior_precision-x-y-2"}
-    with pytest.raises(ConfigurationError, match="got one of them twice"):
+    with pytest.raises(ConfigurationError, match="one of them was given twice"):
         write_report(first, tmp_path / "b" / ".." / "a" / "run")
 
 
@@ -379,8 +379,8 @@ def test_a_missing_file_is_named(tmp_path):
     ("name", "content", "words"),
     [
         ("metrics.csv", "epoch,loss\n1,much\n", "could not convert string to float"),
-        ("metrics.csv", "epoch,loss\n", "no epoch yet"),
-        ("metrics.csv", "", "no epoch yet"),
+        ("metrics.csv", "epoch,loss\n", "no finished epoch yet"),
+        ("metrics.csv", "", "no finished epoch yet"),
         ("config.json", "{", "config.json cannot be read"),
         ("config.json", "[]", "must map names to values, got a list"),
         ("config.yaml", "a: [", "config.yaml cannot be read"),

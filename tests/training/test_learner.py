@@ -300,5 +300,5 @@ def test_a_state_of_another_schedule_is_refused(blobs, make_net):
     one = Learner(evidence_of(net), blobs[0], Schedule(epochs=3))
     state = one.state_dict()
     state["hyper_steps"] = [1, 2]
-    with pytest.raises(ConfigurationError, match="does not fit"):
+    with pytest.raises(ConfigurationError, match="does not match"):
         Learner(evidence_of(net), blobs[0], parts).load_state_dict(state)

@@ -170,5 +170,5 @@ def test_two_writers_are_one_too_many(blobs, tmp_path):
 
 
 def test_a_history_has_names_that_can_be_written() -> None:
-    with pytest.raises(ConfigurationError, match="must hold numbers"):
+    with pytest.raises(ConfigurationError, match="must contain numbers"):
         unpacked_history({"columns": ["\ud800"], "rows": [[1.0]]})

@@ -109,7 +109,7 @@ def test_a_checkpoint_without_a_digest_is_one_of_an_older_version(tmp_path):
     torch.save({"epoch": 1, "format": 3}, directory.checkpoint)
     assert directory.read_checkpoint() == {"epoch": 1, "format": 3}
     torch.save({"epoch": 1, "format": 4}, directory.checkpoint)
-    with pytest.raises(ConfigurationError, match=r"it is damaged \(its digest is missing\)"):
+    with pytest.raises(ConfigurationError, match=r"the file is damaged \(its digest is missing\)"):
         directory.read_checkpoint()
     directory.checkpoint.write_bytes(b"no archive")
     with pytest.raises(ConfigurationError, match="cannot be read"):

@@ -305,7 +305,7 @@ def test_an_estimate_that_fails_names_the_epoch(blobs, make_net):
         ({"hyper_every": 0}, "hyper_every must be an integer of at least 1"),
         ({"hyper_steps": 0}, "hyper_steps must be an integer of at least 1"),
         ({"hyper_lr": 0.0}, "hyper_lr must be a positive"),
-        ({"noise_on_loss": True}, "'ntk-20-1', which learns the noise from the evidence"),
+        ({"noise_on_loss": True}, "'ntk-20-1', the evidence determines the noise"),
         (
             {"estimator": "map"},
             "'map' is not an estimator. For plain MAP training, use estimator=None",

@@ -126,7 +126,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def run_command(command: ModuleType, program: str, arguments: Sequence[str]) -> int:
-    """Run the module of a subcommand, and return the exit code. Messages call it ``program``."""
+    """Run a subcommand, and return the exit code. Messages call the subcommand ``program``."""
     # Imported here, because the overview does not need a parser of options.
     from evigrad.cli.parser import CommandLineError, check_needs, check_null, explain, with_hyphens
     from evigrad.cli.resume import resumed_configuration

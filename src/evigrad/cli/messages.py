@@ -1,4 +1,4 @@
-"""Messages of the command line on standard error, and tables of results."""
+"""Command-line messages on standard error, and tables of results."""
 
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -20,7 +20,7 @@ def is_first_process() -> bool:
 
 
 def show(kind: str, text: str) -> None:
-    """Print an ``error``, ``warning`` or ``note`` in one line, colored in a terminal.
+    """Print an ``error``, ``warning`` or ``note`` on one line, colored in a terminal.
 
     Only the first of several processes prints notes and warnings.
     """

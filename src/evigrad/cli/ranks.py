@@ -31,8 +31,8 @@ def started_ranks(device: str) -> Iterator[Group | None]:
         distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=_PATIENCE)
     except (RuntimeError, ValueError) as error:
         raise ConfigurationError(
-            f"Could not connect the processes of WORLD_SIZE={os.environ['WORLD_SIZE']} ({error})."
-            " Start them with torchrun."
+            f"Could not connect the {os.environ['WORLD_SIZE']} processes of this command ({error})."
+            " WORLD_SIZE sets their number. Start them with torchrun."
         ) from error
     try:
         yield distributed.group.WORLD

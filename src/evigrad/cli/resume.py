@@ -49,12 +49,12 @@ def resumed_configuration(resume: str | None = None) -> Path | None:
         )
     if (folder / "config.json").is_file():
         raise ConfigurationError(
-            f"The run in {folder} was started from Python. Resume it there, with"
+            f"The run in {folder} was started from Python. Resume it from Python, with"
             f" fit(..., run_dir={str(folder)!r}, resume=True)."
         )
     raise ConfigurationError(
-        f"There is no run to resume in {folder}: it has no {CONFIGURATION}. If a run was stopped"
-        " before it wrote this file, start it again with --run-dir."
+        f"There is no run to resume in {folder}: the folder has no {CONFIGURATION}. If a run was"
+        " stopped before it wrote this file, start the run again with --run-dir."
     )
 
 
@@ -71,8 +71,9 @@ def resumed_folder(parser: Parser, options: Namespace, file: Path) -> Path:
         differing.append(f"its folder {file.parent}, not {options.run_dir}")
     if differing:
         raise ConfigurationError(
-            f"The run in {file.parent} has {'; '.join(differing)}. Remove the options that differ,"
-            f" or start a new run with --config {file} followed by other options."
+            f"The run in {file.parent} has {'; '.join(differing)}. To resume it, remove the options"
+            f" that differ. To start a new run, use --config {file}, and put the options that"
+            " differ after it."
         )
     return file.parent
 
@@ -92,7 +93,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interruption:
-    """Handle signals. They end a command immediately, but a training run only after its epoch."""
+    """Handle signals. They end a command immediately, but training only at the end of an epoch."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -100,7 +101,7 @@ class Interruption:
 
     @contextmanager
     def patient(self) -> Iterator[Callable[[], bool]]:
-        """Delay the first signal to the end, and yield a function that tells whether it arrived."""
+        """Delay the first signal to the end. Yield a function that tells whether a signal came."""
         self._patient = True
         try:
             yield lambda: self.number is not None

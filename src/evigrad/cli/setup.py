@@ -68,8 +68,8 @@ def read_invariance(
     """Return the invariance that the options specify, or None if there is none.
 
     ``text`` is ``affine`` (all generators) or a list of generators, separated by commas. Each can
-    have a range, such as ``rotation=0.5``. ``initial`` is the range of generators without one. The
-    other arguments are fields of ``Invariance``.
+    have a range, such as ``rotation=0.5``. ``initial`` is the range of generators for which
+    ``text`` gives no range. The other arguments are fields of ``Invariance``.
 
     Raises:
         ConfigurationError: If a name does not exist, or a range is not a number within its limits.
@@ -212,8 +212,8 @@ def set_up(
             affine (all), or some of translation_x, translation_y, rotation, scale_x, scale_y and
             shear, such as rotation,shear. You can add initial ranges: rotation=0.5, or rotation=max
             for a full circle. Default: none.
-        initial_range: Range of these transforms at the start: in half images, radians, and natural
-            logarithms of scales.
+        initial_range: Range of these transforms at the start, in half images (translation), radians
+            (rotation), or natural logarithms of factors (scale, shear).
         learn_invariance: Whether the estimator learns these ranges.
         flip: Whether to also mirror images left to right at random.
         samples: Number of transforms per image.

@@ -74,7 +74,10 @@ _ROWS = ("root", "sharing", "parameter_partition")
 # Gain in nats per example above which a ratio of probabilities is not helpful.
 _PLAIN_GAIN = 2.0
 _MODE_GAP = " The mode gap is the log evidence missing because the weights are not at the mode."
-_UNITS = " Ranges are in half images, radians, and natural logarithms of scales."
+_UNITS = (
+    " Ranges are in half images (translation), radians (rotation), and natural logarithms of"
+    " factors (scale, shear)."
+)
 
 
 def make_parser() -> Parser:
@@ -178,9 +181,9 @@ class Results:
             steps, and to show both runs. MAP training learns the noise of a gaussian likelihood
             from the training loss.
         evaluate_with: Estimator of the log evidence in the final table, the same for all rows. The
-            value auto selects the tightest estimator that takes about 20 seconds, or the run's own
-            estimator if it has anchors or uses all data. The table also shows the run's own
-            estimator.
+            value auto selects the tightest estimator that takes at most about 20 seconds, or the
+            run's own estimator if it has anchors or uses all data. The table also shows the run's
+            own estimator.
         run_dir: Folder of the run. If it is not empty, the run uses the first free name among
             NAME-2, NAME-3, ... Default: runs/DATA-MODEL-ESTIMATOR.
         figures: Whether to save figures of learning curves and precisions in the folder.

@@ -86,7 +86,7 @@ class Quantity:
         return self.logarithmic and min(self.values(histories), default=0.0) > 0
 
     def limits(self, histories: Mapping[str, History]) -> tuple[float, float] | None:
-        """Return axis limits that omit very low first values, or None if all values fit.
+        """Return axis limits that omit very low first values, or None to show all values.
 
         The limits never omit a later value, because the end of a run matters most.
         """

@@ -154,7 +154,7 @@ def plain_ticks(axis: "Axis") -> None:
 
 
 def burst_limits(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return axis limits that omit a few values far below the rest, or None if all values fit."""
+    """Return axis limits that omit a few values far below the rest, or None to show all values."""
     if len(values) < 8:
         return None
     ordered = sorted(values)

@@ -57,8 +57,9 @@ def augmented_images(
     ):
         raise InputError(
             "images, transformed and names (if any) must have the same length, and images and"
-            " transformed must have the same channels, height and width, got the shapes"
-            f" {tuple(images.shape)} and {tuple(transformed.shape)}, and {len(names)} names."
+            " transformed must have the same channels, height and width. The shapes are"
+            f" {tuple(images.shape)} and {tuple(transformed.shape)}, and there are {len(names)}"
+            " names."
         )
     rows, draws = transformed.shape[:2]
     height, width = images.shape[-2:]

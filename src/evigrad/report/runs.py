@@ -73,7 +73,7 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
     folders = [Path(path) for path in paths]
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ConfigurationError(
-            "The folders of runs must differ, got one of them twice. Name each run once."
+            "The folders of runs must differ, but one of them was given twice. Name each run once."
         )
     names = [folder.resolve().name for folder in folders]
     runs = []
@@ -130,8 +130,9 @@ def _read_with_map(folder: Path, label: str | None) -> list[Run]:
         )
     if not runs:
         raise ConfigurationError(
-            f"{folder} has no metrics.csv. It is not the folder of a run, or its first epoch has"
-            " not finished yet. Use the folder that you passed as --run-dir (run_dir=...)."
+            f"{folder} has no metrics.csv. Either it is not the folder of a run, or the run has not"
+            " finished its first epoch yet. Use the folder that you passed as --run-dir"
+            " (run_dir=...)."
         )
     return runs
 
@@ -150,7 +151,7 @@ def _read_history(path: Path) -> History:
     history = [row for row in rows if row["epoch"] is not None]
     if not series(history, "epoch")[0]:
         raise ConfigurationError(
-            f"{path} has no epoch yet. Wait until the first epoch has finished."
+            f"{path} has no finished epoch yet. Wait until the first epoch has finished."
         )
     return history
 

@@ -1,4 +1,4 @@
-"""Records that a run saves in its checkpoint, and checks that a checkpoint fits the current run."""
+"""Records in the checkpoint of a run, and checks that a checkpoint matches the current run."""
 
 import json
 import math
@@ -118,7 +118,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 @contextmanager
 def with_threads(count: int) -> Iterator[None]:
-    """Use ``count`` CPU threads within the context, because it affects how sums are rounded."""
+    """Use ``count`` CPU threads within the context. Their number affects how sums are rounded."""
     before = torch.get_num_threads()
     if count == before:
         yield
@@ -132,7 +132,7 @@ def with_threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def fitting(what: str) -> Iterator[None]:
-    """Convert errors from reading ``what``, a saved state, into a ConfigurationError."""
+    """Convert errors from loading a saved state, called ``what``, to ConfigurationError."""
     try:
         yield
     # Entries may be missing, or of any type: anybody can write the file of a state.
@@ -141,7 +141,7 @@ def fitting(what: str) -> Iterator[None]:
             raise
         words = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise ConfigurationError(
-            f"{what} does not fit this run or is damaged ({words.rstrip('.')}). Start a new run"
+            f"{what} does not match this run or is damaged ({words.rstrip('.')}). Start a new run"
             " in another folder."
         ) from error
 
@@ -149,7 +149,7 @@ def fitting(what: str) -> Iterator[None]:
 def load_optimizer(
     optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], *, groups: bool = False
 ) -> None:
-    """Load an optimizer's moments, steps and learning rates. With ``groups``, load everything."""
+    """Load an optimizer's state and learning rates, or with ``groups`` all its saved options."""
     if groups:  # a custom optimizer, whose state can be anything
         optimizer.load_state_dict(dict(saved))
         return
@@ -170,9 +170,9 @@ def load_optimizer(
         ]
         if wrong or {name: type(value) for name, value in state.items()} != kinds:
             raise ConfigurationError(
-                f"The saved state of the optimizer does not fit parameter {index}: it contains"
-                f" {listed(list(map(str, state)))}. Use the same optimizer as at the start of the"
-                " run."
+                f"The saved optimizer state of parameter {index} contains"
+                f" {listed(list(map(str, state)))}, which does not match the optimizer or the"
+                " parameter. Use the same optimizer as at the start of the run."
             )
     param_groups = optimizer.state_dict()["param_groups"]
     rates = [group["lr"] for group in saved["param_groups"]]
@@ -204,8 +204,8 @@ def check_settings(saved: Mapping[str, Any], settings: Mapping[str, Any], where:
     if differing:
         words = _listed([f"{n}={saved[n]}, not {settings[n]}" for n in differing])
         raise ConfigurationError(
-            f"The run in {where} has {words}. To resume it, use the same settings. To use other"
-            " settings, start a new run in another folder."
+            f"The run in {where} has {words}. To resume it, use the same settings. To use"
+            " different settings, start a new run in another folder."
         )
 
 
@@ -246,8 +246,8 @@ def check_network(state: Mapping[str, Any], evidence: Evidence, where: object) -
         )
     if differences:
         raise ConfigurationError(
-            f"The network differs from the one saved in {where}: {_listed(differences)}. Use the"
-            " same network, or start a new run in another folder."
+            f"The network differs from the network saved in {where}: {_listed(differences)}. Use"
+            " the same network, or start a new run in another folder."
         )
 
 

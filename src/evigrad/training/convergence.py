@@ -43,10 +43,11 @@ _MOST_NUMBERS = 2**27
 def mode_columns(trainer: "Trainer", epoch: int) -> Row:
     """Return the distance from the mode as a history column, in nats per example.
 
-    The distance is computed after the last epoch and is None in other epochs. It is exact for small
-    data sets. For larger data sets it is an upper bound, or an estimate with Kronecker factors. It
-    is also None if it cannot be computed, for instance because memory runs out. If an epoch does
-    not use all data, it is None too, because computing it takes a pass over all data.
+    The distance is computed after the last epoch of a cycle and is None in other epochs. It is
+    exact for small data sets. For larger data sets it is an upper bound, or an estimate with
+    Kronecker factors. It is also None if its computation fails, for instance because memory runs
+    out. If epochs use only a part of the data, the distance is not computed, because it requires a
+    pass over all data. Without an estimator, there is no column.
     """
     if trainer.learner is None:
         return {}
@@ -86,15 +87,15 @@ def warn_of_tails(trainer: "Trainer") -> None:
     if gain > _TAIL_GAIN:
         warnings.warn(
             "The residuals of the training data have heavy tails: Student's t fits them"
-            f" {gain:.2g} nats per number better than a Gaussian. A Gaussian adapts the network to"
-            ' the largest errors. Use likelihood="student-t" (evigrad.likelihoods.StudentT).',
+            f" {gain:.2g} nats per residual better than a Gaussian. A Gaussian adapts the network"
+            ' to the largest errors. Use likelihood="student-t" (evigrad.likelihoods.StudentT).',
             EvigradWarning,
             stacklevel=3,
         )
 
 
 def tail_gain(residuals: Tensor) -> float:
-    """Return how much better Student's t fits residuals than a Gaussian, in nats per number.
+    """Return how much better Student's t fits residuals than a Gaussian, in nats per residual.
 
     Both densities have the best scale for each output.
 

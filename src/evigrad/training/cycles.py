@@ -1,8 +1,9 @@
-"""Training that continues until it has settled: how far a run goes, and its learning rates.
+"""Training that continues until it has settled: the number of epochs, and the learning rates.
 
 A run has ``Schedule.epochs`` epochs, in which the learning rate falls along a cosine. If
 ``Schedule.max_epochs`` is larger, shorter cycles follow, each with the same falling learning rate.
-Training ends after a cycle that changed little.
+Training ends after a cycle that changes log evidence, noise and distance from the mode only a
+little.
 """
 
 import math
@@ -22,7 +23,7 @@ _ROUNDS = 3
 
 
 class Cycles:
-    """The cycles of a run.
+    """The cycles of a run, in each of which the learning rate falls.
 
     Attributes:
         most: Largest possible number of epochs.
@@ -34,9 +35,9 @@ class Cycles:
         self.length = max(1, self.first // 2)
 
     def end(self, history: Sequence[Row]) -> int:
-        """Return the last epoch of the cycle that runs after the epochs of ``history``.
+        """Return the last epoch of the cycle to which the epoch after ``history`` belongs.
 
-        If training has ended, this is the number of epochs.
+        If training has ended, return the number of epochs in ``history``.
         """
         before, end = 0, self.first
         while len(history) >= end and end < self.most:
@@ -55,7 +56,7 @@ class Cycles:
 
 
 def has_settled(before: Sequence[Row], after: Sequence[Row]) -> bool:
-    """Return whether the ends of two histories differ little."""
+    """Return whether evidence, noise and mode gap differ little at the ends of two histories."""
     one, other = _state(before), _state(after)
     return one.keys() == other.keys() and all(
         abs(one[name] - other[name]) <= (NOISE if name.startswith("noise") else NATS)

@@ -55,12 +55,12 @@ def stream(seed: int, use: Use, epoch: int = 0) -> torch.Generator:
 def batches(
     seed: int, epoch: int, num_data: int, epoch_size: int, batch_size: int
 ) -> Iterator[Int[Tensor, " m"]]:
-    """Yield the positions of the examples in each batch of an epoch. Epochs count from 1.
+    """Yield the positions of the examples in each batch of an epoch.
 
-    Passes over all data follow one another, each in a new random order. An epoch consists of the
-    next ``epoch_size`` examples. The seed and the number of the pass determine the order. All
-    batches have about the same size, because a last batch of one example would break batch
-    normalization.
+    Epochs are numbered from 1. Passes over all data follow one another, each in a new random order.
+    An epoch consists of the next ``epoch_size`` examples. The seed and the number of the pass
+    determine the order. All batches have about the same size, because a last batch of one example
+    would break batch normalization.
     """
     count = -(-epoch_size // batch_size)
     place, order, present = (epoch - 1) * epoch_size, torch.empty(0, device="cpu"), -1
@@ -117,8 +117,8 @@ class RunData(Source):
         for what, tensors in (("Inputs", tensors_of(x)), ("Targets", [y])):
             if any(tensor.is_meta for tensor in tensors):
                 raise InputError(
-                    f"{what} must hold numbers, got tensors on the meta device. Use tensors on the"
-                    " CPU or an accelerator."
+                    f"{what} must contain numbers, got tensors on the meta device. Use tensors on"
+                    " the CPU or an accelerator."
                 )
         return x.to(self._device), self._in_columns(y.to(self._device))
 
@@ -137,15 +137,15 @@ class RunData(Source):
         return self.fetch(torch.arange(len(self), device="cpu"))[1]
 
     def num_targets(self, indices: Int[Tensor, " m"]) -> int:
-        """Return how many targets of the examples at these positions contribute to a loss."""
+        """Return how many targets of the examples at ``indices`` contribute to a loss."""
         if isinstance(self.by_target, PositionSource):
             return len(self.by_target.of_data(indices))
         return len(indices)
 
     def fingerprint(self) -> str:
-        """Return a digest of all data in memory, or of a few items that are read on demand.
+        """Return a digest of all data if they are tensors, or of a few items of a data set.
 
-        The digest omits values of items that differ between two readings.
+        The digest omits inputs or targets of the items if they differ between two readings.
         """
         count = len(self)
         if self._source.is_held:

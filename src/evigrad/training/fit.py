@@ -61,8 +61,9 @@ def fit(
 
     The optimizer minimizes the mean negative log likelihood plus the prior's weight decay. Between
     epochs, rounds of steps update the hyperparameters by the gradient of the estimated log
-    evidence. Prior precisions follow MacKay's fixed-point update, or Adam as in the paper. Noise
-    and the model's own hyperparameters use Adam. Only the data in ``train`` are used for training.
+    evidence. Prior precisions follow MacKay's fixed-point update, or Adam as in Immer et al.
+    (2023). Noise and the model's own hyperparameters use Adam. Only the data in ``train`` are used
+    for training.
 
     ``fit`` does not change the global random state. Separate random streams, derived from ``seed``,
     determine the order of the data, the blocks and the model's own draws (such as dropout). The
@@ -214,8 +215,8 @@ def prepare_evidence(
     evidence = make_evidence(model, num_data, settings, process_group)
     if settings.optimization.noise_on_loss and not learns_likelihood(evidence.likelihood):
         raise ConfigurationError(
-            "noise_on_loss requires a likelihood with parameters, such as the noise of a Gaussian,"
-            f" got {evidence.likelihood.name}, which has none. Remove noise_on_loss."
+            "noise_on_loss requires a likelihood with learnable parameters, such as the noise of a"
+            f" Gaussian. The likelihood {evidence.likelihood.name} has none. Remove noise_on_loss."
         )
     # Reading all items of a data set takes as long as an epoch. They are checked as they are read.
     outputs = check_data(evidence, data, place, len(data) if data.is_held else PROBE_SIZE)

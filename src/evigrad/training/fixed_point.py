@@ -41,8 +41,8 @@ LOG_LIMIT = 12 * math.log(10.0)
 class FixedPoint:
     """Update precisions by damped steps δ ← (1 − rate) δ + rate · γ / ‖w − w₀‖².
 
-    The steps average precisions, not their logarithms. On a random block, the effective number of
-    parameters γ is an unbiased estimate. Therefore, steps with a falling rate converge to the point
+    The steps average precisions, not their logarithms. A random block gives an unbiased estimate of
+    the effective number of parameters γ. Therefore, steps with a falling rate converge to the point
     where the mean gradient is zero.
 
     The update replaces the prior's optimizer. Call it after each ``backward``::
@@ -143,8 +143,8 @@ class FixedPoint:
         log_precision = prior.log_precision
         if log_precision is None or not log_precision.requires_grad:
             raise ConfigurationError(
-                "The fixed-point update needs a learnable prior, got a prior with fixed precisions."
-                " Use GaussianPrior(learnable=True)."
+                "The fixed-point update needs a learnable prior, but the precisions of this prior"
+                " are fixed. Use GaussianPrior(learnable=True)."
             )
         if prior.hyperprior is not None:
             raise ConfigurationError(

@@ -176,7 +176,7 @@ def unpacked_history(packed: Mapping[str, list[Any]]) -> list[Row]:
         is_name = isinstance(name, str) and name.isprintable()
         if not is_name or not isinstance(value, int | float | None):
             raise ConfigurationError(
-                f"The saved history must hold numbers, got the value {value!r} for {name!r}. Start"
-                " a new run in another folder."
+                f"The saved history must contain numbers, got the value {value!r} for {name!r}."
+                " Start a new run in another folder."
             )
     return rows

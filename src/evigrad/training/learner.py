@@ -68,8 +68,8 @@ class StepGroup:
     """Hyperparameters that are updated together, with ``steps`` steps per round.
 
     ``taken`` is the number of steps so far. A round follows the last epoch of the burn-in and every
-    ``every``-th epoch after it, as in the paper's schedule. With ``burn_in=10`` and ``every=5``,
-    rounds follow epochs 10, 15, 20, ...
+    ``every``-th epoch after it. With ``burn_in=10`` and ``every=5``, rounds follow epochs 10, 15,
+    20, ...
     """
 
     names: list[str]
@@ -80,7 +80,7 @@ class StepGroup:
     taken: int = 0
 
     def is_due(self, epoch: int) -> bool:
-        """Return whether a round follows this epoch. Epochs count from 1."""
+        """Return whether a round follows ``epoch``. Epochs are numbered from 1."""
         return epoch >= self.burn_in and (epoch - self.burn_in) % self.every == 0
 
     @property
@@ -131,9 +131,9 @@ class Learner:
             ``fit``'s history for the log evidence and the hyperparameters.
 
     Raises:
-        ConfigurationError: If a setting does not fit, there is nothing to learn, or the ranks
+        ConfigurationError: If settings are invalid, there is nothing to learn, or the ranks
             differ in settings or data.
-        InputError: If the data do not fit the evidence.
+        InputError: If the data do not match the evidence.
 
     Examples:
         >>> import torch
@@ -172,9 +172,9 @@ class Learner:
             hyperparameters = evidence.hyperparameters()
             if not hyperparameters:
                 raise ConfigurationError(
-                    "There is nothing to learn: the prior and the likelihood are fixed, and"
-                    " hyperparameters names no parameter of the model. Make the prior learnable, or"
-                    " train by plain MAP (fit with estimator=None)."
+                    "There is nothing to learn: the prior and the likelihood are fixed, and the"
+                    " argument hyperparameters names no parameter of the model. Make the prior"
+                    " learnable, or train by plain MAP (fit with estimator=None)."
                 )
             if schedule.epochs is None:
                 raise ConfigurationError(
@@ -224,7 +224,7 @@ class Learner:
         return sum(group.taken for group in self.step_groups)
 
     def step(self) -> Round | None:
-        """Count an epoch, and take a round of hyperparameter steps if a round is due.
+        """Count an epoch, and run a round of hyperparameter steps if a round is due.
 
         The weights and their gradients do not change.
 
@@ -232,7 +232,7 @@ class Learner:
             The round, or None if no round is due.
 
         Raises:
-            EvigradError: If an estimate fails.
+            EvigradError: If an estimate fails and its step cannot be skipped (see ``learn``).
         """
         self.count += 1
         self.data.epoch = self.count
@@ -243,24 +243,28 @@ class Learner:
         return learned
 
     def start(self, decay: float) -> None:
-        """Set the precisions of the burn-in from a weight decay. Without a burn-in, do nothing."""
+        """Set the precisions of the burn-in from a weight decay.
+
+        Without a burn-in or without fixed-point updates, do nothing.
+        """
         if self.fixed_point is not None and self.schedule.burn_in:
             num_data = self.evidence.num_data
             zero = burn_in_precision(decay, num_data)
             self.fixed_point.start(zero, PRETRAINED_DECAY * num_data)
 
     def is_due(self, epoch: int) -> bool:
-        """Return whether a round follows this epoch. Epochs count from 1."""
+        """Return whether a round follows ``epoch``. Epochs are numbered from 1."""
         return any(group.is_due(epoch) for group in self.step_groups)
 
     def learn(self, epoch: int) -> Round:
         """Take the hyperparameter steps that follow an epoch.
 
         ``step`` calls this method when a round is due. If an estimate is not finite, or its matrix
-        has no Cholesky factor, the remaining steps of the round are skipped with a warning.
+        has no Cholesky factor, the remaining steps of the round are skipped with a warning. With
+        several ranks, such an estimate raises an error instead.
 
         Args:
-            epoch: Number of the epoch. Epochs count from 1.
+            epoch: Number of the epoch. Epochs are numbered from 1.
 
         Returns:
             The estimates, one per step.
@@ -372,7 +376,7 @@ class Learner:
             state: State from ``state_dict``.
 
         Raises:
-            ConfigurationError: If the state does not fit the evidence or the schedule.
+            ConfigurationError: If the state does not match the evidence or the schedule.
         """
         with fitting("The saved state"):
             self.evidence.load_state_dict(state["evidence"])

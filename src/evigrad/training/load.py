@@ -30,9 +30,9 @@ class LoadedRun:
         model: Network with the weights and hyperparameters of the checkpoint, in evaluation mode.
         evidence: Evidence of the model, with the checkpoint's prior, noise and generator. If the
             run had no estimator, the evidence has a placeholder estimator.
-        settings: Settings of ``fit`` by name, from ``config.json``.
+        settings: Settings of ``fit`` by name, from the checkpoint.
         history: One row per epoch up to the checkpoint.
-        epoch: Epoch of the checkpoint. It equals ``settings["epochs"]`` if the run is finished.
+        epoch: Epoch of the checkpoint. At least ``settings["epochs"]`` if the run is finished.
 
     See also: docs/tune_and_load.md.
     """
@@ -78,7 +78,7 @@ def load(
 
     Raises:
         ConfigurationError: If the folder has no run with a checkpoint, or a part of the run is
-            missing or does not fit. The weights of ``model`` do not change in this case.
+            missing or does not match. The weights of ``model`` do not change in this case.
 
     Examples:
         >>> import torch

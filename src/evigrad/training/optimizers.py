@@ -44,8 +44,8 @@ def make_weight_optimizer(
     held = [id(p) for group in optimizer.param_groups for p in group["params"]]
     if sorted(held) != sorted(id(p) for p in weights.values()):
         raise ConfigurationError(
-            "The optimizer must hold exactly the weights that it is given, each of them once. Pass"
-            " all the named weights to it."
+            "The optimizer must contain exactly the named weights that its function receives, each"
+            " of them once. Pass all of these weights to the optimizer."
         )
     if any(group.get("weight_decay") for group in optimizer.param_groups):
         raise ConfigurationError(

@@ -85,7 +85,7 @@ def draws_at_once(evidence: Evidence, x: Inputs, count: int) -> int:
 
 
 def is_keepable(evidence: Evidence, x: Inputs, names: list[str]) -> bool:
-    """Return whether steps that learn ``names`` can share passes. The model must not be random."""
+    """Return whether steps that learn ``names`` can share passes. A random model prevents this."""
     # A random model, such as an average over transforms, draws again in each pass.
     if stochastic_modules(evidence.model):
         return False

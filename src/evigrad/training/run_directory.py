@@ -120,7 +120,7 @@ class RunDirectory:
 def _read_checkpoint(path: Path) -> dict[str, Any]:
     intact = is_intact(path)
     if intact is False:
-        raise ConfigurationError("it is damaged (its content does not match its digest)")
+        raise ConfigurationError("the file is damaged (its content does not match its digest)")
     try:
         # Loads no code: a checkpoint from somebody else can do no harm.
         state = torch.load(path, "cpu", weights_only=True)
@@ -128,12 +128,12 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
         if isinstance(error, OSError):
             raise
         kind = type(error).__name__
-        raise ConfigurationError(f"it is not a checkpoint, or it is truncated ({kind})") from error
+        raise ConfigurationError(f"the file is truncated, or not a checkpoint ({kind})") from error
     if not isinstance(state, dict):
-        raise ConfigurationError("it does not hold the state of a run")
+        raise ConfigurationError("the file does not contain the state of a run")
     # Checkpoints of older versions may have no digest.
     if intact is None and state.get("format") not in range(CHECKPOINT_FORMAT):
-        raise ConfigurationError("it is damaged (its digest is missing)")
+        raise ConfigurationError("the file is damaged (its digest is missing)")
     return state
 
 
@@ -179,10 +179,11 @@ class RunRecord:
         self._metrics.write(row)
 
     def is_due(self, epoch: int, every: int | None) -> bool:
-        """Return whether to write a checkpoint after this epoch.
+        """Return whether to write a checkpoint after ``epoch``.
 
         If ``every`` is an integer, a checkpoint is due after every ``every``-th epoch. If it is
-        None, a checkpoint is due when writing it takes at most 5 % of the time since the last one.
+        None, a checkpoint is due when writing it takes at most 5 % of the time since the previous
+        checkpoint.
         """
         if every is not None:
             return epoch % every == 0

@@ -68,10 +68,10 @@ class Schedule:
     Attributes:
         epochs: Number of passes over the training data. Default: enough for 2,000 optimizer steps,
             and at least 100.
-        max_epochs: Number of epochs up to which training may continue. After ``epochs``, shorter
-            cycles of half this length follow, in each of which the learning rate falls from lr
-            again. Training ends after a cycle that changed log evidence, noise and mode gap only a
-            little. Default: epochs.
+        max_epochs: Number of epochs up to which training may continue. After ``epochs``, cycles of
+            half that number of epochs follow. In each cycle, the learning rate falls from lr again.
+            Training ends after a cycle that changes log evidence, noise and distance from the mode
+            only a little. Default: epochs.
         epoch_size: Number of examples per epoch. Set it for very large data sets, so that rounds
             and checkpoints also happen during a pass over the data. Each epoch continues where the
             previous one stopped. Default: all examples.
@@ -146,8 +146,8 @@ class Optimization:
         lr_min: Learning rate of the weights at the end. The rate follows a cosine, epoch by epoch.
         prior_update: Update of the precisions: fixed_point or adam. fixed_point is MacKay's update
             by the effective number of parameters. It starts from start_decay, regardless of
-            precision. adam starts from precision, as in the paper. Noise and the model's own
-            hyperparameters always use Adam. Default: fixed_point, or adam if the prior has a
+            precision. adam starts from precision, as in Immer et al. (2023). Noise and the model's
+            own hyperparameters always use Adam. Default: fixed_point, or adam if the prior has a
             hyperprior.
         start_decay: Weight decay of the burn-in, from which fixed_point starts. With several
             values, the network trains with each value for a third of the epochs. Training continues
@@ -269,16 +269,17 @@ class Settings:
         if self.estimator is None:
             if self.schedule.max_epochs is not None:
                 raise ConfigurationError(
-                    f"max_epochs requires an estimator, got estimator=None and max_epochs ="
-                    f" {self.schedule.max_epochs}. Remove max_epochs, or raise epochs."
+                    f"max_epochs requires an estimator, but max_epochs is"
+                    f" {self.schedule.max_epochs} and estimator is None. Set an estimator, or"
+                    " remove max_epochs."
                 )
             return
         check_burn_in(self.schedule.burn_in, self.schedule.epochs)
         if self.optimization.noise_on_loss:
             raise ConfigurationError(
-                f"noise_on_loss is only for training without an estimator, got estimator"
-                f" '{self.estimator}', which learns the noise from the evidence. Remove"
-                " noise_on_loss, or set estimator=None."
+                "noise_on_loss is only for training without an estimator. With the estimator"
+                f" '{self.estimator}', the evidence determines the noise. Remove noise_on_loss, or"
+                " set estimator=None."
             )
 
     def as_record(self) -> dict[str, Any]:
@@ -326,7 +327,7 @@ def explains_groups(function: Callable[P, T]) -> Callable[P, T]:
             for group, kind in GROUPS.items():
                 if name not in accepted and name in {setting.name for setting in fields(kind)}:
                     raise ConfigurationError(
-                        f"{function.__name__} has no keyword {name}, which is a field of"
+                        f"{function.__name__} has no argument {name}: {name} is a field of"
                         f" {kind.__name__}. Use {group}={kind.__name__}({name}={value!r})."
                     )
         return function(*arguments, **keywords)
@@ -353,7 +354,7 @@ def check_integer(name: str, value: object, least: int, most: int | None = _MOST
 
 
 def check_burn_in(burn_in: int | None, epochs: int | None) -> None:
-    """Raise ConfigurationError if training would end before the burn-in."""
+    """Raise ConfigurationError if training would end before the burn-in ends."""
     if (burn_in or 0) > (epochs or math.inf):
         raise ConfigurationError(
             f"burn_in must be at most epochs = {epochs}, got {burn_in}: no hyperparameter would be"

@@ -59,7 +59,7 @@ class Starts:
             self._initial = _state(trainer)
 
     def is_due(self, epoch: int) -> bool:
-        """Return whether the trial of a start ends after this epoch. Epochs count from 1."""
+        """Return whether the trial of a start ends after ``epoch``. Epochs are numbered from 1."""
         return self.are_tried and epoch == self.until
 
     def advance(self, trainer: "Trainer", error: EvigradError | None = None) -> None:
@@ -101,7 +101,10 @@ class Starts:
         return {"decays": list(self.scores), "scores": list(self.scores.values()), **states}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Load a ``state_dict``. If it is None (a version without trials), keep the first start."""
+        """Load a ``state_dict``.
+
+        If ``state`` is None (from a version without trials), keep only the first start.
+        """
         if state is None:
             self.decays = self.decays[:1]
             return

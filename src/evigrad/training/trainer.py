@@ -123,8 +123,8 @@ class Trainer:
         seconds: Time of training so far, in seconds.
 
     Raises:
-        ConfigurationError: If a custom optimizer has weight decay or does not hold exactly the
-            weights, or if the prior or ``prior_blocks`` does not fit the other settings.
+        ConfigurationError: If a custom optimizer has weight decay or does not contain exactly the
+            weights, or if the prior or ``prior_blocks`` does not match the other settings.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Trainer:
 
     @property
     def epochs(self) -> int:
-        """Return the last epoch of the current cycle. Epochs count from 1."""
+        """Return the last epoch of the current cycle. Epochs are numbered from 1."""
         return self.cycles.end(self.history)
 
     @property
@@ -217,7 +217,7 @@ class Trainer:
             )
         if resume and run_dir is None:
             raise ConfigurationError(
-                "resume=True requires the folder of a run, got run_dir=None. Set run_dir."
+                "resume=True requires the folder of a run, but run_dir is None. Set run_dir."
             )
         ranks = self.evidence.ranks
         if not ranks.is_first:
@@ -372,7 +372,7 @@ class Trainer:
                         callback(row)
 
     def epoch(self, epoch: int) -> Row:
-        """Train the weights, take a round and evaluate if due, and return the history's new row."""
+        """Train the weights, run a round and evaluate if due, and return the history's new row."""
         start = time.perf_counter()
         loss, skipped = self.train_weights(epoch)
         rate = self.weight_optimizer.param_groups[0]["lr"]
@@ -398,7 +398,7 @@ class Trainer:
         }
 
     def train_weights(self, epoch: int) -> tuple[float, int]:
-        """Take one step per batch of an epoch. Epochs count from 1.
+        """Take one step per batch of an epoch. Epochs are numbered from 1.
 
         A batch whose loss or gradient is not finite is skipped. The seed determines the order of
         the data (see ``batches``). Random draws of the model (such as dropout) and random draws in
@@ -577,10 +577,10 @@ def training_mode(model: nn.Module) -> Iterator[None]:
 
 
 def is_evaluated(epoch: int, epochs: int, every: int | None) -> bool:
-    """Return whether an evaluation follows this epoch. Epochs count from 1.
+    """Return whether an evaluation follows ``epoch``. Epochs are numbered from 1.
 
-    The last epoch is always evaluated. If ``every`` is 0, no other epoch is evaluated. If it is
-    None, there are at most ten evaluations.
+    The last epoch is always evaluated. If ``every`` is 0, no other epoch is evaluated. If ``every``
+    is None, there are at most ten evaluations.
     """
     if every is None:
         every = -(-epochs // _EVALUATIONS)
