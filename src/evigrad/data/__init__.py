@@ -98,8 +98,8 @@ def load(
       factor exp(u), with u uniform within ±log 2. An image has the same transform for every subset
       and seed.
 
-    Inputs and numeric targets are standardized with the statistics of the returned
-    training data (per channel for images). The global random state does not change.
+    Inputs and numeric targets are standardized with the statistics of the returned training data
+    (per channel for images). The global random state does not change.
 
     Args:
         name: NAME or NAME:VARIANT, or the path of a table.

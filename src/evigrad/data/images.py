@@ -255,7 +255,7 @@ def mnist5k() -> tuple[Images, Images]:
 def _split(
     where: str, pixels: np.ndarray, labels: np.ndarray, largest: int = 255
 ) -> tuple[Images, Images]:
-    """Return the training and test part of digits (n, h, w), from a fixed stratified 80/20 split."""
+    """Return the training and test part of digits (n, h, w): a fixed stratified 80/20 split."""
 
     def part(rows: np.ndarray) -> Images:
         names = tuple("0123456789")

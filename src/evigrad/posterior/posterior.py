@@ -169,7 +169,7 @@ class Posterior:
     def sample(
         self, x: Any, n: int, generator: torch.Generator | int | None = None
     ) -> Float[Tensor, "n m ... C"]:
-        """Draw outputs, which are correlated within each example or position.
+        """Draw outputs that are correlated within an example or position, but not between them.
 
         Args:
             x: Inputs (m, ...).

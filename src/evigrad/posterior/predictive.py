@@ -183,7 +183,7 @@ class Predictive:
     def sample(
         self, n: int, generator: torch.Generator | int | None = None
     ) -> Float[Tensor, "n m ... C"]:
-        """Draw outputs, which are correlated within each example or position.
+        """Draw outputs that are correlated within an example or position, but not between them.
 
         Args:
             n: Number of draws.

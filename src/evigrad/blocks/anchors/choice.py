@@ -265,7 +265,10 @@ def last_layer(
     precisions: Mapping[str, Tensor],
     temperature: float,
 ) -> LastLayer | None:
-    """Return the layer of a ``watched`` call, or None if its outputs differ from ``f`` in shape."""
+    """Return the layer of a ``watched`` call.
+
+    Return None if there was no call, or if the shape of its outputs does not match ``f``.
+    """
     if not call:
         return None
     layer, inputs, output = call
