@@ -85,7 +85,7 @@ def test_half_a_data_set(folder: Path) -> None:
 
 
 def test_folder_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigurationError, match="does not exist .set by data_dir"):
+    with pytest.raises(ConfigurationError, match="gone .set by data_dir. does not exist"):
         load("digits", data_dir=tmp_path / "gone")
     monkeypatch.setenv("EVIGRAD_DATA", str(tmp_path / "gone"))
     with pytest.raises(ConfigurationError, match="set by the environment variable EVIGRAD_DATA"):

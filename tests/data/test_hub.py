@@ -281,7 +281,7 @@ def with_labels(values: list[Any]) -> Callable[[Any], Any]:
         (with_columns(["picture", "label"]), r"no column 'image', got picture, label"),
         (with_columns(["image", "kind"]), r"no column 'label', got image, kind"),
         (with_labels([0, 1, None]), "rows without a label"),
-        (with_labels(["a", "b", "c"]), "column 'label' must hold integers, got string"),
+        (with_labels(["a", "b", "c"]), "column 'label' must contain integers, got string"),
         (with_labels([0, -1, 1]), "got -1 to"),
         (lambda stored: table([b"junk"] * 3, [0, 1, 2]), "row 0: the image cannot be decoded"),
     ],

@@ -155,7 +155,7 @@ GOOD = png(pixels(1, (4, 5))[0])
         ([GOOD, GOOD], [0, 3], "must be between 0 and 2, got 0 to 3"),
         ([GOOD, GOOD], [-1, 0], "got -1 to"),
         ([GOOD, GOOD], [0, None], "without a label"),
-        ([GOOD, GOOD], [0.5, 1.0], "must hold integers"),
+        ([GOOD, GOOD], [0.5, 1.0], "must contain integers"),
         ([], np.zeros(0, np.int64), "no rows"),
     ],
 )

@@ -316,7 +316,7 @@ def test_noise_on_tables() -> None:
         ({"num_samples": 0}, "at least 1, got 0 and None"),
         ({"chunk": 0}, "at least 1, got 2 and 0"),
         ({"invariance": nn.ReLU()}, "sample(n, generator), got ReLU"),
-        ({"model": averaged()}, "must not draw noise, but contains Averaged"),
+        ({"model": averaged()}, "must not draw noise, but its module Averaged does"),
     ],
 )
 def test_errors_say_what_to_mend(settings: dict, words: str) -> None:

@@ -78,7 +78,7 @@ def test_settings_that_do_not_exist_or_fit():
             posterior(own.train, **options)
     with pytest.raises(ConfigurationError, match="needs either the data or state"):
         posterior()
-    with pytest.raises(ConfigurationError, match="must be the result of posterior.state_dict"):
+    with pytest.raises(ConfigurationError, match="is not the result of posterior.state_dict"):
         posterior(state={})
     made = posterior(own.train, structure="diag")
     with pytest.raises(ConfigurationError, match="link must be one of monte-carlo"):

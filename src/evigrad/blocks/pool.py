@@ -49,14 +49,20 @@ class Pool:
         return places if self.is_all else self._data[places]
 
     def others(self, places: Int[Tensor, " m"]) -> Int[Tensor, " m"]:
-        """Return the positions in the data set of some examples outside the pool.
+        """Return the positions in the data set of examples outside the pool.
 
-        ``places`` are the numbers 0, 1, ... of the examples among all examples outside the pool.
+        These examples are numbered 0, 1, ..., and ``places`` contains the numbers of some of them.
         """
         return self._order.at(POOL + places)
 
     def find(self, data: Int[Tensor, " m"]) -> tuple[Bool[Tensor, " m"], Int[Tensor, " k"]]:
-        """Return a mask of the given examples in the pool, and the places of these examples."""
+        """Return a mask of the examples that are in the pool, and the places of these examples.
+
+        ``data`` contains the positions of the examples in the data set.
+
+        Raises:
+            InputError: If a position is negative, or N or more.
+        """
         if len(data) and not 0 <= int(data.min()) <= int(data.max()) < self.num_data:
             raise InputError(
                 f"Positions must be between 0 and {self.num_data - 1}, got {int(data.min())} to"

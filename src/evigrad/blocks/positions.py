@@ -25,7 +25,7 @@ class PositionSource(Source):
         shape: Shape of the outputs for one original example, (…, C).
 
     Raises:
-        InputError: If a target does not fit the likelihood, or no position has a target.
+        InputError: If a target does not match the likelihood, or no position has a target.
     """
 
     def __init__(self, source: Source, likelihood: Likelihood, shape: Sequence[int]) -> None:

@@ -37,7 +37,7 @@ class Source(ABC):
 
     Attributes:
         is_held: Whether the examples are tensors in memory, identical each time they are read.
-        by_target: Source of the positions that have a target. None if not needed yet.
+        by_target: Source of the positions that have a target. None until it is needed.
     """
 
     is_held = False

@@ -91,8 +91,8 @@ class BlockStream(Stream):
     """An endless stream of blocks from random partitions of the examples and outputs.
 
     It yields the blocks of one partition in random order, then the blocks of the next partition.
-    Each iteration (``for``, ``take``, ``round`` or ``epoch``) draws a new partition. To resume,
-    store only the state of the generator.
+    Each iteration (``for``, ``take``, ``round`` or ``epoch``) draws a new partition. To resume
+    between iterations, the state of the generator is enough.
 
     Args:
         partition: Rules by which the estimator's partitions are drawn.

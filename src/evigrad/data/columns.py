@@ -101,7 +101,10 @@ def problem_of_missing(column: Column, leave_out: str) -> str | None:
 
 
 def problem_of_marks(column: Column, leave_out: str) -> str | None:
-    """Return a message if most texts of a column are numbers but some are not, or else None."""
+    """Return a message if most texts of a column are numbers, but not all are valid numbers.
+
+    Otherwise, return None. Numbers with a decimal comma are not valid.
+    """
     texts = [text for text in column.values.tolist() if text is not None]
     distinct, counts = np.unique(np.array(texts, dtype=np.str_), return_counts=True)
     plain = np.array([_is_number(text) for text in distinct], dtype=np.bool_)

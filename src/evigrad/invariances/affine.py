@@ -1,4 +1,4 @@
-"""Random affine transforms of images, as in Augerino (Benton et al., 2020) and the paper."""
+"""Random affine transforms of images, as in Augerino (Benton et al., 2020)."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -41,10 +41,11 @@ class AffineInvariance(Transform):
     interpolation. Beyond the borders, the value is ``fill``. The origin is the center of the image.
     Rotations do not distort images that are not square.
 
-    Translations are in units of half the image's width or height, rotations are in radians, and
-    scales and shear are natural logarithms. Each range is a parameter with the generator's name, or
-    a buffer if it is not learned. ``ranges`` returns η, which is the parameter reflected at 0 and
-    at its upper limit in `LIMITS`. The derivative of η is 1 or −1.
+    Translations are in units of half the image's width or height, and rotations are in radians.
+    Scales and shear are natural logarithms of stretch factors, along the axes for scales and along
+    the diagonals for shear. Each range is a parameter with the generator's name, or a buffer if it
+    is not learned. ``ranges`` returns η, which is the parameter reflected at 0 and at its upper
+    limit in `LIMITS`. The derivative of η is 1 or −1.
 
     Args:
         ranges: Initial ranges: one number for all generators, or a dictionary by name
@@ -168,7 +169,7 @@ class AffineInvariance(Transform):
         if x.dim() != 4 or not x.is_floating_point():
             raise InputError(
                 "AffineInvariance needs images (n, channels, height, width) of floating-point"
-                f" numbers, got {tuple(x.shape)} of {x.dtype}."
+                f" numbers, got shape {tuple(x.shape)} and type {x.dtype}."
             )
         if len(self.fill) not in (1, x.shape[1]):
             raise InputError(

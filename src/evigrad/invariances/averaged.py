@@ -1,4 +1,4 @@
-"""Averages of a model's outputs over random transforms of the input (Eq. 14 of the paper)."""
+"""Average a model's outputs over random transforms of the input (Immer et al. 2023, Eq. 14)."""
 
 import math
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ class Averaged(nn.Module):
 
     Raises:
         ConfigurationError: If an option does not exist, a number is below 1, the model draws noise,
-            or ``bounds`` of the transform do not fit its parameters.
+            or ``bounds`` of the transform are invalid or do not match its parameters.
 
     Examples:
         >>> import torch
@@ -81,8 +81,8 @@ class Averaged(nn.Module):
         inner = [module for module in model.modules() if isinstance(module, Stochastic)]
         if inner:
             raise ConfigurationError(
-                f"The averaged model must not draw noise, but contains {type(inner[0]).__name__}."
-                " Put all random operations into one transform."
+                "The averaged model must not draw noise, but its module"
+                f" {type(inner[0]).__name__} does. Put all random operations into one transform."
             )
         self.model, self.invariance = model, invariance
         self.num_samples, self.average, self.chunk = num_samples, average, chunk

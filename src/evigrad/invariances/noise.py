@@ -77,7 +77,7 @@ class Noise:
     """The noise of the examples in a block, for all ``modules`` that draw noise.
 
     The noise at each position in the block is determined by ``seed``. Example i uses the noise at
-    ``positions[i]``, which must be ascending, or at position i if ``positions`` is None.
+    ``positions[i]``, or at position i if ``positions`` is None. ``positions`` must be ascending.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Noise:
             if len(noise) != PAGE or not noise.is_floating_point():
                 raise ConfigurationError(
                     f"{type(module).__name__}.draw({PAGE}, generator) must return {PAGE} rows of"
-                    f" floating-point noise, got {tuple(noise.shape)} of {noise.dtype}."
+                    f" floating-point noise, got shape {tuple(noise.shape)} and type {noise.dtype}."
                 )
         return drawn
 

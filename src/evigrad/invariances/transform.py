@@ -114,7 +114,10 @@ class Transform(nn.Module, ABC):
 
     # ``nn.Module.apply`` takes a function that visits every submodule, including this one.
     def apply(self, x: Tensor | Callable[[nn.Module], None], eps: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return ``self(x, eps)``, or call a function on every submodule as ``nn.Module.apply``."""
+        """Return ``self(x, eps)``.
+
+        If ``x`` is a function, call it on every submodule, as ``nn.Module.apply`` does.
+        """
         if isinstance(x, Tensor):
             return self(x, eps)
         return super().apply(x)

@@ -242,7 +242,7 @@ def covariance_of(
 ) -> Covariance:
     """Return the covariance under Σ, from a statistic of all data and the prior precisions.
 
-    ``dtype`` is the type of the kernel's matrix. Other matrices have the type of the statistic.
+    ``dtype`` is the type of the kernel's matrix and of the prior precisions.
     """
     like = torch.zeros((), dtype=dtype, device=next(iter(weights.values())).device)
     flat = {

@@ -34,7 +34,7 @@ _AT_ONCE = 1000
 def mode_gap(problem: Problem, data: Any, structure: str, rows: int | None = None) -> float:
     """Return ½ gᵀ (H + P0)⁻¹ g in nats, summed over all N training examples.
 
-    H is approximated as in a posterior with this ``structure`` and these ``rows``.
+    H is approximated as in a posterior with this ``structure`` and this number of ``rows``.
     """
     posterior = make_posterior(problem, data, structure, rows)
     gradient = log_joint_gradient(problem, data)

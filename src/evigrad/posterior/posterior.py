@@ -79,9 +79,10 @@ class Posterior:
     H is the Gauss-Newton matrix, P0 contains the prior precisions, and J is the Jacobian of the
     outputs with respect to the weights.
 
-    Call ``Evidence.posterior`` to make a posterior. The posterior stores the current precisions and
-    noise, so you may change these later. If the weights have changed, predictions raise an error. A
-    model that draws noise, such as ``Averaged``, uses the same draws in every call.
+    Call ``Evidence.posterior`` to make a posterior. The posterior stores Σ and a copy of the
+    likelihood, so later changes to the precisions or the likelihood do not affect predictions. If
+    the weights have changed, predictions raise an error. A model that draws noise, such as
+    ``Averaged``, uses the same draws in every call.
 
     Attributes:
         structure: Structure of Σ: ``kfac``, ``last-layer``, ``diag``, ``full`` or ``ntk``.
@@ -153,7 +154,7 @@ class Posterior:
 
         Raises:
             ConfigurationError: If the weights have changed, or the link is unknown.
-            InputError: If the inputs do not fit the model.
+            InputError: If the inputs do not match the model.
         """
         check_choice("link", link, LINKS)
         check_count("num_samples", num_samples)
@@ -168,7 +169,7 @@ class Posterior:
     def sample(
         self, x: Any, n: int, generator: torch.Generator | int | None = None
     ) -> Float[Tensor, "n m ... C"]:
-        """Draw outputs, which are correlated within each example or position.
+        """Draw outputs that are correlated within an example or position, but not between them.
 
         Args:
             x: Inputs (m, ...).
@@ -180,7 +181,7 @@ class Posterior:
 
         Raises:
             ConfigurationError: If the weights have changed, or ``n`` is not a positive integer.
-            InputError: If the inputs do not fit the model.
+            InputError: If the inputs do not match the model.
         """
         check_count("n", n)
         return self(x).sample(n, generator)
@@ -283,7 +284,7 @@ class Posterior:
             likelihood.load_state_dict(state["likelihood"])
         except RuntimeError as error:
             raise ConfigurationError(
-                f"The state of the likelihood does not fit: {error} Use the likelihood of the"
+                f"The saved state does not match the likelihood: {error} Use the likelihood of the"
                 " saved posterior."
             ) from error
         device = self._problem.device
@@ -347,7 +348,7 @@ def load_posterior(problem: Problem, state: Mapping[str, Any]) -> Posterior:
     """Return the posterior that a ``Posterior.state_dict`` describes, without the data."""
     if not isinstance(state, Mapping) or not {"structure", "parameters"} <= state.keys():
         raise ConfigurationError(
-            "state must be the result of posterior.state_dict(), got something else. Call"
+            "state is not the result of posterior.state_dict(). Pass that result, or call"
             " evidence.posterior(data) to make a new posterior."
         )
     if strange := [name for name in state["parameters"] if name not in problem.weights]:

@@ -148,7 +148,7 @@ class Predictive:
         """Return the log predictive density of the targets, averaged over the outputs.
 
         Args:
-            y: Targets in the form that the likelihood takes.
+            y: Targets in the form that the likelihood expects.
 
         Returns:
             One number per example, in nats, for all outputs of the example. For outputs (m, …, C),
@@ -156,7 +156,7 @@ class Predictive:
 
         Raises:
             ConfigurationError: If the link is ``probit`` and the targets are not classes.
-            InputError: If the targets do not fit the likelihood or the outputs.
+            InputError: If the targets do not match the likelihood or the outputs.
         """
         if self.outputs.dim() > 2 and is_batch(y, len(self.outputs)):
             shape, device = self.outputs.shape, self.outputs.device
@@ -183,7 +183,7 @@ class Predictive:
     def sample(
         self, n: int, generator: torch.Generator | int | None = None
     ) -> Float[Tensor, "n m ... C"]:
-        """Draw outputs, which are correlated within each example or position.
+        """Draw outputs that are correlated within an example or position, but not between them.
 
         Args:
             n: Number of draws.

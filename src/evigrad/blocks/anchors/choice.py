@@ -59,8 +59,8 @@ class Anchoring:
             spreads anchors over the inputs, and ``random`` draws them uniformly. ``auto`` is
             ``k-centre`` if all examples have the same scores, as in regression, and ``greedy``
             otherwise.
-        refresh: Number of training rounds that use the same anchors. Outside training, the number
-            of streams of blocks.
+        refresh: Number of training rounds that use the same anchors. Outside training, each
+            iteration over a stream of blocks counts as a round.
         grouped: Whether blocks consist of rows that are similar given the anchors, according to the
             kernel of the last layer. Otherwise, blocks are only stratified by score.
 
@@ -171,7 +171,10 @@ class Centres:
         self._left: Float[Tensor, " N"] | None = None
 
     def first(self, source: Source, count: int) -> Int[Tensor, " k"] | None:
-        """Return the positions of the first centers, or None if the inputs are not real numbers."""
+        """Return the positions of the first ``count`` centers.
+
+        If the inputs are not a floating-point tensor, return None.
+        """
         if self._points is None:
             self._points = _points(source)
         points = self._points
@@ -262,7 +265,10 @@ def last_layer(
     precisions: Mapping[str, Tensor],
     temperature: float,
 ) -> LastLayer | None:
-    """Return the layer of a ``watched`` call, or None if its outputs differ from ``f`` in shape."""
+    """Return the layer of a ``watched`` call.
+
+    Return None if there was no call, or if the shape of its outputs does not match ``f``.
+    """
     if not call:
         return None
     layer, inputs, output = call

@@ -110,7 +110,8 @@ def form_groups(
     """Return groups of similar rows among the rows with the largest scores, without the anchors.
 
     ``num_rows`` counts the rows of a block, including its anchors. There are no groups if the
-    kernel is unknown, or if these rows have only a small share of the predicted entropy.
+    kernel is unknown, or if the rows with the largest scores have only a small share of the
+    predicted entropy.
     """
     size = num_rows - len(anchors)
     flat = scores.flatten()
