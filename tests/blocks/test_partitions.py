@@ -332,8 +332,8 @@ def test_empty_index_sets_are_refused():
 @pytest.mark.parametrize(
     ("name", "m", "words"),
     [
-        ("ntk-3-1", 0, "1 to 7 examples, got 0"),
-        ("ntk-3-1", 8, "1 to 7 examples, got 8"),
+        ("ntk-3-1", 0, "between 1 and 7 examples, got 0"),
+        ("ntk-3-1", 8, "between 1 and 7 examples, got 8"),
         ("ntk-N-1", 6, "needs all 7 examples, got 6. For subsets of 6, use 'ntk-6-1'"),
         ("ntk-10-rows", 3, "have only 9. Pass at least 4 examples"),
     ],

@@ -229,7 +229,7 @@ def test_an_optimiser_of_the_users_own(blobs, make_net):
     def forgetful(weights):
         return torch.optim.SGD(list(weights.values())[1:], lr=0.01)
 
-    with pytest.raises(ConfigurationError, match="exactly the weights"):
+    with pytest.raises(ConfigurationError, match="exactly the named weights"):
         make_trainer(make_net(), blobs[0], optimizer=forgetful)
 
 

@@ -73,7 +73,6 @@ _EVALUATION_SECONDS, _BLOCKS = 20.0, 10
 _ROWS = ("root", "sharing", "parameter_partition")
 # Gain in nats per example above which a ratio of probabilities is not helpful.
 _PLAIN_GAIN = 2.0
-_MODE_GAP = " The mode gap is the log evidence missing because the weights are not at the mode."
 _UNITS = (
     " Ranges are in half images (translation), radians (rotation), and natural logarithms of"
     " factors (scale, shear)."
@@ -364,7 +363,12 @@ def _print_results(
         )
         for key, result in results.items()
     }
-    has_gaps = any(result.mode_gap is not None for result in results.values())
+    gaps = "".join(
+        f" With the weights of {key} at the mode, the log evidence would be higher by"
+        f" {result.mode_gap:.3f} (mode gap)."
+        for key, result in results.items()
+        if result.mode_gap is not None
+    )
     rows = []
     for key, result in results.items():
         test = result.test_metrics
@@ -372,8 +376,6 @@ def _print_results(
         row["log evidence"] = f"{values[key].per_datum:.4f}" if key in values else "–"
         if in_training:
             row["as in training"] = f"{in_training[key].per_datum:.4f}"
-        if has_gaps:
-            row["mode gap"] = "–" if result.mode_gap is None else f"{result.mode_gap:.3f}"
         row["test log lik."] = f"{test['log_likelihood']:.4f}"
         if "accuracy" in test:
             row["test accuracy"] = f"{100 * test['accuracy']:.2f} %"
@@ -386,9 +388,8 @@ def _print_results(
     print_table(
         "Trained on the training data only",
         f"Log evidence and test log likelihood are in nats per example; higher is better. {judged}"
-        + (_MODE_GAP if has_gaps else "")
-        + " Seconds are training time, without evaluation. The MAP row has a fixed prior, and a"
-        ' fixed noise unless it says "learned noise": the training loss learned that noise. In'
+        f"{gaps} Seconds are training time, without evaluation. The MAP row has a fixed prior, and"
+        ' a fixed noise unless it says "learned noise": the training loss learned that noise. In'
         " rows with an estimator, the evidence learned both."
         + (_UNITS if any(ranges.values()) else "")
         + units,

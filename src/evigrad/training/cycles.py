@@ -52,7 +52,7 @@ class Cycles:
         if done < self.first:
             return done / self.first
         begin = done - (done - self.first) % self.length
-        return (done - begin) / (min(begin + self.length, self.most) - begin)
+        return min(1.0, (done - begin) / max(1, min(self.length, self.most - begin)))
 
 
 def has_settled(before: Sequence[Row], after: Sequence[Row]) -> bool:
