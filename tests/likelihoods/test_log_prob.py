@@ -303,7 +303,7 @@ def test_names() -> None:
 
 @pytest.mark.parametrize("noise", [0.0, -1.0, float("nan"), float("inf"), [1.0, 0.0], []])
 def test_noise_must_be_positive(noise: float | list[float]) -> None:
-    with pytest.raises(ConfigurationError, match="standard deviation"):
+    with pytest.raises(ConfigurationError, match="must be positive and finite"):
         Gaussian(noise=noise)
 
 

@@ -35,7 +35,7 @@ class Noisy(Likelihood):
             ) from error
         if not value.numel() or not bool(((value > 0) & torch.isfinite(value)).all()):
             raise ConfigurationError(
-                f"noise must be a positive, finite standard deviation, got {noise!r}."
+                f"noise must be positive and finite, in units of the targets, got {noise!r}."
             )
         if num_outputs is not None and value.ndim == 0 and num_outputs > 0:
             value = value.expand(num_outputs)
