@@ -312,7 +312,7 @@ def test_all_problems_of_a_frame_are_told_at_once() -> None:
         (cells(True, 1), "y mixes yes/no .True. and numbers .1."),
         (cells("1", 1), "y mixes text .'1'. and numbers .1."),
         (cells((1,), (2,)), "got tuple in y"),
-        (np.linspace(0.5, 1, 30), "got fractions in y, such as 0.5.*Use EvidenceRegressor"),
+        (np.linspace(0.5, 1, 30), "got other numbers in y, such as 0.5.*Use EvidenceRegressor"),
     ],
 )
 def test_labels_that_are_none(y: Any, words: str) -> None:

@@ -84,7 +84,7 @@ class NotFiniteOutputError(InputError, NotFiniteError):
 
 
 class NotPositiveDefiniteError(EvigradError, ArithmeticError):
-    """A matrix is not positive definite, so it has no log-determinant.
+    """A matrix is not positive definite, so its log-determinant cannot be computed.
 
     See also: docs/faq.md.
     """

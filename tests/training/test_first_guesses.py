@@ -30,7 +30,7 @@ def test_a_field_of_a_group_names_the_group() -> None:
     untyped: Any = evigrad
     with pytest.raises(ConfigurationError, match=r"Use schedule=Schedule\(epochs=3\)"):
         untyped.fit(net(), table(), epochs=3)
-    with pytest.raises(ConfigurationError, match=r"use optimization=Optimization\(lr=0.1\)"):
+    with pytest.raises(ConfigurationError, match=r"Use optimization=Optimization\(lr=0.1\)"):
         untyped.tune(net(), table(), lr=0.1)
     with pytest.raises(TypeError, match="epoch"):
         untyped.fit(net(), table(), epoch=3)

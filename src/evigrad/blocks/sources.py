@@ -298,8 +298,8 @@ def _tensor_source(pair: Any) -> Source:
     inputs, targets = as_inputs(pair[0]), pair[1]
     if any(part.dim() == 0 for part in (*tensors_of(inputs), targets)):
         raise InputError(
-            "The first dimension of x and y must count the examples, got a scalar. Add a dimension"
-            " with unsqueeze(0)."
+            "The first dimension of x and y must be the example (batch) dimension, got a scalar."
+            " Add a dimension with unsqueeze(0)."
         )
     if len(inputs) != len(targets):
         raise InputError(

@@ -119,7 +119,7 @@ class Parser(ArgumentParser):
             if isinstance(error, UnicodeError):
                 raise
             # Such as a file whose "config" is a number: a value that the parser did not expect.
-            raise CommandLineError(f"The options cannot be read ({error})") from error
+            raise CommandLineError(f"Cannot parse the command-line options: {error}.") from error
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise a CommandLineError for a mistake, instead of printing usage and exiting."""

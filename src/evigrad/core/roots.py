@@ -295,6 +295,7 @@ def _descending_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
             if bool(values.isfinite().all()):
                 return values.flip(-1).to(matrix.dtype), vectors.flip(-1).to(matrix.dtype)
     raise NotFiniteError(
-        "LAPACK cannot compute the eigenvalues of the curvature Λ, because outputs are too large."
+        "LAPACK cannot compute the eigenvalues of the curvature Λ, because the model's outputs are"
+        " too large."
         " Look for weights, inputs or hyperparameters that have diverged."
     )

@@ -137,7 +137,8 @@ class Sweep(Protocol):
         """Return the final state after applying ``step`` to each micro-batch in turn.
 
         ``step`` must return the next state without changing the old state, so that a step can be
-        repeated with fewer examples. ``graph`` determines whether ``step`` gets autograd graphs.
+        repeated with fewer examples. ``graph`` determines whether the micro-batches have autograd
+        graphs.
         """
         ...
 

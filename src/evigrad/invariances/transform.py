@@ -186,7 +186,7 @@ class InputScale(Transform):
         return self.log_scale.exp()
 
     def sample(self, n: int, generator: torch.Generator) -> Tensor:
-        """Return zeros (n, 1), because the transform is not random."""
+        """Return zeros of shape (n, 1), because the transform is not random."""
         return torch.zeros(n, 1, device="cpu")
 
     def forward(self, x: Tensor, eps: Tensor | None = None) -> Tensor:

@@ -389,8 +389,8 @@ class Likelihood(nn.Module, ABC):
     def num_rows(self, num_outputs: int) -> int:
         """Return the number of columns that ``root`` returns if ``columns`` is None.
 
-        The default is C. The number may be smaller if Λ has a lower rank. The number affects the
-        planned memory, but not the log-determinant.
+        This implementation returns C. A subclass may return a smaller number if Λ has a lower
+        rank. The number affects the planned memory, but not the log-determinant.
         """
         return num_outputs
 

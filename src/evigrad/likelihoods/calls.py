@@ -23,8 +23,8 @@ def check_targets(
     """Raise an InputError if the targets are invalid or not on the device of the outputs."""
     if isinstance(y, Tensor) and y.device != device:
         raise InputError(
-            f"Targets must be on the device of the outputs, {device}, got {y.device}. Move the"
-            " targets or the model."
+            f"Targets must be on the same device as the outputs ({device}), got {y.device}. Move"
+            " the targets or the model."
         )
     with raised_in(f"validate of {type(likelihood).__name__}, {_given(f_shape, y)},"):
         likelihood.validate(f_shape, y)  # pyright: ignore[reportArgumentType]

@@ -50,7 +50,7 @@ def derivatives_named() -> Iterator[None]:
 
 
 def without_derivative(error: BaseException) -> ConfigurationError | None:
-    """Return an error that explains a missing derivative, or None for any other error."""
+    """Return an error that explains a missing derivative, or None if that is not the cause."""
     if not isinstance(error, RuntimeError) or isinstance(error, EvigradError):
         return None
     text = str(error)
@@ -84,8 +84,8 @@ def check_call(model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor)
         raise InputError("x is empty or a scalar. Pass at least one example along dimension 0.")
     if torch.is_inference_mode_enabled():
         raise ConfigurationError(
-            "PyTorch computes no gradients inside torch.inference_mode(). Remove this context, or"
-            " use torch.no_grad() instead."
+            "Gradients cannot be enabled inside torch.inference_mode(). Remove this context, or"
+            " use torch.no_grad(), in which evigrad enables gradients where it needs them."
         )
     parameters = named_parameters(model)
     for name, p in weights.items():
@@ -188,7 +188,7 @@ def check_output(output: object, m: int, positions: bool = False) -> Tensor:
         )
     if output.dim() < 2 or output.shape[0] != m or (output.dim() > 2 and not positions):
         if output.dim() == 0 or output.shape[0] != m:
-            hint = "Dimension 0 of inputs and outputs must count the examples."
+            hint = "Dimension 0 of inputs and outputs must be the example (batch) dimension."
         elif output.dim() == 1:
             hint = "Add a dimension for the single output, such as f[:, None]."
         else:

@@ -1,8 +1,8 @@
 """Define closed forms of Jacobian rows: one rule for each function that layers call.
 
 A rule computes the rows of each parameter of a function call. It needs the call's input and the
-gradients of the call's output. Rules apply to functions, not to modules. ``F.linear(x, w)`` in a
-forward method is treated like ``nn.Linear``.
+gradients with respect to the call's output. Rules apply to functions, not to modules.
+``F.linear(x, w)`` in a forward method is treated like ``nn.Linear``.
 
 To add a layer type, write a ``Rule`` with ``match`` and ``rows``, and add it to ``RULES``. Every
 plan compares the rule's rows with plain autograd (``verification.Reference``), and does not use the

@@ -136,8 +136,8 @@ def probed(outputs: Tensor, calls: Sequence[Call], differentiable: bool) -> set[
     With cotangents u of the outputs, the gradient in row r is g_r = Σ_n J_nrᵀ u_n. With cotangents
     c_n u_n instead, this gradient is c_n g_r if and only if row r belongs to example n only. The
     coefficients c differ by enough to detect every wrong example. Many examples in low precision
-    need several vectors c, with one backward pass for each. If ``differentiable``, zero gradients
-    do not count, because their derivatives may be nonzero.
+    need several vectors c, with one backward pass for each. If ``differentiable``, a zero gradient
+    proves nothing, because its derivative may be nonzero.
     """
     m, generator = len(outputs), torch.Generator().manual_seed(0)
     u = torch.randn(outputs.shape, generator=generator, dtype=torch.float64, device="cpu")

@@ -78,9 +78,9 @@ class Batches:
                 index >= len(first_signatures) or first_signatures[index] != signatures[index]
             ):
                 raise InputError(
-                    "The batches differ when they are read again. The gradient with respect to"
-                    " hyperparameters of the forward pass reads them twice. Switch off shuffling"
-                    " and augmentation in the loader, or pass a list of batches."
+                    "The batches differ when they are read again. They are read twice if a"
+                    " hyperparameter changes the forward pass. Switch off shuffling and"
+                    " augmentation in the loader, or pass a list of batches."
                 )
             if not len(x):
                 continue  # no target counts

@@ -29,7 +29,7 @@ class KeptPass(Pass):
     versions: tuple[tuple[int, int], ...] = ()
 
     def draws(self) -> Iterator["KeptPass"]:
-        """Yield a pass for each draw of an anchored block. These passes share memory."""
+        """Yield a pass for each draw of an anchored block, each with the same anchor rows."""
         if self.block.num_draws < 2:
             yield self
             return

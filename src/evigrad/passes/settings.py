@@ -99,7 +99,7 @@ def as_dtype(what: str, value: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def as_bytes(what: str, value: int | str | None) -> int | None:
-    """Return the number of bytes of an amount such as ``"8GiB"``.
+    """Return an amount of memory, such as ``"8GiB"``, as a number of bytes.
 
     Raises:
         ConfigurationError: If the amount is invalid. The message names the setting ``what``.

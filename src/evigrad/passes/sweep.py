@@ -423,9 +423,9 @@ def curvature_of(
 
 
 def bytes_per_datum(peak: Callable[[int], int], num_remaining: int) -> float:
-    """Return the number of bytes that each additional example needs.
+    """Return the number of bytes of memory that each additional example needs.
 
-    ``peak`` measures the bytes of a pass over one or two examples.
+    ``peak`` measures the peak memory, in bytes, of a pass over one or two examples.
     """
     of_one = fits(partial(peak, 1))
     if not of_one:

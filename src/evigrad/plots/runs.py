@@ -307,7 +307,10 @@ def value_paths(
         draw_line(axes, epochs, values, [], drawstyle="steps-post", marker=marker, **look)
         lines.append((values[-1], name, color, dash))
     if not lines:
-        raise InputError(f"The history has no values of {', '.join(columns)}. Use another history.")
+        raise InputError(
+            f"The history has no values in the columns {', '.join(columns)}. Use the history of a"
+            " run that records one of them."
+        )
     axes.margins(x=0)
     if log:
         axes.set_yscale("log")

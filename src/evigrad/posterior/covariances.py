@@ -165,7 +165,7 @@ class Explained:
         return total
 
     def covariance(self, products: Float[Tensor, "R mk"], k: int) -> Float[Tensor, "m k k"]:
-        """Return the explained covariance of k outputs per example, from the sum of products."""
+        """Return the covariance of k outputs per example that the factored rows explain."""
         scaled = products * self.scale[:, None]
         solved = torch.linalg.solve_triangular(self.factor, scaled, upper=False)
         datum_factors = solved.mT.unflatten(0, (-1, k))

@@ -365,7 +365,7 @@ def load_posterior(problem: Problem, state: Mapping[str, Any]) -> Posterior:
 def posterior_problem(
     problem: Problem, structure: str, rows: int | None, names: Sequence[str]
 ) -> Problem:
-    """Return the problem of a posterior in which only the named weights are uncertain."""
+    """Return the problem for a posterior in which only the named weights are uncertain."""
     name = STRUCTURES[structure] if rows is None else f"ntk-{rows}-rows-anchored"
     estimator, settings = Estimator.parse(name), problem.settings
     precise = torch.float32 if problem.device.type == "mps" else torch.float64
@@ -492,7 +492,7 @@ def last_layer(problem: Problem, data: object) -> list[str]:
     if not last:
         raise ConfigurationError(
             "structure='last-layer' needs a module that has weights and is called by the"
-            " model, got none. Use structure='kfac' or 'diag'."
+            " model, but there is none. Use structure='kfac' or 'diag'."
         )
     return owned[modules[last[-1]]]
 

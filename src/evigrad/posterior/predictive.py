@@ -145,7 +145,7 @@ class Predictive:
         return replace(self, outputs=self.outputs[where], covariance=self.covariance[where])
 
     def log_prob(self, y: Tensor) -> Float[Tensor, "m ..."]:
-        """Return the log predictive density of the targets, averaged over the outputs.
+        """Return the log predictive density, averaged over the distribution of the outputs.
 
         Args:
             y: Targets in the form that the likelihood expects.

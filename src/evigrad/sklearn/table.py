@@ -194,8 +194,8 @@ def refuse_targets(y: Any, is_classes: bool) -> None:
     if fractions := [cell for cell in cells if np.isfinite(cell) and cell % 1 != 0]:
         raise InputError(
             f"Unknown label type: continuous. Classes must be whole numbers or strings, got"
-            f" fractions in y, such as {fractions[0]:.4g}. Use EvidenceRegressor for numbers, or"
-            " convert them to classes, for example with numpy.digitize."
+            f" other numbers in y, such as {fractions[0]:.4g}. Use EvidenceRegressor for real"
+            " targets, or convert them to classes, for example with numpy.digitize."
         )
 
 

@@ -49,10 +49,10 @@ class Cycles:
     def progress(self, epoch: int) -> float:
         """Return the share of an epoch's cycle that is over when the epoch begins."""
         done = epoch - 1
-        if done < self.first:
+        if done < self.first or self.most == self.first:
             return done / self.first
         begin = done - (done - self.first) % self.length
-        return min(1.0, (done - begin) / max(1, min(self.length, self.most - begin)))
+        return (done - begin) / min(self.length, self.most - begin)
 
 
 def has_settled(before: Sequence[Row], after: Sequence[Row]) -> bool:
@@ -66,10 +66,11 @@ def has_settled(before: Sequence[Row], after: Sequence[Row]) -> bool:
 
 def _state(history: Sequence[Row]) -> dict[str, float]:
     """Return log evidence, distance from the mode and log noise at the end of a history."""
-    last = history[-1]
     values = [row["log_evidence"] for row in history if row["log_evidence"] is not None]
     state = {"log_evidence": fmean(values[-_ROUNDS:])} if values else {}
-    if last.get("mode_gap") is not None:
-        state["mode_gap"] = last["mode_gap"]
-    state |= {n: math.log(last[n]) for n in last if n.partition("/")[0] == "noise"}
+    for name, value in history[-1].items():
+        if value is not None and name == "mode_gap":
+            state[name] = value
+        elif value is not None and name.partition("/")[0] == "noise":
+            state[name] = math.log(value)
     return state

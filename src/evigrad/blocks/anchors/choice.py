@@ -288,7 +288,7 @@ def last_layer(
 
 
 class LastLayerKernel:
-    """Inner products of rows in the last layer, for rows of the first K columns of the root.
+    """Inner products, in the last layer, of rows that belong to the first K columns of the root.
 
     Each example passes through the network at most once, so the weights must not change. If the
     likelihood does not couple outputs, outputs are stored instead of roots to save memory.

@@ -323,7 +323,7 @@ class AnchoredPartition:
         return len(self.parts) + sum(tail.count for tail in self.tails)
 
     def block(self, draws: Sequence[Draw], of_likelihood: Int[Tensor, "d u"]) -> Block:
-        """Return a block of the anchors and the drawn parts, without inputs and targets.
+        """Return a block of the anchors and the drawn parts, without inputs or targets.
 
         Examples are sorted by decreasing number of rows. Without ``draws``, the block contains only
         the anchors. For each draw, ``of_likelihood`` contains uniformly drawn examples on which the

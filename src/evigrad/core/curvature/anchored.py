@@ -25,7 +25,7 @@ class LogDet:
 
     Attributes:
         value: ℓ, or the anchored bound on ℓ, with a graph if gradients are enabled.
-        entropies: ℓ(Z), ℓ(B_1|Z), … given anchors. Empty without anchors.
+        entropies: ℓ(Z), ℓ(B_1|Z), … if the block has anchors, otherwise empty.
     """
 
     value: Float[Tensor, ""]

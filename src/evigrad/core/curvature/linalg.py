@@ -355,8 +355,8 @@ def _eigen(decompose: Callable[[Tensor], Any], matrix: Tensor) -> Sequence[Tenso
     except LinAlgError as error:
         raise NotPositiveDefiniteError(
             f"LAPACK cannot compute the eigenvalues of the curvature, even in float64: {error}. The"
-            f" matrix has {matrix.shape[-1]} columns and a largest entry of"
-            f" {float(matrix.abs().max()):.3g}. Look for weights or hyperparameters that have"
+            f" matrix has {matrix.shape[-1]} columns, and its largest absolute entry"
+            f" is {float(matrix.abs().max()):.3g}. Look for weights or hyperparameters that have"
             " diverged."
         ) from error
 

@@ -63,7 +63,7 @@ class Rows(ABC):
 
     @abstractmethod
     def part(self, rows: slice, data: slice) -> Self:
-        """Return the slice ``rows`` as one micro-batch. ``data`` is the slice of its examples."""
+        """Return the slice ``rows`` as one micro-batch, whose examples are the slice ``data``."""
 
     @abstractmethod
     def kept(self, keep: Callable[[Tensor], Tensor]) -> "Rows":
