@@ -200,7 +200,8 @@ class GaussianPrior(nn.Module):
         if wrong:
             raise ConfigurationError(
                 f"Weights must be floating-point tensors, got other types for {listed(wrong)}."
-                " Convert or freeze them."
+                " Convert or freeze them. (Store a complex weight as torch.view_as_real(weight),"
+                " and use torch.view_as_complex in the forward pass.)"
             )
         shapes = {name: w.shape for name, w in weights.items()}
         # A small step would not change a log precision in half precision, so use float32 or more.

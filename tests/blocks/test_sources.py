@@ -103,7 +103,7 @@ class Endless(IterableDataset):
         (DataLoader(Endless()), "which an IterableDataset does not support"),
         ([], "empty"),
         (Squares(0), "empty"),
-        ([1, 2, 3], "Item 0 of the data set is a int, not a pair (x, y)"),
+        ([1, 2, 3], "Item 0 of the data set must be a pair (x, y), got a int"),
         ([("cat", 1)], "The x of item 0 is a str"),
         ([(torch.zeros(2), "cat")], "The y of item 0 is a str"),
     ],

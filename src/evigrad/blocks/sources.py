@@ -194,9 +194,16 @@ def _refuse_several_targets(y: Any) -> None:
 
 def _pair(item: Any, index: int) -> tuple[Any, Tensor]:
     if not isinstance(item, tuple | list) or len(item) != 2:
+        hint = ""
+        if isinstance(item, Mapping | tuple | list):
+            fields = item if isinstance(item, Mapping) else range(len(item))
+            hint = (
+                f" with the fields {', '.join(map(repr, fields))}. To choose the fields of the"
+                " inputs and of the target, use evigrad.data.Pairs(dataset, x=..., y=...)"
+            )
         raise InputError(
-            f"Item {index} of the data set is a {type(item).__name__}, not a pair (x, y). "
-            f"Data must be {_ACCEPTED}."
+            f"Item {index} of the data set must be a pair (x, y), got a"
+            f" {type(item).__name__}{hint}. Data can be {_ACCEPTED}."
         )
     _refuse_several_targets(item[1])
     x = mapped(lambda part: _as_tensor(part, "x", index), item[0])
@@ -304,7 +311,8 @@ def _tensor_source(pair: Any) -> Source:
     if len(inputs) != len(targets):
         raise InputError(
             f"x and y must have the same number of examples, got {len(inputs)} and {len(targets)}."
-            " Check their first dimensions."
+            " Check their first dimensions. If an example has a varying number of rows, like the"
+            " nodes of a graph, pad all examples to the same number of rows."
         )
     if len(inputs) == 0:
         raise InputError("The data set is empty. Pass at least one example.")

@@ -10,6 +10,7 @@ from typing import Any
 from evigrad.data.dataset import DataSet, Scaling, Split
 from evigrad.data.hub import HUB, hub_images, hub_is_installed
 from evigrad.data.images import Images, digits, image_data_set, mnist5k, parquet_images
+from evigrad.data.pairs import Pairs
 from evigrad.data.tables import LIKELIHOODS, SUFFIXES, Names, autompg, read_table, table_data_set
 from evigrad.data.variants import VARIANTS, split_name
 from evigrad.errors import ConfigurationError, nearest
@@ -20,6 +21,7 @@ __all__ = [
     "SHIPPED",
     "VARIANTS",
     "DataSet",
+    "Pairs",
     "Scaling",
     "Split",
     "available",
