@@ -195,7 +195,7 @@ SHORT = {
         "epochs=60, batch_size=30": "epochs=2, batch_size=30, burn_in=0, every=1, steps=1",
     },
     "docs/large_data.md": {},
-    "docs/data.md": {},
+    "docs/data.md": {"progress=False": "schedule=evigrad.Schedule(epochs=4), progress=False"},
     "docs/augmentation.md": {"epochs=60, burn_in=10": "epochs=2, burn_in=1"},
     "docs/fine_tuning.md": {
         "epochs=30": "epochs=2",
