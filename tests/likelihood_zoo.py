@@ -11,6 +11,7 @@ from evigrad.likelihoods import (
     Bernoulli,
     Categorical,
     Gaussian,
+    Joint,
     Likelihood,
     Poisson,
     RootRows,
@@ -54,6 +55,14 @@ class RelativeNoise(Likelihood):
         return (f + self._std(f) * noise).detach()
 
 
+def joint(num_outputs: int) -> Likelihood:
+    """A head with noise, and one with classes or labels."""
+    if num_outputs == 1:
+        return Joint({"a": (1, Gaussian(0.6))})
+    other = Categorical() if num_outputs > 2 else Bernoulli()
+    return Joint({"a": (1, Gaussian(0.6)), "b": (num_outputs - 1, other)})
+
+
 # Each takes the number of outputs, any. (A heteroscedastic Gaussian takes even ones alone.)
 LIKELIHOODS: dict[str, Callable[[int], Likelihood]] = {
     "categorical": lambda _: Categorical(),
@@ -62,6 +71,7 @@ LIKELIHOODS: dict[str, Callable[[int], Likelihood]] = {
     "bernoulli": lambda _: Bernoulli(),
     "poisson": lambda _: Poisson(),
     "student-t": lambda _: StudentT(0.6),
+    "joint": lambda c: joint(c),
     "own": lambda _: RelativeNoise(),
 }
 

@@ -189,7 +189,13 @@ SHORT = {
         "(x, y), progress=False": "(x, y), schedule=evigrad.Schedule(epochs=4), progress=False"
     },
     "docs/custom_loop.md": {"in range(80)": "in range(4)", "epoch >= 40": "epoch >= 2"},
-    "docs/likelihoods.md": {"epochs=300": "epochs=2", "epochs=200": "epochs=2"},
+    "docs/likelihoods.md": {
+        "epochs=300": "epochs=2",
+        "epochs=200": "epochs=2",
+        "likelihood=likelihood, progress": (
+            "likelihood=likelihood, schedule=evigrad.Schedule(epochs=4), progress"
+        ),
+    },
     "docs/inputs.md": {
         "epochs=60, batch_size=10": "epochs=2, batch_size=10, burn_in=0, every=1, steps=1",
         "epochs=60, batch_size=30": "epochs=2, batch_size=30, burn_in=0, every=1, steps=1",
@@ -234,8 +240,10 @@ def test_the_blocks_of_the_guides_run(
 def test_the_blocks_of_the_guides_converge(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_blocks("docs/usage.md")["result"].train_metrics["accuracy"] >= 0.95
     assert run_blocks("docs/custom_loop.md")["accuracy"] >= 0.95
-    slope = run_blocks("docs/likelihoods.md")["slope"]
+    names = run_blocks("docs/likelihoods.md")
+    slope = names["slope"]
     assert slope.flatten().tolist() == pytest.approx([1.0, -0.5, 0.0], abs=0.2)
+    assert names["joint"].history[-1]["likelihood/depth/noise"] == pytest.approx(0.2, abs=0.03)
     names = run_blocks("docs/augmentation.md")
     # Digits rotated by up to 90 degrees, ±1.57 radians: half of that is plainly learned.
     assert 0.8 <= names["angle"] <= 2.4

@@ -355,7 +355,7 @@ BAD = {
         r"2 at index \[0, 1\].*must be 0 or 1",
     ),
     "yes-no soft": (Bernoulli(), (1, 2), torch.tensor([[0.5, 1.0]]), "must be 0 or 1"),
-    "yes-no NaN": (Bernoulli(), (1, 2), torch.tensor([[NAN, 1.0]]), "not finite"),
+    "yes-no NaN": (Bernoulli(), (1, 2), torch.tensor([[NAN, 1.0]]), "is NaN.*missing="),
     "yes-no complex": (
         Bernoulli(),
         (1, 1),
@@ -365,7 +365,7 @@ BAD = {
     "count (m,)": (Poisson(), (3, 1), torch.zeros(3), r"y\.unsqueeze\(-1\)"),
     "count negative": (Poisson(), (1, 2), torch.tensor([[0, -2]]), r"-2 at index \[0, 1\].*count"),
     "count broken": (Poisson(), (1, 2), torch.tensor([[0.5, 1.0]]), "0.5 at .*must be a count"),
-    "count NaN": (Poisson(), (1, 2), torch.tensor([[NAN, 1.0]]), "not finite"),
+    "count NaN": (Poisson(), (1, 2), torch.tensor([[NAN, 1.0]]), "is NaN.*missing="),
     "count complex": (Poisson(), (1, 1), torch.zeros(1, 1, dtype=torch.complex64), "whole"),
     "one output": (HeteroscedasticGaussian(), (2, 1), torch.zeros(2, 1), "two outputs per target"),
     "means alone": (HeteroscedasticGaussian(), (2, 2), torch.zeros(2, 2), "two outputs per target"),

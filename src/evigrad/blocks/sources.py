@@ -188,7 +188,7 @@ def _refuse_several_targets(y: Any) -> None:
                 f"The targets are a {type(y).__name__} of {len(y)} tensors, but a likelihood takes"
                 " a single tensor. Join them with torch.cat([y1, y2], dim=1). The model then needs"
                 " one output per column. If the targets are of different kinds, such as a number"
-                " and a class, write a likelihood whose log_prob splits outputs and targets."
+                " and a class, use evigrad.likelihoods.Joint and its method targets."
             )
 
 

@@ -259,7 +259,8 @@ class LinearizedModel:
         # The likelihood's parameters may have a wider type than the outputs.
         root = replace(root, vectors=root.vectors.to(f))
         if weights is not None:
-            root = replace(root, vectors=root.vectors * weights.to(f).sqrt()[:, None, None])
+            factor = weights.to(f).sqrt().view(len(f), 1, -1)  # of examples, or also of outputs
+            root = replace(root, vectors=root.vectors * factor)
         if self.temperature == 1.0:
             return root
         scale = torch.ones_like(root.vectors[:, :, 0]) if root.scale is None else root.scale

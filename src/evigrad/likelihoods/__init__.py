@@ -20,6 +20,7 @@ from evigrad.likelihoods.bernoulli import Bernoulli
 from evigrad.likelihoods.categorical import Categorical
 from evigrad.likelihoods.gaussian import Gaussian
 from evigrad.likelihoods.heteroscedastic import HeteroscedasticGaussian, NaturalGaussian
+from evigrad.likelihoods.joint import Joint
 from evigrad.likelihoods.poisson import Poisson
 from evigrad.likelihoods.student_t import StudentT
 from evigrad.likelihoods.weighted import Weighted
@@ -31,6 +32,7 @@ __all__ = [
     "Categorical",
     "Gaussian",
     "HeteroscedasticGaussian",
+    "Joint",
     "Likelihood",
     "NaturalGaussian",
     "Poisson",

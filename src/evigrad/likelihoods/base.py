@@ -151,10 +151,11 @@ class Likelihood(nn.Module, ABC):
         """
         return None
 
-    def weights(self, y: Tensor) -> Float[Tensor, " m"] | None:
-        """Return a non-negative factor for the Λ of each example.
+    def weights(self, y: Tensor) -> Float[Tensor, "m ..."] | None:
+        """Return a non-negative factor for the Λ of each example (m,) or each output (m, C).
 
-        The default, None, means that all factors are 1. See ``Weighted``.
+        With factors w of the outputs, the curvature is diag(√w) Λ diag(√w). The default, None,
+        means that all factors are 1. See ``Weighted``.
         """
         return None
 
@@ -469,6 +470,16 @@ class Likelihood(nn.Module, ABC):
         if p.numel() == y.numel():  # a yes-or-no label per output
             return total((p > 0.5) == (y.view_as(p) > 0.5)) * len(p) / p.numel()
         return total(p.argmax(dim=1) == y.flatten())
+
+    def part(self, prediction: Any, name: str) -> Any:
+        """Return a named part of a posterior's prediction, if the likelihood has several parts.
+
+        Raises:
+            ConfigurationError: If there is no such part.
+        """
+        raise ConfigurationError(
+            f"{type(self).__name__} has no part {name!r}. Only a Joint likelihood has parts."
+        )
 
     def reported(self) -> dict[str, float]:
         """Return the parameters as readable numbers, for histories and reports.

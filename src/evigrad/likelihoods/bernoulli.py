@@ -8,11 +8,15 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from evigrad.errors import InputError
-from evigrad.likelihoods.base import Likelihood, check_one_per_output, refuse_where
+from evigrad.likelihoods.base import refuse_where, total
+from evigrad.likelihoods.missing import Independent
 
 
-class Bernoulli(Likelihood):
+class Bernoulli(Independent):
     """C yes-or-no labels with p(y_c=1|f) = sigmoid(f_c). Targets (m, C) are zeros and ones.
+
+    Args:
+        missing: With ``"nan"``, labels of NaN are missing. Default: None, they are errors.
 
     Examples:
         >>> import torch
@@ -24,16 +28,14 @@ class Bernoulli(Likelihood):
     """
 
     name = "bernoulli"
-    couples_outputs = False
     is_classification = True
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
-        return logsigmoid((2.0 * y.to(f) - 1.0) * f).sum(dim=1)
+        signs = 2.0 * self._masked(y.to(f), y) - 1.0
+        return self._masked(logsigmoid(signs * f), y).sum(dim=1)
 
-    def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
-        """Check that each example has C labels, zeros or ones (floating point, integer or bool)."""
-        super().validate(f_shape, y)
-        check_one_per_output(f_shape, y)
+    def validate_observed(self, f_shape: Sequence[int], y: Tensor) -> None:
+        """Check that the labels are zeros or ones (floating point, integer or bool)."""
         if y.is_complex():
             raise InputError(f"Labels must be real zeros and ones, got {y.dtype}. Use y.real.")
         refuse_where(
@@ -46,7 +48,15 @@ class Bernoulli(Likelihood):
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
         """Return labels minus probabilities."""
-        return y.to(f) - f.sigmoid()
+        return self._masked(y.to(f) - f.sigmoid(), y)
+
+    def _num_correct(self, f: Tensor, y: Tensor) -> float | None:
+        """Return the number of correct labels, divided by the number observed per example."""
+        if self.missing is None:
+            return super()._num_correct(f, y)
+        observed = self.observed(y)
+        correct = observed & ((f > 0) == (y > 0.5))
+        return total(correct.sum(1) / observed.sum(1).clamp(min=1))
 
     def probabilities(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
         """Return the probability that each label is 1, the sigmoid of its output."""

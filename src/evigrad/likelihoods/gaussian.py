@@ -21,10 +21,11 @@ class Gaussian(Noisy):
         num_outputs: Number of outputs C. Set it to learn one σ per output, starting from a single
             number.
         learnable: Whether ``log_noise`` = log σ, of shape () or (C,), is learned. Default: True.
+        missing: With ``"nan"``, targets of NaN are missing. Default: None, they are errors.
 
     Raises:
         ConfigurationError: If σ is not positive and finite, the number of values is not 1 or C,
-            or ``learnable`` is not a bool.
+            or ``learnable`` or ``missing`` has another value.
 
     Examples:
         >>> from evigrad.likelihoods import Gaussian
@@ -40,9 +41,9 @@ class Gaussian(Noisy):
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Float[Tensor, "m C"]) -> Float[Tensor, " m"]:
         log_noise = self.log_noise.to(f)
-        standardized = (y.to(f) - f) * (-log_noise).exp()
+        standardized = (self._filled(f, y) - f) * (-log_noise).exp()
         constant = log_noise + 0.5 * LOG_TWO_PI
-        return -(0.5 * standardized.square() + constant).sum(dim=1)
+        return -self._masked(0.5 * standardized.square() + constant, y).sum(dim=1)
 
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
         """Return Λ = diag(σ⁻²), differentiable in ``log_noise``."""
@@ -50,7 +51,7 @@ class Gaussian(Noisy):
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
         """Return the residual divided by σ², differentiable in f and ``log_noise``."""
-        return (y.to(f) - f) * (-2.0 * self.log_noise.to(f)).exp()
+        return self._masked(self._filled(f, y) - f, y) * (-2.0 * self.log_noise.to(f)).exp()
 
     def noise_variance(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
         """Return σ² for each output."""

@@ -8,24 +8,24 @@ from torch import Tensor, nn
 
 from evigrad.core.roots import RootRows, check_root, one_hot
 from evigrad.errors import ConfigurationError, InputError
-from evigrad.likelihoods.base import Likelihood, by_entry, check_one_per_output, total
+from evigrad.likelihoods.base import by_entry, total
+from evigrad.likelihoods.missing import Independent
 
 
-class Noisy(Likelihood):
+class Noisy(Independent):
     """Independent noise on each output, y = f + σ·ε, with one σ for all or one per output.
 
     ``log_noise`` = log σ has the shape () or (C,). Subclasses define the distribution of ε.
     """
-
-    couples_outputs = False
 
     def __init__(
         self,
         noise: float | int | Sequence[float | int] | Tensor = 1.0,
         num_outputs: int | None = None,
         learnable: bool = True,
+        missing: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(missing)
         try:
             device = noise.device if isinstance(noise, Tensor) else "cpu"
             value = torch.as_tensor(noise, dtype=torch.float64, device=device).detach()
@@ -49,10 +49,8 @@ class Noisy(Likelihood):
             raise ConfigurationError(f"learnable must be True or False, got {learnable!r}.")
         self.log_noise = nn.Parameter(log_noise, requires_grad=learnable)
 
-    def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
-        """Check that each example has C finite floating-point numbers."""
-        super().validate(f_shape, y)
-        check_one_per_output(f_shape, y)
+    def validate_observed(self, f_shape: Sequence[int], y: Tensor) -> None:
+        """Check that the targets are floating-point numbers."""
         if not y.is_floating_point():
             raise InputError(f"Targets must be floating point, got {y.dtype}. Use y.float().")
         if self.log_noise.ndim and len(self.log_noise) != f_shape[1]:
@@ -73,7 +71,7 @@ class Noisy(Likelihood):
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
         """Return the sums ``log_likelihood`` (nats) and ``squared_error`` (units of y²)."""
-        return super().metrics(f, y) | {"squared_error": total((y.to(f) - f).square())}
+        return super().metrics(f, y) | {"squared_error": total((self._filled(f, y) - f).square())}
 
     def reported(self) -> dict[str, float]:
         """Return σ in units of y as ``noise``, or as ``noise/OUTPUT`` for each output."""

@@ -7,14 +7,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from evigrad.errors import InputError
-from evigrad.likelihoods.base import Likelihood, check_one_per_output, refuse_where, total
+from evigrad.likelihoods.base import refuse_where, total
+from evigrad.likelihoods.missing import Independent
 
 
-class Poisson(Likelihood):
+class Poisson(Independent):
     """C independent counts with log rates f: p(y_c|f) = Poisson(exp f_c). Targets are (m, C).
 
     If examples were observed over different lengths of time or for populations of different sizes,
     add the logarithm of the exposure to the outputs in the model.
+
+    Args:
+        missing: With ``"nan"``, counts of NaN are missing. Default: None, they are errors.
 
     Examples:
         >>> import torch
@@ -26,16 +30,13 @@ class Poisson(Likelihood):
     """
 
     name = "poisson"
-    couples_outputs = False
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
-        y = y.to(f)
-        return (y * f - f.exp() - torch.lgamma(y + 1.0)).sum(dim=1)
+        counts = self._masked(y.to(f), y)
+        return self._masked(counts * f - f.exp() - torch.lgamma(counts + 1.0), y).sum(dim=1)
 
-    def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
-        """Check that each example has C counts 0, 1, 2, … (floating point or integer)."""
-        super().validate(f_shape, y)
-        check_one_per_output(f_shape, y)
+    def validate_observed(self, f_shape: Sequence[int], y: Tensor) -> None:
+        """Check that the targets are counts 0, 1, 2, … (floating point or integer)."""
         if y.is_complex():
             raise InputError(f"Counts must be real whole numbers, got {y.dtype}. Use y.real.")
         refuse_where((y < 0) | (y % 1 != 0), y, "must be a count, a whole number of at least 0")
@@ -46,7 +47,7 @@ class Poisson(Likelihood):
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
         """Return counts minus rates."""
-        return y.to(f) - f.exp()
+        return self._masked(y.to(f) - f.exp(), y)
 
     def moments(
         self, f: Float[Tensor, "m C"], covariance: Float[Tensor, "m C C"]
@@ -66,4 +67,6 @@ class Poisson(Likelihood):
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
         """Return the sums ``log_likelihood`` (nats) and ``squared_error`` of rates (counts²)."""
-        return super().metrics(f, y) | {"squared_error": total((y.to(f) - f.exp()).square())}
+        return super().metrics(f, y) | {
+            "squared_error": total(self._masked(y.to(f) - f.exp(), y).square())
+        }

@@ -28,6 +28,7 @@ class StudentT(Noisy):
         learnable: Whether ``log_noise`` = log σ, of shape () or (C,), is learned. Default: True.
         degrees: Degrees of freedom ν, larger than 2 so that the noise has a finite variance. A
             smaller number gives heavier tails. ν is not learned. Default: 4.
+        missing: With ``"nan"``, targets of NaN are missing. Default: None, they are errors.
 
     Raises:
         ConfigurationError: If σ is not positive and finite, the number of values is not 1 or C,
@@ -49,8 +50,9 @@ class StudentT(Noisy):
         num_outputs: int | None = None,
         learnable: bool = True,
         degrees: float | int = 4.0,
+        missing: str | None = None,
     ) -> None:
-        super().__init__(noise, num_outputs, learnable)
+        super().__init__(noise, num_outputs, learnable, missing)
         is_number = isinstance(degrees, float | int) and not isinstance(degrees, bool)
         if not (is_number and 2 < degrees < math.inf):
             raise ConfigurationError(
@@ -60,14 +62,15 @@ class StudentT(Noisy):
 
     def extra_repr(self) -> str:
         """Return the degrees of freedom for the module's repr."""
-        return f"degrees={self.degrees:g}"
+        parts = [f"degrees={self.degrees:g}", super().extra_repr()]
+        return ", ".join(part for part in parts if part)
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Float[Tensor, "m C"]) -> Float[Tensor, " m"]:
         nu, log_noise = self.degrees, self.log_noise.to(f)
-        standardized = (y.to(f) - f) * (-log_noise).exp()
+        standardized = (self._filled(f, y) - f) * (-log_noise).exp()
         constant = math.lgamma((nu + 1) / 2) - math.lgamma(nu / 2) - 0.5 * math.log(nu * math.pi)
         tails = 0.5 * (nu + 1) * (standardized.square() / nu).log1p()
-        return (constant - log_noise - tails).sum(dim=1)
+        return self._masked(constant - log_noise - tails, y).sum(dim=1)
 
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
         """Return the Fisher information, differentiable in ``log_noise``."""
@@ -75,7 +78,7 @@ class StudentT(Noisy):
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
         """Return (ν + 1) e / (ν σ² + e²) for the errors e = y − f."""
-        nu, error = self.degrees, y.to(f) - f
+        nu, error = self.degrees, self._masked(self._filled(f, y) - f, y)
         return (nu + 1) * error / (nu * (2.0 * self.log_noise.to(f)).exp() + error.square())
 
     def root(

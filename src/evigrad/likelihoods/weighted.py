@@ -86,8 +86,13 @@ class Weighted(Likelihood):
         """Return targets of the wrapped likelihood, numbers in the type of the outputs."""
         return _like(f, self.split(y)[0])
 
-    def weights(self, y: Tensor) -> Float[Tensor, " m"]:
-        return self.split(y)[1]
+    def weights(self, y: Tensor) -> Float[Tensor, "m ..."]:
+        """Return the weights, times the wrapped likelihood's factors for examples or outputs."""
+        targets, weights = self.split(y)
+        factors = self.likelihood.weights(targets)
+        if factors is None:
+            return weights
+        return weights.view(-1, *[1] * (factors.ndim - 1)) * factors
 
     def counted(self, y: Tensor) -> Bool[Tensor, "..."]:
         """Return which targets have positive weight and count in the wrapped likelihood."""

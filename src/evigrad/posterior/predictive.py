@@ -65,6 +65,11 @@ class Predictive:
     num_samples: int = 200
     seed: int = field(default=0, repr=False)
 
+    def __getitem__(self, name: str) -> "Predictive":
+        """Return the prediction of a head of a ``Joint`` likelihood."""
+        prediction: Predictive = self.likelihood.part(self, name)
+        return prediction
+
     @property
     def mean(self) -> Float[Tensor, "m ... D"]:
         """Return the mean of numeric targets in their units. For other targets, return the outputs.
@@ -225,13 +230,16 @@ class Predictive:
         return vectors * values.clamp(min=0.0).sqrt().unsqueeze(1)
 
     def _normal_log_prob(self, y: Tensor, noise: Tensor) -> Tensor:
-        """Return log N(y; outputs, covariance + noise)."""
+        """Return log N(y; outputs, covariance + noise) of the targets that are not NaN."""
         spread = _precise(self.covariance) + _precise(noise).diag_embed()
+        missing = y.isnan()
+        beside = missing.unsqueeze(1) | missing.unsqueeze(2)
+        spread = torch.where(beside, missing.to(spread).diag_embed(), spread)
         factor = torch.linalg.cholesky(spread)
-        error = _precise(y.to(self.outputs) - self.outputs).unsqueeze(2)
+        error = _precise(torch.where(missing, 0.0, y.to(self.outputs) - self.outputs)).unsqueeze(2)
         solved = torch.linalg.solve_triangular(factor, error, upper=False).squeeze(2)
         logs = factor.diagonal(dim1=1, dim2=2).log().sum(1)
-        constant = 0.5 * y.shape[1] * math.log(2.0 * math.pi)
+        constant = 0.5 * (~missing).sum(1) * math.log(2.0 * math.pi)
         return -(0.5 * solved.square().sum(1) + logs + constant).to(self.outputs)
 
 

@@ -177,6 +177,7 @@ def _warn_of_scale(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
     output_moments = moments(likelihood, f, certain)
     if output_moments is None:  # a subclass with another density
         return
+    y = torch.where(y.isnan(), y.nanmean(0), y)
     error, noise = (y - output_moments[0]).square().mean(0).sqrt(), output_moments[2].mean(0).sqrt()
     spread = y.std(0, correction=0)
     far = (error > _FAR * noise.clamp(min=1)) | ((spread > 0) & (_FAR * spread < noise))

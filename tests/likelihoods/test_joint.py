@@ -1,0 +1,290 @@
+"""Several heads in one likelihood, and missing targets, against dense oracles."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.autograd.functional import hessian
+from torch.func import functional_call, jacrev
+
+import evigrad
+from evigrad import Evidence
+from evigrad.errors import ConfigurationError, InputError
+from evigrad.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Joint,
+    Likelihood,
+    Poisson,
+    StudentT,
+    Weighted,
+)
+from evigrad.posterior.predictive import Predictive
+from evigrad.priors import GaussianPrior
+
+N, NAN = 8, float("nan")
+X = torch.randn(N, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+Z = torch.randn(N, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
+
+
+def net(num_outputs: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, num_outputs)).double()
+
+
+def heads() -> Joint:
+    return Joint(
+        {
+            "depth": (2, Gaussian([0.5, 1.5], missing="nan")),
+            "kind": (3, Categorical()),
+            "seen": (1, Bernoulli(missing="nan")),
+        }
+    ).double()
+
+
+def targets(likelihood: Joint, missing: bool) -> Tensor:
+    depth, labels, seen = Z.clone(), LABELS.clone(), (Z[:, :1] > 0).double()
+    if missing:
+        depth[0, 1] = depth[3] = seen[4, 0] = NAN
+        labels[3] = labels[5] = -100
+    return likelihood.targets({"depth": depth, "kind": labels, "seen": seen})
+
+
+def dense(
+    model: nn.Module, likelihood: Likelihood, prior: GaussianPrior, y: Tensor, mask: Tensor
+) -> Tensor:
+    """The log evidence by dense matrices, with the Hessian of each example's log density."""
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    f = model(X)
+    jacobians = jacrev(lambda w: functional_call(model, w, (X,)))(weights)
+    rows = torch.cat([jacobian.flatten(2) for jacobian in jacobians.values()], 2)
+    curvature = torch.zeros(rows.shape[2], rows.shape[2], dtype=torch.float64)
+    for n in range(N):
+        of_output = likelihood.hessian(f[n : n + 1])[0] * mask[n, :, None] * mask[n]
+        curvature = curvature + rows[n].T @ of_output @ rows[n]
+    precisions = prior.precisions()
+    p0 = torch.cat([precisions[n].double().expand(w.shape).flatten() for n, w in weights.items()])
+    w = torch.cat([w.flatten() for w in weights.values()])
+    log_det = torch.logdet(curvature + p0.diag()) - p0.log().sum()
+    return likelihood.log_prob(f, y).sum() - 0.5 * (p0 * w.square()).sum() - 0.5 * log_det
+
+
+def evidence_of(likelihood: Likelihood, name: str, num_outputs: int) -> Evidence:
+    torch.manual_seed(0)
+    prior = GaussianPrior("layerwise", precision=0.7)
+    return Evidence(
+        net(num_outputs),
+        likelihood,
+        prior,
+        estimator=name,
+        num_data=N,
+        root="subblock",  # eigenvectors of the whole Λ may mix heads
+        generator=torch.Generator(),
+    )
+
+
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("name", ["full-N-C", "ntk-N-C"])
+def test_value_and_gradient_agree_with_dense_matrices(name: str, missing: bool) -> None:
+    likelihood = heads()
+    y = targets(likelihood, missing)
+    evidence = evidence_of(likelihood, name, 6)
+    mask = torch.ones(N, 6, dtype=torch.float64)
+    if missing:
+        mask[0, 1] = mask[3, :2] = mask[4, 5] = mask[3, 2:5] = mask[5, 2:5] = 0
+    expected = dense(evidence.model, likelihood, evidence.prior, y, mask)
+    estimate = evidence.backward(X, y)
+    assert estimate.log_evidence == pytest.approx(float(expected.detach()), rel=1e-6)
+    parameter = likelihood.heads["depth"].log_noise
+    assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
+    (slope,) = torch.autograd.grad(-expected / N, [parameter])
+    torch.testing.assert_close(parameter.grad, slope, rtol=1e-5, atol=1e-7)
+
+
+class ByHand(Likelihood):
+    """The same density with everything by automatic differentiation."""
+
+    name = "by hand"
+
+    def __init__(self, joint: Joint) -> None:
+        super().__init__()
+        self.joint = joint
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return self.joint.log_prob(f, y)
+
+    def reference_targets(self, f: Tensor) -> tuple[Tensor, Tensor]:
+        zeros = self.joint.targets(
+            {
+                "depth": torch.zeros(len(f), 2),
+                "kind": torch.zeros(len(f), dtype=torch.long),
+                "seen": torch.zeros(len(f), 1),
+            }
+        )
+        return zeros, zeros + 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("ntk-4-C", "ntk-4-1", "ntk-5-rows", "blockdiag-N-C"),
+        *("kfac-N-C", "kfac-4-1", "diag-N-C", "full-4-1", "full-N-1-ef", "kfac-N-1-ef"),
+    ],
+)
+def test_every_estimator_agrees_with_a_density_written_by_hand(name: str) -> None:
+    joint = heads()
+    y = targets(joint, missing=False)
+    values, slopes = [], []
+    for likelihood in (joint, ByHand(heads())):
+        evidence = evidence_of(likelihood, name, 6)
+        evidence.generator.manual_seed(3)
+        block = next(iter(evidence.blocks((X, y))))
+        values.append(evidence.backward(block).log_evidence)
+        slopes.append([p.grad for p in evidence.hyperparameters().values()])
+    assert values[0] == pytest.approx(values[1], rel=1e-6)
+    for one, other in zip(*slopes, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@given(st.integers(0, 10**6))
+def test_scores_hessians_and_roots_are_derivatives(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    joint, f = heads(), torch.randn(4, 6, generator=generator, dtype=torch.float64)
+    y = joint.sample(f, generator)
+    y[0, 0] = y[1, 3] = NAN
+    y[2, 2] = -100
+
+    def total(f: Tensor) -> Tensor:
+        return joint.log_prob(f, y).sum()
+
+    torch.testing.assert_close(joint.score(f, y), torch.func.grad(total)(f))
+    second = hessian(total, f)
+    assert isinstance(second, Tensor)
+    exact = torch.stack([-second[n, :, n] for n in range(4)])
+    weights = joint.weights(y)
+    assert weights is not None
+    curvature = weights.sqrt()[:, :, None] * joint.hessian(f) * weights.sqrt()[:, None]
+    torch.testing.assert_close(curvature, exact)
+    columns = torch.stack([torch.randperm(6, generator=generator)[:3] for _ in range(4)])
+    for kind in ("subblock", "fisher", "eigen"):
+        root = joint.root(f, None, kind).scaled
+        torch.testing.assert_close(root.mT @ root, joint.hessian(f))
+        listed = joint.root(f, columns, kind).scaled
+        whole = joint.root(f, torch.arange(6).expand(4, -1), kind).scaled
+        if kind != "subblock":
+            chosen = whole.gather(1, columns[:, :, None].expand(-1, -1, 6))
+            torch.testing.assert_close(listed, chosen)
+        norms = joint.row_norms(f, kind)
+        torch.testing.assert_close(norms, whole.square().sum(2) if kind != "subblock" else norms)
+
+
+@pytest.mark.parametrize(
+    "likelihood",
+    [
+        Gaussian(0.5, missing="nan"),
+        StudentT(0.5, missing="nan"),
+        Bernoulli(missing="nan"),
+        Poisson(missing="nan"),
+    ],
+)
+def test_missing_targets_do_not_count(likelihood: Likelihood) -> None:
+    f = Z.exp()
+    y = likelihood.sample(f, torch.Generator().manual_seed(0))
+    alone = [likelihood.log_prob(f[:, d : d + 1], y[:, d : d + 1]) for d in range(2)]
+    whole = likelihood.score(f, y)
+    y[0, 1] = y[1, 0] = y[2] = NAN
+    likelihood.validate(f.shape, y)
+    log_prob, score = likelihood.log_prob(f, y), likelihood.score(f, y)
+    torch.testing.assert_close(log_prob[0], alone[0][0])
+    torch.testing.assert_close(log_prob[1], alone[1][1])
+    assert log_prob[2] == 0 and not score[2].any()
+    torch.testing.assert_close(log_prob[3:], alone[0][3:] + alone[1][3:])
+    torch.testing.assert_close(score, torch.where(y.isnan(), 0.0, whole))
+    torch.testing.assert_close(likelihood.weights(y), (~y.isnan()).double())
+    weighted = Weighted(likelihood)
+    both = weighted.weights(weighted.targets(y, 2 * torch.ones(N)))
+    torch.testing.assert_close(both, 2.0 * (~y.isnan()).double())
+    assert all(torch.tensor(value).isfinite() for value in likelihood.metrics(f, y).values())
+
+
+@pytest.mark.parametrize("kind", [Gaussian, StudentT, Bernoulli, Poisson])
+def test_missing_targets_are_errors_unless_asked_for(kind: Any) -> None:
+    y = torch.tensor([[1.0, NAN]])
+    with pytest.raises(InputError, match=rf'\[0, 1\] is NaN.*{kind.__name__}\(missing="nan"\)'):
+        kind().validate((1, 2), y)
+    kind(missing="nan").validate((1, 2), y)
+    with pytest.raises(InputError, match="not finite"):
+        kind(missing="nan").validate((1, 2), torch.tensor([[1.0, torch.inf]]))
+    with pytest.raises(ConfigurationError, match="missing must be None or 'nan', got -1"):
+        kind(missing=-1)
+
+
+def test_a_predicted_density_leaves_missing_targets_out() -> None:
+    covariance = torch.tensor([[0.5, 0.2], [0.2, 0.7]], dtype=torch.float64).expand(2, 2, 2)
+    f, likelihood = Z[:2], Gaussian(0.6, missing="nan").double()
+    y = torch.tensor([[0.3, NAN], [NAN, NAN]], dtype=torch.float64)
+    both = Predictive(f, covariance, likelihood).log_prob(y)
+    alone = Predictive(f[:, :1], covariance[:, :1, :1], likelihood).log_prob(y[:, :1])
+    torch.testing.assert_close(both[0], alone[0])
+    assert both[1] == 0
+
+
+def test_the_noise_of_a_head_is_learned_and_each_head_predicts() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 2, generator=generator)
+    depth = x[:, :1] + 0.3 * torch.randn(300, 1, generator=generator)
+    kind = (x[:, 1] > 0).long()
+    depth[:50], kind[50:100] = NAN, -100
+    likelihood = Joint({"depth": (1, Gaussian(missing="nan")), "kind": (2, Categorical())})
+    y = likelihood.targets({"depth": depth, "kind": kind})
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 3))
+    schedule = evigrad.Schedule(epochs=60)
+    result = evigrad.fit(
+        model, (x, y), likelihood=likelihood, schedule=schedule, test=(x, y), progress=False
+    )
+    assert result.history[-1]["likelihood/depth/noise"] == pytest.approx(0.3, abs=0.08)
+    assert result.test_metrics["kind/accuracy"] > 0.9
+    assert result.test_metrics["depth/squared_error"] < 0.2
+    prediction = result.evidence.posterior((x, y))(x)
+    assert prediction["kind"].probabilities.shape == (300, 2)
+    std = prediction["depth"].std
+    assert bool((std > 0.2).all()) and float(std.mean()) < 0.6
+    assert prediction.log_prob(y).isfinite().all()
+    with pytest.raises(ConfigurationError, match="no head 'kid'.*depth, kind.*'kind'"):
+        prediction["kid"]
+    with pytest.raises(ConfigurationError, match="Gaussian has no part 'a'"):
+        Predictive(Z, torch.zeros(N, 2, 2), Gaussian())["a"]
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="at least one head"):
+        Joint({})
+    broken: dict[str, Any] = {"a": Gaussian()}
+    with pytest.raises(ConfigurationError, match="'a' must be a number of outputs and a likeli"):
+        Joint(broken)
+    with pytest.raises(ConfigurationError, match="at least one output, got 0"):
+        Joint({"a": (0, Gaussian())})
+    with pytest.raises(ConfigurationError, match="letters, digits"):
+        Joint({"a.b": (1, Gaussian())})
+    joint = heads()
+    y = targets(joint, missing=True)
+    with pytest.raises(InputError, match=r"need 6 outputs \(depth 2, kind 3, seen 1\), got 5"):
+        joint.validate((N, 5), y)
+    with pytest.raises(InputError, match="joined in one tensor"):
+        joint.validate((N, 6), Z)
+    y[0, 2] = 7
+    with pytest.raises(InputError, match="Head 'kind': Target 7 at index 0"):
+        joint.validate((N, 6), y)
+    with pytest.raises(InputError, match="must have the heads depth, kind, seen, got depth"):
+        joint.targets({"depth": Z})
+    parts = {"depth": Z[:, :1], "kind": LABELS, "seen": Z[:, :1]}
+    with pytest.raises(InputError, match="'depth' must have 2 columns"):
+        joint.targets(parts)
+    with pytest.raises(InputError, match="the same number of targets"):
+        joint.targets(parts | {"depth": Z[:3]})
