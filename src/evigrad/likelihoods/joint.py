@@ -261,8 +261,8 @@ class Joint(Likelihood):
             vectors = torch.cat([root.vectors for root in roots], 1)
             return RootRows(vectors, torch.cat(scales, 1) if has_scale else None)
         scale = torch.ones_like(scales[0])
-        for where, own in zip(inside, scales, strict=True):
-            scale = torch.where(where, own, scale)
+        for where, factor in zip(inside, scales, strict=True):
+            scale = torch.where(where, factor, scale)
         vectors = torch.stack([root.vectors for root in roots]).sum(0)
         return RootRows(vectors, scale if has_scale else None)
 
@@ -292,8 +292,8 @@ class Joint(Likelihood):
         for head, of_head, targets, counts in self._each(f, y):
             which = slice(None) if counts is None else counts
             count = len(targets[which])
-            own = head.likelihood.metrics(of_head[which], targets[which]) if count else {}
-            for name, value in own.items():
+            metrics = head.likelihood.metrics(of_head[which], targets[which]) if count else {}
+            for name, value in metrics.items():
                 name = "accuracy" if name == "correct" else name
                 sums[f"{head.name}/{name}"] = value * len(f) / count
         return sums
