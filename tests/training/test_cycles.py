@@ -95,7 +95,8 @@ def test_a_run_continues_where_the_shorter_one_ends(monkeypatch: pytest.MonkeyPa
     columns = short.history[0].keys() - {"seconds"}
     for one, other in zip(short.history, long.history, strict=False):
         assert {name: one[name] for name in columns} == {name: other[name] for name in columns}
-    assert [r["lr"] for r in long.history[4:]] == [r["lr"] for r in short.history[::2]] * 2
+    later = [r["lr"] for r in long.history[4:]]
+    assert later[:2] == later[2:] == pytest.approx([0.001, (0.001 + 1e-6) / 2])
     known = [r["epoch"] for r in long.history if r["mode_gap"] is not None]
     assert known == [4, 6, 8]  # the ends of cycles
     assert long.mode_gap == long.history[-1]["mode_gap"]

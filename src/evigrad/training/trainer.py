@@ -517,8 +517,9 @@ class Trainer:
 
     def _set_rates(self, epoch: int) -> None:
         s, progress = self.settings.optimization, self.cycles.progress(epoch)
-        start = planned(s.lr)
-        factor = cosine(progress, start, s.lr_min) / start
+        rate = planned(s.lr)
+        start = max(rate * self.cycles.first_rate(epoch), s.lr_min)
+        factor = cosine(progress, start, s.lr_min) / rate
         for group, base in zip(self.weight_optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = base * factor
         for group in self.loss_optimizer.param_groups:
