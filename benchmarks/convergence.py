@@ -231,7 +231,7 @@ def continued_table_of(runs: list[Result]) -> str:
         " | noise, ratio |",
         "|---|---|---|---|---|---|",
     ]
-    for name in SETS:
+    for name in (name for name in SETS if name != RARE):
         usual_way = "one start" if name in IMAGES else "two starts"
         usual, longer = (
             {run["seed"]: run for run in runs if run["row"] == f"{name}: {way}"}
@@ -254,7 +254,7 @@ def continued_table_of(runs: list[Result]) -> str:
 def best_table_of(runs: list[Result]) -> str:
     """Return test log likelihoods at the end and at the highest log evidence, as Markdown."""
     lines = ["| data | at the end | at the best round | difference |", "|---|---|---|---|"]
-    for name in SETS:
+    for name in (name for name in SETS if name != RARE):
         of_set = [run for run in runs if run["row"] == f"{name}: rounds"]
         if of_set:
             ends = [run["log_likelihood"] for run in of_set]
