@@ -57,8 +57,8 @@ _WORDS = {
     " block, or C for all. ntk-400-rows-anchored uses 400 Jacobian rows, most of them anchors."
     " The value none trains by plain MAP, without learning hyperparameters.",
     "likelihood": "Likelihood of the targets: categorical, gaussian, student-t (heavy tails),"
-    " poisson (counts), heteroscedastic or natural-gaussian (input-dependent noise). Default:"
-    " inferred from the data set.",
+    " poisson or negative-binomial (counts), heteroscedastic or natural-gaussian"
+    " (input-dependent noise). Default: inferred from the data set.",
 }
 # Options of ``fit`` itself, and options of the records.
 PRIOR = ("estimator", "likelihood", "prior", "precision")

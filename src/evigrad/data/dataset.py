@@ -132,7 +132,7 @@ class DataSet:
             targets = f"{self.num_outputs} classes"
         else:
             count = self.train[1].shape[1]
-            kind = "count" if self.likelihood == "poisson" else "real target"
+            kind = "count" if self.likelihood in ("poisson", "negative-binomial") else "real target"
             targets = f"{count} {kind}" + "s" * (count > 1)
         return (
             f"{self.name}: {len(self.train[0]):,} train and {len(self.test[0]):,} test examples "

@@ -44,7 +44,8 @@ from evigrad.errors import (
 SUFFIXES = (".parquet", ".csv", ".tsv")
 # Likelihoods of a table's target.
 TWO_OUTPUTS = ("heteroscedastic", "natural-gaussian")
-LIKELIHOODS = ("categorical", "gaussian", "student-t", *TWO_OUTPUTS, "poisson")
+COUNTS = ("poisson", "negative-binomial")
+LIKELIHOODS = ("categorical", "gaussian", "student-t", *TWO_OUTPUTS, *COUNTS)
 SPLIT_PREFIX = "test_"
 # Names of columns: a string with commas, or several strings.
 Names = str | Sequence[str] | None
@@ -131,7 +132,7 @@ def table_data_set(
     test = np.flatnonzero(is_test)
     scaling = Scaling.of(x[train])
     scaled = scaling(x).float()
-    of_target = None if likelihood in ("categorical", "poisson") else Scaling.of(y[train])
+    of_target = None if likelihood in ("categorical", *COUNTS) else Scaling.of(y[train])
     y = y if is_classes else (y if of_target is None else of_target(y)).float()
     return DataSet(
         name=name,
@@ -293,7 +294,7 @@ def _problem_of_target(column: Column, values: Any, likelihood: str) -> str | No
         problem = problem_of(column, _OTHER_TARGET, must_be_numbers=True)
     if problem is not None:
         return problem
-    if likelihood == "poisson" and bool(((column.values < 0) | (column.values % 1 != 0)).any()):
+    if likelihood in COUNTS and bool(((column.values < 0) | (column.values % 1 != 0)).any()):
         return (
             f"column '{column.name}' holds values that are not counts 0, 1, 2, ...: use another"
             f" likelihood, or {_OTHER_TARGET}"

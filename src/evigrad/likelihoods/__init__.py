@@ -21,6 +21,7 @@ from evigrad.likelihoods.categorical import Categorical
 from evigrad.likelihoods.gaussian import Gaussian
 from evigrad.likelihoods.heteroscedastic import HeteroscedasticGaussian, NaturalGaussian
 from evigrad.likelihoods.joint import Joint
+from evigrad.likelihoods.negative_binomial import NegativeBinomial
 from evigrad.likelihoods.poisson import Poisson
 from evigrad.likelihoods.student_t import StudentT
 from evigrad.likelihoods.weighted import Weighted
@@ -35,6 +36,7 @@ __all__ = [
     "Joint",
     "Likelihood",
     "NaturalGaussian",
+    "NegativeBinomial",
     "Poisson",
     "RootRows",
     "StudentT",
@@ -52,6 +54,7 @@ LIKELIHOODS: dict[str, type[Likelihood]] = {
         NaturalGaussian,
         Bernoulli,
         Poisson,
+        NegativeBinomial,
     )
 }
 

@@ -11,7 +11,23 @@ from evigrad.likelihoods.base import refuse_where, total
 from evigrad.likelihoods.missing import Independent
 
 
-class Poisson(Independent):
+class Counts(Independent):
+    """Independent counts with log means f."""
+
+    def validate_observed(self, f_shape: Sequence[int], y: Tensor) -> None:
+        """Check that the targets are counts 0, 1, 2, … (floating point or integer)."""
+        if y.is_complex():
+            raise InputError(f"Counts must be real whole numbers, got {y.dtype}. Use y.real.")
+        refuse_where((y < 0) | (y % 1 != 0), y, "must be a count, a whole number of at least 0")
+
+    def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
+        """Return the sums ``log_likelihood`` (nats) and ``squared_error`` of rates (counts²)."""
+        return super().metrics(f, y) | {
+            "squared_error": total(self._masked(y.to(f) - f.exp(), y).square())
+        }
+
+
+class Poisson(Counts):
     """C independent counts with log rates f: p(y_c|f) = Poisson(exp f_c). Targets are (m, C).
 
     If examples were observed over different lengths of time or for populations of different sizes,
@@ -35,12 +51,6 @@ class Poisson(Independent):
         counts = self._masked(y.to(f), y)
         return self._masked(counts * f - f.exp() - torch.lgamma(counts + 1.0), y).sum(dim=1)
 
-    def validate_observed(self, f_shape: Sequence[int], y: Tensor) -> None:
-        """Check that the targets are counts 0, 1, 2, … (floating point or integer)."""
-        if y.is_complex():
-            raise InputError(f"Counts must be real whole numbers, got {y.dtype}. Use y.real.")
-        refuse_where((y < 0) | (y % 1 != 0), y, "must be a count, a whole number of at least 0")
-
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
         """Return Λ = diag(rates)."""
         return f.exp().diag_embed()
@@ -53,9 +63,7 @@ class Poisson(Independent):
         self, f: Float[Tensor, "m C"], covariance: Float[Tensor, "m C C"]
     ) -> tuple[Float[Tensor, "m C"], Float[Tensor, "m C"], Float[Tensor, "m C"]]:
         """Return the moments of counts with log-normal rates, whose mean is exp(f + variance/2)."""
-        variance = covariance.diagonal(dim1=1, dim2=2)
-        rate = (f + 0.5 * variance).exp()
-        return rate, rate.square() * variance.expm1(), rate
+        return log_normal_moments(f, covariance)
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Float[Tensor, "m C"]:
         """Draw counts in the dtype of f."""
@@ -65,8 +73,11 @@ class Poisson(Independent):
     def _diagonal_root(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
         return (0.5 * f).exp()
 
-    def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
-        """Return the sums ``log_likelihood`` (nats) and ``squared_error`` of rates (counts²)."""
-        return super().metrics(f, y) | {
-            "squared_error": total(self._masked(y.to(f) - f.exp(), y).square())
-        }
+
+def log_normal_moments(
+    f: Float[Tensor, "m C"], covariance: Float[Tensor, "m C C"]
+) -> tuple[Float[Tensor, "m C"], Float[Tensor, "m C"], Float[Tensor, "m C"]]:
+    """Return the mean and variance of exp f for uncertain outputs f, and the mean again."""
+    variance = covariance.diagonal(dim1=1, dim2=2)
+    rate = (f + 0.5 * variance).exp()
+    return rate, rate.square() * variance.expm1(), rate
