@@ -25,10 +25,11 @@ EXTRAS = ("cli", "lightning", "report", "sklearn", "transformers")
 
 # Public names with an example in their docstring.
 SHOWN = """
-    data.Scaling data.load invariances.AdditiveNoise invariances.AffineInvariance
+    data.Pairs data.Scaling data.load invariances.AdditiveNoise invariances.AffineInvariance
     invariances.Averaged invariances.InputScale invariances.Transform likelihoods.Bernoulli
     likelihoods.Categorical likelihoods.Gaussian likelihoods.HeteroscedasticGaussian
-    likelihoods.Likelihood likelihoods.NaturalGaussian likelihoods.Poisson likelihoods.Weighted
+    likelihoods.Joint likelihoods.Likelihood likelihoods.NaturalGaussian
+    likelihoods.NegativeBinomial likelihoods.Poisson likelihoods.StudentT likelihoods.Weighted
     likelihoods.make_likelihood lightning.EvidenceCallback plots.learning_curves
     plots.precision_paths priors.GaussianPrior priors.NormalHyperprior report.write_report
     sklearn.EvidenceClassifier sklearn.EvidenceRegressor trackers.Tracker

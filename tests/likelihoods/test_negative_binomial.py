@@ -40,7 +40,7 @@ def test_it_is_a_density_with_the_stated_moments_and_information(f: float, log_d
 def test_a_small_dispersion_is_a_poisson() -> None:
     f, y = torch.randn(5, 2, dtype=torch.float64), torch.randint(0, 9, (5, 2))
     likelihood = NegativeBinomial(1e-7).double()
-    close = {"rtol": 1e-5, "atol": 1e-5}
+    close: Any = {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(likelihood.log_prob(f, y), Poisson().log_prob(f, y), **close)
     torch.testing.assert_close(likelihood.hessian(f), Poisson().hessian(f), **close)
 

@@ -170,8 +170,8 @@ def test_unknown_name() -> None:
     [
         (lambda model, x: model(x)[:, 0], r"f\[:, None\]"),
         (lambda model, x: model(x)[:, :, None], "the same shape for inputs"),
-        (lambda model, x: model(x).T, "count the examples"),
-        (lambda model, x: model(x).sum(), "count the examples"),
+        (lambda model, x: model(x).T, "must be the example"),
+        (lambda model, x: model(x).sum(), "must be the example"),
         (lambda model, x: (model(x), x), "a tuple"),
         (lambda model, x: {"logits": model(x)}, "a dict"),
     ],

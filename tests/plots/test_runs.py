@@ -210,7 +210,7 @@ def test_paths_are_named_from_the_highest_on():
     assert legend_of(figure) == ["2.72  x", "1.22  y"]
     assert figure.axes[0].get_ylim()[0] == 1.0
     assert problems(figure) == []
-    with pytest.raises(InputError, match="no values of y"):
+    with pytest.raises(InputError, match="no values in the columns y"):
         value_paths(make_rows(), columns, "scaling", "factor")
 
 
