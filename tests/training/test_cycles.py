@@ -102,10 +102,13 @@ def test_a_run_continues_where_the_shorter_one_ends(monkeypatch: pytest.MonkeyPa
     assert long.mode_gap == long.history[-1]["mode_gap"]
 
 
-def test_a_run_ends_when_it_has_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_ends_when_it_has_settled(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(cycles, "NATS", math.inf)
     monkeypatch.setattr(cycles, "NOISE", math.inf)
-    assert len(train(max_epochs=40).history) == 6
+    assert len(train(max_epochs=40, progress=True).history) == 6
+    assert "settled after epoch 6 of at most 40" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("last", [2, 4, 5, 6])

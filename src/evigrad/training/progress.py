@@ -22,7 +22,7 @@ class PlainProgress:
 
     def update(self, row: Row) -> None:
         """Print an epoch's metrics if a line is due."""
-        self.known |= known(row)
+        self.known = latest(self.known, row)
         epoch = int(row["epoch"] or 0)
         if epoch == 1 or epoch == self.epochs or epoch % self.interval == 0:
             count = f"{epoch:>{len(str(self.epochs))}}/{self.epochs}"
@@ -62,13 +62,18 @@ class RichProgress:
 
     def update(self, row: Row) -> None:
         """Show an epoch's metrics."""
-        self._known |= known(row)
+        self._known = latest(self._known, row)
         values = summary(self._known)
         self._progress.update(self._task, completed=row["epoch"] or 0, values=values)
 
     def close(self) -> None:
         """Stop the bar, and leave its last state on the screen."""
         self._progress.stop()
+
+
+def latest(before: Row, row: Row) -> Row:
+    """Return the last value of each metric. Epoch 1 forgets the values of another start."""
+    return known(row) if row["epoch"] == 1 else before | known(row)
 
 
 def make_progress(title: str, epochs: int) -> PlainProgress | RichProgress:

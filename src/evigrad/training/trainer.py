@@ -236,6 +236,9 @@ class Trainer:
             self._run(record, watchers, callbacks, stop)
             if progress and self.starts.scores:
                 print(f"{self.name}: {self.starts}", file=sys.stderr, flush=True)
+            if progress and (epoch := len(self.history)) < self.cycles.most:
+                words = f"settled after epoch {epoch} of at most {self.cycles.most}"
+                print(f"{self.name}: {words}", file=sys.stderr, flush=True)
         self.evidence.model.eval()
         gap = self.history[-1].get("mode_gap")
         warn_of_distance(gap)
