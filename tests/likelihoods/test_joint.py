@@ -11,6 +11,7 @@ from torch.autograd.functional import hessian
 from torch.func import functional_call, jacrev
 
 import evigrad
+import evigrad.data
 from evigrad import Evidence
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.likelihoods import (
@@ -262,6 +263,34 @@ def test_the_noise_of_a_head_is_learned_and_each_head_predicts() -> None:
         Predictive(Z, torch.zeros(N, 2, 2), Gaussian())["a"]
 
 
+def test_metrics_of_heads_and_of_missing_targets() -> None:
+    joint, f = heads(), torch.cat([Z, torch.zeros(N, 3), Z[:, :1]], 1)
+    y = targets(joint, missing=True)
+    y[:, 0] = Z[:, 0] + 2
+    y[3, 0] = NAN
+    y[:, 1] = NAN
+    sums = joint.metrics(f, y)
+    parts = sum(value for name, value in sums.items() if name.endswith("/log_likelihood"))
+    assert sums["log_likelihood"] == pytest.approx(parts)
+    # Two outputs, of which one is observed with an error of 2.
+    assert sums["depth/squared_error"] == pytest.approx(N * 2 * 4.0)
+
+
+def test_a_scaling_leaves_missing_values_out() -> None:
+    values = torch.tensor([[1.0, NAN, 5.0], [3.0, 2.0, 5.0], [NAN, NAN, NAN]])
+    scaling = evigrad.data.Scaling.of(values)
+    torch.testing.assert_close(scaling.mean, torch.tensor([2.0, 2.0, 5.0]))
+    torch.testing.assert_close(scaling.std, torch.tensor([1.0, 1.0, 1.0]))
+    plain = evigrad.data.Scaling.of(Z)
+    torch.testing.assert_close(plain.std, Z.std(0, correction=0))
+
+
+def test_targets_that_are_all_missing_are_refused() -> None:
+    y = torch.full((N, 1), NAN)
+    with pytest.raises(InputError, match="All targets are missing"):
+        evigrad.fit(net(1).float(), (X.float(), y), likelihood=Gaussian(missing="nan"))
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="at least one head"):
         Joint({})
@@ -286,5 +315,10 @@ def test_what_is_refused() -> None:
     parts = {"depth": Z[:, :1], "kind": LABELS, "seen": Z[:, :1]}
     with pytest.raises(InputError, match="'depth' must have 2 columns"):
         joint.targets(parts)
+    parts["depth"] = Z
     with pytest.raises(InputError, match="the same number of targets"):
         joint.targets(parts | {"depth": Z[:3]})
+    with pytest.raises(InputError, match="'kind' must be integers.*ignore_index, -100"):
+        joint.targets(parts | {"kind": LABELS.double()})
+    arrays: Any = {name: part.numpy() for name, part in parts.items()}
+    assert torch.equal(joint.targets(arrays), joint.targets(parts))

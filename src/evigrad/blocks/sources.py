@@ -168,7 +168,8 @@ def collated(loader: DataLoader[Any], items: list[Any]) -> tuple[Any, Tensor]:
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise InputError(
             f"The collate_fn of the DataLoader returned a {type(batch).__name__}, not a pair"
-            " (x, y). Return a tuple of the inputs and the targets."
+            " (x, y). Return a tuple of the inputs and the targets. If the items are mappings,"
+            " create the DataLoader from evigrad.data.Pairs(dataset, x=..., y=...)."
         )
     x, y = as_inputs(batch[0]), batch[1]
     if not isinstance(y, Tensor) or y.dim() == 0 or not len(x) == len(y) == len(items):

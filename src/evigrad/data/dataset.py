@@ -169,12 +169,22 @@ class Scaling:
 
     @classmethod
     def of(cls, values: Float[Tensor, "n ..."]) -> "Scaling":
-        """Return the scaling that standardizes these values. Statistics are computed in float64."""
+        """Return the scaling that standardizes these values, apart from missing ones (NaN).
+
+        Statistics are computed in float64.
+        """
         exact = values.double()
-        std = exact.std(dim=0, correction=0)
+        missing = exact.isnan()
+        if bool(missing.any()):
+            mean = exact.nanmean(dim=0)
+            std = (exact - mean).square().nanmean(dim=0).sqrt()
+        else:
+            mean, std = exact.mean(dim=0), exact.std(dim=0, correction=0)
         # Compared exactly, because rounding gives a constant column a tiny nonzero deviation.
-        std = torch.where((exact == exact[:1]).all(dim=0), 1.0, std)
-        return cls(exact.mean(dim=0).to(values), std.to(values))
+        least = torch.where(missing, torch.inf, exact).amin(dim=0)
+        most = torch.where(missing, -torch.inf, exact).amax(dim=0)
+        std = torch.where(least >= most, 1.0, std)
+        return cls(mean.to(values), std.to(values))
 
     def __call__(self, values: Float[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:
         """Return standardized values, one example per row, in the same shape."""

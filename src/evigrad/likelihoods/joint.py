@@ -110,11 +110,12 @@ class Joint(Likelihood):
             first_output, first_target = outputs.stop, targets.stop
         return parts
 
-    def targets(self, y: Mapping[str, Tensor]) -> Float[Tensor, "m D"]:
+    def targets(self, y: Mapping[str, Any]) -> Float[Tensor, "m D"]:
         """Return the targets of all heads in one tensor.
 
         Args:
-            y: Targets of each head, in the form that its likelihood expects: (m,) or (m, D).
+            y: Targets of each head, tensors or arrays of shape (m,) or (m, D), as its likelihood
+                expects them.
 
         Returns:
             A float64 tensor with the columns of all heads.
@@ -128,12 +129,18 @@ class Joint(Likelihood):
             )
         columns: list[Tensor] = []
         for head in self._parts:
-            part, width = y[head.name], head.targets.stop - head.targets.start
+            width = head.targets.stop - head.targets.start
+            part = torch.as_tensor(y[head.name], device=getattr(y[head.name], "device", "cpu"))
+            if head.has_labels and part.is_floating_point():
+                raise InputError(
+                    f"The labels of {head.name!r} must be integers, got {part.dtype}. Mark missing"
+                    " labels with the ignore_index, -100."
+                )
             part = part.unsqueeze(1) if part.ndim == 1 and width == 1 else part
             if part.ndim != 2 or part.shape[1] != width:
                 raise InputError(
                     f"The targets of {head.name!r} must have {width} columns, got the shape"
-                    f" {tuple(y[head.name].shape)}."
+                    f" {tuple(part.shape)}."
                 )
             columns.append(part.double())
         if len({len(column) for column in columns}) > 1:
@@ -285,8 +292,8 @@ class Joint(Likelihood):
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
         """Return the joint ``log_likelihood``, and the metrics of each head under HEAD/METRIC.
 
-        The metrics of a head are averaged over its targets that are not missing, and multiplied by
-        the number of examples.
+        Log likelihoods are sums over the observed targets, so the heads' values add up. Other
+        metrics are averages over the observed targets, multiplied by the number of examples.
         """
         sums = {"log_likelihood": total(self.log_prob(f.detach(), y))}
         for head, of_head, targets, counts in self._each(f, y):
@@ -295,7 +302,8 @@ class Joint(Likelihood):
             metrics = head.likelihood.metrics(of_head[which], targets[which]) if count else {}
             for name, value in metrics.items():
                 name = "accuracy" if name == "correct" else name
-                sums[f"{head.name}/{name}"] = value * len(f) / count
+                factor = 1.0 if name == "log_likelihood" else len(f) / count
+                sums[f"{head.name}/{name}"] = factor * value
         return sums
 
     def reported(self) -> dict[str, float]:

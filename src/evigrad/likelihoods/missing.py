@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from evigrad.errors import ConfigurationError
-from evigrad.likelihoods.base import Likelihood, check_one_per_output, refuse_where
+from evigrad.likelihoods.base import Likelihood, check_one_per_output, refuse_where, total
 
 MISSING = (None, "nan")
 
@@ -44,7 +44,7 @@ class Independent(Likelihood):
         if isinstance(y, Tensor) and y.is_floating_point():
             if self.missing is None:
                 words = (
-                    "is NaN. Remove or impute such targets, or leave them out of the likelihood:"
+                    "is NaN. Remove or impute such targets, or skip them with"
                     f' {type(self).__name__}(missing="nan")'
                 )
                 refuse_where(y.isnan(), y, words)
@@ -61,6 +61,12 @@ class Independent(Likelihood):
         """Return targets in the dtype of f. Where they are missing, they are equal to f."""
         y = y.to(f)
         return y if self.missing is None else torch.where(y.isnan(), f.detach(), y)
+
+    def _squared(self, errors: Tensor, y: Tensor) -> float:
+        """Return the sum of squared errors, as if missing targets had the mean observed error."""
+        observed = self._masked(torch.ones_like(errors), y)
+        squares = total(self._masked(errors.square(), y))
+        return squares * errors.numel() / max(total(observed), 1.0)
 
     def _masked(self, values: Tensor, y: Tensor) -> Tensor:
         """Return values (m, C) of each target, with zeros where targets are missing."""

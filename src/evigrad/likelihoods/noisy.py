@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from evigrad.core.roots import RootRows, check_root, one_hot
 from evigrad.errors import ConfigurationError, InputError
-from evigrad.likelihoods.base import by_entry, total
+from evigrad.likelihoods.base import by_entry
 from evigrad.likelihoods.missing import Independent
 
 
@@ -71,7 +71,7 @@ class Noisy(Independent):
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
         """Return the sums ``log_likelihood`` (nats) and ``squared_error`` (units of y²)."""
-        return super().metrics(f, y) | {"squared_error": total((self._filled(f, y) - f).square())}
+        return super().metrics(f, y) | {"squared_error": self._squared(y.to(f) - f, y)}
 
     def reported(self) -> dict[str, float]:
         """Return σ in units of y as ``noise``, or as ``noise/OUTPUT`` for each output."""

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from evigrad.errors import InputError
-from evigrad.likelihoods.base import refuse_where, total
+from evigrad.likelihoods.base import refuse_where
 from evigrad.likelihoods.missing import Independent
 
 
@@ -22,9 +22,7 @@ class Counts(Independent):
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
         """Return the sums ``log_likelihood`` (nats) and ``squared_error`` of rates (counts²)."""
-        return super().metrics(f, y) | {
-            "squared_error": total(self._masked(y.to(f) - f.exp(), y).square())
-        }
+        return super().metrics(f, y) | {"squared_error": self._squared(y.to(f) - f.exp(), y)}
 
 
 class Poisson(Counts):

@@ -123,8 +123,8 @@ def warn_of_distance(gap: float | None) -> None:
         warnings.warn(
             f"The weights are not at the mode: a Newton step of the linearized model would gain"
             f" {gap:.2g} nats per example, so the log evidence is too low by this amount. Train"
-            " for more epochs (Schedule.epochs or max_epochs). A network with kinks, such as ReLU,"
-            " may never reach a mode. SiLU and tanh have no kinks.",
+            " for more epochs (Schedule.epochs). A network with kinks, such as ReLU, may never"
+            " reach a mode. SiLU and tanh have no kinks.",
             EvigradWarning,
             stacklevel=3,
         )

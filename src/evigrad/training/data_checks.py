@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from evigrad.blocks.positions import by_target
-from evigrad.errors import EvigradWarning
+from evigrad.errors import EvigradWarning, InputError
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import (
     Categorical,
@@ -51,6 +51,11 @@ def check_data(evidence: Evidence, data: RunData, device: torch.device, count: i
         probe, y = source.first(2)
         f = probe_outputs(evidence.model, probe)
     check_targets(likelihood, f.shape, y, f.device)
+    if data.is_held and (held := data.targets()).is_floating_point() and held.isnan().all():
+        raise InputError(
+            "All targets are missing (NaN), so there is nothing to learn from. Check how the"
+            " targets were computed."
+        )
     log_probabilities(likelihood, f, y)
     summed_metrics(likelihood, f, y)  # before training, as the first evaluation comes later
     for indices in torch.arange(min(count, len(data)), device="cpu").split(

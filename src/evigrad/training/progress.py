@@ -73,7 +73,7 @@ class RichProgress:
 
 def latest(before: Row, row: Row) -> Row:
     """Return the last value of each metric. Epoch 1 forgets the values of another start."""
-    return known(row) if row["epoch"] == 1 else before | known(row)
+    return {**({} if row["epoch"] == 1 else before), **known(row)}
 
 
 def make_progress(title: str, epochs: int) -> PlainProgress | RichProgress:
