@@ -11,7 +11,7 @@ from training.interrupted import assert_same_runs, dying_at_call, killed
 from training.small_runs import SMALL
 
 from evigrad import FitResult, Optimization
-from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning
+from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning, MemoryBudgetError
 from evigrad.evidence import Evidence
 from evigrad.training import fit
 from evigrad.training.settings import grouped
@@ -178,3 +178,12 @@ def test_a_run_that_has_not_converged_warns_and_a_longer_one_does_not():
     assert late.mode_gap is not None and late.mode_gap < 0.1
     assert late.mode_gap == late.history[-1]["mode_gap"]
     assert all(row["mode_gap"] is None for row in late.history[:-1])
+
+
+def test_memory_that_does_not_suffice_ends_all_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise MemoryBudgetError("No memory.", "Buy some.")
+
+    monkeypatch.setattr(Evidence, "map_loss", refuse)
+    with pytest.raises(MemoryBudgetError, match="No memory"):
+        train(0.01, 1.0)

@@ -323,7 +323,8 @@ def _ranges(options: Namespace) -> bool:
 def _adam(options: Namespace) -> bool:
     """Return whether Adam has something to learn: the prior, or a noise, as for tabular data."""
     by_name = options.likelihood is None and re.search("[/.]", options.data)
-    return options.prior_update == "adam" or options.likelihood == "gaussian" or bool(by_name)
+    learns = options.likelihood in ("gaussian", "student-t", "negative-binomial")
+    return options.prior_update == "adam" or learns or bool(by_name)
 
 
 _Need = tuple[tuple[str, ...], str, Callable[[Namespace], bool]]

@@ -66,7 +66,11 @@ def log_joint_gradient(problem: Problem, data: Any) -> dict[str, Tensor]:
             if gradient is not None:
                 totals[name] += gradient
 
-    with evaluation_mode(problem.model, generator), torch.enable_grad():
+    with (
+        ranks.together(),  # before the sum, in which the others would wait for a rank that failed
+        evaluation_mode(problem.model, generator),
+        torch.enable_grad(),
+    ):
         part, size = ranks.part(len(source)), _AT_ONCE
         start = part.start
         while start < part.stop:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from evigrad.errors import EvigradError, EvigradWarning
+from evigrad.errors import EvigradError, EvigradWarning, RankError
 from evigrad.likelihoods import Gaussian, StudentT
 from evigrad.likelihoods.positions import flattened
 from evigrad.measure.metrics import probe_outputs
@@ -33,8 +33,8 @@ _ROWS = 400
 _MOST_OUTPUTS = 16
 # Residuals of this many examples show their tails, and fewer than that show none.
 _RESIDUALS, _FEWEST = 1000, 50
-# Student's t must gain this many nats per number to be worth a warning. It gains 0.16 to 0.20 on
-# heavy noise, 0.04 to 0.07 on boston, and loses 0.02 to 0.03 on normal noise (docs/start.md).
+# Student's t must gain this many nats per number to be worth a warning. On training
+# residuals, it gained 0.16 to 0.20 on heavy noise, and lost 0.02 to 0.03 on normal noise.
 _TAIL_GAIN = 0.05
 # Beyond this many numbers in the rows, Kronecker factors take less memory.
 _MOST_NUMBERS = 2**27
@@ -56,6 +56,8 @@ def mode_columns(trainer: "Trainer", epoch: int) -> Row:
         return {"mode_gap": None}
     try:
         return {"mode_gap": _mode_gap(trainer)}
+    except RankError:
+        raise
     except EvigradError:
         return {"mode_gap": None}
 

@@ -66,7 +66,7 @@ def has_settled(before: Sequence[Row], after: Sequence[Row]) -> bool:
     """Return whether evidence, noise and mode gap differ little at the ends of two histories."""
     one, other = _state(before), _state(after)
     return one.keys() == other.keys() and all(
-        abs(one[name] - other[name]) <= (NOISE if name.startswith("noise") else NATS)
+        abs(one[name] - other[name]) <= (NOISE if "noise" in name.split("/") else NATS)
         for name in one
     )
 
@@ -78,6 +78,6 @@ def _state(history: Sequence[Row]) -> dict[str, float]:
     for name, value in history[-1].items():
         if value is not None and name == "mode_gap":
             state[name] = value
-        elif value is not None and name.partition("/")[0] == "noise":
+        elif value is not None and "noise" in name.split("/"):
             state[name] = math.log(value)
     return state

@@ -111,7 +111,8 @@ def fit(
             beginning. If the run is complete, its result is returned.
         progress: Whether to show progress on standard error.
         callbacks: Functions called after every epoch with its row of metrics. A resumed run calls
-            them again for the epochs since the last checkpoint.
+            them again for the epochs since the last checkpoint. While several starts are tried, no
+            function is called. The rows of the start that continues follow afterwards.
         process_group: Processes that train together, each on a part of every batch, as for
             ``Evidence``. All processes must call ``fit`` with the same model, data and settings.
             They get the same result. Only the first process provides the parameters, writes files,

@@ -75,7 +75,7 @@ class Starts:
         best = max(self.scores.values(), default=-math.inf)
         score = _score(trainer) if error is None else -math.inf
         self.scores[self.decays[len(self.scores)]] = score
-        if score > best:
+        if score > best or (self._best is None and error is None):
             self._best = _state(trainer)
         if self.are_tried:
             self._load(trainer, self._initial)

@@ -17,7 +17,15 @@ from torch.nn.utils import get_total_norm
 from torch.optim import SGD
 
 from evigrad.blocks.pool import Pool
-from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning, listed, memory_for
+from evigrad.errors import (
+    ConfigurationError,
+    EvigradError,
+    EvigradWarning,
+    MemoryBudgetError,
+    RankError,
+    listed,
+    memory_for,
+)
 from evigrad.evidence import Evidence
 from evigrad.likelihoods.noisy import Noisy
 from evigrad.measure.metrics import evaluate, hyperparameter_values
@@ -320,7 +328,8 @@ class Trainer:
             try:
                 row = self.epoch(epoch)
             except EvigradError as error:
-                if not self.starts.are_tried:
+                has_diverged = not isinstance(error, MemoryBudgetError | RankError)
+                if not (has_diverged and self.starts.are_tried):
                     raise
                 self._next_start(record, callbacks, error)
                 continue
