@@ -48,6 +48,9 @@ def mode_columns(trainer: "Trainer", epoch: int) -> Row:
     Kronecker factors. It is also None if its computation fails, for instance because memory runs
     out. If epochs use only a part of the data, the distance is not computed, because it requires a
     pass over all data. Without an estimator, there is no column.
+
+    Raises:
+        RankError: If another rank fails.
     """
     if trainer.learner is None:
         return {}
