@@ -433,10 +433,14 @@ def gradients_of(evidence: Evidence) -> list[Tensor]:
     return found
 
 
+# A parameter of these likelihoods changes more than the scale of the rows.
+UNKEPT = {"own", "negative binomial"}
+
+
 @given(
     seed=st.integers(0, 10**6),
     num_data=st.integers(2, 6),
-    likelihood=st.sampled_from(sorted(LIKELIHOODS)),
+    likelihood=st.sampled_from(sorted(LIKELIHOODS.keys() - UNKEPT)),
     root=st.sampled_from(["fisher", "eigen"]),
     micro_batch=st.sampled_from([None, 1, 3]),
     rows=st.integers(2, 9),

@@ -51,7 +51,7 @@ class NegativeBinomial(Counts):
         if not isinstance(learnable, bool):
             raise ConfigurationError(f"learnable must be True or False, got {learnable!r}.")
         self.log_dispersion = nn.Parameter(
-            torch.tensor(math.log(dispersion)), requires_grad=learnable
+            torch.tensor(math.log(dispersion), device="cpu"), requires_grad=learnable
         )
 
     def _spread(self, f: Tensor) -> Tensor:
