@@ -53,6 +53,7 @@ RARE = "rare ones"
 TABLES = ("normal noise", "heavy noise", "half signal", RARE)
 IMAGES = ("digits", "mnist", "cifar10")
 SETS = ("sinusoid", *UCI, *TABLES, *IMAGES)
+COMPARED = tuple(name for name in SETS if name != RARE)
 MOST = 3  # times the usual number of epochs
 # Rounds whose log evidence is averaged to find the best one.
 SMOOTHED = 3
@@ -173,7 +174,7 @@ def table_of(runs: list[Result]) -> str:
         " | from 0.001 | time |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name in (name for name in SETS if name != RARE):
+    for name in COMPARED:
         by_way = {way: [run for run in runs if run["row"] == f"{name}: {way}"] for way in STARTS}
         if not all(by_way.values()):
             continue
@@ -193,20 +194,25 @@ def table_of(runs: list[Result]) -> str:
     return "\n".join(lines)
 
 
+def compared(name: str, before: list[float], after: list[float]) -> str:
+    """Return a row with the means over seeds of two values and of their difference."""
+    differences = [b - a for a, b in zip(before, after, strict=True)]
+    cells = [with_error(*mean_and_error(c), 3) for c in (before, after, differences)]
+    return f"| {name} | {' | '.join(cells)} |"
+
+
 def student_table_of(runs: list[Result]) -> str:
     """Return test log likelihoods with Gaussian and with Student's t noise, as Markdown."""
     lines = ["| data | Gaussian | Student's t | difference |", "|---|---|---|---|"]
-    for name in (name for name in SETS if name != RARE):
+    for name in COMPARED:
         gaussian, student = (
             {r["seed"]: r["log_likelihood"] for r in runs if r["row"] == f"{name}: {way}"}
             for way in ("two starts", "student-t")
         )
         both = sorted(gaussian.keys() & student.keys())
         if both:
-            differences = [student[seed] - gaussian[seed] for seed in both]
-            columns = [[gaussian[seed] for seed in both], [student[seed] for seed in both]]
-            cells = [with_error(*mean_and_error(c), 3) for c in (*columns, differences)]
-            lines.append(f"| {name} | {' | '.join(cells)} |")
+            columns = ([values[seed] for seed in both] for values in (gaussian, student))
+            lines.append(compared(name, *columns))
     return "\n".join(lines)
 
 
@@ -232,7 +238,7 @@ def continued_table_of(runs: list[Result]) -> str:
         " | noise, ratio |",
         "|---|---|---|---|---|---|",
     ]
-    for name in (name for name in SETS if name != RARE):
+    for name in COMPARED:
         usual_way = "one start" if name in IMAGES else "two starts"
         usual, longer = (
             {run["seed"]: run for run in runs if run["row"] == f"{name}: {way}"}
@@ -255,14 +261,11 @@ def continued_table_of(runs: list[Result]) -> str:
 def best_table_of(runs: list[Result]) -> str:
     """Return test log likelihoods at the end and at the highest log evidence, as Markdown."""
     lines = ["| data | at the end | at the best round | difference |", "|---|---|---|---|"]
-    for name in (name for name in SETS if name != RARE):
+    for name in COMPARED:
         of_set = [run for run in runs if run["row"] == f"{name}: rounds"]
         if of_set:
-            ends = [run["log_likelihood"] for run in of_set]
-            bests = [run["best_log_likelihood"] for run in of_set]
-            differences = [best - end for best, end in zip(bests, ends, strict=True)]
-            cells = [with_error(*mean_and_error(c), 3) for c in (ends, bests, differences)]
-            lines.append(f"| {name} | {' | '.join(cells)} |")
+            keys = ("log_likelihood", "best_log_likelihood")
+            lines.append(compared(name, *([run[key] for run in of_set] for key in keys)))
     return "\n".join(lines)
 
 

@@ -20,6 +20,7 @@ from evigrad.cli.messages import show
 from evigrad.configuration import check_plain
 from evigrad.core.names import DEFAULT_ESTIMATOR, STRUCTURES
 from evigrad.errors import ConfigurationError, nearest
+from evigrad.training import learns_likelihood
 
 _HELP_WIDTH = 96
 _HELP_COLUMN = 30
@@ -323,7 +324,7 @@ def _ranges(options: Namespace) -> bool:
 def _adam(options: Namespace) -> bool:
     """Return whether Adam has something to learn: the prior, or a noise, as for tabular data."""
     by_name = options.likelihood is None and re.search("[/.]", options.data)
-    learns = options.likelihood in ("gaussian", "student-t", "negative-binomial")
+    learns = options.likelihood is not None and learns_likelihood(options.likelihood)
     return options.prior_update == "adam" or learns or bool(by_name)
 
 

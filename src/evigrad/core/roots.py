@@ -83,6 +83,11 @@ class RootRows:
         """The vectors multiplied by ``scale``."""
         return self.vectors if self.scale is None else self.vectors * self.scale[..., None]
 
+    @property
+    def factors(self) -> Float[Tensor, "m k"]:
+        """The factor of each row: ``scale``, or ones."""
+        return torch.ones_like(self.vectors[:, :, 0]) if self.scale is None else self.scale
+
 
 def check_root(kind: str) -> None:
     """Raise a ConfigurationError if the kind of root is not in ``ROOTS``."""

@@ -263,8 +263,7 @@ class LinearizedModel:
             root = replace(root, vectors=root.vectors * factor)
         if self.temperature == 1.0:
             return root
-        scale = torch.ones_like(root.vectors[:, :, 0]) if root.scale is None else root.scale
-        return replace(root, scale=scale * self.temperature**-0.5)
+        return replace(root, scale=root.factors * self.temperature**-0.5)
 
 
 def sampled_rows(likelihood: Density, f: Tensor, labels: Sequence[Tensor]) -> RootRows:

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from evigrad.errors import ConfigurationError, InputError
 
+# Likelihoods whose targets are counts, which are not standardized.
+COUNTS = ("poisson", "negative-binomial")
+
 Split = tuple[Tensor, Tensor]
 
 # Share of the test set, for data without their own split.
@@ -132,7 +135,7 @@ class DataSet:
             targets = f"{self.num_outputs} classes"
         else:
             count = self.train[1].shape[1]
-            kind = "count" if self.likelihood in ("poisson", "negative-binomial") else "real target"
+            kind = "count" if self.likelihood in COUNTS else "real target"
             targets = f"{count} {kind}" + "s" * (count > 1)
         return (
             f"{self.name}: {len(self.train[0]):,} train and {len(self.test[0]):,} test examples "

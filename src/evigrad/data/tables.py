@@ -24,6 +24,7 @@ from evigrad.data.columns import (
     words_of_constants,
 )
 from evigrad.data.dataset import (
+    COUNTS,
     TEST_FRACTION,
     DataSet,
     Scaling,
@@ -44,7 +45,6 @@ from evigrad.errors import (
 SUFFIXES = (".parquet", ".csv", ".tsv")
 # Likelihoods of a table's target.
 TWO_OUTPUTS = ("heteroscedastic", "natural-gaussian")
-COUNTS = ("poisson", "negative-binomial")
 LIKELIHOODS = ("categorical", "gaussian", "student-t", *TWO_OUTPUTS, *COUNTS)
 SPLIT_PREFIX = "test_"
 # Names of columns: a string with commas, or several strings.

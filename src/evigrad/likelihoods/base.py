@@ -526,6 +526,11 @@ def _differ(one: Tensor, other: Tensor) -> bool:
     return not bool(((one - other).abs() <= SAME_HESSIAN * eps**0.5 * size).all())
 
 
+def like(f: Tensor, targets: Tensor) -> Tensor:
+    """Return targets that are numbers in the type of the outputs, and labels unchanged."""
+    return targets.to(f) if targets.is_floating_point() else targets
+
+
 def total(values: Tensor) -> float:
     """Return the sum in float64. In float32, a sum over a batch would lose precision."""
     return float(values.detach().double().sum())

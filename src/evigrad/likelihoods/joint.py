@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from evigrad.core.roots import RootRows, check_root
 from evigrad.errors import ConfigurationError, InputError, nearest
-from evigrad.likelihoods.base import Likelihood, total
+from evigrad.likelihoods.base import Likelihood, like, total
 
 
 class Head(NamedTuple):
@@ -175,9 +175,9 @@ class Joint(Likelihood):
             counts = head.likelihood.counted(targets)
             if counts is not None and not bool(counts.all()):
                 targets = torch.where(counts, targets, 0)
-                yield head, f[:, head.outputs], _like(f, targets), counts
+                yield head, f[:, head.outputs], like(f, targets), counts
             else:
-                yield head, f[:, head.outputs], _like(f, targets), None
+                yield head, f[:, head.outputs], like(f, targets), None
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
         """Return the sum of the heads' log densities."""
@@ -262,7 +262,7 @@ class Joint(Likelihood):
                 of_head = torch.where(inside[-1], columns - start, -1)
             root = head.likelihood.root(f[:, start:stop], of_head, kind)
             roots.append(replace(root, vectors=pad(root.vectors, (start, f.shape[1] - stop))))
-        scales = [_scale(root) for root in roots]
+        scales = [root.factors for root in roots]
         has_scale = any(root.scale is not None for root in roots)
         if columns is None:
             vectors = torch.cat([root.vectors for root in roots], 1)
@@ -320,19 +320,11 @@ def _of_head(head: Head, y: Tensor) -> Tensor:
     return columns.squeeze(1).long() if head.has_labels else columns
 
 
-def _like(f: Tensor, targets: Tensor) -> Tensor:
-    return targets.to(f) if targets.is_floating_point() else targets
-
-
 def _where(counts: Tensor | None, values: Tensor) -> Tensor:
     """Return values (m, ...), with zeros for examples that do not count."""
     if counts is None:
         return values
     return torch.where(counts.view(-1, *[1] * (values.ndim - 1)), values, 0.0)
-
-
-def _scale(root: RootRows) -> Tensor:
-    return torch.ones_like(root.vectors[:, :, 0]) if root.scale is None else root.scale
 
 
 def _listed(sizes: Mapping[str, int]) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from evigrad.core.roots import RootRows
 from evigrad.errors import InputError
-from evigrad.likelihoods.base import Likelihood, refuse_where
+from evigrad.likelihoods.base import Likelihood, like, refuse_where
 
 
 class Weighted(Likelihood):
@@ -80,11 +80,11 @@ class Weighted(Likelihood):
     def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
         """Return the weight times the log density of the wrapped likelihood."""
         targets, weights = self.split(y)
-        return weights.to(f) * self.likelihood.log_prob(f, _like(f, targets))
+        return weights.to(f) * self.likelihood.log_prob(f, like(f, targets))
 
     def _targets(self, f: Tensor, y: Tensor) -> Tensor:
         """Return targets of the wrapped likelihood, numbers in the type of the outputs."""
-        return _like(f, self.split(y)[0])
+        return like(f, self.split(y)[0])
 
     def weights(self, y: Tensor) -> Float[Tensor, "m ..."]:
         """Return the weights, times the wrapped likelihood's factors for examples or outputs."""
@@ -159,7 +159,3 @@ class Weighted(Likelihood):
 def unweighted(likelihood: Likelihood) -> Likelihood:
     """Return the likelihood that ``Weighted`` wraps, or else the likelihood itself."""
     return likelihood.likelihood if isinstance(likelihood, Weighted) else likelihood
-
-
-def _like(f: Tensor, targets: Tensor) -> Tensor:
-    return targets.to(f) if targets.is_floating_point() else targets

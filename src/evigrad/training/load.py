@@ -142,8 +142,8 @@ def _settings(
     """Return settings from their record, with objects that replace their descriptions."""
     names = list(Settings().as_record())
     # Runs of earlier versions may lack the newest settings.
-    younger = {"prior_mean": "zero", "noise_on_loss": False, "start_decay": None}
-    younger["max_epochs"] = None
+    younger = {"prior_mean": "zero", "noise_on_loss": False}
+    younger |= dict.fromkeys(("start_decay", "max_epochs"))
     record = younger | current_record(record)
     if record.get("estimator") == "augerino":  # a run of experiments, whose model loads as usual
         record["estimator"] = None
