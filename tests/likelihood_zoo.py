@@ -10,8 +10,10 @@ from evigrad.core.roots import check_root
 from evigrad.likelihoods import (
     Bernoulli,
     Categorical,
+    Conditional,
     Gaussian,
     Joint,
+    KnownNoise,
     Likelihood,
     NegativeBinomial,
     Poisson,
@@ -72,6 +74,7 @@ LIKELIHOODS: dict[str, Callable[[int], Likelihood]] = {
     "bernoulli": lambda _: Bernoulli(),
     "poisson": lambda _: Poisson(),
     "negative binomial": lambda _: NegativeBinomial(0.7),
+    "known noise": lambda _: KnownNoise(0.6),
     "student-t": lambda _: StudentT(0.6),
     "joint": lambda c: joint(c),
     "own": lambda _: RelativeNoise(),
@@ -79,6 +82,10 @@ LIKELIHOODS: dict[str, Callable[[int], Likelihood]] = {
 
 
 def targets(likelihood: Likelihood, num_data: int, num_outputs: int = 3, seed: int = 1) -> Tensor:
-    """Targets drawn for outputs of zero."""
+    """Targets drawn for outputs of zero, under conditions that differ."""
     f = torch.zeros(num_data, num_outputs, dtype=torch.float64)
-    return likelihood.sample(f, torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    if isinstance(likelihood, Conditional) and likelihood.conditions:
+        values = torch.rand(f.shape, generator=generator, dtype=torch.float64) + 0.1
+        likelihood = likelihood.with_conditions(**dict.fromkeys(likelihood.conditions, values))
+    return likelihood.sample(f, generator)

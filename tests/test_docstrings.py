@@ -27,8 +27,9 @@ EXTRAS = ("cli", "lightning", "report", "sklearn", "transformers")
 SHOWN = """
     data.Pairs data.Scaling data.load invariances.AdditiveNoise invariances.AffineInvariance
     invariances.Averaged invariances.InputScale invariances.Transform likelihoods.Bernoulli
-    likelihoods.Categorical likelihoods.Gaussian likelihoods.HeteroscedasticGaussian
-    likelihoods.Joint likelihoods.Likelihood likelihoods.NaturalGaussian
+    likelihoods.Categorical likelihoods.Conditional likelihoods.Gaussian
+    likelihoods.HeteroscedasticGaussian likelihoods.Joint likelihoods.KnownNoise
+    likelihoods.Likelihood likelihoods.NaturalGaussian
     likelihoods.NegativeBinomial likelihoods.Poisson likelihoods.StudentT likelihoods.Weighted
     likelihoods.make_likelihood lightning.EvidenceCallback plots.learning_curves
     plots.precision_paths priors.GaussianPrior priors.NormalHyperprior report.write_report

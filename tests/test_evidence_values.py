@@ -78,7 +78,7 @@ def dense(
         hessian = torch.diag_embed(f.exp())
         log_lik = torch.distributions.Poisson(f.exp()).log_prob(y).sum()
     else:  # of the tests themselves
-        hessian, log_lik = likelihood.hessian(f), likelihood.log_prob(f, y).sum()
+        hessian, log_lik = likelihood.at(y).hessian(f), likelihood.log_prob(f, y).sum()
     t = evidence.temperature
     h = reference.ggn(jac, hessian / t)
     precision = reference.vector(evidence.prior.precisions(), weights)

@@ -307,7 +307,7 @@ def test_kept_outputs_count_the_positions_of_one_data_set() -> None:
     one.blocks((x, y.clone()))
     kept: list[Tensor] = []
     assert one._anchors is not None
-    one._anchors.note = lambda indices, f: kept.append(indices)
+    one._anchors.note = lambda indices, f, y: kept.append(indices)
     chosen = torch.tensor([3, 1])
     one.map_loss(x[chosen], y[chosen], indices=chosen)
     numbers = (y.flatten() >= 0).cumsum(0).view(y.shape) - 1

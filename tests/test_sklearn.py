@@ -470,3 +470,30 @@ else:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_known_noise_of_each_row() -> None:
+    generator = np.random.default_rng(0)
+    X = generator.normal(size=(300, 1))
+    errors = np.where(generator.random(300) < 0.5, 0.5, 10.0)
+    y = 20 + 10 * X[:, 0] + errors * generator.normal(size=300) + 2 * generator.normal(size=300)
+    settings: Any = {"epochs": 60, "random_state": 0, "estimator": "full-N-C"}
+    fits = [EvidenceRegressor((), **settings).fit(X, y, noise=errors)]
+    with pytest.warns(EvigradWarning, match="heavy tails"):
+        fits.append(EvidenceRegressor((), **settings).fit(X, y))
+    assert fits[0].noise_ == pytest.approx(2.0, rel=0.2)
+    assert fits[1].noise_ > 5
+    slopes = [fit.predict([[1.0]])[0] - fit.predict([[0.0]])[0] for fit in fits]
+    assert abs(slopes[0] - 10) < 0.3
+    _, std = fits[0].predict(X[:5], return_std=True)
+    assert bool((std > 1.9).all() and (std < 3).all())
+    # Two targets, weights, and one noise for both targets of a row.
+    both = np.stack([y, -y], 1)
+    weights = np.arange(300) % 3
+    fit = EvidenceRegressor((), **settings | {"epochs": 5})
+    fit.fit(X, both, sample_weight=weights, noise=errors)
+    assert fit.predict(X[:4]).shape == (4, 2) and fit.noise_.shape == (2,)
+    with pytest.raises(ValueError, match=r"one value per row.*got the shape \(299,\)"):
+        fit.fit(X, y, noise=errors[1:])
+    with pytest.raises(ValueError, match="finite and non-negative"):
+        fit.fit(X, y, noise=-errors)

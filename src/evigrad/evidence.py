@@ -359,7 +359,7 @@ class Evidence:
         if has_positions and indices is not None:
             indices = None if self._positions is None else self._positions.of_data(indices)
         if indices is not None and self._anchors is not None:
-            self._anchors.note(indices, f)
+            self._anchors.note(indices, f, y)
         with torch.no_grad():
             precisions, most = dict(self.prior.precisions()), _largest_decays(optimizer)
             factor = self.temperature / self.num_data

@@ -35,9 +35,9 @@ class Case:
 
     def hessian(self) -> Tensor:
         """H of all data at the evidence's temperature, (P, P)."""
-        x, _ = self.train
+        x, y = self.train
         f = reference.outputs(self.evidence.model, x).detach()
-        of_outputs = self.evidence.likelihood.hessian(f).detach() / self.evidence.temperature
+        of_outputs = self.evidence.likelihood.at(y).hessian(f).detach() / self.evidence.temperature
         return torch.einsum("ncp,ncd,ndq->pq", self.rows(x), of_outputs, self.rows(x))
 
     def precision(self) -> Tensor:

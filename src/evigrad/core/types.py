@@ -163,6 +163,10 @@ class Density(Protocol):
 
     couples_outputs: bool
 
+    def at(self, y: Tensor) -> "Density":
+        """Return the density under the known facts about examples with targets y."""
+        ...
+
     def parameters(self) -> Iterable[Tensor]:
         """Return the parameters of the density."""
         ...
@@ -243,7 +247,7 @@ class LinearizedModel:
 
         They keep the graphs of f and of the likelihood's parameters.
         """
-        likelihood = self.likelihood
+        likelihood = self.likelihood.at(batch.y)
         name = type(likelihood).__name__
         with raised_in(f"log_prob of {name}, or its derivatives at its reference_targets,"):
             if self.estimator.curvature == "ef":

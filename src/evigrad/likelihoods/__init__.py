@@ -18,9 +18,11 @@ from evigrad.errors import ConfigurationError, nearest
 from evigrad.likelihoods.base import Likelihood
 from evigrad.likelihoods.bernoulli import Bernoulli
 from evigrad.likelihoods.categorical import Categorical
+from evigrad.likelihoods.conditional import Conditional
 from evigrad.likelihoods.gaussian import Gaussian
 from evigrad.likelihoods.heteroscedastic import HeteroscedasticGaussian, NaturalGaussian
 from evigrad.likelihoods.joint import Joint
+from evigrad.likelihoods.known_noise import KnownNoise
 from evigrad.likelihoods.negative_binomial import NegativeBinomial
 from evigrad.likelihoods.poisson import Poisson
 from evigrad.likelihoods.student_t import StudentT
@@ -31,9 +33,11 @@ __all__ = [
     "ROOTS",
     "Bernoulli",
     "Categorical",
+    "Conditional",
     "Gaussian",
     "HeteroscedasticGaussian",
     "Joint",
+    "KnownNoise",
     "Likelihood",
     "NaturalGaussian",
     "NegativeBinomial",

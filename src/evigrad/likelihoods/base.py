@@ -1,7 +1,7 @@
 """The base class of likelihoods. A subclass needs only ``log_prob``."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -45,6 +45,7 @@ class Likelihood(nn.Module, ABC):
         name: Name of the likelihood in ``LIKELIHOODS``.
         couples_outputs: Whether Λ, the Hessian of −log p(y|f) with respect to f, has off-diagonal
             entries.
+        has_conditions: Whether Λ depends on known facts about the examples (see ``Conditional``).
         is_classification: Whether targets are classes. If they are, and the likelihood has
             ``probabilities``, ``metrics`` counts correct predictions.
 
@@ -67,6 +68,7 @@ class Likelihood(nn.Module, ABC):
 
     name: ClassVar[str]
     couples_outputs: ClassVar[bool] = True
+    has_conditions = False
     is_classification: ClassVar[bool] = False
     # Methods that were written for another density than the class has; see ``check_derivatives``.
     # Inherited methods of predictions are not used.
@@ -151,6 +153,18 @@ class Likelihood(nn.Module, ABC):
         """
         return None
 
+    def at(self, y: Tensor) -> "Likelihood":
+        """Return this likelihood under the conditions of the examples with targets y.
+
+        Λ, draws and moments of the result hold for these examples. The default is the likelihood
+        itself, because most likelihoods have no conditions. See ``Conditional``.
+        """
+        return self
+
+    def plain_targets(self, y: Tensor) -> Tensor:
+        """Return the targets without the conditions that are combined with them."""
+        return y
+
     def weights(self, y: Tensor) -> Float[Tensor, "m ..."] | None:
         """Return a non-negative factor for the Λ of each example (m,) or each output (m, C).
 
@@ -176,7 +190,8 @@ class Likelihood(nn.Module, ABC):
             ConfigurationError: If the Hessian depends on the targets.
         """
         first, second = self.reference_targets(f)
-        self._check_same_hessian(f[:1].detach(), second[:1])  # one example costs next to nothing
+        # One example costs next to nothing.
+        self._check_same_hessian(f[:1].detach(), first[:1], second[:1])
 
         def total_score(f: Tensor) -> Tensor:
             # Examples are independent, so the derivative of the sum holds each example's Hessian.
@@ -209,9 +224,9 @@ class Likelihood(nn.Module, ABC):
         ):
             if curvature == "ggn":
                 if "root" in self._inherited:
-                    self._check_root(f[:1])
+                    self.at(y[:1])._check_root(f[:1])
                 if "hessian" in self._inherited:
-                    self._check_same_hessian(f, y)
+                    self._check_same_hessian(f, self.at(y).reference_targets(f)[0], y)
             elif curvature != "hessian" and "score" in self._inherited:
                 if _differ(self.score(f, y), Likelihood.score(self, f, y)):
                     self._refuse_inherited("score", "the gradient of its log_prob")
@@ -239,13 +254,13 @@ class Likelihood(nn.Module, ABC):
             name = "hessian" if type(self).root is Likelihood.root else "root"
             self._refuse_inherited(name, "the Hessian of its log_prob")
 
-    def _check_same_hessian(self, f: Tensor, y: Tensor) -> None:
-        """Compare Hessians at targets and reference targets, along a random direction."""
+    def _check_same_hessian(self, f: Tensor, first: Tensor, y: Tensor) -> None:
+        """Compare Hessians at the first reference targets and at y, along a random direction."""
         generator = torch.Generator().manual_seed(0)
         direction = torch.randn(f.shape, generator=generator, dtype=torch.float64, device="cpu")
         direction = direction.to(f)
         with torch.no_grad():
-            expected = self._times_hessian(f, self.reference_targets(f)[0], direction)
+            expected = self._times_hessian(f, first, direction)
             product = self._times_hessian(f, y, direction)
         if _differ(product, expected):
             worst = int((product - expected).abs().amax(1).argmax())
@@ -408,9 +423,15 @@ class Likelihood(nn.Module, ABC):
         columns = torch.arange(num_outputs, device=f.device)
         with torch.no_grad():
             roots = (
-                self.root(part, columns.expand(len(part), -1), kind) for part in f.split(at_once)
+                likelihood.root(part, columns.expand(len(part), -1), kind)
+                for likelihood, part in self._in_parts(f, at_once)
             )
             return torch.cat([root.scaled.square().sum(-1) for root in roots])
+
+    def _in_parts(self, f: Tensor, size: int) -> Iterator[tuple["Likelihood", Tensor]]:
+        """Yield outputs of at most ``size`` examples at a time, and the likelihood for them."""
+        for part in f.split(size):
+            yield self, part
 
     def _diagonal_root(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"] | None:
         """Return √λ_d of each output d of a diagonal Λ in closed form, or None if there is none.
@@ -429,10 +450,10 @@ class Likelihood(nn.Module, ABC):
         """Return what ``row_scores`` needs from the outputs.
 
         The result must be small enough to keep for every example. The default returns the outputs
-        themselves.
+        themselves. If there are conditions, it returns the norms, which depend on the conditions.
         """
         check_root(kind)
-        return f
+        return self.row_norms(f, kind) if self.has_conditions else f
 
     def row_scores(
         self, condensed: Float[Tensor, "m D"], kind: str
@@ -442,7 +463,7 @@ class Likelihood(nn.Module, ABC):
         The results are the norms of the first columns, and the sum of the norms of all later
         columns. The sum is None if it is zero or there are no later columns.
         """
-        return self.row_norms(condensed, kind), None
+        return (condensed if self.has_conditions else self.row_norms(condensed, kind)), None
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
         """Return sums of metrics over the batch, for reports.

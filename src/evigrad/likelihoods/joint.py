@@ -1,5 +1,6 @@
 """A likelihood of several targets of different kinds."""
 
+import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -88,6 +89,7 @@ class Joint(Likelihood):
                 )
         self.sizes = {name: size for name, (size, _) in heads.items()}
         self.heads = nn.ModuleDict({name: likelihood for name, (_, likelihood) in heads.items()})
+        self.has_conditions = any(likelihood.has_conditions for _, likelihood in heads.values())
         self.couples_outputs = any(  # pyright: ignore[reportAttributeAccessIssue]
             likelihood.couples_outputs for _, likelihood in heads.values()
         )
@@ -147,6 +149,15 @@ class Joint(Likelihood):
             sizes = {name: len(part) for name, part in y.items()}
             raise InputError(f"All heads must have the same number of targets, got {sizes}.")
         return torch.cat(columns, 1)
+
+    def at(self, y: Tensor) -> Likelihood:
+        if not self.has_conditions:
+            return self
+        here = copy.copy(self)
+        here._parts = [
+            head._replace(likelihood=head.likelihood.at(_of_head(head, y))) for head in self._parts
+        ]
+        return here
 
     def split(self, y: Float[Tensor, "m D"]) -> dict[str, Tensor]:
         """Return the targets of each head, by name."""

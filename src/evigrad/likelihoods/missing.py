@@ -7,12 +7,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from evigrad.errors import ConfigurationError
-from evigrad.likelihoods.base import Likelihood, check_one_per_output, refuse_where, total
+from evigrad.likelihoods.base import check_one_per_output, refuse_where, total
+from evigrad.likelihoods.conditional import Conditional
 
 MISSING = (None, "nan")
 
 
-class Independent(Likelihood):
+class Independent(Conditional):
     """A likelihood with one independent target per output, some of which may be missing.
 
     With ``missing="nan"``, a target of NaN was not observed. Its output then has no log density, no
@@ -37,9 +38,9 @@ class Independent(Likelihood):
 
     def weights(self, y: Tensor) -> Float[Tensor, "m C"] | None:
         """Return 1 for each observed target and 0 for each missing one, or None for all ones."""
-        return None if self.missing is None else self.observed(y).to(y.dtype)
+        return None if self.missing is None else self.observed(self.plain_targets(y)).to(y.dtype)
 
-    def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
+    def validate_plain(self, f_shape: Sequence[int], y: Tensor) -> None:
         """Check that each example has C targets, which ``validate_observed`` accepts."""
         if isinstance(y, Tensor) and y.is_floating_point():
             if self.missing is None:
@@ -50,7 +51,7 @@ class Independent(Likelihood):
                 refuse_where(y.isnan(), y, words)
             else:
                 y = y.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
-        super().validate(f_shape, y)
+        super().validate_plain(f_shape, y)
         check_one_per_output(f_shape, y)
         self.validate_observed(f_shape, y)
 

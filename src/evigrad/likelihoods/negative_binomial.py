@@ -16,16 +16,18 @@ class NegativeBinomial(Counts):
     The dispersion d is learned. With d = 0, counts would be Poisson. The second derivative of
     −log p(y|f) depends on the targets. Λ is therefore its mean over the targets, the Fisher
     information μ / (1 + d μ) of each output (J. Hilbe, 2011, *Negative Binomial Regression*, 2nd
-    edition, section 8.3).
+    edition, section 8.3). With ``exposure=True``, μ = e exp f for the exposure e of each count, as
+    for ``Poisson``.
 
     Args:
         dispersion: Value of d at the start. Default: 0.5.
         learnable: Whether ``log_dispersion`` = log d is learned. Default: True.
         missing: With ``"nan"``, counts of NaN are missing. Default: None, they are errors.
+        exposure: Whether targets contain exposures. Default: False.
 
     Raises:
-        ConfigurationError: If d is not positive and finite, or ``learnable`` or ``missing`` has
-            another value.
+        ConfigurationError: If d is not positive and finite, or ``learnable``, ``missing`` or
+            ``exposure`` has another value.
 
     Examples:
         >>> import torch
@@ -39,9 +41,13 @@ class NegativeBinomial(Counts):
     name = "negative-binomial"
 
     def __init__(
-        self, dispersion: float = 0.5, learnable: bool = True, missing: str | None = None
+        self,
+        dispersion: float = 0.5,
+        learnable: bool = True,
+        missing: str | None = None,
+        exposure: bool = False,
     ) -> None:
-        super().__init__(missing)
+        super().__init__(missing, exposure)
         is_number = isinstance(dispersion, float | int) and not isinstance(dispersion, bool)
         if not (is_number and 0 < dispersion < math.inf):
             raise ConfigurationError(
@@ -55,10 +61,11 @@ class NegativeBinomial(Counts):
         )
 
     def _spread(self, f: Tensor) -> Tensor:
-        """Return log(1 + d μ), without overflow."""
+        """Return log(1 + d μ) for log means f, without overflow."""
         return torch.nn.functional.softplus(f + self.log_dispersion.to(f))
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
+        f, y = self._with_means(f, y)
         counts, log_d = self._masked(y.to(f), y), self.log_dispersion.to(f)
         r = (-log_d).exp()
         choices = torch.lgamma(counts + r) - torch.lgamma(r) - torch.lgamma(counts + 1.0)
@@ -67,29 +74,32 @@ class NegativeBinomial(Counts):
 
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
         """Return the Fisher information, differentiable in ``log_dispersion``."""
-        return (f - self._spread(f)).exp().diag_embed()
+        return self._diagonal_root(f).square().diag_embed()
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
         """Return (y − μ) / (1 + d μ)."""
+        f, y = self._with_means(f, y)
         return self._masked((y.to(f) - f.exp()) * (-self._spread(f)).exp(), y)
 
     def moments(
         self, f: Float[Tensor, "m C"], covariance: Float[Tensor, "m C C"]
     ) -> tuple[Float[Tensor, "m C"], Float[Tensor, "m C"], Float[Tensor, "m C"]]:
         """Return the moments of counts with log-normal means (see ``Poisson.moments``)."""
-        mean, epistemic, noise = log_normal_moments(f, covariance)
+        mean, epistemic, noise = log_normal_moments(self.log_means(f), covariance)
         second = epistemic + mean.square()  # E[μ²]
         return mean, epistemic, noise + self.log_dispersion.to(f).exp() * second
 
-    def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Float[Tensor, "m C"]:
-        """Draw Poisson counts whose rates follow a gamma distribution."""
+    def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Tensor:
+        """Draw Poisson counts whose means follow a gamma distribution."""
         r = (-self.log_dispersion.detach().to(f)).exp()
         shape = r.expand(f.shape).to(generator.device).contiguous()
         gamma = torch._standard_gamma(shape, generator)  # pyright: ignore[reportPrivateImportUsage]
-        rate = f.detach().exp() * gamma.to(f) / r
-        return torch.poisson(rate.to(generator.device), generator=generator).to(f.device)
+        rate = self.log_means(f.detach()).exp() * gamma.to(f) / r
+        counts = torch.poisson(rate.to(generator.device), generator=generator).to(f.device)
+        return self.combined(counts, f)
 
     def _diagonal_root(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
+        f = self.log_means(f)
         return (0.5 * (f - self._spread(f))).exp()
 
     def reported(self) -> dict[str, float]:

@@ -71,7 +71,9 @@ class Noisy(Independent):
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
         """Return the sums ``log_likelihood`` (nats) and ``squared_error`` (units of y²)."""
-        return super().metrics(f, y) | {"squared_error": self._squared(y.to(f) - f, y)}
+        return super().metrics(f, y) | {
+            "squared_error": self._squared(self.plain_targets(y).to(f) - f, self.plain_targets(y))
+        }
 
     def reported(self) -> dict[str, float]:
         """Return σ in units of y as ``noise``, or as ``noise/OUTPUT`` for each output."""

@@ -1,5 +1,6 @@
 """A likelihood with a weight for each example."""
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -44,6 +45,7 @@ class Weighted(Likelihood):
         super().__init__()
         self.likelihood = likelihood
         self.couples_outputs = likelihood.couples_outputs  # pyright: ignore[reportAttributeAccessIssue]
+        self.has_conditions = likelihood.has_conditions
         self.is_classification = likelihood.is_classification  # pyright: ignore[reportAttributeAccessIssue]
 
     def targets(self, y: Tensor, weights: Tensor) -> Float[Tensor, "... D"]:
@@ -66,6 +68,16 @@ class Weighted(Likelihood):
                 f" target, got {tuple(weights.shape)} for targets of shape {tuple(y.shape)}."
             )
         return torch.cat([columns.double(), weights.to(y.device).double()[..., None]], -1)
+
+    def at(self, y: Tensor) -> Likelihood:
+        if not self.has_conditions:
+            return self
+        here = copy.copy(self)
+        here._modules = {"likelihood": self.likelihood.at(self.split(y)[0])}
+        return here
+
+    def plain_targets(self, y: Tensor) -> Tensor:
+        return self.likelihood.plain_targets(self.split(y)[0])
 
     @property
     def _has_labels(self) -> bool:
@@ -102,15 +114,17 @@ class Weighted(Likelihood):
 
     def validate(self, f_shape: Sequence[int], y: Tensor) -> None:
         """Check the wrapped likelihood's targets, and check that weights are non-negative."""
-        super().validate(f_shape, y)
+        is_real = isinstance(y, Tensor) and y.is_floating_point()
+        super().validate(f_shape, y.nan_to_num(nan=0.0) if is_real else y)
         columns = 2 if self._has_labels else 1
-        if y.ndim != 2 or y.shape[1] < columns or not y.is_floating_point():
+        if y.ndim != 2 or y.shape[1] < columns or not is_real:
             raise InputError(
                 "Targets must be combined with their weights, got a tensor of dtype"
                 f" {y.dtype} and shape {tuple(y.shape)}. Use likelihood.targets(y, weights)."
             )
         targets, weights = self.split(y)
-        refuse_where(weights < 0, weights, "is a weight, and must be at least 0")
+        wrong = ~(weights >= 0) | weights.isinf()
+        refuse_where(wrong, weights, "is a weight. It must be finite and at least 0")
         self.likelihood.validate(f_shape, targets)
 
     def check_derivatives(self, f: Float[Tensor, "m C"], y: Tensor, curvature: str = "ggn") -> None:

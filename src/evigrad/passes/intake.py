@@ -188,7 +188,7 @@ def rehearse(problem: Problem, f: Tensor, y: Tensor) -> None:
     """Call the methods of the likelihood that a pass needs, so that errors occur early."""
     generator = torch.Generator().manual_seed(0)
     sampled = problem.estimator.curvature == "mc"
-    labels = [problem.likelihood.sample(f, generator)] if sampled else []
+    labels = [problem.likelihood.at(y).sample(f, generator)] if sampled else []
     columns = torch.zeros(len(f), 1, dtype=torch.int64, device="cpu")
     weights = torch.ones(len(f), device="cpu")
     batch = MicroBatch(f, y, slice(0, len(f)), columns, weights, labels)

@@ -388,16 +388,17 @@ def new_sweep(
     if estimator.curvature != "mc":
         return sweep
 
-    def step(outputs: list[Tensor], batch: MicroBatch) -> list[Tensor]:
-        return [*outputs, sweep.outputs(batch)]
+    def step(passed: list[tuple[Tensor, Tensor]], batch: MicroBatch) -> list[tuple[Tensor, Tensor]]:
+        return [*passed, (sweep.outputs(batch), batch.y)]
 
     with torch.no_grad():
-        f = torch.cat(sweep.fold(step, list[Tensor](), label="outputs"))
+        passed = sweep.fold(step, list[tuple[Tensor, Tensor]](), label="outputs")
+        f, y = (torch.cat(parts) for parts in zip(*passed, strict=True))
     if block.seed is not None:  # the shared generator stays equal on all ranks
         generator = torch.Generator().manual_seed(seed)
     elif block.shares > 1:
         generator = torch.Generator().manual_seed(seed + problem.ranks.rank)
-    sample = problem.likelihood.sample
+    sample = problem.likelihood.at(y).sample
     labels = [sample(f, generator) for _ in range(estimator.outputs or 1)]
     return replace(sweep, labels=labels)
 

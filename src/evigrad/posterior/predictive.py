@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from evigrad.errors import ConfigurationError
-from evigrad.likelihoods import Likelihood
+from evigrad.likelihoods import Conditional, Likelihood
 from evigrad.likelihoods.calls import (
     check_targets,
     class_probabilities,
@@ -69,6 +69,32 @@ class Predictive:
         """Return the prediction of a head of a ``Joint`` likelihood."""
         prediction: Predictive = self.likelihood.part(self, name)
         return prediction
+
+    def with_conditions(self, **conditions: Tensor | float) -> "Predictive":
+        """Return the prediction under conditions, such as the exposures of the new examples.
+
+        Args:
+            **conditions: Conditions by name: one number, or tensors (m,), (m, D) or (m, …, D). See
+                ``evigrad.likelihoods.Conditional``.
+
+        Raises:
+            ConfigurationError: If the likelihood has no conditions.
+            InputError: If there is no such condition.
+
+        Examples:
+            >>> import torch
+            >>> from evigrad import Predictive
+            >>> from evigrad.likelihoods import Poisson
+            >>> rates = Predictive(torch.zeros(1, 1), torch.zeros(1, 1, 1), Poisson(exposure=True))
+            >>> rates.with_conditions(exposure=3.0).mean.item()  # 3 times exp(0)
+            3.0
+        """
+        if not isinstance(self.likelihood, Conditional):
+            raise ConfigurationError(
+                f"{type(self.likelihood).__name__} has no conditions. For a head of a Joint"
+                " likelihood, use prediction[name].with_conditions(...)."
+            )
+        return replace(self, likelihood=self.likelihood.with_conditions(**conditions))
 
     @property
     def mean(self) -> Float[Tensor, "m ... D"]:
@@ -153,7 +179,8 @@ class Predictive:
         """Return the log predictive density, averaged over the distribution of the outputs.
 
         Args:
-            y: Targets in the form that the likelihood expects.
+            y: Targets in the form that the likelihood expects. If they contain conditions, these
+                replace the conditions that you passed to ``with_conditions``.
 
         Returns:
             One number per example, in nats, for all outputs of the example. For outputs (m, …, C),
@@ -173,9 +200,9 @@ class Predictive:
             return log_densities
         y = in_columns(self.likelihood, self.outputs.shape[1:], y)
         check_targets(self.likelihood, self.outputs.shape, y, self.outputs.device)
-        noise = noise_variance(self.likelihood, self.outputs)
+        noise = noise_variance(self.likelihood.at(y), self.outputs)
         if noise is not None and self.link != "plug-in":
-            return self._normal_log_prob(y, noise)
+            return self._normal_log_prob(self.likelihood.plain_targets(y), noise)
         if self.link != "monte-carlo":
             return log_probabilities(self.likelihood, self._one_output(), y).detach()
         total, m = self.outputs.new_full((len(self.outputs),), -math.inf), len(self.outputs)

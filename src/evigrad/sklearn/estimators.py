@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from evigrad.core.names import DEFAULT_ESTIMATOR
 from evigrad.errors import ConfigurationError, InputError, nearest
-from evigrad.likelihoods import Categorical, Gaussian, Likelihood, Weighted
+from evigrad.likelihoods import Categorical, Gaussian, KnownNoise, Likelihood, Weighted
 from evigrad.measure.metrics import probe_outputs
 from evigrad.models import make_model
 from evigrad.network.modes import seeded
@@ -36,6 +36,7 @@ from evigrad.sklearn.table import (
     is_frame,
     refuse_numbers,
     refuse_targets,
+    with_noise,
 )
 from evigrad.training import FitResult, fit
 from evigrad.training.settings import GROUPS, grouped
@@ -472,8 +473,8 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
         verbose: Whether to show the progress of training.
 
     Attributes:
-        noise_: Standard deviation of the noise in the units of the targets: a number, or one per
-            target if there are several.
+        noise_: Learned standard deviation of the noise in the units of the targets: a number, or
+            one per target if there are several.
         relevance_: Learned scale of each column of the table, relative to the largest scale, (d,).
             The network hardly uses columns with scales near 0. Exists only if ``relevance`` is
             True.
@@ -498,31 +499,44 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
     See also: docs/sklearn.md.
     """
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+    def fit(self, X: Any, y: Any, sample_weight: Any = None, noise: Any = None) -> Self:
         """Train the network and learn the prior precisions, the columns' relevances and the noise.
 
         Args:
             X: Table (n, d) of numbers, or a ``pandas.DataFrame`` of numbers and categories.
             y: Targets (n,), or several per row (n, D).
             sample_weight: Number of times that each row counts, (n,). Default: 1.
+            noise: Known standard deviation of each target's measurement error, in the units of the
+                targets, (n,) or (n, D). ``noise_`` is then the noise beyond these errors. Default:
+                none is known.
 
         Returns:
             The estimator itself.
 
         Raises:
-            ValueError: If the table, targets or settings are invalid or do not match each other.
+            ValueError: If the table, targets, noise or settings are invalid or do not match each
+                other.
         """
+        target_shape = None
+        if noise is not None:
+            y, target_shape = with_noise(y, noise)
         numbers, y, weights = self._training_table(
             X, y, sample_weight, multi_output=True, y_numeric=True
         )
-        self._target_shape = y.shape[1:]
+        self._target_shape = y.shape[1:] if target_shape is None else target_shape
         columns = y.reshape(len(y), -1).astype(np.float64)
         numbers, columns, weights = in_order(numbers, columns, weights)
+        columns, errors = (columns, None) if noise is None else np.split(columns, 2, axis=1)
         self._scaler = StandardScaler().fit(columns, sample_weight=weights)
         self._units = np.asarray(self._scaler.scale_)
         standardized = np.asarray(self._scaler.transform(columns))
         num_outputs = columns.shape[1]
-        likelihood = Gaussian(num_outputs=None if num_outputs == 1 else num_outputs)
+        kind = Gaussian if errors is None else KnownNoise
+        likelihood = kind(num_outputs=None if num_outputs == 1 else num_outputs)
+        if isinstance(likelihood, KnownNoise) and errors is not None:
+            known_noise = torch.as_tensor(errors / self._units, device="cpu")
+            values = torch.as_tensor(standardized, device="cpu")
+            standardized = likelihood.targets(values, noise=known_noise).numpy()
         posterior = self.posterior or DEFAULT_STRUCTURE
         self._fit(numbers, standardized, weights, likelihood, num_outputs, posterior)
         count = len(y) if weights is None else weights.sum()
@@ -545,7 +559,8 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
         Args:
             X: Table with the columns of the training table.
             return_std: Whether to also return the standard deviation of the target. This deviation
-                includes the noise and the uncertainty of the weights.
+                includes the learned noise and the uncertainty of the weights, but no measurement
+                errors that you passed to ``fit``.
 
         Returns:
             Means in the shape of the targets. If ``return_std`` is True, means and standard

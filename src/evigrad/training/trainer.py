@@ -511,6 +511,8 @@ class Trainer:
         loss times σ², a round changes nothing but the share of the prior.
         """
         noisy = [m for m in self.evidence.likelihood.modules() if isinstance(m, Noisy)]
+        # A known noise keeps the gradients small.
+        noisy = [m for m in noisy if not m.has_conditions]
         if self.learner is None or not noisy:
             return 1.0
         return noisy[0].log_noise.detach().double().mul(2).mean().exp().item()

@@ -304,6 +304,7 @@ class LastLayerKernel:
         self._seen = 0
         self._layers: list[LastLayer] = []
         self._vectors: list[Tensor] = []  # all K columns, or outputs that are not coupled
+        self._targets: list[Tensor] = []  # of outputs that are not coupled
         self._is_there = True
 
     def __call__(self, rows: Int[Tensor, " m"]) -> Float[Tensor, "m m"] | None:
@@ -321,7 +322,8 @@ class LastLayerKernel:
         if self._likelihood.couples_outputs:
             vectors = vectors[position, columns]
         else:
-            root = self._likelihood.root(vectors[position], columns[:, None], self._root)
+            likelihood = self._likelihood.at(torch.cat(self._targets)[position])
+            root = likelihood.root(vectors[position], columns[:, None], self._root)
             vectors = root.scaled.detach()[:, 0].float()
         kernel = together.kernel(vectors).cpu()
         if not is_finite(kernel):
@@ -336,7 +338,8 @@ class LastLayerKernel:
         listed = torch.arange(self._num_columns, device="cpu")
         new = data[self._place[data] < 0]
         for batch in new.split(AT_ONCE) if len(new) else ():
-            f, layer = self._look_at(self._source.fetch(batch)[0])
+            x, y = self._source.fetch(batch)
+            f, layer = self._look_at(x)
             if layer is None:
                 self._is_there = False
                 return
@@ -344,10 +347,11 @@ class LastLayerKernel:
             if self._likelihood.couples_outputs:
                 # A root costs the same for one column of an example as for several.
                 columns = listed.to(f.device).expand(len(f), -1)
-                rows = self._likelihood.root(f, columns, self._root)
+                rows = self._likelihood.at(y).root(f, columns, self._root)
                 self._vectors.append(rows.scaled.detach().float())
             else:
                 self._vectors.append(f.detach())
+                self._targets.append(y)
             self._layers.append(layer)
             self._place[batch] = torch.arange(self._seen, self._seen + len(batch), device="cpu")
             self._seen += len(batch)

@@ -131,7 +131,7 @@ class AnchorSelection:
         self._anchors = None
         return log_likelihood
 
-    def note(self, indices: Tensor, f: Float[Tensor, "m C"]) -> None:
+    def note(self, indices: Tensor, f: Float[Tensor, "m C"], y: Tensor) -> None:
         """Store outputs that were computed elsewhere, for examples at these data set positions."""
         if indices.shape != (len(f),):
             raise InputError(
@@ -139,8 +139,8 @@ class AnchorSelection:
                 f" {tuple(indices.shape)}. Pass a tensor with one position per output."
             )
         self._num_outputs = f.shape[1]
-        places, outputs = self.pool.restrict(indices.cpu(), f.detach())
-        self.memory.update(places, self._likelihood.condensed(outputs, self._root))
+        condensed = self._likelihood.at(y).condensed(f.detach(), self._root)
+        self.memory.update(*self.pool.restrict(indices.cpu(), condensed))
 
     def scores(self) -> Scores:
         """Return the scores |R_n[:, d]|² of all rows, for the stored outputs."""
@@ -224,8 +224,8 @@ class AnchorSelection:
                 x, y = source.fetch(batch)
                 f, _ = self._look_at(x)
                 total += float(log_probabilities(self._likelihood, f, y).detach().double().sum())
-                _, of_pool = self.pool.restrict(batch, f)
-                seen.append(self._likelihood.condensed(of_pool, self._root).float().cpu())
+                condensed = self._likelihood.at(y).condensed(f, self._root)
+                seen.append(self.pool.restrict(batch, condensed)[1].float().cpu())
                 num_outputs = f.shape[1]
         # Store outputs last, so that an error in the data changes nothing.
         outputs = torch.cat(seen)[: len(local_indices)]

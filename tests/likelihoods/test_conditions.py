@@ -1,0 +1,414 @@
+"""Facts about each target on which the density and its curvature depend."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.autograd.functional import hessian
+from torch.func import functional_call, jacrev
+
+import evigrad
+from evigrad import Evidence
+from evigrad.errors import ConfigurationError, InputError
+from evigrad.likelihoods import (
+    Categorical,
+    Conditional,
+    Gaussian,
+    Joint,
+    KnownNoise,
+    Likelihood,
+    NegativeBinomial,
+    Poisson,
+    Weighted,
+)
+from evigrad.posterior.predictive import Predictive
+from evigrad.priors import GaussianPrior
+
+N, NAN = 8, float("nan")
+X = torch.randn(N, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+Z = torch.randn(N, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+FACTS = torch.rand(N, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 2 + 0.1
+COUNTS = torch.arange(2 * N, dtype=torch.float64).view(N, 2) % 5
+LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
+
+
+class Coupled(Conditional):
+    """Normal targets whose errors have a correlation that is known for each example."""
+
+    name = "coupled"
+    conditions = {"correlation": 0.0}
+
+    def _precision(self, correlation: Tensor) -> Tensor:
+        other = torch.tensor([[0.0, 1.0], [1.0, 0.0]]).to(correlation)
+        r = correlation[:, :1, None]
+        return (torch.eye(2).to(r) - r * other) / (1 - r**2)
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        y, conditions = self.split(y)
+        precision, error = self._precision(conditions["correlation"]), y - f
+        squares = torch.einsum("mc,mcd,md->m", error, precision, error)
+        return 0.5 * (torch.logdet(precision) - squares) - torch.tensor(2 * torch.pi).log()
+
+    def hessian(self, f: Tensor) -> Tensor:
+        return self._precision(self.condition("correlation", f).expand(f.shape))
+
+    def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
+        covariance = torch.linalg.inv(self.hessian(f.detach()))
+        noise = torch.randn(f.shape, generator=generator, dtype=f.dtype)
+        moved = torch.einsum("mcd,md->mc", torch.linalg.cholesky(covariance), noise)
+        return self.combined(f.detach() + moved, f)
+
+
+def joint() -> Joint:
+    heads: dict[str, tuple[int, Likelihood]] = {
+        "seen": (2, Poisson(exposure=True)),
+        "kind": (3, Categorical()),
+        "size": (2, KnownNoise(0.4, missing="nan")),
+    }
+    return Joint(heads)
+
+
+# A likelihood, its targets, and its number of outputs.
+def cases() -> dict[str, tuple[Likelihood, Tensor, int]]:
+    known, counts = KnownNoise([0.4, 1.1], missing="nan"), NegativeBinomial(0.6, exposure=True)
+    missing = Z.clone()
+    missing[0, 1] = missing[3] = NAN
+    weighted, heads, coupled = Weighted(KnownNoise(0.4)), joint(), Coupled()
+    of_heads = {
+        "seen": Poisson(exposure=True).targets(COUNTS, exposure=FACTS),
+        "kind": LABELS,
+        "size": known.targets(missing, noise=FACTS.flip(0)),
+    }
+    inner = weighted.likelihood
+    assert isinstance(inner, KnownNoise)
+    noisy = inner.targets(Z, noise=FACTS)
+    made: dict[str, tuple[Likelihood, Tensor, int]] = {
+        "known": (known, known.targets(missing, noise=FACTS), 2),
+        "exposure": (counts, counts.targets(COUNTS, exposure=FACTS), 2),
+        "weighted": (weighted, weighted.targets(noisy, torch.arange(N) + 0.5), 2),
+        "joint": (heads, heads.targets(of_heads), 7),
+        "coupled": (coupled, coupled.targets(Z, correlation=FACTS[:, 0] / 3), 2),
+    }
+    return {name: (like.double(), y, size) for name, (like, y, size) in made.items()}
+
+
+def net(num_outputs: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, num_outputs)).double()
+
+
+def curvatures(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    """Λ of each example by itself, with its weights: (m, C, C)."""
+    matrices = []
+    for n in range(len(f)):
+        one = likelihood.at(y[n : n + 1]).hessian(f[n : n + 1])[0]
+        weights = likelihood.weights(y[n : n + 1])
+        root = f.new_ones(1) if weights is None else weights.to(f)[0].sqrt()
+        root = root.expand(f.shape[1])
+        matrices.append(one * root[:, None] * root)
+    return torch.stack(matrices)
+
+
+def dense(evidence: Evidence, likelihood: Likelihood, y: Tensor) -> Tensor:
+    weights = {name: p.detach() for name, p in evidence.model.named_parameters()}
+    f = evidence.model(X)
+    jacobians = jacrev(lambda w: functional_call(evidence.model, w, (X,)))(weights)
+    rows = torch.cat([jacobian.flatten(2) for jacobian in jacobians.values()], 2)
+    curvature = torch.einsum("ncp,ncd,ndq->pq", rows, curvatures(likelihood, f, y), rows)
+    precisions = evidence.prior.precisions()
+    p0 = torch.cat([precisions[n].double().expand(w.shape).flatten() for n, w in weights.items()])
+    w = torch.cat([w.flatten() for w in weights.values()])
+    log_det = torch.logdet(curvature + p0.diag()) - p0.log().sum()
+    return likelihood.log_prob(f, y).sum() - 0.5 * (p0 * w.square()).sum() - 0.5 * log_det
+
+
+def evidence_of(likelihood: Likelihood, name: str, num_outputs: int) -> Evidence:
+    return Evidence(
+        net(num_outputs),
+        likelihood,
+        GaussianPrior("layerwise", precision=0.7),
+        estimator=name,
+        num_data=N,
+        root="eigen" if name.endswith("anchored") else "subblock",
+        generator=torch.Generator().manual_seed(3),
+    )
+
+
+@pytest.mark.parametrize("name", ["full-N-C", "ntk-N-C", "ntk-N-C-anchored"])
+@pytest.mark.parametrize("case", list(cases()))
+def test_value_and_gradients_agree_with_dense_matrices(case: str, name: str) -> None:
+    likelihood, y, size = cases()[case]
+    if name.endswith("anchored"):
+        name = f"ntk-{N * size}-rows-anchored"  # all rows, so it is exact
+    evidence = evidence_of(likelihood, name, size)
+    expected = dense(evidence, likelihood, y)
+    block = next(iter(evidence.blocks((X, y))))
+    estimate = evidence.backward(block)
+    assert estimate.log_evidence == pytest.approx(float(expected.detach()), rel=1e-6)
+    named = evidence.hyperparameters()
+    slopes = torch.autograd.grad(-expected / N, list(named.values()))
+    for parameter, slope in zip(named.values(), slopes, strict=True):
+        torch.testing.assert_close(parameter.grad, slope, rtol=1e-5, atol=1e-7)
+
+
+class ByHand(Likelihood):
+    """The density with a root and a score by automatic differentiation."""
+
+    name = "by hand"
+
+    def __init__(self, likelihood: Likelihood) -> None:
+        super().__init__()
+        self.likelihood = likelihood
+        self.has_conditions = True
+        self.couples_outputs = likelihood.couples_outputs  # pyright: ignore[reportAttributeAccessIssue]
+
+    def at(self, y: Tensor) -> Likelihood:
+        here = ByHand(self.likelihood.at(y))
+        return here
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return self.likelihood.log_prob(f, y)
+
+    def hessian(self, f: Tensor) -> Tensor:
+        return self.likelihood.hessian(f)
+
+    def weights(self, y: Tensor) -> Tensor | None:
+        return self.likelihood.weights(y)
+
+    def validate(self, f_shape: Any, y: Tensor) -> None:
+        self.likelihood.validate(f_shape, y)
+
+
+ESTIMATORS = (
+    *("ntk-4-C", "ntk-4-1", "ntk-5-rows", "ntk-4-1-iid", "ntk-6-rows-anchored"),
+    *("blockdiag-N-C", "kfac-N-C", "kfac-4-1", "kfac-N-1", "diag-N-C", "diag-4-1"),
+    *("full-4-1", "full-N-1-ef", "kfac-N-1-ef"),
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),  # eigenvectors of the whole Λ may mix heads, so they cannot be anchors
+    [
+        (case, name)
+        for case in ("known", "exposure", "joint")
+        for name in ESTIMATORS
+        if (case, name) != ("joint", "ntk-6-rows-anchored")
+    ],
+)
+def test_every_estimator_agrees_with_a_density_written_by_hand(case: str, name: str) -> None:
+    values, slopes = [], []
+    for wrap in (lambda likelihood: likelihood, ByHand):
+        likelihood, y, size = cases()[case]
+        evidence = evidence_of(wrap(likelihood), name, size)
+        block = next(iter(evidence.blocks((X, y))))
+        values.append(evidence.backward(block).log_evidence)
+        slopes.append([p.grad for p in evidence.hyperparameters().values()])
+    assert values[0] == pytest.approx(values[1], rel=1e-6)
+    for one, other in zip(*slopes, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_sampled_labels_come_from_the_conditions() -> None:
+    """The mean of the sampled Fisher over draws is Λ under each example's conditions."""
+    likelihood = KnownNoise(0.4).double()
+    y = likelihood.targets(Z, noise=FACTS)
+    f, generator = torch.zeros(N, 2).double(), torch.Generator().manual_seed(0)
+    draws = [likelihood.at(y).sample(f, generator) for _ in range(4000)]
+    scores = torch.stack([likelihood.score(f, draw) for draw in draws])
+    mean = torch.einsum("snc,snd->ncd", scores, scores) / len(draws)
+    torch.testing.assert_close(mean, curvatures(likelihood, f, y), rtol=0.15, atol=0.15)
+    values = []
+    for noise in (1e-3, 10.0):
+        y = likelihood.targets(Z, noise=noise)
+        evidence = evidence_of(likelihood, "full-N-1-mc", 2)
+        values.append(evidence.estimate(next(iter(evidence.blocks((X, y))))).log_det)
+    assert values[0] > 4 * values[1]
+
+
+@given(st.integers(0, 10**6), st.sampled_from(["known", "exposure", "coupled"]))
+def test_scores_curvatures_and_roots_are_derivatives(seed: int, case: str) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    likelihood, y, size = cases()[case]
+    f = torch.randn(N, size, generator=generator, dtype=torch.float64)
+    y = likelihood.at(y).sample(f, generator)
+
+    def total(f: Tensor) -> Tensor:
+        return likelihood.log_prob(f, y).sum()
+
+    torch.testing.assert_close(likelihood.score(f, y), torch.func.grad(total)(f))
+    here = likelihood.at(y)
+    if case != "exposure":  # whose Λ is a Fisher information (below)
+        second = hessian(total, f)
+        assert isinstance(second, Tensor)
+        exact = torch.stack([-second[n, :, n] for n in range(N)])
+        torch.testing.assert_close(here.hessian(f), exact)
+    whole = torch.arange(size).expand(N, -1)
+    for kind in ("subblock", "fisher", "eigen"):
+        root = here.root(f, None, kind).scaled
+        torch.testing.assert_close(root.mT @ root, here.hessian(f))
+        if not likelihood.couples_outputs or kind != "subblock":
+            norms = here.root(f, whole, kind).scaled.square().sum(2)
+            torch.testing.assert_close(here.row_norms(f, kind), norms)
+            condensed = here.condensed(f, kind)
+            torch.testing.assert_close(likelihood.row_scores(condensed, kind)[0], norms)
+
+
+@given(st.floats(-2, 2), st.floats(0.05, 8.0), st.floats(0.05, 3.0))
+def test_counts_with_exposures_sum_to_one(f: float, exposure: float, dispersion: float) -> None:
+    outputs = torch.full((3000, 1), f, dtype=torch.float64)
+    counts = torch.arange(3000, dtype=torch.float64)[:, None]
+    for likelihood in (Poisson(exposure=True), NegativeBinomial(dispersion, exposure=True)):
+        likelihood = likelihood.double()
+        y = likelihood.targets(counts, exposure=exposure)
+        p = likelihood.log_prob(outputs, y).exp().detach()
+        mean = exposure * torch.tensor(f).double().exp()
+        assert float(p.sum()) == pytest.approx(1.0, abs=1e-6)
+        assert float((p * counts[:, 0]).sum()) == pytest.approx(float(mean), rel=1e-4)
+        information = float((p * likelihood.score(outputs, y)[:, 0].square()).sum().detach())
+        here = likelihood.at(y[:1])
+        assert float(here.hessian(outputs[:1]).detach()) == pytest.approx(information, rel=1e-3)
+        shifted = outputs[:5] + torch.tensor(exposure).double().log()
+        plain = Poisson() if isinstance(likelihood, Poisson) else NegativeBinomial(dispersion)
+        expected = plain.double().log_prob(shifted, counts[:5])
+        torch.testing.assert_close(likelihood.log_prob(outputs[:5], y[:5]), expected)
+
+
+def test_anchors_are_rows_with_little_noise() -> None:
+    """Examples with a large known noise have rows of small norm, which are not chosen."""
+    likelihood = KnownNoise(0.1).double()
+    noise = torch.where(torch.arange(N) % 2 == 0, 0.0, 100.0)
+    for wrapped in (likelihood, Weighted(likelihood)):
+        y = likelihood.targets(Z, noise=noise)
+        y = wrapped.targets(y, torch.ones(N)) if isinstance(wrapped, Weighted) else y
+        for starts in ("blocks", "map_loss"):
+            evidence = evidence_of(wrapped, "ntk-4-rows-anchored", 2)
+            if starts == "map_loss":  # which keeps the outputs
+                next(iter(evidence.blocks((X, y))))
+                evidence.map_loss(X, y, indices=torch.arange(N))
+            block = next(iter(evidence.blocks((X, y))))
+            assert block.anchored is not None and block.columns is not None
+            is_anchor = (block.anchored.labels == 0) & (block.columns >= 0)
+            chosen = block.indices[is_anchor.any(1)]
+            assert len(chosen) and bool((chosen % 2 == 0).all())
+
+
+def test_predictions_under_conditions() -> None:
+    f, covariance = Z, 0.3 * torch.eye(2).double().expand(N, 2, 2)
+    likelihood = KnownNoise(0.5).double()
+    prediction = Predictive(f, covariance, likelihood)
+    torch.testing.assert_close(prediction.variance, torch.full((N, 2), 0.55).double())
+    known = prediction.with_conditions(noise=FACTS)
+    torch.testing.assert_close(known.variance, 0.55 + FACTS.square())
+    torch.testing.assert_close(
+        prediction.with_conditions(noise=FACTS[:, 0]).variance, 0.55 + FACTS[:, :1].square() + 0 * f
+    )
+    y = likelihood.targets(Z + 1, noise=FACTS)
+    expected = torch.distributions.Normal(f, (0.55 + FACTS.square()).sqrt()).log_prob(Z + 1).sum(1)
+    torch.testing.assert_close(prediction.log_prob(y), expected)
+    counts = Predictive(f, 0 * covariance, Poisson(exposure=True))
+    torch.testing.assert_close(counts.with_conditions(exposure=3.0).mean, 3 * f.exp())
+    y = Poisson(exposure=True).targets(COUNTS, exposure=FACTS)
+    exact = torch.distributions.Poisson(FACTS * f.exp()).log_prob(COUNTS).sum(1)
+    torch.testing.assert_close(counts.log_prob(y), exact)
+    outputs = torch.cat([Z, Z, Z, Z[:, :1]], 1)
+    of_heads = Predictive(outputs, torch.eye(7).double().expand(N, 7, 7), joint())
+    with pytest.raises(ConfigurationError, match="Joint has no conditions. For a head"):
+        of_heads.with_conditions(noise=1.0)
+    torch.testing.assert_close(
+        of_heads["seen"].with_conditions(exposure=2.0).mean, 2 * of_heads["seen"].mean
+    )
+    with pytest.raises(InputError, match="no condition 'nois'.*are: noise.*'noise'"):
+        prediction.with_conditions(nois=1.0)
+    with pytest.raises(InputError, match="values for 3 examples.*outputs for 8"):
+        prediction.with_conditions(noise=FACTS[:3]).variance  # noqa: B018
+
+
+def test_conditions_at_positions() -> None:
+    """Sequences of targets, some of them missing, as single examples."""
+    likelihood = KnownNoise(0.5, missing="nan").double()
+    x = torch.randn(4, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y = x.sin()[..., :2].clone()
+    noise = x.cos().abs()[..., 0]
+    y[1, 2] = NAN
+    model = net(2)
+    values = []
+    for inputs, targets in (
+        (x, likelihood.targets(y, noise=noise)),
+        (x.flatten(0, 1), likelihood.targets(y.flatten(0, 1), noise=noise.flatten())),
+    ):
+        evidence = Evidence(
+            model, likelihood, GaussianPrior("scalar"), estimator="full-N-C", num_data=12
+        )
+        values.append(evidence.estimate(inputs, targets).log_evidence)
+    assert values[0] == pytest.approx(values[1], rel=1e-9)
+
+
+def test_the_rest_of_the_noise_is_learned() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 1, generator=generator)
+    noise = torch.where(torch.rand(300, generator=generator) < 0.5, 0.05, 1.0)
+    spread = (noise**2 + 0.2**2).sqrt()[:, None]
+    y = x.sin() + spread * torch.randn(300, 1, generator=generator)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+    likelihood = KnownNoise()
+    result = evigrad.fit(
+        model,
+        (x, likelihood.targets(y, noise=noise)),
+        likelihood=likelihood,
+        schedule=evigrad.Schedule(epochs=150),
+        progress=False,
+    )
+    assert result.history[-1]["noise"] == pytest.approx(0.2, abs=0.05)
+
+
+def test_a_known_noise_of_zero_is_a_gaussian() -> None:
+    values = []
+    for likelihood in (KnownNoise(0.5).double(), Gaussian(0.5).double()):
+        y = likelihood.targets(Z) if isinstance(likelihood, KnownNoise) else Z
+        evidence = evidence_of(likelihood, "full-N-C", 2)
+        estimate = evidence.backward(X, y)
+        gradients = [p.grad for p in evidence.hyperparameters().values()]
+        values.append((estimate.log_evidence, gradients))
+    assert values[0][0] == pytest.approx(values[1][0], rel=1e-9)
+    for one, other in zip(values[0][1], values[1][1], strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_what_is_refused() -> None:
+    likelihood = KnownNoise()
+    with pytest.raises(InputError, match=r"combined with noise.*targets\(y, noise=\.\.\.\)"):
+        likelihood.validate((N, 1), Z[:, :1])
+    with pytest.raises(InputError, match="KnownNoise has no condition 'error'"):
+        likelihood.targets(Z, error=1.0)
+    with pytest.raises(InputError, match=r"noise must have the shape.*\(8, 2\), or \(8,\)"):
+        likelihood.targets(Z, noise=FACTS[:3])
+    with pytest.raises(InputError, match="-1.0 at index .* standard deviation"):
+        likelihood.validate((N, 2), likelihood.targets(Z, noise=-1.0))
+    with pytest.raises(InputError, match="is not a number, but it is the noise"):
+        likelihood.validate((N, 2), likelihood.targets(Z, noise=NAN))
+    with pytest.raises(InputError, match="is an exposure. It must be finite and positive"):
+        counts = Poisson(exposure=True)
+        counts.validate((N, 2), counts.targets(COUNTS, exposure=0.0))
+    with pytest.raises(InputError, match="Poisson has no condition 'exposure'.*are: none"):
+        Poisson().targets(COUNTS, exposure=1.0)
+    wrong: Any = FACTS
+    with pytest.raises(ConfigurationError, match="exposure must be True or False"):
+        Poisson(exposure=wrong)
+    with pytest.raises(InputError, match="is NaN"):
+        likelihood.validate((1, 1), likelihood.targets(torch.tensor([[NAN]])))
+
+
+def test_missing_targets_of_a_weighted_likelihood() -> None:
+    likelihood = Weighted(Gaussian(0.5, missing="nan"))
+    y = likelihood.targets(torch.tensor([[0.3], [NAN]]), torch.tensor([2.0, 1.0]))
+    likelihood.validate((2, 1), y)
+    log_prob = likelihood.log_prob(torch.zeros(2, 1), y).detach()
+    assert log_prob[1] == 0 and log_prob[0] != 0
+    with pytest.raises(InputError, match="is NaN"):
+        Weighted(Gaussian(0.5)).validate((2, 1), y)
+    with pytest.raises(InputError, match="is a weight"):
+        likelihood.validate((2, 1), likelihood.targets(y[:, :1], torch.tensor([1.0, NAN])))
