@@ -14,6 +14,7 @@ from evigrad.likelihoods import (
     Joint,
     Likelihood,
     NegativeBinomial,
+    Ordinal,
     Poisson,
     RootRows,
     StudentT,
@@ -64,6 +65,12 @@ def joint(num_outputs: int) -> Likelihood:
     return Joint({"a": (1, Gaussian(0.6)), "b": (num_outputs - 1, other)})
 
 
+def ratings(num_outputs: int) -> Likelihood:
+    """Ordered classes take one output, so there is a head for each."""
+    heads = {f"item{i}": (1, Ordinal(3 + i % 2)) for i in range(num_outputs)}
+    return Joint(heads)
+
+
 # Each takes the number of outputs, any. (A heteroscedastic Gaussian takes even ones alone.)
 LIKELIHOODS: dict[str, Callable[[int], Likelihood]] = {
     "categorical": lambda _: Categorical(),
@@ -74,6 +81,7 @@ LIKELIHOODS: dict[str, Callable[[int], Likelihood]] = {
     "negative binomial": lambda _: NegativeBinomial(0.7),
     "student-t": lambda _: StudentT(0.6),
     "joint": lambda c: joint(c),
+    "ordinal": lambda c: ratings(c),
     "own": lambda _: RelativeNoise(),
 }
 

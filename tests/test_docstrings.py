@@ -29,7 +29,8 @@ SHOWN = """
     invariances.Averaged invariances.InputScale invariances.Transform likelihoods.Bernoulli
     likelihoods.Categorical likelihoods.Gaussian likelihoods.HeteroscedasticGaussian
     likelihoods.Joint likelihoods.Likelihood likelihoods.NaturalGaussian
-    likelihoods.NegativeBinomial likelihoods.Poisson likelihoods.StudentT likelihoods.Weighted
+    likelihoods.NegativeBinomial likelihoods.Ordinal likelihoods.Poisson likelihoods.StudentT
+    likelihoods.Weighted
     likelihoods.make_likelihood lightning.EvidenceCallback plots.learning_curves
     plots.precision_paths priors.GaussianPrior priors.NormalHyperprior report.write_report
     sklearn.EvidenceClassifier sklearn.EvidenceRegressor trackers.Tracker

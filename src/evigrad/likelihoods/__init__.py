@@ -22,6 +22,7 @@ from evigrad.likelihoods.gaussian import Gaussian
 from evigrad.likelihoods.heteroscedastic import HeteroscedasticGaussian, NaturalGaussian
 from evigrad.likelihoods.joint import Joint
 from evigrad.likelihoods.negative_binomial import NegativeBinomial
+from evigrad.likelihoods.ordinal import Ordinal
 from evigrad.likelihoods.poisson import Poisson
 from evigrad.likelihoods.student_t import StudentT
 from evigrad.likelihoods.weighted import Weighted
@@ -37,6 +38,7 @@ __all__ = [
     "Likelihood",
     "NaturalGaussian",
     "NegativeBinomial",
+    "Ordinal",
     "Poisson",
     "RootRows",
     "StudentT",
@@ -44,6 +46,7 @@ __all__ = [
     "make_likelihood",
 ]
 
+# Names have no settings. ``Ordinal`` and ``Joint`` need some, so they have no names here.
 LIKELIHOODS: dict[str, type[Likelihood]] = {
     likelihood.name: likelihood
     for likelihood in (
