@@ -47,7 +47,6 @@ class Ordinal(Likelihood):
     name = "ordinal"
     couples_outputs = False
     is_classification = True
-    has_labels = True
 
     def __init__(
         self,
@@ -72,6 +71,11 @@ class Ordinal(Likelihood):
         """Return the settings for the module's repr."""
         ignored = "" if self.ignore_index == -100 else f", ignore_index={self.ignore_index}"
         return f"num_classes={self.num_classes}{ignored}"
+
+    @property
+    def has_labels(self) -> bool:
+        """Return True, because the targets are single labels (m,)."""
+        return True
 
     @property
     def thresholds(self) -> Float[Tensor, " J"]:
