@@ -1,6 +1,7 @@
 """A likelihood for labels that are one of K ordered classes."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, Integer
@@ -194,7 +195,7 @@ def _equal(num_classes: int) -> Float[Tensor, " J"]:
     return levels.logit()
 
 
-def _checked(thresholds: Sequence[float] | Tensor, num_classes: int) -> Float[Tensor, " J"]:
+def _checked(thresholds: Any, num_classes: int) -> Float[Tensor, " J"]:
     """Return thresholds in float64, or raise an error if they do not separate the classes."""
     try:
         device = thresholds.device if isinstance(thresholds, Tensor) else "cpu"
