@@ -16,6 +16,7 @@ from evigrad.likelihoods import (
     KnownNoise,
     Likelihood,
     NegativeBinomial,
+    Ordinal,
     Poisson,
     RootRows,
     StudentT,
@@ -66,6 +67,12 @@ def joint(num_outputs: int) -> Likelihood:
     return Joint({"a": (1, Gaussian(0.6)), "b": (num_outputs - 1, other)})
 
 
+def ratings(num_outputs: int) -> Likelihood:
+    """Ordered classes take one output, so there is a head for each."""
+    heads = {f"item{i}": (1, Ordinal(3 + i % 2)) for i in range(num_outputs)}
+    return Joint(heads)
+
+
 # Each takes the number of outputs, any. (A heteroscedastic Gaussian takes even ones alone.)
 LIKELIHOODS: dict[str, Callable[[int], Likelihood]] = {
     "categorical": lambda _: Categorical(),
@@ -77,6 +84,7 @@ LIKELIHOODS: dict[str, Callable[[int], Likelihood]] = {
     "known noise": lambda _: KnownNoise(0.6),
     "student-t": lambda _: StudentT(0.6),
     "joint": lambda c: joint(c),
+    "ordinal": lambda c: ratings(c),
     "own": lambda _: RelativeNoise(),
 }
 

@@ -28,12 +28,12 @@ SHOWN = """
     data.Pairs data.Scaling data.load invariances.AdditiveNoise invariances.AffineInvariance
     invariances.Averaged invariances.InputScale invariances.Transform likelihoods.Bernoulli
     likelihoods.Categorical likelihoods.Conditional likelihoods.Gaussian
-    likelihoods.HeteroscedasticGaussian likelihoods.Joint likelihoods.KnownNoise
-    likelihoods.Likelihood likelihoods.NaturalGaussian
-    likelihoods.NegativeBinomial likelihoods.Poisson likelihoods.StudentT likelihoods.Weighted
-    likelihoods.make_likelihood lightning.EvidenceCallback plots.learning_curves
-    plots.precision_paths priors.GaussianPrior priors.NormalHyperprior report.write_report
-    sklearn.EvidenceClassifier sklearn.EvidenceRegressor trackers.Tracker
+    likelihoods.HeteroscedasticGaussian likelihoods.KnownNoise
+    likelihoods.Joint likelihoods.Likelihood likelihoods.NaturalGaussian
+    likelihoods.NegativeBinomial likelihoods.Ordinal likelihoods.Poisson likelihoods.StudentT
+    likelihoods.Weighted likelihoods.make_likelihood lightning.EvidenceCallback models.Choices
+    plots.learning_curves plots.precision_paths priors.GaussianPrior priors.NormalHyperprior
+    report.write_report sklearn.EvidenceClassifier sklearn.EvidenceRegressor trackers.Tracker
     transformers.EvidenceCallback
     Anchoring Evidence Laplace Learner Memory Optimization Outputs Posterior Predictive Schedule
     bracket fit kept_memory load tune

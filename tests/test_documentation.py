@@ -192,8 +192,18 @@ SHORT = {
     "docs/likelihoods.md": {
         "epochs=300": "epochs=2",
         "epochs=200": "epochs=2",
-        "likelihood=likelihood, progress": (
-            "likelihood=likelihood, schedule=evigrad.Schedule(epochs=4), progress"
+        "epochs=250": "epochs=2",
+        "(x, y), likelihood=likelihood, progress": (
+            "(x, y), likelihood=likelihood, schedule=evigrad.Schedule(epochs=4), progress"
+        ),
+        "(x, targets), likelihood=likelihood, progress": (
+            "(x, targets), likelihood=likelihood, schedule=evigrad.Schedule(epochs=4), progress"
+        ),
+        "optimization=optimization, progress": (
+            "optimization=optimization, schedule=evigrad.Schedule(epochs=4), progress"
+        ),
+        "(items, chosen), progress": (
+            "(items, chosen), schedule=evigrad.Schedule(epochs=4), progress"
         ),
     },
     "docs/inputs.md": {
@@ -244,6 +254,12 @@ def test_the_blocks_of_the_guides_converge(capsys: pytest.CaptureFixture[str]) -
     slope = names["slope"]
     assert slope.flatten().tolist() == pytest.approx([1.0, -0.5, 0.0], abs=0.2)
     assert names["joint"].history[-1]["likelihood/depth/noise"] == pytest.approx(0.2, abs=0.03)
+    assert names["known"].history[-1]["noise"] == pytest.approx(0.2, abs=0.05)
+    assert names["lifetimes"].model.weight.item() == pytest.approx(1.0, abs=0.15)
+    thresholds = names["ratings"].evidence.likelihood.thresholds - names["ratings"].model.bias
+    assert thresholds.tolist() == pytest.approx([-1.0, 0.0, 2.0], abs=0.25)
+    rewards = torch.stack([names["learned"].flatten(), names["reward"].flatten()])
+    assert float(torch.corrcoef(rewards)[0, 1]) > 0.95
     names = run_blocks("docs/augmentation.md")
     # Digits rotated by up to 90 degrees, ±1.57 radians: half of that is plainly learned.
     assert 0.8 <= names["angle"] <= 2.4

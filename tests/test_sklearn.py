@@ -349,14 +349,106 @@ def test_columns_that_are_the_same_in_all_rows_are_left_out() -> None:
 
 def test_parameters_that_an_estimator_lacks() -> None:
     estimator = EvidenceClassifier()
-    builds: list[Any] = [EvidenceClassifier, estimator.set_params]
+    builds: list[Any] = [EvidenceRegressor, EvidenceRegressor().set_params]
     for build in builds:
         with pytest.raises(ConfigurationError, match="no class_weight.*sample_weight=") as error:
             build(class_weight="balanced")
         assert isinstance(error.value, TypeError) and isinstance(error.value, ValueError)
+    builds = [EvidenceClassifier, estimator.set_params]
+    for build in builds:
         with pytest.raises(ConfigurationError, match="'epoch'.*Did you mean 'epochs'"):
             build(epoch=3)
     assert estimator.get_params() == EvidenceClassifier().get_params()
+
+
+def rare(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
+    """A class of a fifth of the rows, which overlaps with the other."""
+    draw = np.random.RandomState(0)
+    labels = np.where(np.arange(n) % 5 == 0, "rare", "usual")
+    return draw.randn(n, 2) + 1.5 * (labels == "rare")[:, None], labels
+
+
+def test_a_class_weight_of_two_repeats_the_rows_of_the_class() -> None:
+    X, y = rare()
+    times = np.where(y == "rare", 2, 1)
+    one = EvidenceClassifier(**SHORT, class_weight={"rare": 2}).fit(X, y)
+    other = EvidenceClassifier(**SHORT).fit(X.repeat(times, 0), y.repeat(times))
+    np.testing.assert_array_equal(one.predict_proba(X), other.predict_proba(X))
+    assert one.log_evidence_ == other.log_evidence_
+    # Sample weights are multiplied with it.
+    halves = EvidenceClassifier(**SHORT, class_weight={"rare": 4.0})
+    halves.fit(X, y, sample_weight=np.where(y == "rare", 0.5, 1.0))
+    np.testing.assert_array_equal(halves.predict_proba(X), one.predict_proba(X))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_balanced_classes_have_the_same_total_weight(weighted: bool) -> None:
+    X, y = rare()
+    rows = np.random.RandomState(1).randint(0, 4, len(y)) if weighted else np.ones(len(y))
+    rows = rows.astype(float)
+    totals = {label: rows[y == label].sum() for label in ("rare", "usual")}
+    weights = {label: rows.sum() / (2 * total) for label, total in totals.items()}
+    given = EvidenceClassifier(**SHORT, class_weight="balanced")
+    given.fit(X, y, sample_weight=rows if weighted else None)
+    by_hand = EvidenceClassifier(**SHORT)
+    by_hand.fit(X, y, sample_weight=rows * np.array([weights[label] for label in y]))
+    np.testing.assert_array_equal(given.predict_proba(X), by_hand.predict_proba(X))
+    # Rows of weight zero and their classes do not count.
+    extended = EvidenceClassifier(**SHORT, class_weight="balanced")
+    more = np.concatenate([rows, [0.0]])
+    extended.fit(np.concatenate([X, X[:1]]), [*y, "unseen"], sample_weight=more)
+    assert list(extended.classes_) == ["rare", "usual"]
+    np.testing.assert_array_equal(extended.predict_proba(X), given.predict_proba(X))
+
+
+def test_probabilities_refer_to_the_reweighted_classes() -> None:
+    """For a linear network the odds are multiplied by the ratio of the weights, about."""
+    X, y = rare(600)
+    settings = {"burn_in": 20, "every": 20, "steps": 5}
+    linear = EvidenceClassifier(
+        (), relevance=False, epochs=120, learning_rate=0.05, settings=settings, random_state=0
+    )
+    plain = linear.fit(X, y).predict_proba(X)
+    again: Any = clone(linear)
+    balanced = again.set_params(class_weight="balanced").fit(X, y).predict_proba(X)
+    # The weights are 2.5 and 0.625.
+    ratio = (balanced[:, 0] / balanced[:, 1]) / (plain[:, 0] / plain[:, 1])
+    assert np.median(ratio) == pytest.approx(4.0, rel=0.15)
+    restored = balanced / [2.5, 0.625]
+    restored /= restored.sum(1, keepdims=True)
+    assert abs(restored - plain).mean() < 0.02 < abs(balanced - plain).mean()
+
+
+@pytest.mark.parametrize(
+    ("class_weight", "words"),
+    [
+        ({"rar": 2.0}, "class_weight has a weight for 'rar', .* labels are 'rare', 'usual'"),
+        ({"rare": 0.0}, "weight of class 'rare' must be positive and finite, got 0.0"),
+        ({"rare": float("nan")}, "must be positive and finite, got nan"),
+        ({"rare": "2"}, "must be positive and finite, got '2'"),
+        ("equal", "class_weight must be None, 'balanced', or a mapping .* got 'equal'"),
+        ([1.0, 2.0], "class_weight must be None, 'balanced', or a mapping"),
+    ],
+)
+def test_class_weights_that_are_none(class_weight: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        EvidenceClassifier(**SHORT, class_weight=class_weight).fit(*rare())
+
+
+def test_class_weights_are_kept() -> None:
+    X, y = rare()
+    fitted = EvidenceClassifier(**SHORT, class_weight="balanced").fit(X, y)
+    again = pickle.loads(pickle.dumps(fitted))
+    np.testing.assert_array_equal(again.predict_proba(X), fitted.predict_proba(X))
+    cloned: Any = clone(fitted)
+    assert cloned.get_params()["class_weight"] == "balanced"
+    assert fitted.set_params(class_weight={"rare": 3}).class_weight == {"rare": 3}
+    y_numbers = (y == "rare").astype(int)
+    numbered = EvidenceClassifier(**SHORT, class_weight={np.int64(1): 2, 0: 1}).fit(X, y_numbers)
+    words = EvidenceClassifier(**SHORT, class_weight={"rare": 2}).fit(
+        X, np.where(y_numbers, "rare", "a")
+    )
+    np.testing.assert_array_equal(numbered.predict_proba(X)[:, 1], words.predict_proba(X)[:, 1])
 
 
 @pytest.mark.parametrize("keep", [copy.deepcopy, lambda e: pickle.loads(pickle.dumps(e))])
@@ -492,7 +584,7 @@ def test_a_known_noise_of_each_row() -> None:
     weights = np.arange(300) % 3
     fit = EvidenceRegressor((), **settings | {"epochs": 5})
     fit.fit(X, both, sample_weight=weights, noise=errors)
-    assert fit.predict(X[:4]).shape == (4, 2) and fit.noise_.shape == (2,)
+    assert fit.predict(X[:4]).shape == (4, 2) and np.shape(fit.noise_) == (2,)
     with pytest.raises(ValueError, match=r"one value per row.*got the shape \(299,\)"):
         fit.fit(X, y, noise=errors[1:])
     with pytest.raises(ValueError, match="finite and non-negative"):

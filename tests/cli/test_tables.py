@@ -103,6 +103,20 @@ def test_counts_keep_their_units(houses, tmp_path, capsys):
     assert "test RMSE" in words and "standardized" not in words
 
 
+@pytest.mark.parametrize(
+    ("likelihood", "names"),
+    [("negative-binomial", ["likelihood/dispersion"]), ("student-t", ["noise"])],
+)
+def test_learned_likelihoods_are_in_the_results(houses, tmp_path, likelihood, names):
+    given = ["train", "--data", str(houses / "houses.csv"), "--target", "stars", *SHORT]
+    assert main([*given, "--likelihood", likelihood, "--run-dir", str(tmp_path / "run")]) == 0
+    found = json.loads((tmp_path / "run" / "results.json").read_text())["ntk-20-1"]
+    learned = [
+        name for name in found["hyperparameters"] if not name.startswith(("precision", "model"))
+    ]
+    assert learned == names
+
+
 def test_mistakes_in_the_target(houses, capsys):
     file = str(houses / "houses.csv")
     for given, words in (

@@ -24,6 +24,7 @@ from evigrad.likelihoods.heteroscedastic import HeteroscedasticGaussian, Natural
 from evigrad.likelihoods.joint import Joint
 from evigrad.likelihoods.known_noise import KnownNoise
 from evigrad.likelihoods.negative_binomial import NegativeBinomial
+from evigrad.likelihoods.ordinal import Ordinal
 from evigrad.likelihoods.poisson import Poisson
 from evigrad.likelihoods.student_t import StudentT
 from evigrad.likelihoods.weighted import Weighted
@@ -41,6 +42,7 @@ __all__ = [
     "Likelihood",
     "NaturalGaussian",
     "NegativeBinomial",
+    "Ordinal",
     "Poisson",
     "RootRows",
     "StudentT",
@@ -48,6 +50,7 @@ __all__ = [
     "make_likelihood",
 ]
 
+# Names have no settings. ``Ordinal`` and ``Joint`` need some, so they have no names here.
 LIKELIHOODS: dict[str, type[Likelihood]] = {
     likelihood.name: likelihood
     for likelihood in (

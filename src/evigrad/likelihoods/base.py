@@ -1,5 +1,6 @@
 """The base class of likelihoods. A subclass needs only ``log_prob``."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
@@ -92,6 +93,11 @@ class Likelihood(nn.Module, ABC):
         if "root" in derived_names and "hessian" in derived_names - defaults:
             inherited.add("root")
         cls._inherited = frozenset(inherited)
+
+    @property
+    def has_labels(self) -> bool:
+        """Return whether the targets are single labels (m,). A subclass may override this."""
+        return self.is_classification and self.couples_outputs
 
     @abstractmethod
     def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
@@ -290,7 +296,7 @@ class Likelihood(nn.Module, ABC):
         Otherwise, they are zeros and ones (m, C). Override this method if such targets are not
         valid.
         """
-        if self.is_classification and self.couples_outputs:
+        if self.has_labels:
             label = torch.zeros(len(f), dtype=torch.long, device=f.device)
             return label, label + f.shape[1] - 1
         return torch.zeros_like(f), torch.ones_like(f)
@@ -327,6 +333,28 @@ class Likelihood(nn.Module, ABC):
             Probabilities between 0 and 1. The default, None, means that targets are not classes.
         """
         return None
+
+    def probit_outputs(
+        self, f: Float[Tensor, "m ... C"], variance: Float[Tensor, "m ... C"]
+    ) -> Float[Tensor, "m ... C"]:
+        """Return outputs whose probabilities approximate the mean over uncertain outputs.
+
+        Args:
+            f: Means of the outputs.
+            variance: Variances of the outputs.
+
+        Returns:
+            f / √(1 + π/8 · variance), the formula of MacKay (1992).
+
+        Raises:
+            ConfigurationError: If targets are not classes.
+        """
+        if not self.is_classification:
+            raise ConfigurationError(
+                "link='probit' needs a classification likelihood, got"
+                f" {type(self).__name__}. Use link='monte-carlo' or 'plug-in'."
+            )
+        return f * (1.0 + math.pi / 8.0 * variance).rsqrt()
 
     def noise_variance(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"] | None:
         """Return the variance of the noise if y is f plus independent Gaussian noise.

@@ -82,7 +82,7 @@ class Weighted(Likelihood):
     @property
     def _has_labels(self) -> bool:
         """Return whether the wrapped likelihood's targets are single labels (m,)."""
-        return self.is_classification and self.couples_outputs
+        return self.likelihood.has_labels
 
     def split(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return the targets of the wrapped likelihood, and the weights."""

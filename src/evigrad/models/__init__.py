@@ -10,12 +10,13 @@ from torch import nn
 
 from evigrad.errors import ConfigurationError, nearest
 from evigrad.invariances import AffineInvariance, Averaged
+from evigrad.models.choices import Choices
 from evigrad.models.feedforward import cnn, digitsnet, lenet, mininet, mlp
 from evigrad.models.residual import fixup_scalars, resnet18, resnet50, wide_resnet, wrn16_4
 from evigrad.models.sequences import Recurrent, Transformer
 from evigrad.network.modes import seeded
 
-__all__ = ["MODELS", "fixup_scalars", "make_model", "make_network"]
+__all__ = ["MODELS", "Choices", "fixup_scalars", "make_model", "make_network"]
 
 # Each takes (input_shape, num_outputs = C) and its settings, and maps inputs (m, *input_shape) to
 # outputs (m, C).

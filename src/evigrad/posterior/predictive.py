@@ -232,12 +232,7 @@ class Predictive:
         """Return the outputs of the links without samples."""
         if self.link == "plug-in":
             return self.outputs
-        if not self.likelihood.is_classification:
-            raise ConfigurationError(
-                "link='probit' needs a classification likelihood, got"
-                f" {type(self.likelihood).__name__}. Use link='monte-carlo' or 'plug-in'."
-            )
-        return self.outputs * (1.0 + math.pi / 8.0 * self._variance).rsqrt()
+        return self.likelihood.probit_outputs(self.outputs, self._variance)
 
     def _samples(self, n: int, generator: torch.Generator | int) -> Iterator[Tensor]:
         """Yield n draws (·, m, C), in parts."""

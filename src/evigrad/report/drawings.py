@@ -179,7 +179,7 @@ def hyperparameters(run: Run) -> list[Group]:
     likelihood = run.columns("likelihood/")
     groups = [
         Group(run, "prior_precision", precisions, "prior precision", PRECISION_UNIT, options=prior),
-        Group(run, "noise", noise, "observation noise", "standard deviation"),
+        Group(run, "noise", noise, "observation noise", "scale of the noise"),
         Group(run, "likelihood", likelihood, "parameters of the likelihood", "value"),
         *[Group(run, kind, columns, **_RANGES[kind]) for (kind, _), columns in ranges.items()],
         Group(run, "model", others, "hyperparameters of the network", "value or norm"),

@@ -36,6 +36,7 @@ from evigrad.sklearn.table import (
     is_frame,
     refuse_numbers,
     refuse_targets,
+    weights_of_classes,
     with_noise,
 )
 from evigrad.training import FitResult, fit
@@ -127,11 +128,10 @@ class _EvidenceEstimator(BaseEstimator):
         """Raise ParameterError for parameters that the estimator does not have."""
         parameters = cls._get_param_names()
         for name in names:
-            if name == "class_weight":
+            if name == "class_weight" and name not in parameters:
                 raise ParameterError(
-                    f"{cls.__name__} has no class_weight. Pass row weights to fit() instead:"
-                    " fit(X, y, sample_weight=...). To weight by class, use"
-                    " sklearn.utils.class_weight.compute_sample_weight(class_weight, y)."
+                    f"{cls.__name__} has no class_weight, because its targets are numbers. Pass row"
+                    " weights to fit() instead: fit(X, y, sample_weight=...)."
                 )
             if name.partition("__")[0] not in parameters:
                 raise ParameterError(
@@ -155,9 +155,12 @@ class _EvidenceEstimator(BaseEstimator):
         else:
             X, y = validate_data(self, X, y, dtype=np.float64, **checks)
             refuse_numbers(X)
-        if sample_weight is None:
+        weights = None
+        if sample_weight is not None:
+            weights = _check_sample_weight(sample_weight, X, dtype=np.float64)
+        weights = self._with_class_weights(weights, y)
+        if weights is None:
             return X, y, None
-        weights = _check_sample_weight(sample_weight, X, dtype=np.float64)
         counted = weights > 0
         if (weights < 0).any() or not counted.any():
             raise InputError(
@@ -170,6 +173,10 @@ class _EvidenceEstimator(BaseEstimator):
             times = weights.astype(np.int64)
             return X.repeat(times, axis=0), y.repeat(times, axis=0), None
         return X, y, weights
+
+    def _with_class_weights(self, weights: np.ndarray | None, y: np.ndarray) -> np.ndarray | None:
+        """Return the weights of rows. The classifier multiplies them by the weights of classes."""
+        return weights
 
     def inputs(self, X: Any) -> Tensor:
         """Return the inputs of the network ``result_.model`` for a table.
@@ -341,6 +348,12 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
         posterior: Structure of the posterior over which ``predict_proba`` averages: kfac,
             last-layer, diag, full or ntk. Default: None, which predicts with the network itself.
             This is better if the network fits the data well (docs/sklearn.md).
+        class_weight: Weight of each class, which multiplies ``sample_weight``. Use a mapping from
+            labels to positive weights, or ``"balanced"``. In a mapping, omitted labels have the
+            weight 1. ``"balanced"`` gives all classes the same total weight and keeps the sum over
+            all rows. A weight of 2 means that each row of the class was seen twice. Probabilities
+            and the log evidence therefore refer to the reweighted table (docs/sklearn.md).
+            Default: None, all weights are 1.
         epochs: Number of passes over the training table. Default: see ``evigrad.Schedule``.
         batch_size: Number of rows per optimizer step.
         learning_rate: Learning rate of the weights at the start. Default: see
@@ -375,6 +388,52 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
 
     See also: docs/sklearn.md.
     """
+
+    @_refusing_unknown
+    def __init__(
+        self,
+        hidden_layer_sizes: int | Sequence[int] = (64, 64),
+        activation: str = "relu",
+        *,
+        module: Module | None = None,
+        relevance: bool = True,
+        estimator: str | None = DEFAULT_ESTIMATOR,
+        prior: str | GaussianPrior = "layerwise",
+        posterior: str | None = None,
+        class_weight: str | Mapping[Any, float] | None = None,
+        epochs: int | None = None,
+        batch_size: int = 100,
+        learning_rate: float | None = None,
+        settings: Mapping[str, Any] | None = None,
+        handle_unknown: str = "error",
+        random_state: int | np.random.RandomState | None = None,
+        verbose: bool = False,
+    ) -> None:
+        super().__init__(
+            hidden_layer_sizes,
+            activation,
+            module=module,
+            relevance=relevance,
+            estimator=estimator,
+            prior=prior,
+            posterior=posterior,
+            epochs=epochs,
+            batch_size=batch_size,
+            learning_rate=learning_rate,
+            settings=settings,
+            handle_unknown=handle_unknown,
+            random_state=random_state,
+            verbose=verbose,
+        )
+        self.class_weight = class_weight
+
+    def _with_class_weights(self, weights: np.ndarray | None, y: np.ndarray) -> np.ndarray | None:
+        if self.class_weight is None:
+            return weights
+        check_classification_targets(y)
+        classes, labels = np.unique(y, return_inverse=True)
+        rows = np.ones(len(y)) if weights is None else weights
+        return rows * weights_of_classes(self.class_weight, classes, labels, rows)[labels]
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Train the network and learn the prior precisions and the relevance of each column.

@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -197,6 +197,44 @@ def refuse_targets(y: Any, is_classes: bool) -> None:
             f" other numbers in y, such as {fractions[0]:.4g}. Use EvidenceRegressor for real"
             " targets, or convert them to classes, for example with numpy.digitize."
         )
+
+
+def weights_of_classes(
+    class_weight: object, classes: np.ndarray, labels: np.ndarray, row_weights: np.ndarray
+) -> np.ndarray:
+    """Return a positive weight for each class (K,), as in scikit-learn.
+
+    ``labels`` (n,) are positions in ``classes``. ``"balanced"`` divides the total weight of the
+    rows by K times the weight of the class. Classes without weighted rows do not count in K.
+
+    Raises:
+        InputError: If a label is unknown, a weight is not positive, or the type is wrong.
+    """
+    if isinstance(class_weight, str) and class_weight == "balanced":
+        totals = np.bincount(labels, row_weights, minlength=len(classes))
+        present = totals > 0
+        return totals.sum() / (present.sum() * np.where(present, totals, 1.0))
+    if not isinstance(class_weight, Mapping):
+        raise InputError(
+            "class_weight must be None, 'balanced', or a mapping from labels to weights, got"
+            f" {class_weight!r}."
+        )
+    index_of = dict(zip(classes.tolist(), range(len(classes)), strict=True))
+    weights = np.ones(len(classes))
+    for label, weight in class_weight.items():
+        if label not in index_of:
+            raise InputError(
+                f"class_weight has a weight for {label!r}, which is not a label of y. The labels"
+                f" are {listed([str(name) for name in index_of])}."
+            )
+        is_number = isinstance(weight, int | float | np.number) and not isinstance(weight, bool)
+        if not (is_number and 0 < weight < np.inf):
+            raise InputError(
+                f"The weight of class {label!r} must be positive and finite, got {weight!r}. To"
+                " leave out a class, remove its rows."
+            )
+        weights[index_of[label]] = weight
+    return weights
 
 
 def in_order(

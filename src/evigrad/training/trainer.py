@@ -564,6 +564,8 @@ class Trainer:
         evidence = self.evidence
         context: dict[str, Any] = {
             "likelihood": evidence.likelihood.name,
+            # In one line, with settings that the name does not tell, such as degrees of freedom.
+            "likelihood_settings": " ".join(repr(evidence.likelihood).split()),
             "num_data": evidence.num_data,
             "num_weights": sum(w.numel() for w in evidence.weights().values()),
             "learned": self.learned,
