@@ -1,6 +1,8 @@
 """What every test runs under: shapes checked at run time, one thread, deterministic examples."""
 
+import dataclasses
 import functools
+import gc
 import importlib
 import inspect
 import itertools
@@ -22,15 +24,10 @@ _FIRST, _ONE_IN = 20, 50
 
 
 def _checked_in_part(*, typechecker: Any) -> Callable[[Any], Any]:
-    """As ``jaxtyping.jaxtyped``, for some of the calls of each function."""
+    """As ``jaxtyping.jaxtyped``, for some of the calls of each function and data class."""
 
-    def decorate(function: Any) -> Any:
-        annotated = getattr(function, "fget", getattr(function, "__func__", function))
-        if "jaxtyping." not in str(getattr(annotated, "__annotations__", "")):
-            return function  # no shapes; basedpyright checks all other types
+    def in_part(function: Callable[..., Any]) -> Callable[..., Any]:
         check = functools.cache(_jaxtyped(typechecker=typechecker))  # takes long: when called
-        if not inspect.isfunction(function):  # a class, or a property
-            return check(function)
         numbers = itertools.count()
 
         @functools.wraps(function)
@@ -40,6 +37,19 @@ def _checked_in_part(*, typechecker: Any) -> Callable[[Any], Any]:
             return (check(function) if is_due else function)(*args, **kwargs)
 
         return call
+
+    def decorate(function: Any) -> Any:
+        annotated = getattr(function, "fget", getattr(function, "__func__", function))
+        if "jaxtyping." not in str(getattr(annotated, "__annotations__", "")):
+            return function  # no shapes; basedpyright checks all other types
+        if inspect.isfunction(function):
+            return in_part(function)
+        if isinstance(function, property):
+            return property(function.fget and in_part(function.fget), function.fset)
+        if dataclasses.is_dataclass(function):  # its fields, when an instance is made
+            function.__init__ = in_part(function.__init__)
+            return function
+        return _jaxtyped(function, typechecker=typechecker)
 
     return decorate
 
@@ -59,6 +69,16 @@ settings.register_profile(
     "evigrad", derandomize=True, deadline=None, max_examples=25, print_blob=True
 )
 settings.load_profile("evigrad")
+
+
+def pytest_collection_finish() -> None:
+    """Leave the modules and tests out of every garbage collection: they stay to the end.
+
+    Where memory is short the library collects, which otherwise looks at millions of objects.
+    """
+    gc.collect()
+    gc.freeze()
+
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

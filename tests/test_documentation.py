@@ -44,6 +44,12 @@ def test_the_changed_loop_of_the_readme_runs(capsys: pytest.CaptureFixture[str])
     from evigrad.priors import GaussianPrior
 
     (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    for words, short in {
+        "Schedule(epochs=40)": "Schedule(epochs=4, burn_in=1, every=2, steps=2)",
+        "in range(40)": "in range(4)",
+    }.items():
+        assert diff.count(words) == 1
+        diff = diff.replace(words, short)
     train = torch.utils.data.TensorDataset(*load("digits", subset=100).train)
     names: dict[str, Any] = {
         "torch": torch,
@@ -125,7 +131,8 @@ def test_the_blocks_on_tuning_and_loading_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    names = run_blocks("docs/tune_and_load.md", {"epochs=50": "epochs=5", "epochs=4": "epochs=2"})
+    short = {"subset=200": "subset=60", "epochs=50": "epochs=5", "epochs=4": "epochs=2"}
+    names = run_blocks("docs/tune_and_load.md", short)  # 600 rows instead of 2000
     run, network, model = names["run"], names["network"], names["model"]
     assert run.epoch == 2
     for name, weight in model.state_dict().items():
@@ -210,7 +217,10 @@ SHORT = {
         "epochs=60, batch_size=10": "epochs=2, batch_size=10, burn_in=0, every=1, steps=1",
         "epochs=60, batch_size=30": "epochs=2, batch_size=30, burn_in=0, every=1, steps=1",
     },
-    "docs/large_data.md": {},
+    "docs/large_data.md": {
+        "epochs=10, epoch_size=5000, every=3": "epochs=4, epoch_size=1000, every=1, steps=1",
+        "in range(20)": "in range(2)",
+    },
     "docs/data.md": {"progress=False": "schedule=evigrad.Schedule(epochs=4), progress=False"},
     "docs/augmentation.md": {"epochs=60, burn_in=10": "epochs=2, burn_in=1"},
     "docs/fine_tuning.md": {

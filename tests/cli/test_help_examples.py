@@ -49,7 +49,7 @@ SHORTER = {
 
 
 def examples() -> list[str]:
-    """All examples, those of the overview first; what a FILE is made by comes before its use."""
+    """Every example once, the overview's first; what a FILE is made by comes before its use."""
     found = []
     commands = [(main, command) for command in ("", *COMMANDS)]
     commands += [(main_of_experiments, command) for command in ("bounds", "pareto")]
@@ -61,7 +61,7 @@ def examples() -> list[str]:
         # A comment stands behind two spaces or more.
         shown = [re.split(r"   ", line.strip())[0] for line in lines.splitlines()]
         found += sorted(shown, key=lambda example: ">" not in example)
-    return found
+    return list(dict.fromkeys(found))
 
 
 @pytest.fixture(scope="module")
