@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 import evigrad
 from evigrad.data import Pairs
 from evigrad.errors import InputError
+from evigrad.likelihoods import Categorical, Gaussian, Joint, Poisson, Weighted
 
 N = 40
 X = torch.randn(N, 3, generator=torch.Generator().manual_seed(0))
@@ -90,3 +91,37 @@ def test_errors_name_the_fields() -> None:
         weights(ROWS)
     with pytest.raises(InputError, match="got a tuple with the fields 0, 1, 2"):
         weights([(x, 1, 2) for x in X])
+
+
+def test_several_targets_are_in_the_order_of_the_likelihood() -> None:
+    counts, hours = torch.arange(N) % 4, torch.rand(N) + 0.5
+    rows = [(X[i], int(counts[i]), float(hours[i])) for i in range(N)]
+    joint = Joint({"kind": (2, Categorical()), "size": (2, Gaussian())})
+    of_heads = [{"x": X[i], "kind": int(Y[i]), "size": X[i, :2].numpy()} for i in range(N)]
+    for likelihood, data, expected in (
+        (
+            Poisson(exposure=True),
+            Pairs(rows, x=0, y=[1, 2]),
+            Poisson(exposure=True).targets(counts, exposure=hours),
+        ),
+        (
+            joint,
+            Pairs(of_heads, y=["kind", "size"], x="x"),
+            joint.targets({"kind": Y, "size": X[:, :2]}),
+        ),
+        (
+            Weighted(Categorical()),
+            Pairs([(x, y, 0.5) for x, y in zip(X, Y, strict=True)], x=0, y=(1, 2)),
+            Weighted(Categorical()).targets(Y, torch.full((N,), 0.5)),
+        ),
+    ):
+        assert torch.equal(torch.stack([data[i][1] for i in range(N)]), expected)
+        torch.manual_seed(0)
+        model = nn.Linear(3, {"poisson": 1, "joint": 4, "weighted": 2}[likelihood.name])
+        schedule = evigrad.Schedule(epochs=2, batch_size=10, burn_in=0, every=1, steps=1)
+        result = evigrad.fit(model, data, likelihood=likelihood, schedule=schedule, progress=False)
+        assert result.history[-1]["hyper_steps"] == 2
+    with pytest.raises(InputError, match="The targets of item 0 must be numbers, got 'a.png', 1"):
+        Pairs([{"file": "a.png", "n": 1, "x": 0.0}], x="x", y=["file", "n"])[0]
+    with pytest.raises(InputError, match="has no field 'hours'"):
+        Pairs(ROWS, x="image", y=["label", "hours"])[0]

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from jaxtyping import Float
@@ -56,15 +56,14 @@ class Conditional(Likelihood):
     # The conditions of the examples in ``at``, (m, D).
     _conditions: Mapping[str, Tensor] = {}
 
-    def targets(
-        self, y: Float[Tensor, "m ... D"], **conditions: Tensor | float
-    ) -> Float[Tensor, "m ... E"]:
+    def targets(self, y: Any, **conditions: Any) -> Float[Tensor, "m ... E"]:
         """Return targets and conditions in one tensor.
 
         Args:
-            y: Targets (m, D), or (m, …, D) for outputs with positions. Targets (m,) mean D = 1.
-            **conditions: Conditions by name: tensors with the shape of y, or without its last
-                dimension, or one number. Default: the default values.
+            y: Targets (m, D), or (m, …, D) for outputs with positions: a tensor or an array.
+                Targets (m,) mean D = 1.
+            **conditions: Conditions by name: tensors or arrays with the shape of y, or without its
+                last dimension, or one number. Default: the default values.
 
         Returns:
             A float64 tensor with the targets in the first D columns, and then D columns for each
@@ -128,11 +127,11 @@ class Conditional(Likelihood):
         """
         return self.with_conditions(**self.split(y)[1]) if self.conditions else self
 
-    def with_conditions(self, **conditions: Tensor | float) -> Self:
+    def with_conditions(self, **conditions: Any) -> Self:
         """Return this likelihood under conditions by name.
 
         Args:
-            **conditions: One number, or tensors (m,), (m, D) or (m, …, D) for m examples.
+            **conditions: One number, or tensors or arrays (m,), (m, D) or (m, …, D) for m examples.
 
         Raises:
             InputError: If there is no such condition.
@@ -206,7 +205,7 @@ class Conditional(Likelihood):
             yield self.with_conditions(**conditions), f[part]
 
 
-def _in_rows(values: Tensor | float) -> Tensor:
+def _in_rows(values: Any) -> Tensor:
     """Return conditions in the shape (m, D)."""
     values = torch.as_tensor(values, device=getattr(values, "device", "cpu"))
     if values.ndim < 2:

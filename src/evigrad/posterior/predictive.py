@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -70,7 +71,7 @@ class Predictive:
         prediction: Predictive = self.likelihood.part(self, name)
         return prediction
 
-    def with_conditions(self, **conditions: Tensor | float) -> "Predictive":
+    def with_conditions(self, **conditions: Any) -> "Predictive":
         """Return the prediction under conditions, such as the exposures of the new examples.
 
         Args:
