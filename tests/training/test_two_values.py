@@ -10,7 +10,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from training.small_runs import SMALL
 
 from evigrad.errors import EvigradWarning
-from evigrad.likelihoods import Gaussian, Likelihood, Weighted
+from evigrad.likelihoods import (
+    Categorical,
+    Gaussian,
+    Joint,
+    KnownNoise,
+    Likelihood,
+    Weighted,
+)
 from evigrad.training import fit, tune
 from evigrad.training.convergence import tail_gain
 from evigrad.training.settings import grouped
@@ -108,3 +115,19 @@ def test_a_handful_of_values_and_counts_are_warned_of() -> None:
     assert "whole numbers from 0 to 11" in words and 'likelihood="poisson"' in words
     assert not warnings_of(x, y, "gaussian")  # halves are not counts
     assert not warnings_of(x, torch.randn(N, 1), "gaussian")
+
+
+def test_heads_and_conditional_targets_are_looked_at() -> None:
+    x, y = table(2)
+    y[::7] = torch.nan  # missing targets do not hide the two values
+    joint = Joint({"kind": (2, Categorical()), "flag": (1, Gaussian(missing="nan"))})
+    targets = joint.targets({"kind": torch.arange(N) % 2, "flag": y})
+    (words,) = warnings_of(x, targets, joint, 3)
+    assert "Column 0 of the targets of 'flag' has only two values." in words
+    targets = joint.targets({"kind": torch.arange(N) % 2, "flag": 1000 * x[:, :1]})
+    (words,) = warnings_of(x, targets, joint, 3)
+    assert words.startswith("The targets of 'flag' have a standard deviation of")
+    known = KnownNoise()
+    (words,) = warnings_of(x, known.targets(table(2)[1], noise=0.1), known)
+    assert "Column 0 of the targets has only two values." in words
+    assert not warnings_of(x, known.targets(x[:, :1], noise=torch.arange(N) % 2), known)

@@ -179,7 +179,7 @@ class Joint(Likelihood):
             likelihood=head.likelihood,
         )
 
-    def _each(self, f: Tensor, y: Tensor) -> Iterator[tuple[Head, Tensor, Tensor, Tensor | None]]:
+    def by_head(self, f: Tensor, y: Tensor) -> Iterator[tuple[Head, Tensor, Tensor, Tensor | None]]:
         """Yield each head with its outputs, its targets, and which of these count (None: all)."""
         for head in self._parts:
             targets = _of_head(head, y)
@@ -195,7 +195,7 @@ class Joint(Likelihood):
         return sum(
             (
                 _where(counts, head.likelihood.log_prob(of_head, targets))
-                for head, of_head, targets, counts in self._each(f, y)
+                for head, of_head, targets, counts in self.by_head(f, y)
             ),
             f.new_zeros(len(f)),
         )
@@ -204,7 +204,7 @@ class Joint(Likelihood):
         """Return the scores of all heads side by side."""
         scores = [
             _where(counts, head.likelihood.score(of_head, targets))
-            for head, of_head, targets, counts in self._each(f, y)
+            for head, of_head, targets, counts in self.by_head(f, y)
         ]
         return torch.cat(scores, 1)
 
@@ -246,7 +246,7 @@ class Joint(Likelihood):
                     raise InputError(f"Head {head.name!r}: {error}") from error
 
     def check_derivatives(self, f: Float[Tensor, "m C"], y: Tensor, curvature: str = "ggn") -> None:
-        for head, of_head, targets, counts in self._each(f, y):
+        for head, of_head, targets, counts in self.by_head(f, y):
             which = slice(None) if counts is None else counts
             if len(targets[which]):
                 head.likelihood.check_derivatives(of_head[which], targets[which], curvature)
@@ -307,7 +307,7 @@ class Joint(Likelihood):
         metrics are averages over the observed targets, multiplied by the number of examples.
         """
         sums = {"log_likelihood": total(self.log_prob(f.detach(), y))}
-        for head, of_head, targets, counts in self._each(f, y):
+        for head, of_head, targets, counts in self.by_head(f, y):
             which = slice(None) if counts is None else counts
             count = len(targets[which])
             metrics = head.likelihood.metrics(of_head[which], targets[which]) if count else {}

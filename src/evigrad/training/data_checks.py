@@ -1,6 +1,8 @@
 """Checks of data before training, and warnings about likely mistakes."""
 
 import warnings
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,17 +14,20 @@ from evigrad.likelihoods import (
     Categorical,
     Gaussian,
     HeteroscedasticGaussian,
+    Joint,
+    KnownNoise,
     Likelihood,
     Weighted,
     make_likelihood,
 )
 from evigrad.likelihoods.calls import check_targets, log_probabilities, moments, summed_metrics
 from evigrad.likelihoods.positions import counted, flattened
-from evigrad.likelihoods.weighted import unweighted
 from evigrad.measure.metrics import probe_outputs
 from evigrad.passes.checks import check_inputs
 from evigrad.training.data import RunData
 
+# Likelihoods of real numbers with normal noise.
+_REAL = (Gaussian, KnownNoise, HeteroscedasticGaussian)
 # Number of items of a data set that are checked at once.
 _AT_ONCE = 1000
 # Number of examples that measure the targets' scale, and the factor beyond which we warn.
@@ -80,50 +85,77 @@ def warn_of_data(evidence: Evidence, data: RunData, outputs: Tensor) -> None:
             EvigradWarning,
             stacklevel=6,  # the caller of fit
         )
-    if isinstance(unweighted(evidence.likelihood), Gaussian | HeteroscedasticGaussian):
+    if any(isinstance(part, _REAL) for part in evidence.likelihood.modules()):
         _warn_of_real_targets(evidence, data)
+
+
+class Part(NamedTuple):
+    """The targets (n, D) of one likelihood, with its outputs and the weights of examples if any."""
+
+    likelihood: Likelihood
+    f: Tensor
+    y: Tensor
+    weights: Tensor | None = None
+    words: str = "the targets"
 
 
 def _warn_of_real_targets(evidence: Evidence, data: RunData) -> None:
     """Warn about targets that are not numbers of about unit scale."""
     x, y = data.spread(_COMPARED)
     f = probe_outputs(evidence.model, x)
-    positions = f.shape[1:-1]
+    positions, num_outputs = f.shape[1:-1], f.shape[-1]
     f, y = flattened(evidence.likelihood, f, y)
-    if not len(f):
-        return
-    likelihood, y, weights = _split(evidence.likelihood, y)
-    _warn_of_scale(likelihood, f, y)
-    has_two_values = bool(_columns_of_two_values(y))
-    is_discrete = are_discrete(y)
-    if data.is_held and (is_discrete or weights is not None):
+    sample = list(_parts(evidence.likelihood, f, y)) if len(f) else []
+    for part in sample:
+        _warn_of_scale(part)
+    are_suspicious = [are_discrete(part.y) for part in sample]
+    parts = sample
+    if data.is_held and (any(are_suspicious) or any(part.weights is not None for part in sample)):
         # A sample may lack rare values.
         y = data.targets()
         y = y.flatten(0, len(positions))[counted(evidence.likelihood, positions, y).flatten()]
-        likelihood, y, weights = _split(evidence.likelihood, y)
-    if not len(y):  # all weights are zero
-        return
-    if has_two_values and (columns := _columns_of_two_values(y)):
+        f = torch.zeros((), device="cpu").expand(len(y), num_outputs)  # not read
+        parts = list(_parts(evidence.likelihood, f, y)) if len(y) else []  # all weights are zero
+    by_words = {part.words: part for part in parts}
+    for of_sample, is_suspicious in zip(sample, are_suspicious, strict=True):
+        if (part := by_words.get(of_sample.words)) is None:
+            continue
+        if is_suspicious:
+            _warn_of_discrete(of_sample, part)
+        has_noise = isinstance(part.likelihood, Gaussian) and learns_likelihood(part.likelihood)
+        if part.weights is not None and has_noise:
+            _warn_of_weights(part.weights.double())
+
+
+def _parts(likelihood: Likelihood, f: Tensor, y: Tensor) -> Iterator[Part]:
+    """Yield the targets of each likelihood of numbers, without missing heads and conditions."""
+    if isinstance(likelihood, Joint):
+        for head, of_head, targets, counts in likelihood.by_head(f, y):
+            which = slice(None) if counts is None else counts
+            for part in _parts(head.likelihood, of_head[which], targets[which]):
+                yield part._replace(words=f"{part.words} of {head.name!r}")
+    elif isinstance(likelihood, Weighted):
+        targets, weights = likelihood.split(y)
+        for part in _parts(likelihood.likelihood, f, targets):
+            yield part._replace(weights=weights if len(weights) == len(part.y) else None)
+    elif isinstance(likelihood, _REAL) and len(y):
+        yield Part(likelihood, f, likelihood.plain_targets(y))
+
+
+def _warn_of_discrete(sample: Part, part: Part) -> None:
+    """Warn about targets of a few values, which have them in a sample and in all data."""
+    if _columns_of_two_values(sample.y) and (columns := _columns_of_two_values(part.y)):
         warnings.warn(
-            f"Column {columns[0]} of the targets has only two values. A Gaussian treats them"
+            f"Column {columns[0]} of {part.words} has only two values. A Gaussian treats them"
             " as real numbers, so its noise falls toward zero, and the network memorizes them."
             ' For yes-or-no targets, use likelihood="bernoulli" with targets 0.0 and 1.0'
             ' (evigrad.likelihoods.Bernoulli). For classes, use likelihood="categorical" or'
             " evigrad.sklearn.EvidenceClassifier.",
             EvigradWarning,
-            stacklevel=7,  # the caller of fit
+            stacklevel=8,  # the caller of fit
         )
-    elif is_discrete and (words := _discrete_column(y)):
-        warnings.warn(words, EvigradWarning, stacklevel=7)  # the caller of fit
-    if weights is not None and isinstance(likelihood, Gaussian) and learns_likelihood(likelihood):
-        _warn_of_weights(weights.double())
-
-
-def _split(likelihood: Likelihood, y: Tensor) -> tuple[Likelihood, Tensor, Tensor | None]:
-    """Return the likelihood and the targets of single examples, and their weights if any."""
-    if not isinstance(likelihood, Weighted):
-        return likelihood, y, None
-    return likelihood.likelihood, *likelihood.split(y)
+    elif words := _discrete_column(part.y, part.words):
+        warnings.warn(words, EvigradWarning, stacklevel=8)  # the caller of fit
 
 
 def _warn_of_weights(weights: Tensor) -> None:
@@ -144,39 +176,47 @@ def _warn_of_weights(weights: Tensor) -> None:
 
 def are_discrete(y: Tensor) -> bool:
     """Return whether a column of targets (n, D) has a few values, or counts."""
-    return bool(_columns_of_two_values(y)) or bool(_discrete_column(y))
+    return bool(_columns_of_two_values(y)) or bool(_discrete_column(y, "the targets"))
 
 
 def _columns_of_two_values(y: Tensor) -> list[int]:
     """Return the columns of targets (n, D) with two values, each of them at least twice."""
-    is_least, is_largest = y == y.amin(0), y == y.amax(0)
+    missing = y.isnan()
+    is_least = y == torch.where(missing, torch.inf, y).amin(0)
+    is_largest = y == torch.where(missing, -torch.inf, y).amax(0)
     often = (is_least.sum(0) > 1) & (is_largest.sum(0) > 1) & ~(is_least & is_largest).any(0)
-    return (often & (is_least | is_largest).all(0)).nonzero().flatten().tolist()
+    return (often & (is_least | is_largest | missing).all(0)).nonzero().flatten().tolist()
 
 
-def _discrete_column(y: Tensor) -> str:
+def _discrete_column(y: Tensor, what: str) -> str:
     """Return a warning about the first column (n, D) of a few values or of counts, or no text."""
     for column in range(min(y.shape[1], _COLUMNS)):
-        values, times = y[:, column].unique(return_counts=True)
+        observed = y[:, column][~y[:, column].isnan()]
+        values, times = observed.unique(return_counts=True)
         if 2 < len(values) <= _HANDFUL and int(times.min()) > 1:
             return (
-                f"Column {column} of the targets has only {len(values)} different values. A"
+                f"Column {column} of {what} has only {len(values)} different values. A"
                 " Gaussian treats them as real numbers. If they are classes, use"
                 ' likelihood="categorical". If they are ratings, check that the learned noise does'
                 " not fall far below the distance between two values."
             )
-        is_count = float(values[0]) in (0.0, 1.0) and bool((values == values.round()).all())
+        is_count = (
+            len(values) > 0
+            and float(values[0]) in (0.0, 1.0)
+            and bool((values == values.round()).all())
+        )
         if is_count and len(values) > _HANDFUL and int(times.max()) > 1:
             return (
-                f"Column {column} of the targets contains whole numbers from"
+                f"Column {column} of {what} contains whole numbers from"
                 f" {float(values[0]):g} to {float(values[-1]):g}. If they are counts, use"
                 ' likelihood="poisson" (evigrad.likelihoods.Poisson), whose outputs are log rates.'
             )
     return ""
 
 
-def _warn_of_scale(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
+def _warn_of_scale(part: Part) -> None:
     """Warn about real targets far from unit scale, for which the defaults are not suitable."""
+    likelihood, f, y = part.likelihood, part.f, part.y
     # One zero, as C² for each example may be gigabytes.
     certain = f.new_zeros(()).expand(*f.shape, f.shape[1])
     output_moments = moments(likelihood, f, certain)
@@ -193,9 +233,9 @@ def _warn_of_scale(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
     if isinstance(likelihood, HeteroscedasticGaussian):
         fix = "start with outputs that fit the targets"
     warnings.warn(
-        f"The targets have a standard deviation of {float(spread[first]):.3g} and differ by"
-        f" {float(error[first]):.3g} (root mean square) from the outputs before training. The"
-        f" noise starts at {float(noise[first]):.3g}. Networks, learning rates and priors expect"
+        f"{part.words.capitalize()} have a standard deviation of {float(spread[first]):.3g} and"
+        f" differ by {float(error[first]):.3g} (root mean square) from the outputs before training."
+        f" The noise starts at {float(noise[first]):.3g}. Networks, learning rates and priors expect"
         " targets of about unit scale. Standardize the targets: set scaling ="
         " evigrad.data.Scaling.of(y) and train on (x, scaling(y)). Call scaling.undo(means) to"
         f" convert predictions back. (If this scale is intended, {fix}.)",
