@@ -200,12 +200,10 @@ def _discrete_column(y: Tensor, what: str) -> str:
                 ' likelihood="categorical". If they are ratings, check that the learned noise does'
                 " not fall far below the distance between two values."
             )
-        is_count = (
-            len(values) > 0
-            and float(values[0]) in (0.0, 1.0)
-            and bool((values == values.round()).all())
-        )
-        if is_count and len(values) > _HANDFUL and int(times.max()) > 1:
+        if len(values) <= _HANDFUL:
+            continue
+        is_count = float(values[0]) in (0.0, 1.0) and bool((values == values.round()).all())
+        if is_count and int(times.max()) > 1:
             return (
                 f"Column {column} of {what} contains whole numbers from"
                 f" {float(values[0]):g} to {float(values[-1]):g}. If they are counts, use"
@@ -233,9 +231,9 @@ def _warn_of_scale(part: Part) -> None:
     if isinstance(likelihood, HeteroscedasticGaussian):
         fix = "start with outputs that fit the targets"
     warnings.warn(
-        f"{part.words.capitalize()} have a standard deviation of {float(spread[first]):.3g} and"
-        f" differ by {float(error[first]):.3g} (root mean square) from the outputs before training."
-        f" The noise starts at {float(noise[first]):.3g}. Networks, learning rates and priors expect"
+        f"T{part.words[1:]} have a standard deviation of {float(spread[first]):.3g} and differ by"
+        f" {float(error[first]):.3g} (root mean square) from the outputs before training. The noise"
+        f" starts at {float(noise[first]):.3g}. Networks, learning rates and priors expect"
         " targets of about unit scale. Standardize the targets: set scaling ="
         " evigrad.data.Scaling.of(y) and train on (x, scaling(y)). Call scaling.undo(means) to"
         f" convert predictions back. (If this scale is intended, {fix}.)",
