@@ -19,9 +19,10 @@ Inputs and real targets are standardized. UCI data have one split per seed.
   of the grid with the highest sum of log likelihoods on the test set, for information only.
 * ``equal weights``: weight 1 for each head. ``training loss``: noise and weight of the real heads
   learned on the training loss (Kendall et al., 2018), with weight decay 5e-4 and all data.
-* ``evidence``: ``fit`` with its defaults and all data. ``evidence, posterior``: predictions of its
-  posterior with ``kfac``. ``evidence, one start``: without the second start. ``evidence, 80 %``:
-  only on the part that the grid trains on.
+* ``evidence``: ``fit`` with its defaults, which are two starts, and all data. ``evidence,
+  posterior``: predictions of its posterior with ``kfac``. ``evidence, from 0.01`` and ``evidence,
+  from 0.001``: with only one of the two starts. ``evidence, 80 %``: only on the part that the grid
+  trains on.
 
 All log likelihoods of a real head refer to Gaussian noise: learned if the method learns it, and
 otherwise the root mean squared error on the held-out 20 %. (With ``grid`` and ``equal weights``, it
@@ -36,7 +37,7 @@ The script stores every finished run and resumes where it was stopped.
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -54,7 +55,7 @@ from evigrad.data import load
 from evigrad.data.dataset import Scaling
 from evigrad.likelihoods import Categorical, Gaussian, Joint, Weighted
 from evigrad.models import make_model
-from evigrad.training.plan import BURN_IN_DECAY
+from evigrad.training.plan import BURN_IN_DECAY, WEAK_DECAY
 
 SETS = ("naval", "wine_red", "mnist")
 WEIGHTS = (0.01, 0.1, 1.0, 10.0, 100.0)
@@ -64,7 +65,8 @@ SCHEDULE = Schedule(eval_every=0)
 WARM_UP = Schedule(epochs=2, burn_in=1, steps=1, eval_every=0)
 SEARCHED = ("grid", "grid, 80 %", "best on test, 80 %", "equal weights")
 BY_POSTERIOR = "evidence, posterior"
-LEARNED = ("training loss", "evidence", BY_POSTERIOR, "evidence, one start", "evidence, 80 %")
+STARTS = {"evidence, from 0.01": BURN_IN_DECAY, "evidence, from 0.001": WEAK_DECAY}
+LEARNED = ("training loss", "evidence", BY_POSTERIOR, *STARTS, "evidence, 80 %")
 METHODS = (*SEARCHED, *LEARNED)
 KEYS = ("first", "second", "first_error", "second_error", "seconds")
 COLUMNS = ("row", "seed", *KEYS, "noise", "weights", "num_data", "epochs", "threads")
@@ -279,18 +281,25 @@ def search(
         yield method, run_of(problem, again, **changes, seconds=before + again["seconds"])
 
 
-def learn(problem: Problem, part: Problem, seed: int) -> Iterator[tuple[str, Result]]:
-    """Yield the rows of ``LEARNED``."""
-    on_loss = Optimization(noise_on_loss=True)
-    trained = train(problem, seed, None, estimator=None, optimization=on_loss)
-    yield "training loss", run_of(problem, trained)
-    trained = train(problem, seed, None)
-    run = run_of(problem, trained)
-    yield "evidence", run
-    yield BY_POSTERIOR, run | by_posterior(problem, trained)
-    one_start = Optimization(start_decay=BURN_IN_DECAY)
-    yield "evidence, one start", run_of(problem, train(problem, seed, None, optimization=one_start))
-    yield "evidence, 80 %", run_of(problem, train(part, seed, None))
+def learn(
+    problem: Problem, part: Problem, seed: int, methods: Collection[str]
+) -> Iterator[tuple[str, Result]]:
+    """Yield some of the rows of ``LEARNED``."""
+    if "training loss" in methods:
+        on_loss = Optimization(noise_on_loss=True)
+        trained = train(problem, seed, None, estimator=None, optimization=on_loss)
+        yield "training loss", run_of(problem, trained)
+    if {"evidence", BY_POSTERIOR} & set(methods):
+        trained = train(problem, seed, None)
+        run = run_of(problem, trained)
+        yield "evidence", run
+        yield BY_POSTERIOR, run | by_posterior(problem, trained)
+    for method, decay in STARTS.items():
+        if method in methods:
+            optimization = Optimization(start_decay=decay)
+            yield method, run_of(problem, train(problem, seed, None, optimization=optimization))
+    if "evidence, 80 %" in methods:
+        yield "evidence, 80 %", run_of(problem, train(part, seed, None))
 
 
 @torch.no_grad()
@@ -324,7 +333,7 @@ def run_set(
     train(part, seed, None, schedule=WARM_UP)  # imports and checks that no method should pay for
     parts = []
     if set(missing) & set(LEARNED):
-        parts.append(learn(problem, part, seed))
+        parts.append(learn(problem, part, seed, missing))
     if set(missing) & set(SEARCHED):
         parts.append(search(problem, part, problem.rows(held), seed))
     for method, run in itertools.chain(*parts):
