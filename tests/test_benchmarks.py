@@ -287,6 +287,88 @@ def test_noise_models(monkeypatch, tmp_path, capsys):
     assert "| 20 | natural-gaussian |" in capsys.readouterr().out
 
 
+@pytest.fixture
+def multi_task(monkeypatch):
+    """The script with short trainings on synthetic data with a class and a number."""
+    script = load_script("multi_task", monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(50, 3, generator=generator)
+    y = {"kind": (x[:, 0] > 0).long() + (x[:, 1] > 0), "size": x[:, :1].sin()}
+    test_y = {name: targets[30:] for name, targets in y.items()}
+    train_y = {name: targets[:30] for name, targets in y.items()}
+    problem = script.Problem({"kind": 3, "size": 0}, x[:30], train_y, x[30:], test_y)
+    monkeypatch.setattr(script, "make_problem", lambda *_: problem)
+    monkeypatch.setattr(script, "SETS", ("wine_red",))
+    monkeypatch.setattr(script, "WEIGHTS", (1.0, 10.0))
+    schedule = Schedule(epochs=3, burn_in=1, steps=1, eval_every=0)
+    monkeypatch.setattr(script, "SCHEDULE", schedule)
+    return script
+
+
+def test_multi_task(multi_task, tmp_path):
+    (page := tmp_path / "page.md").write_text("<!-- multi_task -->\n<!-- end multi_task -->\n")
+    options = ["--results", str(tmp_path), "--pages", str(page), "--sets", "wine_red"]
+    multi_task.main([*options, "--seeds", "0", "1"])
+    runs = runs_of(tmp_path / "multi_task.csv")
+    assert set(runs) == {(f"wine_red: {m}", s) for m in multi_task.METHODS for s in (0, 1)}
+    for seed in (0, 1):
+        of = {name: runs[f"wine_red: {name}", seed] for name in multi_task.METHODS}
+        # A network chosen by validation is at most as good as the best on test, which it was
+        # chosen from, and the final one has the same weights and noise.
+        first, best = of["grid, 80 %"], of["best on test, 80 %"]
+        sums = [float(run["first"]) + float(run["second"]) for run in (first, best)]
+        assert sums[0] <= sums[1]
+        assert (of["grid"]["weights"], of["grid"]["noise"]) == (first["weights"], first["noise"])
+        assert of["grid"]["num_data"] == "30" and first["num_data"] == "24"
+        assert of["equal weights"]["weights"] == "[1.0, 1.0]"
+        noises = {json.loads(of[name]["noise"])["size"] for name in multi_task.LEARNED}
+        assert 1.0 not in noises and len(noises) >= 3
+        assert of["evidence"]["noise"] == of[multi_task.BY_POSTERIOR]["noise"]
+        assert of["evidence"]["first"] != of[multi_task.BY_POSTERIOR]["first"]
+    assert page.read_text().count("\n| wine_red |") == len(multi_task.METHODS)
+
+
+def test_weights_of_multi_task_are_those_of_the_loss(multi_task):
+    """Fixed noises and weighted classes multiply the gradients of the heads' losses."""
+    problem = multi_task.make_problem()
+    gradients = {}
+    for weights in ((1.0, 1.0), (3.0, 0.2)):
+        likelihood, y = multi_task.joined(problem, weights)
+        f = torch.linspace(-1, 1, 30 * 4).view(30, 4).requires_grad_()
+        (gradients[weights],) = torch.autograd.grad(likelihood.log_prob(f, y).sum(), f)
+    equal, weighted = gradients.values()
+    torch.testing.assert_close(weighted, equal * torch.tensor([3.0, 3.0, 3.0, 0.2]))
+
+
+def test_scores_of_multi_task(multi_task):
+    problem = multi_task.make_problem()
+    model = torch.nn.Linear(3, 4)
+    f, y, noise = model(problem.x).detach(), problem.y, {"size": 0.7}
+    first, second = multi_task.scores(problem, model, problem.x, y, noise).values()
+    log_prob = Categorical().log_prob(f[:, :3], y["kind"]).mean()
+    assert first[0] == pytest.approx(float(log_prob), rel=1e-5)
+    density = torch.distributions.Normal(f[:, 3:], 0.7).log_prob(y["size"]).mean()
+    assert second[0] == pytest.approx(float(density), rel=1e-5)
+    # The noise that is missing is the one with the highest likelihood.
+    fitted: dict[str, float] = {}
+    second = multi_task.scores(problem, model, problem.x, y, fitted)["size"]
+    assert fitted["size"] == second[1]
+    for factor in (0.9, 1.1):
+        other = {"size": factor * fitted["size"]}
+        assert multi_task.scores(problem, model, problem.x, y, other)["size"][0] < second[0]
+
+
+def test_rotations_of_multi_task(multi_task):
+    generator = torch.Generator().manual_seed(0)
+    images = torch.rand(2, 1, 28, 28, generator=generator)
+    inner = torch.zeros_like(images)
+    inner[..., 4:24, 4:24] = images[..., 4:24, 4:24]
+    for degrees, turns in ((0.0, 0), (90.0, 1), (-90.0, -1)):
+        small = multi_task.rotated(inner, torch.full((2, 1), degrees))
+        expected = torch.nn.functional.avg_pool2d(torch.rot90(inner, turns, (2, 3)), 2)
+        torch.testing.assert_close(small, expected.flatten(1), atol=1e-5, rtol=0)
+
+
 @pytest.mark.long
 def test_tightness(monkeypatch, tmp_path, capsys):
     script = load_script("tightness", monkeypatch)

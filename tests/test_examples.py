@@ -66,6 +66,7 @@ GALLERY = {
     "rotations": "--subset 100 --epochs 2",
     "segmentation": "--images 1 --epochs 1",
     "text": "--each 20 --epochs 3 --estimators kfac-10-1",
+    "two_heads": "--epochs 20",
     "uncertainty": "--epochs 4",
 }
 
@@ -162,6 +163,21 @@ def test_limits_as_an_output_of_the_model(estimator: str) -> None:
 def test_saying_what_is_censored_gains() -> None:
     means = {way: fmean(values) for way, values in load_script("censored").main([]).items()}
     assert means["censored"] > means["as recorded"] + 0.5 > means["left out"]
+
+
+@pytest.mark.long
+def test_the_noise_of_a_head_is_learned_from_the_evidence_only() -> None:
+    script = load_script("two_heads")
+    results = script.main([])
+    noise = {
+        name: result.evidence.likelihood.reported()["depth/noise"]
+        for name, result in results.items()
+    }
+    assert noise[script.ON_LOSS] < 0.05
+    assert noise[script.LEARNED] == pytest.approx(script.NOISE, abs=0.03)
+    for head in ("depth", "kind"):
+        values = [result.test_metrics[f"{head}/log_likelihood"] for result in results.values()]
+        assert values[0] < values[1]
 
 
 @pytest.mark.long

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from evigrad import Evidence, Schedule
 from evigrad.errors import ConfigurationError
-from evigrad.likelihoods import Categorical, Gaussian, Likelihood
+from evigrad.likelihoods import Categorical, Gaussian, Joint, Likelihood, Weighted
 from evigrad.priors import GaussianPrior
 from evigrad.training import FitResult, fit
-from evigrad.training.plan import plan_schedule
-from evigrad.training.settings import grouped
+from evigrad.training.plan import plan_optimization, plan_schedule
+from evigrad.training.settings import Optimization, grouped
 
 Data = tuple[Tensor, Tensor]
 
@@ -53,6 +53,22 @@ def test_epochs_follow_from_steps_and_the_rest_from_epochs(num_data, named, plan
     schedule = Schedule(epochs=epochs, burn_in=burn_in, every=every)
     found = plan_schedule(schedule, num_data)
     assert (found.epochs, found.burn_in, found.every) == planned
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "starts"),
+    [
+        (Gaussian(), (0.01, 0.001)),
+        (Gaussian(learnable=False), (0.01,)),
+        (Categorical(), (0.01,)),
+        (Weighted(Gaussian()), (0.01, 0.001)),
+        (Joint({"a": (2, Categorical()), "b": (1, Gaussian())}), (0.01, 0.001)),
+        (Joint({"a": (2, Categorical()), "b": (1, Weighted(Gaussian()))}), (0.01, 0.001)),
+        (Joint({"a": (2, Categorical()), "b": (1, Gaussian(learnable=False))}), (0.01,)),
+    ],
+)
+def test_there_are_two_starts_if_any_noise_is_learned(likelihood, starts):
+    assert plan_optimization(Optimization(), likelihood, "layerwise").start_decay == starts
 
 
 @pytest.mark.parametrize("name", ["ntk-400-rows", "ntk-36-rows-anchored", "ntk-400-rows-anchored"])

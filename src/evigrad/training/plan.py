@@ -6,7 +6,6 @@ from typing import TypeVar
 from evigrad.errors import ConfigurationError
 from evigrad.likelihoods import Likelihood, make_likelihood
 from evigrad.likelihoods.noisy import Noisy
-from evigrad.likelihoods.weighted import unweighted
 from evigrad.priors import GaussianPrior
 from evigrad.training.settings import Optimization, Schedule, Settings
 
@@ -90,8 +89,8 @@ def plan_optimization(
         update = "fixed_point" if has_fixed_point else "adam"
     starts = optimization.start_decay
     if starts is None:
-        plain = unweighted(likelihood)
-        learns_noise = isinstance(plain, Noisy) and plain.log_noise.requires_grad
+        noisy = [part for part in likelihood.modules() if isinstance(part, Noisy)]
+        learns_noise = any(part.log_noise.requires_grad for part in noisy)
         starts = (BURN_IN_DECAY, WEAK_DECAY) if learns_noise else (BURN_IN_DECAY,)
     return replace(optimization, lr=lr, prior_update=update, start_decay=starts)
 
