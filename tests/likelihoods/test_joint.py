@@ -322,3 +322,31 @@ def test_what_is_refused() -> None:
         joint.targets(parts | {"kind": LABELS.double()})
     arrays: Any = {name: part.numpy() for name, part in parts.items()}
     assert torch.equal(joint.targets(arrays), joint.targets(parts))
+
+
+def test_training_does_not_depend_on_the_order_of_heads() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 2, generator=generator, dtype=torch.float64)
+    noise = torch.randn(60, 2, generator=generator, dtype=torch.float64)
+    y = {"a": x[:, :1] + 0.02 * noise[:, :1], "b": x[:, 1:] + noise[:, 1:]}
+    histories = []
+    for names in (("a", "b"), ("b", "a")):
+        torch.manual_seed(0)
+        model = nn.Linear(2, 2).double()
+        if names[0] == "b":
+            model.weight.data, model.bias.data = model.weight.data.flip(0), model.bias.data.flip(0)
+        noises = {"a": 0.1, "b": 2.0}
+        likelihood = Joint({name: (1, Gaussian(noises[name])) for name in names})
+        schedule = evigrad.Schedule(epochs=6, batch_size=20, burn_in=2, every=2, steps=2)
+        result = evigrad.fit(
+            model,
+            (x, likelihood.targets(y)),
+            likelihood=likelihood,
+            prior="scalar",
+            estimator="full-N-C",
+            schedule=schedule,
+            progress=False,
+        )
+        history = result.history[-1]
+        histories.append([history["log_evidence"], history["likelihood/a/noise"]])
+    assert histories[0] == pytest.approx(histories[1], rel=1e-6)

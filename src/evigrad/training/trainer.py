@@ -503,19 +503,20 @@ class Trainer:
         )
 
     def _noise_variance(self) -> float:
-        """Return σ² of noise that rounds learn (geometric mean over outputs), or 1.
+        """Return σ² of noise that rounds learn (geometric mean over heads and outputs), or 1.
 
         The gradient of the negative log likelihood grows as 1/σ², and a round can divide σ² by ten.
         Adam's running mean of squared gradients needs a thousand steps to catch up. Until then the
         steps would be several times too large, and training can diverge (docs/start.md). With the
         loss times σ², a round changes nothing but the share of the prior.
         """
-        noisy = [m for m in self.evidence.likelihood.modules() if isinstance(m, Noisy)]
+        parts = self.evidence.likelihood.modules()
         # A known noise keeps the gradients small.
-        noisy = [m for m in noisy if not m.has_conditions]
+        noisy = [part for part in parts if isinstance(part, Noisy) and not part.has_conditions]
         if self.learner is None or not noisy:
             return 1.0
-        return noisy[0].log_noise.detach().double().mul(2).mean().exp().item()
+        logs = torch.stack([part.log_noise.detach().double().mean() for part in noisy])
+        return logs.mul(2).mean().exp().item()
 
     def _stepping(self) -> list[nn.Parameter]:
         """Return the parameters that a step on the training loss changes."""
