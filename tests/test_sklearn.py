@@ -422,7 +422,6 @@ def test_probabilities_refer_to_the_reweighted_classes() -> None:
 @pytest.mark.parametrize(
     ("class_weight", "words"),
     [
-        ({"rar": 2.0}, "class_weight has a weight for 'rar', .* labels are 'rare', 'usual'"),
         ({"rare": 0.0}, "weight of class 'rare' must be positive and finite, got 0.0"),
         ({"rare": float("nan")}, "must be positive and finite, got nan"),
         ({"rare": "2"}, "must be positive and finite, got '2'"),
@@ -589,3 +588,14 @@ def test_a_known_noise_of_each_row() -> None:
         fit.fit(X, y, noise=errors[1:])
     with pytest.raises(ValueError, match="finite and non-negative"):
         fit.fit(X, y, noise=-errors)
+
+
+def test_a_class_weight_without_a_class_is_warned_of() -> None:
+    X, y = rare()
+    with pytest.warns(EvigradWarning, match="'rar', .* labels are 'rare', 'usual'") as caught:
+        EvidenceClassifier(**SHORT, class_weight={"rar": 2.0}).fit(X, y)
+    assert caught[0].filename == __file__
+    with pytest.raises(ValueError, match="sample_weight must be non-negative"):
+        EvidenceClassifier(**SHORT, class_weight="balanced").fit(
+            X, y, sample_weight=-np.ones(len(y))
+        )

@@ -537,7 +537,9 @@ class Outputs(Transparent):
     Args:
         model: Any module.
         output: Part of the model's result to use: the name of an attribute, a key, an index, or a
-            function of the result. Default: the result itself, or its ``logits`` if it has them.
+            function of the result. With a list of these, the parts are concatenated along the
+            channels, for the heads of a ``Joint`` likelihood. Default: the result itself, or its
+            ``logits`` if it has them.
         channel_dim: Dimension of the C outputs, such as 1 for images (m, C, height, width).
             Default: −1, the last.
 
@@ -558,13 +560,13 @@ class Outputs(Transparent):
     def __init__(
         self,
         model: nn.Module,
-        output: str | int | Callable[[Any], Any] | None = None,
+        output: str | int | Sequence[str | int] | Callable[[Any], Any] | None = None,
         channel_dim: int = -1,
     ) -> None:
         super().__init__(model)
-        if not (output is None or isinstance(output, str | int) or callable(output)):
+        if not (output is None or isinstance(output, str | int | list | tuple) or callable(output)):
             raise ConfigurationError(
-                f"output must be a name, an index or a function, got {output!r}."
+                f"output must be a name, an index, a list of these, or a function, got {output!r}."
             )
         if not isinstance(channel_dim, int) or channel_dim == 0:
             raise ConfigurationError(
@@ -581,6 +583,14 @@ class Outputs(Transparent):
 
 def _part(module: Outputs, result: Any) -> Any:
     output, dim = module.__dict__["_output"], module.__dict__["_channel_dim"]
+    if isinstance(output, list | tuple):
+        parts = [_selected(result, name, dim) for name in output]
+        with raised_in(f"output={output!r} of a {type(result).__name__}"):
+            return torch.cat(parts, -1)
+    return _selected(result, output, dim)
+
+
+def _selected(result: Any, output: Any, dim: int) -> Any:
     with raised_in(f"output={output!r} of a {type(result).__name__}"):
         if output is None:
             result = scores_of(result)

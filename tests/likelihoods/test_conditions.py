@@ -12,7 +12,7 @@ from torch.func import functional_call, jacrev
 
 import evigrad
 from evigrad import Evidence
-from evigrad.errors import ConfigurationError, InputError
+from evigrad.errors import ConfigurationError, EvigradWarning, InputError
 from evigrad.likelihoods import (
     Categorical,
     Conditional,
@@ -322,8 +322,12 @@ def test_predictions_under_conditions() -> None:
     )
     with pytest.raises(InputError, match="no condition 'nois'.*are: noise.*'noise'"):
         prediction.with_conditions(nois=1.0)
-    with pytest.raises(InputError, match="values for 3 examples.*outputs for 8"):
-        prediction.with_conditions(noise=FACTS[:3]).variance  # noqa: B018
+    with pytest.raises(InputError, match=r"noise must be one number, or have the shape \(8,\)"):
+        prediction.with_conditions(noise=FACTS[:3])
+    with pytest.raises(InputError, match="values for 4 examples.*outputs for 8"):
+        likelihood.with_conditions(noise=FACTS[:4]).hessian(f)
+    with pytest.raises(InputError, match="is a standard deviation"):
+        prediction.with_conditions(noise=-1.0)
 
 
 def test_conditions_at_positions() -> None:
@@ -412,3 +416,143 @@ def test_missing_targets_of_a_weighted_likelihood() -> None:
         Weighted(Gaussian(0.5)).validate((2, 1), y)
     with pytest.raises(InputError, match="is a weight"):
         likelihood.validate((2, 1), likelihood.targets(y[:, :1], torch.tensor([1.0, NAN])))
+
+
+def test_predictions_at_positions_and_of_several_conditions() -> None:
+    zeros = torch.zeros(2, 3, 1, dtype=torch.float64)
+    prediction = Predictive(zeros, zeros[..., None], Poisson(exposure=True))
+    of_examples = prediction.with_conditions(exposure=torch.tensor([1.0, 10.0])).mean[..., 0]
+    torch.testing.assert_close(of_examples, torch.tensor([[1.0] * 3, [10.0] * 3]).double())
+    values = torch.arange(6).view(2, 3) + 1.0
+    for exposure in (values, values[..., None], values.numpy()):
+        mean = prediction.with_conditions(exposure=exposure).mean
+        torch.testing.assert_close(mean, values[..., None].double())
+    weighted = Predictive(zeros[:, 0], zeros[:, 0, :, None], Weighted(KnownNoise(1.0)))
+    torch.testing.assert_close(
+        weighted.with_conditions(noise=2.0).variance, torch.full((2, 1), 5.0).double()
+    )
+
+    class Both(KnownNoise):
+        conditions = {"noise": 0.0, "other": 1.0}
+
+    both = Both().with_conditions(noise=2.0).with_conditions(other=3.0)
+    outputs = torch.zeros(4, 1)
+    assert both.condition("noise", outputs).item() == 2.0
+    assert both.condition("other", outputs).item() == 3.0
+
+
+class Labels(Conditional):
+    """Two classes, whose logit is known up to the output."""
+
+    name, couples_outputs, is_classification = "labels", False, True
+    conditions = {"offset": 0.0}
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        y, facts = self.split(y)
+        return nn.functional.logsigmoid((2 * y - 1) * (f + facts["offset"])).sum(1)
+
+    def hessian(self, f: Tensor) -> Tensor:
+        p = (f + self.condition("offset", f)).sigmoid()
+        return (p * (1 - p)).diag_embed()
+
+    def probabilities(self, f: Tensor) -> Tensor:
+        return (f + self.condition("offset", f)).sigmoid()
+
+
+def test_sampled_probabilities_use_the_conditions_of_their_example() -> None:
+    f, offset = torch.zeros(3, 1).double(), torch.tensor([-2.0, 0.0, 2.0]).double()
+    prediction = Predictive(f, torch.full((3, 1, 1), 1e-8).double(), Labels())
+    probabilities = prediction.with_conditions(offset=offset).probabilities[:, 0]
+    torch.testing.assert_close(probabilities, offset.sigmoid(), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("case", list(cases()))
+def test_the_posterior_agrees_with_dense_matrices(case: str) -> None:
+    likelihood, y, size = cases()[case]
+    evidence = evidence_of(likelihood, "full-N-C", size)
+    weights = {name: p.detach() for name, p in evidence.model.named_parameters()}
+    f = evidence.model(X)
+    jacobians = jacrev(lambda w: functional_call(evidence.model, w, (X,)))(weights)
+    rows = torch.cat([jacobian.flatten(2) for jacobian in jacobians.values()], 2)
+    curvature = torch.einsum("ncp,ncd,ndq->pq", rows, curvatures(likelihood, f, y), rows)
+    precisions = evidence.prior.precisions()
+    p0 = torch.cat([precisions[n].double().expand(w.shape).flatten() for n, w in weights.items()])
+    expected = rows @ torch.linalg.inv(curvature + p0.diag()) @ rows.mT
+    for structure in ("full", "ntk"):
+        prediction = evidence.posterior((X, y), structure=structure)(X)
+        torch.testing.assert_close(
+            prediction.covariance, expected.detach(), rtol=1e-6, atol=1e-9, check_dtype=False
+        )
+
+
+def test_every_draw_of_labels_under_conditions() -> None:
+    """The mean of the sampled Fisher over all draws of two binary labels, weighted by p."""
+    likelihood = Labels()
+    offset = torch.tensor([[-1.0], [0.5]], dtype=torch.float64)
+    f = torch.tensor([[0.3], [-0.2]], dtype=torch.float64)
+    total = torch.zeros(2, dtype=torch.float64)
+    for first in (0.0, 1.0):
+        for second in (0.0, 1.0):
+            y = likelihood.targets(torch.tensor([[first], [second]]), offset=offset)
+            p = likelihood.log_prob(f, y).sum().exp()
+            total += p * likelihood.score(f, y)[:, 0].square()
+    here = likelihood.at(likelihood.targets(f, offset=offset))
+    torch.testing.assert_close(total, here.hessian(f)[:, 0, 0])
+
+
+def test_a_joint_likelihood_with_anchors_is_exact_with_all_rows() -> None:
+    likelihood, y, size = cases()["joint"]
+    exact = evidence_of(likelihood, "ntk-N-C", size).estimate(X, y).log_det
+    evidence = evidence_of(likelihood, "ntk-20-rows-anchored", size)
+    bounds = [evidence.estimate(block).log_det for block in evidence.blocks((X, y)).take(10)]
+    assert sum(bounds) / len(bounds) >= exact * (1 - 1e-9)
+
+
+def test_counts_in_float32_with_a_small_dispersion() -> None:
+    f, y = torch.full((1, 1), 1.5), torch.tensor([[4.0]])
+    for dispersion in (1e-3, 1e-5, 1e-7):
+        values = []
+        for dtype in (torch.float32, torch.float64):
+            likelihood = NegativeBinomial(dispersion).to(dtype)
+            value = likelihood.log_prob(f.to(dtype), y.to(dtype)).sum()
+            (slope,) = torch.autograd.grad(value, list(likelihood.parameters()))
+            assert value.dtype == dtype
+            values.append((value.item(), slope.item()))
+        assert values[0] == pytest.approx(values[1], rel=1e-3, abs=1e-6)
+
+
+def test_data_without_a_target_that_counts() -> None:
+    known, weighted = KnownNoise(missing="nan"), Weighted(Gaussian(missing="nan"))
+    missing = torch.full((N, 1), NAN)
+    heads = Joint({"a": (1, Gaussian(missing="nan")), "k": (2, Categorical())})
+    labels = torch.arange(N) % 2
+    for likelihood, y, words in (
+        (known, known.targets(missing, noise=1.0), "All targets are missing"),
+        (weighted, weighted.targets(missing, torch.ones(N)), "All targets are missing"),
+        (weighted, weighted.targets(Z[:, :1], torch.zeros(N)), "must count|weight 0"),
+        (heads, heads.targets({"a": missing, "k": labels}), "All targets of 'a' are missing"),
+        (heads, heads.targets({"a": Z[:, :1], "k": labels * 0 - 100}), "All targets of 'k'"),
+    ):
+        model = nn.Linear(3, 3 if isinstance(likelihood, Joint) else 1).double()
+        with pytest.raises(InputError, match=words):
+            evigrad.fit(model, (X, y), likelihood=likelihood, progress=False)
+
+
+def test_counts_far_from_the_rates_are_warned_of() -> None:
+    counts = torch.full((N, 1), 500.0)
+    exposed = Poisson(exposure=True)
+    schedule = evigrad.Schedule(epochs=1)
+    for likelihood, y, words in (
+        (Poisson(), counts, r"average 500.*exposure=\d+\)"),
+        (exposed, exposed.targets(counts, exposure=1.0), r"Multiply the exposures by \d+"),
+    ):
+        with pytest.warns(EvigradWarning, match=words) as caught:
+            evigrad.fit(
+                nn.Linear(3, 1),
+                (X.float(), y),
+                likelihood=likelihood,
+                estimator=None,
+                schedule=schedule,
+                progress=False,
+            )
+        assert caught[0].filename == __file__

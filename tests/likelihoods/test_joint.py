@@ -1,5 +1,6 @@
 """Several heads in one likelihood, and missing targets, against dense oracles."""
 
+import math
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from evigrad.likelihoods import (
     StudentT,
     Weighted,
 )
+from evigrad.likelihoods.calls import summed_metrics
+from evigrad.measure.metrics import evaluate
 from evigrad.posterior.predictive import Predictive
 from evigrad.priors import GaussianPrior
 
@@ -210,7 +213,7 @@ def test_missing_targets_do_not_count(likelihood: Likelihood) -> None:
     weighted = Weighted(likelihood)
     both = weighted.weights(weighted.targets(y, 2 * torch.ones(N)))
     torch.testing.assert_close(both, 2.0 * (~y.isnan()).double())
-    assert all(torch.tensor(value).isfinite() for value in likelihood.metrics(f, y).values())
+    assert all(torch.tensor(pair).isfinite().all() for pair in likelihood.metrics(f, y).values())
 
 
 @pytest.mark.parametrize("kind", [Gaussian, StudentT, Bernoulli, Poisson])
@@ -269,11 +272,20 @@ def test_metrics_of_heads_and_of_missing_targets() -> None:
     y[:, 0] = Z[:, 0] + 2
     y[3, 0] = NAN
     y[:, 1] = NAN
-    sums = joint.metrics(f, y)
-    parts = sum(value for name, value in sums.items() if name.endswith("/log_likelihood"))
-    assert sums["log_likelihood"] == pytest.approx(parts)
+    sums = summed_metrics(joint, f, y)
+    parts = sum(value for name, (value, _) in sums.items() if name.endswith("/log_likelihood"))
+    assert sums["log_likelihood"] == pytest.approx((parts, N))
     # Two outputs, of which one is observed with an error of 2.
-    assert sums["depth/squared_error"] == pytest.approx(N * 2 * 4.0)
+    assert sums["depth/squared_error"] == pytest.approx((2 * (N - 1) * 4.0, N - 1))
+    means = evaluate(nn.Identity(), joint, (f, y))
+    assert means["depth/squared_error"] == pytest.approx(2 * 4.0)
+    for batch_size in (1, 3):
+        assert evaluate(nn.Identity(), joint, (f, y), batch_size=batch_size) == pytest.approx(means)
+    turned = evaluate(nn.Identity(), joint, (f.flip(0), y.flip(0)), batch_size=2)
+    assert turned == pytest.approx(means)
+    labels = torch.full((N,), -100)
+    y = joint.targets({"depth": Z, "kind": labels, "seen": (Z[:, :1] > 0).double()})
+    assert math.isnan(evaluate(nn.Identity(), joint, (f, y))["kind/accuracy"])
 
 
 def test_a_scaling_leaves_missing_values_out() -> None:
@@ -350,3 +362,65 @@ def test_training_does_not_depend_on_the_order_of_heads() -> None:
         history = result.history[-1]
         histories.append([history["log_evidence"], history["likelihood/a/noise"]])
     assert histories[0] == pytest.approx(histories[1], rel=1e-6)
+
+
+def test_weighted_heads() -> None:
+    inner = Weighted(Gaussian(0.5))
+    joint = Joint({"d": (1, inner), "k": (3, Weighted(Categorical()))})
+    kinds = joint.heads["k"]
+    assert isinstance(kinds, Weighted)
+    weights = torch.tensor([1.0, 0.0, 2.0, 1.0])
+    d, k = torch.tensor([[3.0], [4.0], [0.5], [1.0]]), torch.tensor([2, 1, 0, 2])
+    y = joint.targets({"d": inner.targets(d, weights), "k": kinds.targets(k, weights.flip(0))})
+    f = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    joint.validate(f.shape, y)
+    of_d = weights * Gaussian(0.5).log_prob(f[:, :1], d)
+    of_k = weights.flip(0) * Categorical().log_prob(f[:, 1:], k)
+    torch.testing.assert_close(joint.log_prob(f, y), of_d + of_k)
+    expected = torch.cat([weights[:, None], weights.flip(0)[:, None].expand(-1, 3)], 1)
+    torch.testing.assert_close(joint.weights(y), expected.double())
+    prediction = Predictive(f, torch.zeros(4, 4, 4), joint)
+    torch.testing.assert_close(prediction["d"].std, torch.full((4, 1), 0.5))
+    torch.testing.assert_close(prediction["k"].probabilities, f[:, 1:].softmax(1))
+    for part in ("std", "mean", "probabilities"):
+        with pytest.raises(ConfigurationError, match=r"heads: d, k. .* prediction\['d'\]"):
+            getattr(prediction, part)
+
+
+def test_any_name_is_a_head() -> None:
+    for name in ("type", "values", "train", "double"):
+        joint = Joint({name: (1, Gaussian(0.5))})
+        assert joint.reported() == {f"{name}/noise": 0.5}
+        assert list(joint.state_dict()) == [f"heads.{name}.log_noise"]
+
+
+def test_fractions_are_no_labels() -> None:
+    for likelihood, y in (
+        (Joint({"k": (3, Categorical())}), torch.tensor([[0.9], [NAN]])),
+        (Weighted(Categorical()), torch.tensor([[0.9, 1.0], [1.0, 1.0]])),
+        (Weighted(Categorical()), torch.tensor([[NAN, 1.0], [1.0, 1.0]])),
+    ):
+        with pytest.raises(InputError, match="is not a label"):
+            likelihood.validate((2, 3), y.double())
+
+
+def test_a_model_that_returns_the_heads_by_name() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.depth, self.kind = nn.Linear(3, 1), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"kind": self.kind(x), "depth": self.depth(x)}
+
+    joint = Joint({"depth": (1, Gaussian()), "kind": (2, Categorical())})
+    y = joint.targets({"depth": Z[:, :1], "kind": LABELS % 2})
+    model, names = Heads().double(), ["depth", "kind"]
+    f = evigrad.Outputs(model, output=names)(X)
+    torch.testing.assert_close(f, torch.cat([model.depth(X), model.kind(X)], 1))
+    prior = GaussianPrior("layerwise")
+    evidence = Evidence(evigrad.Outputs(model, output=names), joint, prior, num_data=N)
+    assert evidence.map_loss(X, y).isfinite()
+    with pytest.raises(InputError, match=r"output=\['depth', 'kind'\]"):
+        Evidence(model, joint, GaussianPrior("layerwise"), num_data=N).map_loss(X, y)

@@ -1,4 +1,6 @@
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +46,7 @@ class WithoutProbabilities(Ordinal):
 class ManyLabels(Bernoulli):
     """Yes-or-no labels with the metrics of every likelihood."""
 
-    def metrics(self, f: Tensor, y: Tensor) -> dict[str, float]:
+    def metrics(self, f: Tensor, y: Tensor) -> Mapping[str, Any]:
         return Likelihood.metrics(self, f, y)
 
 

@@ -2,9 +2,10 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from evigrad.core.roots import (
 )
 from evigrad.errors import ConfigurationError, InputError, raised_in
 
+# A sum over examples, or a sum and the number of values that its mean is over.
+Metric = float | tuple[float, float]
 # Two Hessians by automatic differentiation count as equal up to this multiple of √eps.
 SAME_HESSIAN = 10.0
 # Methods that belong to one density.
@@ -493,7 +496,7 @@ class Likelihood(nn.Module, ABC):
         """
         return (condensed if self.has_conditions else self.row_norms(condensed, kind)), None
 
-    def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
+    def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> Mapping[str, Metric]:
         """Return sums of metrics over the batch, for reports.
 
         Args:
@@ -504,14 +507,15 @@ class Likelihood(nn.Module, ABC):
             ``log_likelihood`` in nats. For classes with ``probabilities``, also ``correct``, the
             number of examples whose most probable class is correct. If each label has its own
             probability, ``correct`` is the number of correct labels divided by the number of labels
-            per example.
+            per example. A pair (sum, count) is divided by its count instead of the number of
+            examples, for example if targets are missing.
         """
-        sums = {"log_likelihood": total(self.log_prob(f.detach(), y))}
+        sums: dict[str, Metric] = {"log_likelihood": total(self.log_prob(f.detach(), y))}
         if self.is_classification and (correct := self._num_correct(f.detach(), y)) is not None:
             sums["correct"] = correct
         return sums
 
-    def _num_correct(self, f: Tensor, y: Tensor) -> float | None:
+    def _num_correct(self, f: Tensor, y: Tensor) -> Metric | None:
         """Return how many targets ``probabilities`` predict, or None if it has another density."""
         p = None if "probabilities" in self._inherited else self.probabilities(f)
         if p is None:
@@ -578,6 +582,18 @@ def _differ(one: Tensor, other: Tensor) -> bool:
 def like(f: Tensor, targets: Tensor) -> Tensor:
     """Return targets that are numbers in the type of the outputs, and labels unchanged."""
     return targets.to(f) if targets.is_floating_point() else targets
+
+
+def as_numbers(values: Any) -> Tensor:
+    """Return a tensor of numbers, sequences, arrays or series. Tensors stay on their device."""
+    if isinstance(values, Tensor):
+        return values
+    return torch.as_tensor(np.asarray(values), device="cpu")
+
+
+def precisely(values: Tensor) -> Tensor:
+    """Return the values in float64, if the device has it."""
+    return values if values.device.type == "mps" else values.double()
 
 
 def total(values: Tensor) -> float:

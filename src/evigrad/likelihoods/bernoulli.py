@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from evigrad.errors import InputError
-from evigrad.likelihoods.base import refuse_where, total
+from evigrad.likelihoods.base import Metric, refuse_where, total
 from evigrad.likelihoods.missing import Independent
 
 
@@ -50,13 +50,11 @@ class Bernoulli(Independent):
         """Return labels minus probabilities."""
         return self._masked(y.to(f) - f.sigmoid(), y)
 
-    def _num_correct(self, f: Tensor, y: Tensor) -> float | None:
-        """Return the number of correct labels, divided by the number observed per example."""
+    def _num_correct(self, f: Tensor, y: Tensor) -> Metric | None:
         if self.missing is None:
             return super()._num_correct(f, y)
         observed = self.observed(y)
-        correct = observed & ((f > 0) == (y > 0.5))
-        return total(correct.sum(1) / observed.sum(1).clamp(min=1))
+        return total(observed & ((f > 0) == (y > 0.5))), total(observed)
 
     def probabilities(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
         """Return the probability that each label is 1, the sigmoid of its output."""

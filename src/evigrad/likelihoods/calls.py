@@ -111,10 +111,12 @@ def log_probabilities(
     return log_prob
 
 
-def summed_metrics(likelihood: Likelihood, f: Tensor, y: Tensor) -> dict[str, float]:
-    """Return the likelihood's ``metrics`` for these examples as Python numbers."""
+def summed_metrics(likelihood: Likelihood, f: Tensor, y: Tensor) -> dict[str, tuple[float, float]]:
+    """Return the sums of the likelihood's ``metrics`` for these examples, and their counts."""
     with raised_in(f"metrics of {type(likelihood).__name__}, {_given(f.shape, y)},"):
-        return {name: float(value) for name, value in likelihood.metrics(f, y).items()}
+        sums = likelihood.metrics(f, y)
+        pairs = {name: e if isinstance(e, tuple) else (e, len(f)) for name, e in sums.items()}
+        return {name: (float(value), float(count)) for name, (value, count) in pairs.items()}
 
 
 def class_probabilities(likelihood: Likelihood, f: Tensor) -> Tensor:

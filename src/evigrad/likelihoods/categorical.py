@@ -16,7 +16,7 @@ from evigrad.core.roots import (
     top_norms,
 )
 from evigrad.errors import InputError
-from evigrad.likelihoods.base import Likelihood, refuse_where, total
+from evigrad.likelihoods.base import Likelihood, Metric, refuse_where, total
 
 
 class Categorical(Likelihood):
@@ -106,7 +106,7 @@ class Categorical(Likelihood):
         """Return the softmax of f."""
         return f.softmax(dim=1)
 
-    def _num_correct(self, f: Tensor, y: Tensor) -> float | None:
+    def _num_correct(self, f: Tensor, y: Tensor) -> Metric | None:
         # The largest logit, because rounding makes nearly equal probabilities equal.
         if type(self).probabilities is Categorical.probabilities and not self._inherited:
             return total(f.argmax(dim=1) == y)

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from evigrad.errors import InputError, nearest
-from evigrad.likelihoods.base import Likelihood, refuse_where
+from evigrad.likelihoods.base import Likelihood, as_numbers, refuse_where
 
 
 class Conditional(Likelihood):
@@ -73,11 +73,11 @@ class Conditional(Likelihood):
             InputError: If there is no such condition, or a shape does not match the targets.
         """
         self._check_names(conditions)
-        y = torch.as_tensor(y, device=getattr(y, "device", "cpu")).double()
+        y = as_numbers(y).double()
         y = y.unsqueeze(1) if y.ndim == 1 else y
         columns = [y]
         for name, default in self.conditions.items():
-            values = torch.as_tensor(conditions.get(name, default), device=y.device).double()
+            values = as_numbers(conditions.get(name, default)).to(y)
             if values.shape == y.shape[:-1]:
                 values = values.unsqueeze(-1)
             elif values.ndim > 0 and values.shape != y.shape:
@@ -125,20 +125,29 @@ class Conditional(Likelihood):
 
         The result shares all parameters. Its methods expect outputs of the same examples.
         """
-        return self.with_conditions(**self.split(y)[1]) if self.conditions else self
+        return self._under(self.split(y)[1]) if self.conditions else self
 
     def with_conditions(self, **conditions: Any) -> Self:
         """Return this likelihood under conditions by name.
 
         Args:
-            **conditions: One number, or tensors or arrays (m,), (m, D) or (m, …, D) for m examples.
+            **conditions: One number, or tensors or arrays (m,) or (m, D) for m examples. Other
+                conditions of this likelihood do not change.
 
         Raises:
-            InputError: If there is no such condition.
+            InputError: If there is no such condition, or a value is out of range.
         """
         self._check_names(conditions)
+        rows = dict[str, Tensor]()
+        for name, values in conditions.items():
+            numbers = as_numbers(values)
+            rows[name] = numbers.reshape(-1, 1) if numbers.ndim < 2 else numbers
+            self._check_condition(name, rows[name])
+        return self._under({**self._conditions, **rows})
+
+    def _under(self, conditions: Mapping[str, Tensor]) -> Self:
         here = copy.copy(self)  # with the same parameters
-        here._conditions = {name: _in_rows(values) for name, values in conditions.items()}
+        here._conditions = conditions
         return here
 
     def condition(self, name: str, f: Float[Tensor, "m C"]) -> Float[Tensor, "n D"]:
@@ -153,12 +162,10 @@ class Conditional(Likelihood):
             return f.new_full((1, 1), self.conditions[name])
         values = self._conditions[name].to(f)
         if len(values) not in (1, len(f)):
-            if len(f) % len(values):
-                raise InputError(
-                    f"{name} has values for {len(values)} examples, but there are outputs for"
-                    f" {len(f)}. Pass one value per example."
-                )
-            values = values.repeat(len(f) // len(values), 1)  # several draws of the outputs
+            raise InputError(
+                f"{name} has values for {len(values)} examples, but there are outputs for"
+                f" {len(f)}. Pass one value per example."
+            )
         return values
 
     def combined(self, y: Tensor, f: Float[Tensor, "m C"]) -> Tensor:
@@ -188,8 +195,11 @@ class Conditional(Likelihood):
         plain, conditions = self.split(y)
         self.validate_plain(f_shape, plain)
         for name, values in conditions.items():
-            refuse_where(values.isnan(), values, f"is not a number, but it is the {name}")
-            self.validate_condition(name, values)
+            self._check_condition(name, values)
+
+    def _check_condition(self, name: str, values: Tensor) -> None:
+        refuse_where(values.isnan(), values, f"is not a number, but it is the {name}")
+        self.validate_condition(name, values)
 
     def validate_plain(self, f_shape: Sequence[int], y: Tensor) -> None:
         """Check targets without conditions. Subclasses call this method first."""
@@ -202,12 +212,4 @@ class Conditional(Likelihood):
         for start in range(0, len(f), size):
             part = slice(start, start + size)
             conditions = {name: self.condition(name, f)[part] for name in self._conditions}
-            yield self.with_conditions(**conditions), f[part]
-
-
-def _in_rows(values: Any) -> Tensor:
-    """Return conditions in the shape (m, D)."""
-    values = torch.as_tensor(values, device=getattr(values, "device", "cpu"))
-    if values.ndim < 2:
-        return values.reshape(-1, 1)
-    return values.flatten(0, -2)
+            yield self._under(conditions), f[part]

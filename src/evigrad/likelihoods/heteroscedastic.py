@@ -1,6 +1,6 @@
 """Likelihoods for regression with noise that depends on the input."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from evigrad.errors import InputError
-from evigrad.likelihoods.base import Likelihood, check_one_per_output, total
+from evigrad.likelihoods.base import Likelihood, Metric, check_one_per_output, total
 from evigrad.likelihoods.gaussian import LOG_TWO_PI
 
 FISHER_OF_LOG_VARIANCE = 0.5
@@ -95,10 +95,10 @@ class HeteroscedasticGaussian(Likelihood):
         constant = torch.full_like(deviation, FISHER_OF_LOG_VARIANCE**0.5)
         return torch.cat([deviation, constant], dim=1)
 
-    def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
+    def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> Mapping[str, Metric]:
         """Return the sums ``log_likelihood`` (nats) and ``squared_error`` of μ (units of y²)."""
         mean, _ = self._of_targets(f)
-        return super().metrics(f, y) | {"squared_error": total((y.to(f) - mean).square())}
+        return {**super().metrics(f, y), "squared_error": total((y.to(f) - mean).square())}
 
 
 class NaturalGaussian(HeteroscedasticGaussian):

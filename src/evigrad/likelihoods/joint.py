@@ -14,7 +14,8 @@ from torch.nn.functional import pad
 
 from evigrad.core.roots import RootRows, check_root
 from evigrad.errors import ConfigurationError, InputError, nearest
-from evigrad.likelihoods.base import Likelihood, like, total
+from evigrad.likelihoods.base import Likelihood, Metric, as_numbers, like, refuse_where, total
+from evigrad.likelihoods.weighted import Weighted, unweighted
 
 
 class Head(NamedTuple):
@@ -88,7 +89,9 @@ class Joint(Likelihood):
                     f"The head {name!r} must have at least one output, got {head[0]}."
                 )
         self.sizes = {name: size for name, (size, _) in heads.items()}
-        self.heads = nn.ModuleDict({name: likelihood for name, (_, likelihood) in heads.items()})
+        self.heads = nn.ModuleDict()
+        # ``ModuleDict`` itself refuses names such as "type", because modules have such attributes.
+        self.heads._modules.update({name: likelihood for name, (_, likelihood) in heads.items()})
         self.has_conditions = any(likelihood.has_conditions for _, likelihood in heads.values())
         self.couples_outputs = any(  # pyright: ignore[reportAttributeAccessIssue]
             likelihood.couples_outputs for _, likelihood in heads.values()
@@ -132,7 +135,7 @@ class Joint(Likelihood):
         columns: list[Tensor] = []
         for head in self._parts:
             width = head.targets.stop - head.targets.start
-            part = torch.as_tensor(y[head.name], device=getattr(y[head.name], "device", "cpu"))
+            part = as_numbers(y[head.name])
             if head.has_labels and part.is_floating_point():
                 raise InputError(
                     f"The labels of {head.name!r} must be integers, got {part.dtype}. Mark missing"
@@ -176,7 +179,7 @@ class Joint(Likelihood):
             prediction,
             outputs=prediction.outputs[..., columns],
             covariance=prediction.covariance[..., columns, columns],
-            likelihood=head.likelihood,
+            likelihood=unweighted(head.likelihood),
         )
 
     def by_head(self, f: Tensor, y: Tensor) -> Iterator[tuple[Head, Tensor, Tensor, Tensor | None]]:
@@ -184,11 +187,13 @@ class Joint(Likelihood):
         for head in self._parts:
             targets = _of_head(head, y)
             counts = head.likelihood.counted(targets)
-            if counts is not None and not bool(counts.all()):
-                targets = torch.where(counts, targets, 0)
-                yield head, f[:, head.outputs], like(f, targets), counts
-            else:
-                yield head, f[:, head.outputs], like(f, targets), None
+            if counts is not None and bool(counts.all()):
+                counts = None
+            elif counts is not None:
+                targets = _where(counts, targets)
+            if not isinstance(head.likelihood, Weighted):  # which separates labels from weights
+                targets = like(f, targets)
+            yield head, f[:, head.outputs], targets, counts
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
         """Return the sum of the heads' log densities."""
@@ -236,6 +241,10 @@ class Joint(Likelihood):
                 f" {tuple(y.shape)}. Use likelihood.targets({{name: targets, ...}})."
             )
         for head in self._parts:
+            if head.has_labels:
+                numbers = y[:, head.targets]
+                words = f"is not a label of {head.name!r}. Labels are whole numbers"
+                refuse_where(numbers != numbers.round(), numbers, words)
             targets = _of_head(head, y)
             counts = head.likelihood.counted(targets)
             targets = targets if counts is None else targets[counts]
@@ -284,6 +293,28 @@ class Joint(Likelihood):
         vectors = torch.stack([root.vectors for root in roots]).sum(0)
         return RootRows(vectors, scale if has_scale else None)
 
+    def moments(self, f: Float[Tensor, "m C"], covariance: Float[Tensor, "m C C"]) -> None:
+        """Raise an error, because only single heads have means.
+
+        Raises:
+            ConfigurationError: Always.
+        """
+        raise ConfigurationError(self._only_by_head())
+
+    def probabilities(self, f: Float[Tensor, "m C"]) -> None:
+        """Raise an error, because only single heads have probabilities.
+
+        Raises:
+            ConfigurationError: Always.
+        """
+        raise ConfigurationError(self._only_by_head())
+
+    def _only_by_head(self) -> str:
+        return (
+            f"A joint prediction has heads: {', '.join(self.sizes)}. Select one by name, as in"
+            f" prediction[{next(iter(self.sizes))!r}]."
+        )
+
     def num_rows(self, num_outputs: int) -> int:
         """Return the sum of the heads' numbers of rows."""
         return sum(head.likelihood.num_rows(self.sizes[head.name]) for head in self._parts)
@@ -300,21 +331,20 @@ class Joint(Likelihood):
         }
         return self.targets(draws)
 
-    def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
+    def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> Mapping[str, Metric]:
         """Return the joint ``log_likelihood``, and the metrics of each head under HEAD/METRIC.
 
-        Log likelihoods are sums over the observed targets, so the heads' values add up. Other
-        metrics are averages over the observed targets, multiplied by the number of examples.
+        Log likelihoods are sums over the observed targets, so the heads' values add up. Means of
+        other metrics are over the observed targets.
         """
-        sums = {"log_likelihood": total(self.log_prob(f.detach(), y))}
+        sums: dict[str, Metric] = {"log_likelihood": total(self.log_prob(f.detach(), y))}
         for head, of_head, targets, counts in self.by_head(f, y):
             which = slice(None) if counts is None else counts
             count = len(targets[which])
-            metrics = head.likelihood.metrics(of_head[which], targets[which]) if count else {}
-            for name, value in metrics.items():
-                name = "accuracy" if name == "correct" else name
-                factor = 1.0 if name == "log_likelihood" else len(f) / count
-                sums[f"{head.name}/{name}"] = factor * value
+            for name, value in head.likelihood.metrics(of_head[which], targets[which]).items():
+                if name != "log_likelihood" and not isinstance(value, tuple):
+                    value = (value, count)
+                sums[f"{head.name}/{'accuracy' if name == 'correct' else name}"] = value
         return sums
 
     def reported(self) -> dict[str, float]:
@@ -335,7 +365,7 @@ def _where(counts: Tensor | None, values: Tensor) -> Tensor:
     """Return values (m, ...), with zeros for examples that do not count."""
     if counts is None:
         return values
-    return torch.where(counts.view(-1, *[1] * (values.ndim - 1)), values, 0.0)
+    return torch.where(counts.view(-1, *[1] * (values.ndim - 1)), values, 0)
 
 
 def _listed(sizes: Mapping[str, int]) -> str:

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from evigrad.errors import ConfigurationError
-from evigrad.likelihoods.base import check_one_per_output, refuse_where, total
+from evigrad.likelihoods.base import Metric, check_one_per_output, refuse_where, total
 from evigrad.likelihoods.conditional import Conditional
 
 MISSING = (None, "nan")
@@ -63,11 +63,16 @@ class Independent(Conditional):
         y = y.to(f)
         return y if self.missing is None else torch.where(y.isnan(), f.detach(), y)
 
-    def _squared(self, errors: Tensor, y: Tensor) -> float:
-        """Return the sum of squared errors, as if missing targets had the mean observed error."""
-        observed = self._masked(torch.ones_like(errors), y)
+    def _squared(self, errors: Tensor, y: Tensor) -> Metric:
+        """Return the sum of squared errors, summed over the outputs of each example.
+
+        If targets may be missing, return the number of outputs times the sum over the observed
+        targets, and their number.
+        """
         squares = total(self._masked(errors.square(), y))
-        return squares * errors.numel() / max(total(observed), 1.0)
+        if self.missing is None:
+            return squares
+        return squares * errors.shape[1], total(self.observed(y))
 
     def _masked(self, values: Tensor, y: Tensor) -> Tensor:
         """Return values (m, C) of each target, with zeros where targets are missing."""

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError
+from evigrad.likelihoods.base import precisely
 from evigrad.likelihoods.poisson import Counts, log_normal_moments
 
 
@@ -65,12 +66,14 @@ class NegativeBinomial(Counts):
         return torch.nn.functional.softplus(f + self.log_dispersion.to(f))
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
-        f, y = self._with_means(f, y)
-        counts, log_d = self._masked(y.to(f), y), self.log_dispersion.to(f)
+        means, y = self._with_means(f, y)
+        # A small dispersion makes the terms large, and their sum small.
+        precise = precisely(means)
+        counts, log_d = self._masked(y.to(precise), y), self.log_dispersion.to(precise)
         r = (-log_d).exp()
         choices = torch.lgamma(counts + r) - torch.lgamma(r) - torch.lgamma(counts + 1.0)
-        log_p = choices + counts * (f + log_d) - (counts + r) * self._spread(f)
-        return self._masked(log_p, y).sum(dim=1)
+        log_p = choices + counts * (precise + log_d) - (counts + r) * self._spread(precise)
+        return self._masked(log_p, y).sum(dim=1).to(f)
 
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
         """Return the Fisher information, differentiable in ``log_dispersion``."""

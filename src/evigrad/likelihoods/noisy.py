@@ -1,6 +1,6 @@
 """Base class for real-valued targets with noise of a learnable scale."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Float
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from evigrad.core.roots import RootRows, check_root, one_hot
 from evigrad.errors import ConfigurationError, InputError
-from evigrad.likelihoods.base import by_entry
+from evigrad.likelihoods.base import Metric, by_entry
 from evigrad.likelihoods.missing import Independent
 
 
@@ -69,10 +69,11 @@ class Noisy(Independent):
             scale = scale.gather(1, columns.clamp(min=0).long())
         return RootRows(one_hot(f, columns), scale)
 
-    def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
+    def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> Mapping[str, Metric]:
         """Return the sums ``log_likelihood`` (nats) and ``squared_error`` (units of y²)."""
-        return super().metrics(f, y) | {
-            "squared_error": self._squared(self.plain_targets(y).to(f) - f, self.plain_targets(y))
+        return {
+            **super().metrics(f, y),
+            "squared_error": self._squared(self.plain_targets(y).to(f) - f, self.plain_targets(y)),
         }
 
     def reported(self) -> dict[str, float]:

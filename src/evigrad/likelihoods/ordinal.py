@@ -1,6 +1,6 @@
 """A likelihood for labels that are one of K ordered classes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, pad
 
 from evigrad.errors import ConfigurationError, InputError
-from evigrad.likelihoods.base import Likelihood, by_entry, refuse_where, total
+from evigrad.likelihoods.base import Likelihood, Metric, by_entry, refuse_where, total
 
 
 class Ordinal(Likelihood):
@@ -167,13 +167,13 @@ class Ordinal(Likelihood):
             " thresholds. Use link='monte-carlo' or 'plug-in'."
         )
 
-    def metrics(self, f: Float[Tensor, "m 1"], y: Tensor) -> dict[str, float]:
+    def metrics(self, f: Float[Tensor, "m 1"], y: Tensor) -> Mapping[str, Metric]:
         """Return the sums ``log_likelihood``, ``correct`` and ``absolute_error`` (in classes).
 
         The error is the distance between the label and the median of the predicted classes.
         """
         median = (self.thresholds.detach().to(f) < f.detach()).sum(1)
-        return super().metrics(f, y) | {"absolute_error": total((median - y).abs())}
+        return {**super().metrics(f, y), "absolute_error": total((median - y).abs())}
 
     def sample(self, f: Float[Tensor, "m 1"], generator: torch.Generator) -> Int[Tensor, " m"]:
         """Draw labels: the number of thresholds below f plus logistic noise."""

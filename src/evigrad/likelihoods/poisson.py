@@ -1,13 +1,13 @@
 """A likelihood for counts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from evigrad.errors import ConfigurationError, InputError
-from evigrad.likelihoods.base import refuse_where
+from evigrad.likelihoods.base import Metric, refuse_where
 from evigrad.likelihoods.missing import Independent
 
 
@@ -48,11 +48,11 @@ class Counts(Independent):
             raise InputError(f"Counts must be real whole numbers, got {y.dtype}. Use y.real.")
         refuse_where((y < 0) | (y % 1 != 0), y, "must be a count, a whole number of at least 0")
 
-    def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
+    def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> Mapping[str, Metric]:
         """Return the sums ``log_likelihood`` (nats) and ``squared_error`` of means (counts²)."""
         metrics = super().metrics(f, y)
         f, counts = self._with_means(f, y)
-        return metrics | {"squared_error": self._squared(counts.to(f) - f.exp(), counts)}
+        return {**metrics, "squared_error": self._squared(counts.to(f) - f.exp(), counts)}
 
 
 class Poisson(Counts):

@@ -1,7 +1,8 @@
 """A likelihood with a weight for each example."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from evigrad.core.roots import RootRows
 from evigrad.errors import InputError
-from evigrad.likelihoods.base import Likelihood, like, refuse_where
+from evigrad.likelihoods.base import Likelihood, Metric, as_numbers, like, refuse_where
 
 
 class Weighted(Likelihood):
@@ -48,11 +49,12 @@ class Weighted(Likelihood):
         self.has_conditions = likelihood.has_conditions
         self.is_classification = likelihood.is_classification  # pyright: ignore[reportAttributeAccessIssue]
 
-    def targets(self, y: Tensor, weights: Tensor) -> Float[Tensor, "... D"]:
+    def targets(self, y: Any, weights: Any) -> Float[Tensor, "... D"]:
         """Return targets and weights in one tensor.
 
         Args:
-            y: Targets of the wrapped likelihood, (m,), (m, C), or with positions (m, …).
+            y: Targets of the wrapped likelihood, (m,), (m, C), or with positions (m, …): a tensor
+                or an array. For numbers, (m,) means (m, 1).
             weights: Non-negative weights, one per target: (m,) or (m, …).
 
         Returns:
@@ -61,7 +63,8 @@ class Weighted(Likelihood):
         Raises:
             InputError: If there is not one weight per target.
         """
-        columns = y.unsqueeze(-1) if self._has_labels else y
+        y, weights = as_numbers(y), as_numbers(weights)
+        columns = y.unsqueeze(-1) if self._has_labels or y.ndim == 1 else y
         if weights.shape != columns.shape[:-1]:
             raise InputError(
                 f"Weights must have the shape {tuple(columns.shape[:-1])}, one weight per"
@@ -117,6 +120,9 @@ class Weighted(Likelihood):
         is_real = isinstance(y, Tensor) and y.is_floating_point()
         super().validate(f_shape, y.nan_to_num(nan=0.0) if is_real else y)
         columns = 2 if self._has_labels else 1
+        if self._has_labels and is_real and y.ndim == 2:
+            words = "is not a label. Labels are whole numbers"
+            refuse_where(y[:, :-1] != y[:, :-1].round(), y[:, :-1], words)
         if y.ndim != 2 or y.shape[1] < columns or not is_real:
             raise InputError(
                 "Targets must be combined with their weights, got a tensor of dtype"
@@ -138,7 +144,7 @@ class Weighted(Likelihood):
         """Draw targets, each with a weight of one."""
         return self.targets(self.likelihood.sample(f, generator), f.new_ones(len(f)))
 
-    def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> dict[str, float]:
+    def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> Mapping[str, Metric]:
         """Return the wrapped likelihood's metrics, without weights."""
         return self.likelihood.metrics(f, self._targets(f, y))
 

@@ -1,5 +1,6 @@
 """Metrics of a model on a data set, and the values of the model's hyperparameters."""
 
+import math
 from typing import Any
 
 import torch
@@ -46,14 +47,14 @@ def evaluate(
     Returns:
         Means over the examples, or over their positions with a target. They are
         ``log_likelihood`` (nats) and, depending on the likelihood, ``accuracy`` (a fraction) or
-        ``squared_error`` (summed over the outputs).
+        ``squared_error`` (summed over the outputs). A mean over missing targets only is NaN.
 
     Raises:
         InputError: If there are no data, or the data are invalid for the likelihood.
         MemoryBudgetError: If there is not enough memory for one example.
     """
     source, ranks = as_source(data), ranks or Ranks()
-    totals: dict[str, float] = {}
+    totals: dict[str, tuple[float, float]] = {}  # sums and counts
     count = 0
     generator = generator or torch.Generator().manual_seed(0)
 
@@ -66,7 +67,9 @@ def evaluate(
             return
         sums = summed_metrics(likelihood, f, targets)
         count += len(f)
-        totals.update({name: totals.get(name, 0.0) + value for name, value in sums.items()})
+        for name, (value, number) in sums.items():
+            before = totals.get(name, (0.0, 0.0))
+            totals[name] = (before[0] + value, before[1] + number)
 
     with ranks.together(), evaluation_mode(model, generator), torch.no_grad():
         part = ranks.part(len(source))
@@ -83,13 +86,15 @@ def evaluate(
                     " smaller network or a machine with more memory."
                 )
     names = _names_of_any_rank(list(totals), ranks)
-    sums = torch.tensor(
-        [count, *(totals.get(name, 0.0) for name in names)], dtype=torch.float64, device="cpu"
-    )
-    count, *values = ranks.sum([sums])[0].tolist()
+    pairs = [(float(count), 0.0), *(totals.get(name, (0.0, 0.0)) for name in names)]
+    sums = torch.tensor(pairs, dtype=torch.float64, device="cpu")
+    (count, _), *pairs = ranks.sum([sums])[0].tolist()
     if not count:
         raise InputError(NO_TARGET)
-    means = {name: value / count for name, value in zip(names, values, strict=True)}
+    means = {
+        name: value / number if number else math.nan
+        for name, (value, number) in zip(names, pairs, strict=True)
+    }
     if "correct" in means:
         means["accuracy"] = means.pop("correct")
     return means

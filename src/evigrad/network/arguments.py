@@ -174,7 +174,8 @@ def check_output(output: object, m: int, positions: bool = False) -> Tensor:
         raise InputError(
             f"The model returned a {type(output).__name__}, but evigrad needs one tensor of shape"
             " (examples, outputs), or an object whose .logits attribute is this tensor. To select"
-            " the outputs, use evigrad.Outputs(model, output=0) or output='scores'."
+            " the outputs, use evigrad.Outputs(model, output=0) or output='scores'. For the heads"
+            " of a Joint likelihood, use output=['depth', 'kind'], in the order of the heads."
         )
     if output.layout != torch.strided or output.is_nested:
         raise InputError(

@@ -10,8 +10,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from evigrad.errors import ConfigurationError
+from evigrad.errors import ConfigurationError, InputError
 from evigrad.likelihoods import Conditional, Likelihood
+from evigrad.likelihoods.base import as_numbers, precisely
 from evigrad.likelihoods.calls import (
     check_targets,
     class_probabilities,
@@ -21,6 +22,7 @@ from evigrad.likelihoods.calls import (
     noise_variance,
 )
 from evigrad.likelihoods.positions import is_batch, targets_at
+from evigrad.likelihoods.weighted import unweighted
 
 LINKS = ("monte-carlo", "probit", "plug-in")
 # Number of sampled outputs at once, 128 MiB in float64.
@@ -75,12 +77,12 @@ class Predictive:
         """Return the prediction under conditions, such as the exposures of the new examples.
 
         Args:
-            **conditions: Conditions by name: one number, or tensors (m,), (m, D) or (m, …, D). See
-                ``evigrad.likelihoods.Conditional``.
+            **conditions: Conditions by name: one number, or tensors or arrays (m,), (m, …) or
+                (m, …, D). See ``evigrad.likelihoods.Conditional``. Other conditions do not change.
 
         Raises:
             ConfigurationError: If the likelihood has no conditions.
-            InputError: If there is no such condition.
+            InputError: If there is no such condition, or a value or a shape is wrong.
 
         Examples:
             >>> import torch
@@ -90,12 +92,30 @@ class Predictive:
             >>> rates.with_conditions(exposure=3.0).mean.item()  # 3 times exp(0)
             3.0
         """
-        if not isinstance(self.likelihood, Conditional):
+        likelihood = unweighted(self.likelihood)
+        if not isinstance(likelihood, Conditional):
             raise ConfigurationError(
-                f"{type(self.likelihood).__name__} has no conditions. For a head of a Joint"
-                " likelihood, use prediction[name].with_conditions(...)."
+                f"{type(likelihood).__name__} has no conditions. For a head of a Joint likelihood,"
+                " use prediction[name].with_conditions(...)."
             )
-        return replace(self, likelihood=self.likelihood.with_conditions(**conditions))
+        rows = {name: self._in_rows(name, values) for name, values in conditions.items()}
+        return replace(self, likelihood=likelihood.with_conditions(**rows))
+
+    def _in_rows(self, name: str, values: Any) -> Tensor:
+        """Return conditions of all positions of all examples, (n, D), or one number."""
+        shape, values = self.outputs.shape[:-1], as_numbers(values)
+        if values.ndim == 0:
+            return values
+        if values.shape == shape[:1]:
+            values = values.view(-1, *[1] * len(shape)).expand(*shape, 1)
+        elif values.shape == shape:
+            values = values.unsqueeze(-1)
+        elif values.shape[:-1] != shape:
+            raise InputError(
+                f"{name} must be one number, or have the shape {tuple(shape)} or"
+                f" {(*shape, '…')}, got {tuple(values.shape)}."
+            )
+        return values.flatten(0, -2)
 
     @property
     def mean(self) -> Float[Tensor, "m ... D"]:
@@ -162,9 +182,13 @@ class Predictive:
             return class_probabilities(self.likelihood, self._one_output())
         # The number of classes may differ from the number of outputs.
         total, m = self.outputs.new_zeros(()), len(self.outputs)
+        # Conditions belong to the examples, so each draw is evaluated by itself.
+        num_examples = m if self.likelihood.has_conditions else None
         for f in self._samples(self.num_samples, self.seed):
-            sample_probabilities = class_probabilities(self.likelihood, f.flatten(0, 1))
-            total = total + sample_probabilities.unflatten(0, (-1, m)).sum(0)
+            flat = f.flatten(0, 1)
+            parts = flat.split(num_examples or len(flat))
+            draws = torch.cat([class_probabilities(self.likelihood, part) for part in parts])
+            total = total + draws.unflatten(0, (-1, m)).sum(0)
         return total / self.num_samples
 
     @property
@@ -249,23 +273,18 @@ class Predictive:
     @cached_property
     def _root(self) -> Float[Tensor, "m C C"]:
         """Return a square root of each covariance, from eigenvalues, because it may be singular."""
-        values, vectors = torch.linalg.eigh(_precise(self.covariance))
+        values, vectors = torch.linalg.eigh(precisely(self.covariance))
         return vectors * values.clamp(min=0.0).sqrt().unsqueeze(1)
 
     def _normal_log_prob(self, y: Tensor, noise: Tensor) -> Tensor:
         """Return log N(y; outputs, covariance + noise) of the targets that are not NaN."""
-        spread = _precise(self.covariance) + _precise(noise).diag_embed()
+        spread = precisely(self.covariance) + precisely(noise).diag_embed()
         missing = y.isnan()
         beside = missing.unsqueeze(1) | missing.unsqueeze(2)
         spread = torch.where(beside, missing.to(spread).diag_embed(), spread)
         factor = torch.linalg.cholesky(spread)
-        error = _precise(torch.where(missing, 0.0, y.to(self.outputs) - self.outputs)).unsqueeze(2)
+        error = precisely(torch.where(missing, 0.0, y.to(self.outputs) - self.outputs)).unsqueeze(2)
         solved = torch.linalg.solve_triangular(factor, error, upper=False).squeeze(2)
         logs = factor.diagonal(dim1=1, dim2=2).log().sum(1)
         constant = 0.5 * (~missing).sum(1) * math.log(2.0 * math.pi)
         return -(0.5 * solved.square().sum(1) + logs + constant).to(self.outputs)
-
-
-def _precise(values: Tensor) -> Tensor:
-    """Return the values in float64, if the device has it."""
-    return values if values.device.type == "mps" else values.double()

@@ -158,15 +158,15 @@ class _EvidenceEstimator(BaseEstimator):
         weights = None
         if sample_weight is not None:
             weights = _check_sample_weight(sample_weight, X, dtype=np.float64)
+            if (weights < 0).any() or not (weights > 0).any():
+                raise InputError(
+                    "sample_weight must be non-negative, and positive for at least one row. Remove"
+                    " rows with negative weights, or give some rows a positive weight."
+                )
         weights = self._with_class_weights(weights, y)
         if weights is None:
             return X, y, None
         counted = weights > 0
-        if (weights < 0).any() or not counted.any():
-            raise InputError(
-                "sample_weight must be non-negative, and positive for at least one row. Remove rows"
-                " with negative weights, or give some rows a positive weight."
-            )
         X, y, weights = X[counted], y[counted], weights[counted]
         is_whole = (weights == weights.round()).all()
         if is_whole and weights.sum() <= _MOST_REPEATED * len(weights):

@@ -208,7 +208,7 @@ def weights_of_classes(
     rows by K times the weight of the class. Classes without weighted rows do not count in K.
 
     Raises:
-        InputError: If a label is unknown, a weight is not positive, or the type is wrong.
+        InputError: If a weight is not positive, or the type is wrong.
     """
     if isinstance(class_weight, str) and class_weight == "balanced":
         totals = np.bincount(labels, row_weights, minlength=len(classes))
@@ -222,11 +222,14 @@ def weights_of_classes(
     index_of = dict(zip(classes.tolist(), range(len(classes)), strict=True))
     weights = np.ones(len(classes))
     for label, weight in class_weight.items():
-        if label not in index_of:
-            raise InputError(
+        if label not in index_of:  # a part of the table may lack a class
+            warnings.warn(
                 f"class_weight has a weight for {label!r}, which is not a label of y. The labels"
-                f" are {listed([str(name) for name in index_of])}."
+                f" are {listed([str(name) for name in index_of])}.",
+                EvigradWarning,
+                stacklevel=5,  # the caller of fit
             )
+            continue
         is_number = isinstance(weight, int | float | np.number) and not isinstance(weight, bool)
         if not (is_number and 0 < weight < np.inf):
             raise InputError(
@@ -330,6 +333,8 @@ def with_noise(y: Any, noise: Any) -> tuple[np.ndarray, tuple[int, ...]]:
     y, noise = np.asarray(y), np.asarray(noise, dtype=np.float64)
     if y.ndim == 2 and noise.shape == y.shape[:1]:
         noise = noise[:, None]
+    if noise.ndim == 0:
+        noise = np.broadcast_to(noise, y.shape)
     if noise.shape not in {y.shape, (*y.shape[:1], 1)}:
         raise InputError(
             f"noise must have one value per row or per target, got the shape {noise.shape} for"

@@ -21,6 +21,7 @@ from evigrad.likelihoods import (
     make_likelihood,
 )
 from evigrad.likelihoods.calls import check_targets, log_probabilities, moments, summed_metrics
+from evigrad.likelihoods.poisson import Counts
 from evigrad.likelihoods.positions import counted, flattened
 from evigrad.measure.metrics import probe_outputs
 from evigrad.passes.checks import check_inputs
@@ -56,11 +57,8 @@ def check_data(evidence: Evidence, data: RunData, device: torch.device, count: i
         probe, y = source.first(2)
         f = probe_outputs(evidence.model, probe)
     check_targets(likelihood, f.shape, y, f.device)
-    if data.is_held and (held := data.targets()).is_floating_point() and held.isnan().all():
-        raise InputError(
-            "All targets are missing (NaN), so there is nothing to learn from. Check how the"
-            " targets were computed."
-        )
+    if data.is_held:
+        _check_observed(likelihood, source.targets(), f.shape[-1])
     log_probabilities(likelihood, f, y)
     summed_metrics(likelihood, f, y)  # before training, as the first evaluation comes later
     for indices in torch.arange(min(count, len(data)), device="cpu").split(
@@ -71,6 +69,23 @@ def check_data(evidence: Evidence, data: RunData, device: torch.device, count: i
         if source is data:
             check_targets(likelihood, (len(x), f.shape[1]), y, f.device)
     return f
+
+
+def _check_observed(likelihood: Likelihood, y: Tensor, num_outputs: int) -> None:
+    """Raise an error if no target counts, of all outputs or of one head."""
+    y = y[counted(likelihood, (), y).flatten()]
+    weights = likelihood.weights(y) if len(y) else y.new_zeros(1, 1)
+    if weights is None:
+        return
+    per_output = weights.view(len(weights), -1).sum(0).expand(num_outputs)
+    sizes = likelihood.sizes if isinstance(likelihood, Joint) else {"": num_outputs}
+    for name, total in zip(sizes, per_output.split(list(sizes.values())), strict=True):
+        if not bool(total.any()):
+            of_head = f" of {name!r}" if name else ""
+            raise InputError(
+                f"All targets{of_head} are missing or have weight 0, so there is nothing to learn"
+                " from. Check how the targets were computed."
+            )
 
 
 def warn_of_data(evidence: Evidence, data: RunData, outputs: Tensor) -> None:
@@ -85,7 +100,7 @@ def warn_of_data(evidence: Evidence, data: RunData, outputs: Tensor) -> None:
             EvigradWarning,
             stacklevel=6,  # the caller of fit
         )
-    if any(isinstance(part, _REAL) for part in evidence.likelihood.modules()):
+    if any(isinstance(part, (*_REAL, Counts)) for part in evidence.likelihood.modules()):
         _warn_of_real_targets(evidence, data)
 
 
@@ -107,7 +122,11 @@ def _warn_of_real_targets(evidence: Evidence, data: RunData) -> None:
     f, y = flattened(evidence.likelihood, f, y)
     sample = list(_parts(evidence.likelihood, f, y)) if len(f) else []
     for part in sample:
-        _warn_of_scale(part)
+        if isinstance(part.likelihood, Counts):
+            _warn_of_rates(part.likelihood, part)
+        else:
+            _warn_of_scale(part)
+    sample = [part for part in sample if isinstance(part.likelihood, _REAL)]
     are_suspicious = [are_discrete(part.y) for part in sample]
     parts = sample
     if data.is_held and (any(are_suspicious) or any(part.weights is not None for part in sample)):
@@ -138,8 +157,8 @@ def _parts(likelihood: Likelihood, f: Tensor, y: Tensor) -> Iterator[Part]:
         targets, weights = likelihood.split(y)
         for part in _parts(likelihood.likelihood, f, targets):
             yield part._replace(weights=weights if len(weights) == len(part.y) else None)
-    elif isinstance(likelihood, _REAL) and len(y):
-        yield Part(likelihood, f, likelihood.plain_targets(y))
+    elif isinstance(likelihood, (*_REAL, Counts)) and len(y):
+        yield Part(likelihood.at(y), f, likelihood.plain_targets(y))
 
 
 def _warn_of_discrete(sample: Part, part: Part) -> None:
@@ -227,7 +246,7 @@ def _warn_of_scale(part: Part) -> None:
     if not bool(far.any()):
         return
     first = int(far.nonzero()[0])
-    fix = "set the noise: likelihood=Gaussian(noise=...)"
+    fix = f"set the noise: likelihood={type(likelihood).__name__}(noise=...)"
     if isinstance(likelihood, HeteroscedasticGaussian):
         fix = "start with outputs that fit the targets"
     warnings.warn(
@@ -237,6 +256,33 @@ def _warn_of_scale(part: Part) -> None:
         " targets of about unit scale. Standardize the targets: set scaling ="
         " evigrad.data.Scaling.of(y) and train on (x, scaling(y)). Call scaling.undo(means) to"
         f" convert predictions back. (If this scale is intended, {fix}.)",
+        EvigradWarning,
+        stacklevel=8,  # the caller of fit
+    )
+
+
+def _warn_of_rates(likelihood: Counts, part: Part) -> None:
+    """Warn about counts whose log rates are far from zero, which networks reach slowly."""
+    observed = ~part.y.isnan()
+    means = likelihood.log_means(part.f).exp().expand(part.y.shape)[observed].double()
+    counts = part.y[observed].double()
+    if not bool(counts.sum() > 0):
+        return
+    ratio = float(counts.sum() / means.sum())
+    if 1 / _FAR <= ratio <= _FAR:
+        return
+    if likelihood.has_conditions:
+        fix = f"Multiply the exposures by {ratio:.3g}"
+    else:
+        name = type(likelihood).__name__
+        fix = (
+            f"Use likelihood = {name}(exposure=True) and the targets likelihood.targets(y,"
+            f" exposure={ratio:.3g})"
+        )
+    warnings.warn(
+        f"Counts in {part.words} average {float(counts.mean()):.3g}, but the outputs before"
+        f" training predict {float(means.mean()):.3g}. Networks, learning rates and priors expect"
+        f" log rates near zero. {fix}. Rates are then in another unit.",
         EvigradWarning,
         stacklevel=8,  # the caller of fit
     )

@@ -4,8 +4,9 @@ from dataclasses import replace
 from typing import TypeVar
 
 from evigrad.errors import ConfigurationError
-from evigrad.likelihoods import Likelihood, make_likelihood
+from evigrad.likelihoods import Likelihood, Ordinal, make_likelihood
 from evigrad.likelihoods.noisy import Noisy
+from evigrad.likelihoods.weighted import unweighted
 from evigrad.priors import GaussianPrior
 from evigrad.training.settings import Optimization, Schedule, Settings
 
@@ -81,7 +82,10 @@ def plan_optimization(
     """Return an optimization in which ``lr``, ``prior_update`` and ``start_decay`` are set."""
     lr, update = optimization.lr, optimization.prior_update
     if lr is None:
-        usual = CLASSIFICATION_LR if likelihood.is_classification else REGRESSION_LR
+        # The output of an ordinal likelihood is a real number, which may have to grow large.
+        is_ordinal = isinstance(unweighted(likelihood), Ordinal)
+        has_logits = likelihood.is_classification and not is_ordinal
+        usual = CLASSIFICATION_LR if has_logits else REGRESSION_LR
         lr = max(usual, optimization.lr_min)
     if update is None:
         is_prior_object = isinstance(prior, GaussianPrior)
