@@ -209,6 +209,11 @@ SHORT = {
         "optimization=optimization, progress": (
             "optimization=optimization, schedule=evigrad.Schedule(epochs=4), progress"
         ),
+        "(x, visits), likelihood=likelihood, progress": (
+            "(x, visits), likelihood=likelihood, schedule=evigrad.Schedule(epochs=4), progress"
+        ),
+        "EvidenceClassifier(random_state=0)": "EvidenceClassifier(random_state=0, epochs=4)",
+        'class_weight="balanced", random': 'class_weight="balanced", epochs=4, random',
         "(items, chosen), progress": (
             "(items, chosen), schedule=evigrad.Schedule(epochs=4), progress"
         ),
@@ -268,6 +273,10 @@ def test_the_blocks_of_the_guides_converge(capsys: pytest.CaptureFixture[str]) -
     assert names["lifetimes"].model.weight.item() == pytest.approx(1.0, abs=0.15)
     thresholds = names["ratings"].evidence.likelihood.thresholds - names["ratings"].model.bias
     assert thresholds.tolist() == pytest.approx([-1.0, 0.0, 2.0], abs=0.25)
+    dispersion = names["counted"].history[-1]["dispersion"]
+    assert dispersion == pytest.approx(0.5, abs=0.15)
+    assert names["is_rare"][names["label"] == 1].mean() > 0.8
+    assert names["divided"][:, 1].mean() == pytest.approx(names["label"].mean(), abs=0.02)
     rewards = torch.stack([names["learned"].flatten(), names["reward"].flatten()])
     assert float(torch.corrcoef(rewards)[0, 1]) > 0.95
     names = run_blocks("docs/augmentation.md")

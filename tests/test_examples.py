@@ -59,9 +59,12 @@ def test_censored(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 GALLERY = {
+    "counts": "--num-train 100 --epochs 4 --seeds 0",
     "decay": "--data digits --model digitsnet --subset 40 --epochs 2",
     "length_scale": "--lengths 0.3 1 --epochs 3 --learn",
     "lora": "--subset 20 --old-epochs 1 --epochs 4 --rank 2 --estimator ntk-10-1",
+    "rare_classes": "--num-train 300 --epochs 4",
+    "ratings": "--data synthetic --num-train 60 --epochs 4 --seeds 0",
     "relevance": "--folds 2 --epochs 1",
     "rotations": "--subset 100 --epochs 2",
     "segmentation": "--images 1 --epochs 1",
@@ -89,6 +92,35 @@ def test_relevance_is_shown_for_each_column(capsys: pytest.CaptureFixture[str]) 
     found = script.main("--folds 2 --epochs 2".split())
     assert len(found) == 13 and set(script.RANDOM) < set(found)
     assert capsys.readouterr().out.count("#") > 13
+
+
+def test_the_probabilities_of_ratings_sum_to_one() -> None:
+    """For each likelihood, and the integral over all numbers takes those at the ends too."""
+    script = load_script("ratings")
+    x, y, first = script.read("synthetic", None)
+    assert first == 1 and set(y.tolist()) == set(range(6))
+    for method in script.METHODS:
+        shares, _ = script.predict(method, x[:50], y[:50], x[50:70], 6, epochs=1, seed=0)
+        assert shares.shape == (20, 6) and (shares >= 0).all()
+        torch.testing.assert_close(shares.sum(1), torch.ones(20).double(), rtol=1e-5, atol=1e-5)
+
+
+def test_the_true_probabilities_of_the_rare_class_are_calibrated() -> None:
+    script = load_script("rare_classes")
+    places, labels = script.draw_examples(50_000, seed=3)
+    probability = script.true_probability(places)
+    for low, high in ((0.0, 0.02), (0.02, 0.3), (0.3, 1.0)):
+        chosen = (probability >= low) & (probability < high)
+        error = (probability[chosen] - labels[chosen]).mean()
+        assert abs(error) < 4 * labels[chosen].std() / chosen.sum() ** 0.5
+
+
+def test_division_by_the_weights_returns_to_the_frequencies() -> None:
+    script = load_script("rare_classes")
+    probability, weights = script.np.array([0.01, 0.3, 0.9]), script.np.array([0.5, 12.0])
+    odds = probability / (1 - probability) * weights[1] / weights[0]
+    restored = script.undo_weights(odds / (1 + odds), weights)
+    assert restored == pytest.approx(probability, rel=1e-12)
 
 
 def test_every_figure_of_the_gallery_is_one_of_a_script() -> None:
@@ -178,6 +210,33 @@ def test_the_noise_of_a_head_is_learned_from_the_evidence_only() -> None:
     for head in ("depth", "kind"):
         values = [result.test_metrics[f"{head}/log_likelihood"] for result in results.values()]
         assert values[0] < values[1]
+
+
+@pytest.mark.long
+def test_exposures_and_dispersion_gain() -> None:
+    exposed, poisson, ignoring = (
+        fmean(values) for values in load_script("counts").main([]).values()
+    )
+    assert exposed > ignoring + 0.1 and exposed > poisson + 0.1
+
+
+@pytest.mark.long
+def test_a_threshold_replaces_class_weights() -> None:
+    results = load_script("rare_classes").main([])
+    plain, weighted = results["no weights, 0.04"], results["balanced, 0.50"]
+    assert plain["balanced accuracy"] > weighted["balanced accuracy"] - 0.02
+    assert weighted["recall"] > results["no weights, 0.50"]["recall"] + 0.2
+    divided = results["balanced, divided, 0.50"]
+    assert plain["log likelihood"] > divided["log likelihood"] > weighted["log likelihood"]
+
+
+@pytest.mark.long
+def test_ordered_classes_gain_on_ordered_ratings() -> None:
+    means = {
+        method: fmean(value for value, _ in values)
+        for method, values in load_script("ratings").main(["--data", "synthetic"]).items()
+    }
+    assert means["ordered classes"] == max(means.values())
 
 
 @pytest.mark.long
