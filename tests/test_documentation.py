@@ -206,8 +206,8 @@ SHORT = {
         "(x, targets), likelihood=likelihood, progress": (
             "(x, targets), likelihood=likelihood, schedule=evigrad.Schedule(epochs=4), progress"
         ),
-        "optimization=optimization, progress": (
-            "optimization=optimization, schedule=evigrad.Schedule(epochs=4), progress"
+        "likelihood=Ordinal(4), progress": (
+            "likelihood=Ordinal(4), schedule=evigrad.Schedule(epochs=4), progress"
         ),
         "(x, visits), likelihood=likelihood, progress": (
             "(x, visits), likelihood=likelihood, schedule=evigrad.Schedule(epochs=4), progress"
