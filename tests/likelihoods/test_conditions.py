@@ -397,6 +397,11 @@ def test_what_is_refused() -> None:
     with pytest.raises(InputError, match="is an exposure. It must be finite and positive"):
         counts = Poisson(exposure=True)
         counts.validate((N, 2), counts.targets(COUNTS, exposure=0.0))
+    for exposure in (1e-50, 1e45):
+        with pytest.raises(InputError, match="is an exposure"):
+            counts.validate((N, 2), counts.targets(COUNTS, exposure=exposure))
+    with pytest.raises(InputError, match="is the ignore_index of missing labels"):
+        Categorical().validate((2, 3), torch.tensor([0, -100]))
     with pytest.raises(InputError, match="Poisson has no condition 'exposure'.*are: none"):
         Poisson().targets(COUNTS, exposure=1.0)
     wrong: Any = FACTS

@@ -86,8 +86,15 @@ class Categorical(Likelihood):
         if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
             raise InputError(f"Class labels must be integers, got {y.dtype}. Use y.long().")
         label = y.long()
+        outside = (label < 0) | (label >= num_outputs)
         refuse_where(
-            (label < 0) | (label >= num_outputs),
+            outside & (label == self.ignore_index),
+            label,
+            "is the ignore_index of missing labels. Labels may be missing at positions of outputs"
+            " (m, …, C) and in heads of a Joint likelihood. Otherwise, remove the example",
+        )
+        refuse_where(
+            outside,
             label,
             f"is outside 0 … {num_outputs - 1} (the model has {num_outputs} outputs). Number the"
             " labels from 0",

@@ -38,8 +38,8 @@ class Counts(Independent):
         return (f + conditions["exposure"].to(f).log() if conditions else f), counts
 
     def validate_condition(self, name: str, values: Float[Tensor, "m C"]) -> None:
-        """Check that exposures are finite and positive."""
-        wrong = (values <= 0) | values.isinf()
+        """Check that exposures are positive, and neither tiny nor huge."""
+        wrong = ~((values > 1e-30) & (values < 1e30))
         refuse_where(wrong, values, "is an exposure. It must be finite and positive")
 
     def validate_observed(self, f_shape: Sequence[int], y: Tensor) -> None:
