@@ -284,6 +284,34 @@ def test_the_papers_curves_stand_beside_ours(tmp_path):
     assert not small.paper and len(small.table([]).columns) == 5
 
 
+def test_the_closest_seed_is_named(tmp_path):
+    grid = {"start": 10.0, "stop": 20.0, "count": 3}
+    panels = {"prior": {"axis": "p", "hyperparameter": "precision", "grid": grid}}
+    names = {"kfac-N-C": "KFAC", "diag-N-C": "diagonal", "ntk-7-C": "m = 7"}
+    experiment = bounds(seeds=[0, 1], panels=panels, curves=names, paper=["fig3"], orderings=[])
+    store = Store(tmp_path)
+    tops = {"kfac-N-C": -1.073, "diag-N-C": -3.721, "ntk-7-C": 0.0}
+    # The first seed is off by 0.1 and 0.3 nats, the second by 0.2 and 0.1.
+    raised = {("kfac-N-C", 0): 0.1, ("diag-N-C", 0): -0.3, ("kfac-N-C", 1): 0.2}
+    raised["diag-N-C", 1] = 0.1
+    for case in experiment.cases():
+        name = case.keys["estimator"]
+        top = tops[name] + raised.get((name, case.seed), 0.0)
+        values = {"mean": [top - 1.0, top, top - 1.0], "sem": [0.0] * 3}
+        store.finish(case.jobs["curve"], values)
+    rows = rows_of(experiment.cases(), store)
+    (remark,) = experiment.remarks(rows)
+    assert "Of 2 seeds, seed 1 is closest" in remark and "at most 0.20 nats" in remark
+    assert remark.endswith("(KFAC).")
+    cells = {str(row[1]): [str(c) for c in row[2:]] for row in experiment.table(rows).rows}
+    assert cells["KFAC"][3:5] == ["-0.97 to -0.87", "-1.07"]
+    assert cells["m = 7"][3:] == ["0.00 to 0.00", "–", "–", "–"]
+    # Only between 10 and 20: the paper's curve reaches far below at other precisions.
+    x, y = published_curves()["fig3", "prior", "kfac-N-C"]
+    inside = [b for a, b in zip(x, y, strict=True) if 10 <= a <= 20]
+    assert float(cells["KFAC"][6]) < 1.0 + max(abs(b + 1.073) for b in inside) + 0.2
+
+
 def test_curves_of_the_paper_belong_to_the_experiments():
     curves = published_curves()
     wanted = set[tuple[str, str, str]]()
