@@ -186,7 +186,7 @@ class Bounds(Experiment):
                 seed = min(whole, key=lambda seed: whole[seed][0])
                 gap, label = whole[seed]
                 yield (
-                    f"Of {len(whole)} seeds, seed {seed} is closest to the paper ({panel}): its"
+                    f"Seed {seed} of {len(whole)} seeds is closest to the paper ({panel}). Its"
                     f" maxima differ by at most {gap:.2f} nats per example ({label})."
                 )
 

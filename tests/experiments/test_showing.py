@@ -301,7 +301,7 @@ def test_the_closest_seed_is_named(tmp_path):
         store.finish(case.jobs["curve"], values)
     rows = rows_of(experiment.cases(), store)
     (remark,) = experiment.remarks(rows)
-    assert "Of 2 seeds, seed 1 is closest" in remark and "at most 0.20 nats" in remark
+    assert "Seed 1 of 2 seeds is closest" in remark and "at most 0.20 nats" in remark
     assert remark.endswith("(KFAC).")
     cells = {str(row[1]): [str(c) for c in row[2:]] for row in experiment.table(rows).rows}
     assert cells["KFAC"][3:5] == ["-0.97 to -0.87", "-1.07"]
