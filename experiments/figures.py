@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _MARKER = 6.0  # points
+# Look and name in the legend of published curves.
+_PUBLISHED: dict[str, Any] = {"linestyle": (0, (4, 3)), "linewidth": 0.8, "alpha": 0.9}
+_PUBLISHED_NAME = "dashed: the paper"
 # Nats per example that a clipped panel extends below its lowest maximum. It extends further if the
 # maxima are further apart.
 _BELOW = 2.0
@@ -43,12 +46,15 @@ class Curve:
         x: Positions.
         y: Values. Values that are not finite are omitted.
         error: Standard errors of the values, drawn as a band. Empty for none.
+        published: Whether the curve is the paper's. It is a thin dashed line in the color of the
+            label, and all other lines are then solid.
     """
 
     label: str
     x: Sequence[float | int]
     y: Sequence[float | int]
     error: Sequence[float | int] = ()
+    published: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,9 +147,11 @@ def panels(
     """
     columns = max(map(len, rows))
     figure = new_figure(size[0] * columns + 1.4, size[1] * len(rows))
-    drawn = [curve.label for row in rows for panel in row for curve in panel.curves]
-    labels = legend_order(drawn, reference, ordered)
+    curves = [curve for row in rows for panel in row for curve in panel.curves]
+    labels = legend_order((curve.label for curve in curves), reference, ordered)
     looks = _styles(labels, reference, ordered)
+    if has_published := any(curve.published for curve in curves):
+        looks = {label: {**look, "linestyle": DASHES[0]} for label, look in looks.items()}
     handles: dict[str, Any] = {}
     first: Axes | None = None
     for down, row in enumerate(rows):
@@ -161,7 +169,8 @@ def panels(
                     handle = _draw_apart(axes, curve, look)
                 else:
                     handle = _draw_curve(axes, curve, look, mark_tops)
-                handles.setdefault(curve.label, handle)
+                if not curve.published:
+                    handles.setdefault(curve.label, handle)
             axes.margins(x=0.02 if shared else 0)
             if panel.names:
                 axes.set_xticks(
@@ -173,9 +182,13 @@ def panels(
                 _leave_out_depths(
                     axes, [c for p in row for c in p.curves] if shared else panel.curves
                 )
+    shown = [label for label in labels if label in handles]
+    if has_published:
+        handles[_PUBLISHED_NAME] = _published_entry()
+        shown.append(_PUBLISHED_NAME)
     figure.legend(
-        handles=[handles[label] for label in labels],
-        labels=[words(label) for label in labels],
+        handles=[handles[label] for label in shown],
+        labels=[words(label) for label in shown],
         loc="outside right upper",
         frameon=False,
         fontsize=SMALL,
@@ -306,12 +319,21 @@ def _draw_curve(axes: "Axes", curve: Curve, look: dict[str, Any], mark_top: bool
     kept = [i for i, value in enumerate(curve.y) if math.isfinite(value)]
     x, y = [curve.x[i] for i in kept], [curve.y[i] for i in kept]
     errors = [_known(curve.error[i]) for i in kept] if curve.error else []
+    if curve.published:
+        return draw_line(axes, x, y, errors, **{**look, **_PUBLISHED, "marker": ""})
     line = draw_line(axes, x, y, errors, **look)
     if mark_top and y:
         top = max(range(len(y)), key=y.__getitem__)
         dot = {"color": line.get_color(), "marker": "o", "markersize": 4.5}
         axes.plot(x[top], y[top], clip_on=False, **dot)
     return line
+
+
+def _published_entry() -> Any:
+    """Return the line that stands for all published curves in a legend."""
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], color=LIGHT.muted, **_PUBLISHED)
 
 
 def _draw_apart(axes: "Axes", curve: Curve, look: dict[str, Any]) -> Any:

@@ -31,7 +31,7 @@ PAGE_PRESETS = (PAPER, CPU, SMALL)  # that a page shows by default
 GALLERY = (SMALL, TINY)  # presets whose sections link their tables
 BEGIN, END = "<!-- experiments -->", "<!-- end experiments -->"
 
-_MOST_NAMES = 12  # in a sentence
+_MOST_NAMES = 6  # in a sentence
 _SUMMARY = "summary.json"
 _WANTED = "seeds_wanted"
 _IMAGES, _TABLES = "images/experiments", "results"

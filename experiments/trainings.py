@@ -54,7 +54,7 @@ _MOST_JOBS = 4
 _DIGITS = 16  # of a name that is a hash
 # Options that are younger than results, or gone: at their default results keep the folders that
 # they have, and the spelling of training without an estimator.
-_YOUNGER = {"prior_mean": "zero", "noise_on_loss": False}
+_YOUNGER = {"prior_mean": "zero", "noise_on_loss": False, "pixels": "normalized"}
 _YOUNGER |= dict.fromkeys(("categorical", "drop", "features", "max_epochs", "start_decay"))
 _GONE = {"split_blocks": False, "augerino_weight": WEIGHT}
 _MAP = "map"

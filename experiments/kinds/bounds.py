@@ -1,15 +1,18 @@
 """Bounds on the log evidence along a hyperparameter, for fixed weights (Figures 3 to 6)."""
 
-from collections.abc import Mapping, Sequence
+import csv
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
 
 from evigrad.core.names import Estimator
 from experiments import figures
 from experiments.along import make_grid
 from experiments.cases import Case, Mean, Row
-from experiments.definition import Experiment, Options
+from experiments.definition import FOLDER, Experiment, Options
 from experiments.jobs import curve, curves, training
 from experiments.tables import Column, Table
 
@@ -67,12 +70,14 @@ class Bounds(Experiment):
         curves: Estimator to the label of its curve, in all panels.
         orderings: Lists of estimators in the order that the theory demands, higher bounds first.
         blocks: Maximum number of blocks of a partition. None for all.
+        paper: Figures of the paper whose curves are drawn and compared.
     """
 
     panels: dict[str, BoundPanel]
     curves: dict[str, str | None]
     orderings: list[list[str]] = field(default_factory=list)
     blocks: int | None = None
+    paper: list[str] = field(default_factory=list)
 
     def cases(self) -> list[Case]:
         """Return a curve for each panel, estimator and seed."""
@@ -127,6 +132,11 @@ class Bounds(Experiment):
                 for row in rows
                 if row["panel"] == name
             ]
+            curves += [
+                figures.Curve(row["label"].removesuffix(ending), *published, published=True)
+                for row in rows
+                if row["panel"] == name and (published := self._published(row))
+            ]
             unit = "" if drawn else "log evidence bound\n(nats per example)"
             title = (panel.title or name) + ending
             made = figures.Panel(title, panel.axis, unit, curves, panel.grid.log, True)
@@ -134,20 +144,61 @@ class Bounds(Experiment):
         return drawn
 
     def table(self, rows: list[Row]) -> Table:
-        """Return the maximum of each bound and its position, in the order of the legend."""
+        """Return the maximum of each bound and its position, in the order of the legend.
+
+        With curves of the paper, also return their maxima, the lowest and highest maximum of a
+        seed, and the largest distance between the curves at the positions that the paper's picture
+        shows.
+        """
+        names = ["panel", "estimator", "maximum, nats per example", "at hyperparameter", "seeds"]
+        if self.paper:
+            names += ["maxima of the seeds"]
+            names += ["paper: maximum", "paper: at hyperparameter", "largest distance"]
         cells = []
         for row in self.in_order(rows, "panel", list(self.panels)):
-            grid = self.panels[row["panel"]].grid.values()
-            values = row["log_evidence"]
-            best = max(range(len(grid)), key=values.mean.__getitem__)
-            top = [f"{values.mean[best]:.3f}", f"{grid[best]:.3g}", str(values.count)]
-            cells.append([row["panel"], row["label"], *top])
-        names = ("panel", "estimator", "maximum, nats per example", "at hyperparameter", "seeds")
+            panel, values = self.panels[row["panel"]], row["log_evidence"]
+            top, place = _top(panel.grid.values(), values.mean)
+            cells.append([row["panel"], row["label"], f"{top:.3f}", place, str(values.count)])
+            if not self.paper:
+                continue
+            tops = sorted(max(curve) for curve in values.by_seed.values())
+            cells[-1].append(f"{tops[0]:.2f} to {tops[-1]:.2f}" if len(tops) > 1 else "–")
+            if published := self._published(row):
+                top, place = _top(*published)
+                gap = _largest_gap(panel.grid, values.mean, *published)
+                cells[-1] += [f"{top:.2f}", place, f"{gap:.2f}"]
+            else:
+                cells[-1] += ["–", "–", "–"]
         return Table([Column(name) for name in names], cells, [cell[0] for cell in cells])
 
+    def _closest_seeds(self, rows: list[Row]) -> Iterator[str]:
+        """Yield for each panel the seed whose maxima are closest to the paper's."""
+        for panel in self.panels:
+            gaps: dict[int, list[tuple[float, str]]] = {}
+            shown = [(row, self._published(row)) for row in rows if row["panel"] == panel]
+            compared = [(row, published) for row, published in shown if published is not None]
+            for row, (_, theirs) in compared:
+                for seed, ours in row["log_evidence"].by_seed.items():
+                    gaps.setdefault(seed, []).append((abs(max(ours) - max(theirs)), row["label"]))
+            # Seeds that lack a curve are not comparable.
+            whole = {seed: max(each) for seed, each in gaps.items() if len(each) == len(compared)}
+            if len(whole) > 1:
+                seed = min(whole, key=lambda seed: whole[seed][0])
+                gap, label = whole[seed]
+                yield (
+                    f"Seed {seed} of {len(whole)} seeds is closest to the paper ({panel}). Its"
+                    f" maxima differ by at most {gap:.2f} nats per example ({label})."
+                )
+
+    def _published(self, row: Row) -> tuple[list[float], list[float]] | None:
+        """Return positions and values of the paper's curve, if its pictures show it."""
+        curves = published_curves()
+        keys = [(figure, row["panel"], row["estimator"]) for figure in self.paper]
+        return next((curves[key] for key in keys if key in curves), None)
+
     def remarks(self, rows: list[Row]) -> list[str]:
-        """Return whether the orderings hold for each seed and point."""
-        found = []
+        """Return whether the orderings hold, and which seed is closest to the paper's maxima."""
+        found = [*self._closest_seeds(rows)]
         for chain in self.orderings:
             for panel in self.panels:
                 known = {r["estimator"]: r["log_evidence"] for r in rows if r["panel"] == panel}
@@ -168,6 +219,42 @@ class Bounds(Experiment):
                         verdict = f"does not hold everywhere: {', '.join(broken)}"
                     found.append(f"The ordering `{' ≥ '.join(chosen)}` ({panel}) {verdict}.")
         return found
+
+
+@cache
+def published_curves() -> dict[tuple[str, str, str], tuple[list[float], list[float]]]:
+    """Return positions and values of the paper's curves by figure, panel and estimator.
+
+    The curves are read off Figures 3 and 4 of Immer et al. (2023), *Stochastic Marginal Likelihood
+    Gradients using Neural Tangent Kernels*, to about 0.02 nats and 3 % of a precision. Points that
+    other curves or a legend cover are missing.
+    """
+    found: dict[tuple[str, str, str], tuple[list[float], list[float]]] = {}
+    with (FOLDER / "curves.csv").open(encoding="utf-8", newline="") as file:
+        for line in csv.DictReader(file):
+            key = (line["figure"], line["panel"], line["estimator"])
+            x, y = found.setdefault(key, ([], []))
+            x.append(float(line["hyperparameter"]))
+            y.append(float(line["log_evidence"]))
+    return found
+
+
+def _top(x: Sequence[float], y: Sequence[float]) -> tuple[float, str]:
+    """Return the maximum of a curve and its position, as text."""
+    best = max(range(len(y)), key=y.__getitem__)
+    return y[best], f"{x[best]:.3g}"
+
+
+def _largest_gap(
+    grid: Grid, ours: Sequence[float], x: Sequence[float], theirs: Sequence[float]
+) -> float:
+    """Return the largest distance of a curve from the points (x, theirs) within its grid.
+
+    The curve is interpolated linearly.
+    """
+    scale = np.log if grid.log else np.asarray
+    at = np.interp(scale(x), scale(grid.values()), ours, left=np.nan, right=np.nan)
+    return float(np.nanmax(np.abs(at - theirs)))
 
 
 def _read(results: Mapping[str, dict[str, Any]], of: str | None = None) -> dict[str, Any]:

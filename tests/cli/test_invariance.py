@@ -91,6 +91,16 @@ def test_the_network_is_averaged_with_the_same_initial_weights():
     assert fixed.hyperparameters == ()
 
 
+def test_beyond_the_borders_all_is_black():
+    keywords: dict[str, Any] = {"subset": 20, "device": "cpu", "invariance": "rotation"}
+    raw, scaled = set_up("digits", pixels="raw", **keywords), set_up("digits", **keywords)
+    assert raw.data.train[0].min() == 0 and raw.data.train[0].max() == 1
+    (fill,) = raw.network["invariance"]["transform"]["fill"]
+    assert str(fill) == "0.0"  # not -0.0
+    (fill,) = scaled.network["invariance"]["transform"]["fill"]
+    assert fill == scaled.data.train[0].min() < 0
+
+
 def test_the_width_of_a_network():
     narrow = set_up("digits", subset=20, device="cpu", model="resnet18", width=2)
     wide = set_up("digits", subset=20, device="cpu", model="resnet18", width=4)

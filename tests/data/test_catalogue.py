@@ -74,6 +74,12 @@ def test_tables_have_no_variants(folder: Path, name: str) -> None:
         load(f"{name}:scaled", data_dir=folder)
 
 
+@pytest.mark.parametrize("name", ["crab", "uci/crab", "autompg"])
+def test_tables_have_no_pixels(folder: Path, name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"pixels is only for images.*'{name}'"):
+        load(name, data_dir=folder, pixels="raw")
+
+
 def test_variant_of_an_unknown_data_set(folder: Path) -> None:
     with pytest.raises(ConfigurationError, match="Unknown data set 'fisch'.*'fish'"):
         load("fisch:scaled", data_dir=folder)

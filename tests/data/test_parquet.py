@@ -49,6 +49,23 @@ def test_test_images_take_the_train_statistics(grey: tuple[Path, np.ndarray]) ->
     np.testing.assert_allclose(x[:, 0].numpy(), expected, atol=1e-5)
 
 
+def test_raw_pixels_are_between_zero_and_one(grey: tuple[Path, np.ndarray]) -> None:
+    folder, train = grey
+    data = load("toy", data_dir=folder, pixels="raw")
+    np.testing.assert_allclose(data.train[0][:, 0].numpy(), train / 255, rtol=1e-6)
+    np.testing.assert_allclose(data.test[0][:, 0].numpy(), pixels(3, (4, 5), 1) / 255, rtol=1e-6)
+    assert data.mean.tolist() == [[[0.0]]] and data.std.tolist() == [[[1.0]]]
+    # Normalized pixels are the raw ones with the statistics of the training images.
+    scaled = load("toy", data_dir=folder)
+    restored = scaled.train[0] * scaled.std + scaled.mean
+    torch.testing.assert_close(restored, data.train[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_scale_of_pixels_that_does_not_exist(grey: tuple[Path, np.ndarray]) -> None:
+    with pytest.raises(ConfigurationError, match="one of normalized, raw, got 'row'.*'raw'"):
+        load("toy", data_dir=grey[0], pixels="row")
+
+
 def test_environment_variable(
     grey: tuple[Path, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:

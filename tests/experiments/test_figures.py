@@ -102,6 +102,27 @@ def test_panels_draw_a_name_alike_everywhere_and_leave_out_the_depths():
     assert [text.get_text() for text in legend.get_texts()] == ["m = 10", "full"]
 
 
+def test_published_curves_are_thin_and_dashed_and_all_others_solid():
+    grid = [0.1, 1.0, 10.0]
+    ours = [figures.Curve(name, grid, [-3.0, -2.0, -2.5]) for name in ("a", "b", "c", "d")]
+    theirs = [figures.Curve("b", [0.5, 2.0], [-2.5, -2.4], published=True)]
+    # A curve of which only the paper's is there has no name in the legend.
+    theirs.append(figures.Curve("e", [0.5, 2.0], [-2.6, -2.7], published=True))
+    panel = figures.Panel("", "x", "nats", [*ours, *theirs], log=True)
+    figure = figures.panels([[panel]], mark_tops=True)
+    lines = [line for line in figure.axes[0].lines if line.get_marker() != "o"]
+    assert [line.get_linestyle() for line in lines] == ["-"] * 4 + ["--"] * 2
+    assert lines[4].get_color() == lines[1].get_color()
+    assert lines[4].get_linewidth() < lines[1].get_linewidth()
+    dots = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
+    assert len(dots) == 4
+    (legend,) = figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == ["a", "b", "c", "d", "dashed: the paper"]
+    plain = figures.panels([[figures.Panel("", "x", "nats", ours)]])
+    assert len({line.get_linestyle() for line in plain.axes[0].lines}) > 1
+
+
 def test_what_is_not_known_of_a_curve_is_left_out():
     curve = figures.Curve("a", [1, 2, 3], [1.0, math.nan, 3.0], [math.nan] * 3)
     (axes,) = figures.panels([[figures.Panel("", "x", "y", [curve])]], shared=True).axes

@@ -33,12 +33,21 @@ def test_exported_results_are_those_of_todays_options():
     assert jobs <= kept
 
 
-@pytest.mark.parametrize("change", [{"epochs": 4}, {"lr": 2e-3}, {"data": "mnist5k"}, {"seed": 1}])
+@pytest.mark.parametrize(
+    "change",
+    [{"epochs": 4}, {"lr": 2e-3}, {"data": "mnist5k"}, {"seed": 1}, {"pixels": "raw"}],
+)
 def test_another_setting_is_another_job(change):
     seed = change.pop("seed", 0)
     other = training(TRAINING, change, seed=seed)
     assert other.id != training(TRAINING, seed=0).id
     assert evaluation(other).id != evaluation(training(TRAINING, seed=0)).id
+
+
+def test_a_scale_of_pixels_that_is_the_default_keeps_older_results():
+    first = training(TRAINING, seed=0)
+    assert training(TRAINING, {"pixels": "normalized"}, seed=0).id == first.id
+    assert "pixels" not in first.training
 
 
 def test_no_place_is_part_of_a_job():
@@ -50,7 +59,7 @@ def test_no_place_is_part_of_a_job():
         *("compare_map", "evaluate_with", "run_dir", "figures"),
         # At their defaults, which jobs from before there was a choice had.
         *("prior_mean", "noise_on_loss", "start_decay", "max_epochs"),
-        *("categorical", "drop", "features"),
+        *("categorical", "drop", "features", "pixels"),
     }
     other = training(TRAINING, {"prior_mean": "initial"}, seed=0)
     assert other.training["prior_mean"] == "initial" and other.id != plain.id

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from small_experiments import TRAINING, bounds
@@ -17,7 +18,8 @@ from evigrad.errors import ConfigurationError
 from experiments.cases import Case, Mean, coverage, rows_of, seeds_of
 from experiments.definition import Experiment, make_experiment, read_experiment
 from experiments.jobs import Job, Store
-from experiments.kinds import overview
+from experiments.kinds import Bounds, overview
+from experiments.kinds.bounds import published_curves
 from experiments.kinds.selection import rank_correlation
 from experiments.present import BEGIN, END, present, shown_in, write_page
 from experiments.tables import Column, Table
@@ -258,6 +260,71 @@ def test_an_ordering_is_checked_seed_by_seed(tmp_path):
             store.finish(job, {"mean": [value] * 3, "sem": [0.0] * 3})
     (remark,) = experiment.remarks(rows_of(experiment.cases(), store))
     assert "ntk-N-C lies below ntk-10-C at 3 of 6 points, by 0.1 nats" in remark
+
+
+def test_the_papers_curves_stand_beside_ours(tmp_path):
+    experiment, store = read_experiment("fig3", "cpu").with_seeds([0]), Store(tmp_path)
+    assert isinstance(experiment, Bounds)
+    grid = experiment.panels["prior"].grid.values()
+    x, y = published_curves()["fig3", "prior", "kfac-N-C"]
+    values = 0.1 * np.log(grid) - 3.0  # a line, on which interpolation is exact
+    for case in experiment.cases():
+        if case.keys["panel"] == "prior" and case.keys["estimator"] == "kfac-N-C":
+            result: dict[str, Any] = {"mean": values.tolist(), "sem": [0.0] * len(grid)}
+            result |= {"job_seconds": 1.0, "machine": "none", "date": "2026-01-01"}
+            store.finish(case.jobs["curve"], result)
+    shown = present(experiment, store)
+    cells = shown.table.splitlines()[2].strip("| ").split(" | ")
+    assert cells[:2] == ["prior", "KFAC"] and cells[5:8] == ["–", "−1.07", "14.2"]
+    assert cells[2:5] == [f"−{3 - 0.1 * math.log(1e4):.3f}", "1e+04", "1"]
+    distances = np.abs(0.1 * np.log(x) - 3.0 - y)
+    assert float(cells[8]) == pytest.approx(distances.max(), abs=0.005)
+    small = read_experiment("fig3", "small")
+    assert isinstance(small, Bounds)
+    assert not small.paper and len(small.table([]).columns) == 5
+
+
+def test_the_closest_seed_is_named(tmp_path):
+    grid = {"start": 10.0, "stop": 20.0, "count": 3}
+    panels = {"prior": {"axis": "p", "hyperparameter": "precision", "grid": grid}}
+    names = {"kfac-N-C": "KFAC", "diag-N-C": "diagonal", "ntk-7-C": "m = 7"}
+    experiment = bounds(seeds=[0, 1], panels=panels, curves=names, paper=["fig3"], orderings=[])
+    store = Store(tmp_path)
+    tops = {"kfac-N-C": -1.073, "diag-N-C": -3.721, "ntk-7-C": 0.0}
+    # The first seed is off by 0.1 and 0.3 nats, the second by 0.2 and 0.1.
+    raised = {("kfac-N-C", 0): 0.1, ("diag-N-C", 0): -0.3, ("kfac-N-C", 1): 0.2}
+    raised["diag-N-C", 1] = 0.1
+    for case in experiment.cases():
+        name = case.keys["estimator"]
+        top = tops[name] + raised.get((name, case.seed), 0.0)
+        values = {"mean": [top - 1.0, top, top - 1.0], "sem": [0.0] * 3}
+        store.finish(case.jobs["curve"], values)
+    rows = rows_of(experiment.cases(), store)
+    (remark,) = experiment.remarks(rows)
+    assert "Seed 1 of 2 seeds is closest" in remark and "at most 0.20 nats" in remark
+    assert remark.endswith("(KFAC).")
+    cells = {str(row[1]): [str(c) for c in row[2:]] for row in experiment.table(rows).rows}
+    assert cells["KFAC"][3:5] == ["-0.97 to -0.87", "-1.07"]
+    assert cells["m = 7"][3:] == ["0.00 to 0.00", "–", "–", "–"]
+    # Only between 10 and 20: the paper's curve reaches far below at other precisions.
+    x, y = published_curves()["fig3", "prior", "kfac-N-C"]
+    inside = [b for a, b in zip(x, y, strict=True) if 10 <= a <= 20]
+    assert float(cells["KFAC"][6]) < 1.0 + max(abs(b + 1.073) for b in inside) + 0.2
+
+
+def test_curves_of_the_paper_belong_to_the_experiments():
+    curves = published_curves()
+    wanted = set[tuple[str, str, str]]()
+    for name in ("fig3", "fig4"):
+        experiment = read_experiment(name)
+        assert isinstance(experiment, Bounds) and experiment.paper == [name]
+        wanted |= {(name, panel, c) for panel in experiment.panels for c in experiment.curves}
+    assert curves.keys() == wanted
+    for x, y in curves.values():
+        assert len(x) == len(y) > 10 and x == sorted(x) and max(y) < 0
+    tops = {key: max(y) for key, (_, y) in curves.items()}
+    assert tops["fig3", "prior", "diag-N-C"] == pytest.approx(-3.72, abs=0.01)
+    assert tops["fig4", "rotation", "ntk-100-C"] == pytest.approx(-2.29, abs=0.02)
 
 
 @pytest.fixture

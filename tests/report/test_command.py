@@ -66,6 +66,16 @@ def test_the_network_is_the_one_of_the_checkpoint(run_dir):
     assert torch.get_num_threads() == threads
 
 
+def test_raw_pixels_stay_raw(tmp_path):
+    run = tmp_path / "run"
+    options = ["--data", "digits:rotated90", "--subset", "60", "--pixels", "raw", "--epochs", "1"]
+    options += ["--invariance", "rotation", "--samples", "2", "--estimator", "none"]
+    assert main(["train", *options, "--no-figures", "--run-dir", str(run)]) == 0
+    data, model = rebuild(read_runs([run])[-1])
+    assert data.train[0].min() == 0 and data.train[0].max() == 1
+    assert isinstance(model, Averaged) and not model.invariance.fill.any()
+
+
 def test_images_look_as_they_did_and_are_of_different_classes(run_dir):
     data, _ = rebuild(read_runs([run_dir])[-1])
     images, names = examples_of(data, 12)

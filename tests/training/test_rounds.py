@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from trainers import learner_of, trainer_of
 
 from evigrad.blocks import Block
+from evigrad.core.curvature import linalg
 from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning, MemoryBudgetError
 from evigrad.likelihoods import Gaussian
 from evigrad.priors import GaussianPrior, NormalHyperprior
@@ -144,6 +145,25 @@ def test_one_pass_where_every_block_is_the_same(make_net, regression, monkeypatc
     assert learner_of(trainer).learn(2).is_shared
     assert len(seen) == 1
     assert (hyperparameters_of(trainer) != before).all()
+
+
+@pytest.mark.parametrize("estimator", ["ntk-N-C", "full-N-C"])
+def test_steps_on_one_precision_share_one_eigendecomposition(
+    make_net, blobs, monkeypatch, estimator
+):
+    prior, data = GaussianPrior("scalar", 0.5), (blobs[0][0].double(), blobs[0][1])
+    settings: dict[str, Any] = {"prior": prior, "estimator": estimator, "steps": 10}
+    trainer = prepared(make_net().double(), data, prior_update="adam", **settings)
+    seen, calls = record_passes(trainer, monkeypatch), list[int]()
+    decompose = linalg.psd_eigenvalues
+
+    def counted(matrix: Tensor, rank: int | None = None) -> Tensor:
+        calls.append(len(matrix))
+        return decompose(matrix, rank)
+
+    monkeypatch.setattr(linalg, "psd_eigenvalues", counted)
+    assert len(learner_of(trainer).learn(2).estimates) == 10
+    assert (len(seen), len(calls)) == (1, 1)
 
 
 @pytest.mark.parametrize("estimator", ["ntk-N-C", "blockdiag-N-C", "full-N-C"])

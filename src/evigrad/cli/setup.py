@@ -21,7 +21,9 @@ _LARGEST_SEED = 2**63 - 1
 _LARGEST_SIZE = 10**5
 # The options in the groups of the help.
 COLUMNS = ("target", "features", "drop", "categorical")
-NETWORK = ("data", "data_dir", *COLUMNS, "subset", "test_subset", "model", "depth", "width")
+NETWORK = (
+    *("data", "data_dir", "pixels", *COLUMNS, "subset", "test_subset", "model", "depth", "width"),
+)
 INVARIANCE = ("invariance", "initial_range", "learn_invariance", "flip", "samples", "average")
 MACHINE = ("seed", "device", "threads")
 # Names of the width in networks that name it differently.
@@ -136,8 +138,8 @@ class Setup:
         }
         averaged = None
         if self.invariance is not None:
-            # Black, like the region beyond the borders in variants of image sets.
-            fill = (-self.data.mean / self.data.std).flatten().tolist()
+            # Black, like the region beyond the borders in variants of image sets: 0 for raw pixels.
+            fill = ((0.0 - self.data.mean) / self.data.std).flatten().tolist()
             averaged = self.invariance.as_record(fill)
         return {"model": model, "invariance": averaged}
 
@@ -179,6 +181,7 @@ def set_up(
     seed: int = 0,
     device: str = "auto",
     threads: int | None = None,
+    pixels: Literal["normalized", "raw"] = "normalized",
 ) -> Setup:
     """Load the data, and choose the device and the network.
 
@@ -221,6 +224,9 @@ def set_up(
         seed: Seed of the subset, the initial weights and all random draws in training.
         device: Device: cpu, cuda, or auto (cuda if available).
         threads: Number of CPU threads. Default: PyTorch's choice, one per core.
+        pixels: Scale of the pixels of images: normalized to mean 0 and standard deviation 1 per
+            channel over the training images, or raw between 0 and 1. The area beyond the borders of
+            a transformed image is black for both.
 
     Returns:
         The data, the device and the settings of the network.
@@ -249,6 +255,7 @@ def set_up(
         features=features,
         drop=drop,
         categorical=categorical,
+        pixels=pixels,
     )
     if transforms is not None and len(loaded.input_shape) != 3:
         raise ConfigurationError(

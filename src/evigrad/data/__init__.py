@@ -9,7 +9,15 @@ from typing import Any
 
 from evigrad.data.dataset import DataSet, Scaling, Split
 from evigrad.data.hub import HUB, hub_images, hub_is_installed
-from evigrad.data.images import Images, digits, image_data_set, mnist5k, parquet_images
+from evigrad.data.images import (
+    NORMALIZED,
+    PIXELS,
+    Images,
+    digits,
+    image_data_set,
+    mnist5k,
+    parquet_images,
+)
 from evigrad.data.pairs import Pairs
 from evigrad.data.tables import LIKELIHOODS, SUFFIXES, Names, autompg, read_table, table_data_set
 from evigrad.data.variants import VARIANTS, split_name
@@ -80,6 +88,7 @@ def load(
     features: Names = None,
     drop: Names = None,
     categorical: Names = None,
+    pixels: str = NORMALIZED,
 ) -> DataSet:
     """Load a data set by name, or a table from a file.
 
@@ -101,7 +110,8 @@ def load(
       and seed.
 
     Inputs and numeric targets are standardized with the statistics of the returned training data
-    (per channel for images). The global random state does not change.
+    (per channel for images). With ``pixels="raw"``, images stay between 0 and 1. The global random
+    state does not change.
 
     Args:
         name: NAME or NAME:VARIANT, or the path of a table.
@@ -122,13 +132,16 @@ def load(
             Default: the columns that its metadata names, or else all other columns.
         drop: Columns of a table to ignore, in the same form.
         categorical: Features of a table whose numbers are categories, in the same form.
+        pixels: Scale of the pixels of images: ``normalized`` to mean 0 and standard deviation 1 per
+            channel over the training images, or ``raw`` between 0 (black) and 1.
 
     Returns:
         The data set in memory, in float32 and on the CPU.
 
     Raises:
         ConfigurationError: If a name, folder, split, variant or column does not exist, the subset
-            is larger than the training set, or the hub does not provide the data set.
+            is larger than the training set, or the hub does not provide the data set. Also if the
+            scale of pixels does not exist or is set for a table.
         InputError: If a file cannot be read, or contains values that cannot be used.
 
     Examples:
@@ -145,6 +158,10 @@ def load(
             f"{nearest(str(likelihood), LIKELIHOODS)}"
         )
     columns = {"target": target, "features": features, "drop": drop, "categorical": categorical}
+    if pixels not in PIXELS:
+        raise ConfigurationError(
+            f"pixels must be one of {', '.join(PIXELS)}, got '{pixels}'.{nearest(pixels, PIXELS)}"
+        )
     if name.endswith(SUFFIXES):
         file, there = Path(name), list[str]()
         with suppress(OSError, RuntimeError, ValueError):  # such as a name that is too long
@@ -154,6 +171,7 @@ def load(
             raise ConfigurationError(
                 f"There is no file {file}.{nearest(str(file), there)} Check the path."
             )
+        _check_no_pixels(name, pixels)
         table = read_table(file.stem, file)
         return table_data_set(file.stem, file, table, subset, seed, split, likelihood, **columns)
     full_name, (name, variant) = name, split_name(name)
@@ -164,6 +182,7 @@ def load(
             f"'{full_name}': only image sets have variants, but '{name}' is a table. Use '{name}'."
         )
     if name in SHIPPED_TABLES or file is not None:
+        _check_no_pixels(name, pixels)
         file, table = SHIPPED_TABLES[name]() if file is None else (file, read_table(name, file))
         return table_data_set(name, file, table, subset, seed, split, likelihood, **columns)
     other = None if likelihood == "categorical" else likelihood
@@ -174,7 +193,16 @@ def load(
                 f"{option} is only for tables, got {option}={value} for '{name}', which is not a"
                 " table. Remove this option."
             )
-    return image_data_set(name, *_images(name, folder), subset, seed, variant)
+    return image_data_set(name, *_images(name, folder), subset, seed, variant, pixels)
+
+
+def _check_no_pixels(name: str, pixels: str) -> None:
+    """Raise ConfigurationError if a table is asked for a scale of pixels."""
+    if pixels != NORMALIZED:
+        raise ConfigurationError(
+            f"pixels is only for images, got pixels={pixels} for '{name}', which is a table. Remove"
+            " this option."
+        )
 
 
 def _images(name: str, folder: Path | None) -> tuple[Images, Images]:

@@ -23,6 +23,8 @@ TEST_FRACTION = 0.2
 class DataSet:
     """A data set in memory, normalized with the statistics of the training examples.
 
+    Images with raw pixels are not normalized: ``mean`` is 0 and ``std`` is 1.
+
     Attributes:
         name: Name by which the data set was loaded.
         train: Inputs (n, *input_shape) and targets. Targets are int64 labels (n,) for

@@ -23,6 +23,9 @@ from evigrad.errors import InputError, require
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "fine_label")
 
+# Scales of pixels: standardized per channel, or between 0 and 1.
+NORMALIZED, RAW = PIXELS = ("normalized", "raw")
+
 # A larger label is not a class, and would need as many outputs.
 MOST_CLASSES = 100_000
 
@@ -54,14 +57,15 @@ def image_data_set(
     subset: int | None,
     seed: int,
     variant: str | None = None,
+    pixels: str = NORMALIZED,
 ) -> DataSet:
     """Return the data set (float32) that consists of a training part and a test part.
 
     If ``subset`` is not None, only this number of training images is drawn and read. If any image
     is RGB, gray images are converted to RGB. A ``variant`` of `evigrad.data.variants.VARIANTS` is
-    applied next. Pixels are then scaled to [0, 1], and standardized per channel with the mean and
-    standard deviation of the drawn training images. Class names come from the training part if it
-    has them.
+    applied next. Pixels are then scaled to [0, 1]. Unless ``pixels`` is ``raw``, they are also
+    standardized per channel with the mean and standard deviation of the drawn training images.
+    Class names come from the training part if it has them.
 
     Raises:
         InputError: If images or labels cannot be used.
@@ -89,22 +93,24 @@ def image_data_set(
     read = {key: [parts[key].read(int(row)) for row in rows[key]] for key in parts}
     color = any(image.ndim == 3 for images in read.values() for image in images)
     # Freed before there are floating-point numbers, which take four times as much.
-    pixels = {key: _stack(part.where, read.pop(key), color) for key, part in parts.items()}
-    shape = pixels["train"].shape[1:]
-    if pixels["test"].shape[1:] != shape:
+    stacks = {key: _stack(part.where, read.pop(key), color) for key, part in parts.items()}
+    shape = stacks["train"].shape[1:]
+    if stacks["test"].shape[1:] != shape:
         raise InputError(
             f"{test.where}: test images must have the same size (channels, height, width) as the"
-            f" training images, {shape}, got {pixels['test'].shape[1:]}. Resize them."
+            f" training images, {shape}, got {stacks['test'].shape[1:]}. Resize them."
         )
     x = {
-        key: torch.from_numpy(part_pixels)
+        key: torch.from_numpy(stack)
         if variant is None
-        else transformed(part_pixels, variant, key, rows[key])
-        for key, part_pixels in pixels.items()
+        else transformed(stack, variant, key, rows[key])
+        for key, stack in stacks.items()
     }
-    mean, std = _channel_statistics(x["train"], train.largest)
+    mean, std = (torch.full((shape[0], 1, 1), value, device="cpu") for value in (0.0, 1.0))
+    if pixels == NORMALIZED:
+        mean, std = _channel_statistics(x["train"], train.largest)
 
-    def standardized(key: str) -> Split:
+    def scaled(key: str) -> Split:
         images = x.pop(key).to(torch.float32)
         # In place: a large set fits in memory once, not several times.
         images.div_(parts[key].largest).sub_(mean).div_(std)
@@ -112,8 +118,8 @@ def image_data_set(
 
     return DataSet(
         name=name if variant is None else f"{name}:{variant}",
-        train=standardized("train"),
-        test=standardized("test"),
+        train=scaled("train"),
+        test=scaled("test"),
         num_outputs=len(class_names),
         input_shape=shape,
         likelihood="categorical",

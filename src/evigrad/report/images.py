@@ -122,6 +122,7 @@ def rebuild(run: Run, data_dir: str | Path | None = None) -> tuple[DataSet, nn.M
         data_dir or options.get("data_dir"),
         seed=options.get("seed", 0),
         **{name: options.get(name) for name in selection},
+        pixels=options.get("pixels", "normalized"),
     )
     if (test_subset := options.get("test_subset")) is not None:
         loaded = loaded.with_test_subset(test_subset, options.get("seed", 0))
@@ -136,7 +137,7 @@ def find_transform(data: DataSet, model: nn.Module) -> nn.Module | None:
 
 
 def examples_of(data: DataSet, count: int) -> tuple[Tensor, list[str]]:
-    """Return at most ``count`` standardized test images, and the names of their classes."""
+    """Return at most ``count`` scaled test images, and the names of their classes."""
     x, y = data.test
     chosen = _of_different_classes(y, min(count, len(x)))
     if not data.is_classification:

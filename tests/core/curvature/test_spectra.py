@@ -19,6 +19,7 @@ CASES = [
     ("ntk-8-C", "scalar", 8),
     ("blockdiag-8-C", "layerwise", 8),
     ("blockdiag-40-C", "layerwise", 40),
+    ("full-40-C", "scalar", 40),
     ("kfac-8-C", "layerwise", 8),
 ]
 

@@ -124,8 +124,10 @@ class BlockDiagonal(Curvature[BlockStatistic]):
         return {name: words[name] for name in self._numel}
 
     def _precision(self, names: Sequence[str], precisions: Mapping[str, Tensor]) -> Tensor:
-        if len(names) == 1:
-            return precisions[names[0]]
+        first = precisions[names[0]]
+        # The parameters of a prior group share one tensor. Equal numbers of several groups do not.
+        if len(names) == 1 or (first.ndim == 0 and all(precisions[n] is first for n in names)):
+            return first
         flat = [precisions[name].reshape(-1).expand(self._numel[name]) for name in names]
         return torch.cat(flat)
 
