@@ -394,8 +394,8 @@ def test_what_is_refused() -> None:
         likelihood.validate((N, 2), likelihood.targets(Z, noise=-1.0))
     with pytest.raises(InputError, match="is not a number, but it is the noise"):
         likelihood.validate((N, 2), likelihood.targets(Z, noise=NAN))
+    counts = Poisson(exposure=True)
     with pytest.raises(InputError, match="is an exposure. It must be finite and positive"):
-        counts = Poisson(exposure=True)
         counts.validate((N, 2), counts.targets(COUNTS, exposure=0.0))
     for exposure in (1e-50, 1e45):
         with pytest.raises(InputError, match="is an exposure"):
