@@ -102,25 +102,31 @@ def net(num_outputs: int) -> nn.Sequential:
 
 def curvatures(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     """Λ of each example by itself, with its weights: (m, C, C)."""
-    matrices = []
+    of_examples = []
     for n in range(len(f)):
         one = likelihood.at(y[n : n + 1]).hessian(f[n : n + 1])[0]
         weights = likelihood.weights(y[n : n + 1])
         root = f.new_ones(1) if weights is None else weights.to(f)[0].sqrt()
         root = root.expand(f.shape[1])
-        matrices.append(one * root[:, None] * root)
-    return torch.stack(matrices)
+        of_examples.append(one * root[:, None] * root)
+    return torch.stack(of_examples)
+
+
+def matrices(evidence: Evidence, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The Jacobian (N, C, P), the curvature of the weights (P, P), and their precisions (P,)."""
+    weights = {name: p.detach() for name, p in evidence.model.named_parameters()}
+    jacobians = jacrev(lambda w: functional_call(evidence.model, w, (X,)))(weights)
+    rows = torch.cat([jacobian.flatten(2) for jacobian in jacobians.values()], 2)
+    of_outputs = curvatures(evidence.likelihood, evidence.model(X), y)
+    curvature = torch.einsum("ncp,ncd,ndq->pq", rows, of_outputs, rows)
+    precisions = evidence.prior.precisions()
+    p0 = torch.cat([precisions[n].double().expand(w.shape).flatten() for n, w in weights.items()])
+    return rows, curvature, p0
 
 
 def dense(evidence: Evidence, likelihood: Likelihood, y: Tensor) -> Tensor:
-    weights = {name: p.detach() for name, p in evidence.model.named_parameters()}
-    f = evidence.model(X)
-    jacobians = jacrev(lambda w: functional_call(evidence.model, w, (X,)))(weights)
-    rows = torch.cat([jacobian.flatten(2) for jacobian in jacobians.values()], 2)
-    curvature = torch.einsum("ncp,ncd,ndq->pq", rows, curvatures(likelihood, f, y), rows)
-    precisions = evidence.prior.precisions()
-    p0 = torch.cat([precisions[n].double().expand(w.shape).flatten() for n, w in weights.items()])
-    w = torch.cat([w.flatten() for w in weights.values()])
+    f, (_, curvature, p0) = evidence.model(X), matrices(evidence, y)
+    w = torch.cat([p.detach().flatten() for p in evidence.model.parameters()])
     log_det = torch.logdet(curvature + p0.diag()) - p0.log().sum()
     return likelihood.log_prob(f, y).sum() - 0.5 * (p0 * w.square()).sum() - 0.5 * log_det
 
@@ -475,13 +481,7 @@ def test_sampled_probabilities_use_the_conditions_of_their_example() -> None:
 def test_the_posterior_agrees_with_dense_matrices(case: str) -> None:
     likelihood, y, size = cases()[case]
     evidence = evidence_of(likelihood, "full-N-C", size)
-    weights = {name: p.detach() for name, p in evidence.model.named_parameters()}
-    f = evidence.model(X)
-    jacobians = jacrev(lambda w: functional_call(evidence.model, w, (X,)))(weights)
-    rows = torch.cat([jacobian.flatten(2) for jacobian in jacobians.values()], 2)
-    curvature = torch.einsum("ncp,ncd,ndq->pq", rows, curvatures(likelihood, f, y), rows)
-    precisions = evidence.prior.precisions()
-    p0 = torch.cat([precisions[n].double().expand(w.shape).flatten() for n, w in weights.items()])
+    rows, curvature, p0 = matrices(evidence, y)
     expected = rows @ torch.linalg.inv(curvature + p0.diag()) @ rows.mT
     for structure in ("full", "ntk"):
         prediction = evidence.posterior((X, y), structure=structure)(X)

@@ -571,6 +571,12 @@ def refuse_where(wrong: Tensor, y: Tensor, words: str) -> None:
         )
 
 
+def check_whole_labels(labels: Tensor, of: str = "") -> None:
+    """Raise an InputError if a label among real numbers is a fraction or NaN."""
+    words = f"is not a label{of}. Labels are whole numbers"
+    refuse_where(labels != labels.round(), labels, words)
+
+
 def _differ(one: Tensor, other: Tensor) -> bool:
     """Return whether two Hessians differ by more than rounding. NaN differs from anything."""
     eps = torch.finfo(one.dtype).eps

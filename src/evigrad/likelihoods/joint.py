@@ -14,7 +14,14 @@ from torch.nn.functional import pad
 
 from evigrad.core.roots import RootRows, check_root
 from evigrad.errors import ConfigurationError, InputError, nearest
-from evigrad.likelihoods.base import Likelihood, Metric, as_numbers, like, refuse_where, total
+from evigrad.likelihoods.base import (
+    Likelihood,
+    Metric,
+    as_numbers,
+    check_whole_labels,
+    like,
+    total,
+)
 from evigrad.likelihoods.weighted import Weighted, unweighted
 
 
@@ -242,9 +249,7 @@ class Joint(Likelihood):
             )
         for head in self._parts:
             if head.has_labels:
-                numbers = y[:, head.targets]
-                words = f"is not a label of {head.name!r}. Labels are whole numbers"
-                refuse_where(numbers != numbers.round(), numbers, words)
+                check_whole_labels(y[:, head.targets], f" of {head.name!r}")
             targets = _of_head(head, y)
             counts = head.likelihood.counted(targets)
             targets = targets if counts is None else targets[counts]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from evigrad.core.roots import RootRows, check_root, one_hot
 from evigrad.errors import ConfigurationError, InputError
-from evigrad.likelihoods.base import Metric, by_entry
+from evigrad.likelihoods.base import Likelihood, Metric, by_entry
 from evigrad.likelihoods.missing import Independent
 
 
@@ -79,3 +79,8 @@ class Noisy(Independent):
     def reported(self) -> dict[str, float]:
         """Return σ in units of y as ``noise``, or as ``noise/OUTPUT`` for each output."""
         return by_entry("noise", self.log_noise.detach().exp())
+
+
+def noisy_parts(likelihood: Likelihood) -> list[Noisy]:
+    """Return the parts of a likelihood with noise: itself, its heads, or what it weights."""
+    return [part for part in likelihood.modules() if isinstance(part, Noisy)]

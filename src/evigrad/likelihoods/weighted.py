@@ -10,7 +10,14 @@ from torch import Tensor
 
 from evigrad.core.roots import RootRows
 from evigrad.errors import InputError
-from evigrad.likelihoods.base import Likelihood, Metric, as_numbers, like, refuse_where
+from evigrad.likelihoods.base import (
+    Likelihood,
+    Metric,
+    as_numbers,
+    check_whole_labels,
+    like,
+    refuse_where,
+)
 
 
 class Weighted(Likelihood):
@@ -121,8 +128,7 @@ class Weighted(Likelihood):
         super().validate(f_shape, y.nan_to_num(nan=0.0) if is_real else y)
         columns = 2 if self._has_labels else 1
         if self._has_labels and is_real and y.ndim == 2:
-            words = "is not a label. Labels are whole numbers"
-            refuse_where(y[:, :-1] != y[:, :-1].round(), y[:, :-1], words)
+            check_whole_labels(y[:, :-1])
         if y.ndim != 2 or y.shape[1] < columns or not is_real:
             raise InputError(
                 "Targets must be combined with their weights, got a tensor of dtype"

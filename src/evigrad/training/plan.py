@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from evigrad.errors import ConfigurationError
 from evigrad.likelihoods import Likelihood, Ordinal, make_likelihood
-from evigrad.likelihoods.noisy import Noisy
+from evigrad.likelihoods.noisy import noisy_parts
 from evigrad.likelihoods.weighted import unweighted
 from evigrad.priors import GaussianPrior
 from evigrad.training.settings import Optimization, Schedule, Settings
@@ -93,8 +93,7 @@ def plan_optimization(
         update = "fixed_point" if has_fixed_point else "adam"
     starts = optimization.start_decay
     if starts is None:
-        noisy = [part for part in likelihood.modules() if isinstance(part, Noisy)]
-        learns_noise = any(part.log_noise.requires_grad for part in noisy)
+        learns_noise = any(part.log_noise.requires_grad for part in noisy_parts(likelihood))
         starts = (BURN_IN_DECAY, WEAK_DECAY) if learns_noise else (BURN_IN_DECAY,)
     return replace(optimization, lr=lr, prior_update=update, start_decay=starts)
 

@@ -27,7 +27,7 @@ from evigrad.errors import (
     memory_for,
 )
 from evigrad.evidence import Evidence
-from evigrad.likelihoods.noisy import Noisy
+from evigrad.likelihoods.noisy import noisy_parts
 from evigrad.measure.metrics import evaluate, hyperparameter_values
 from evigrad.models import fixup_scalars
 from evigrad.network.modes import seeded
@@ -510,9 +510,9 @@ class Trainer:
         steps would be several times too large, and training can diverge (docs/start.md). With the
         loss times σ², a round changes nothing but the share of the prior.
         """
-        parts = self.evidence.likelihood.modules()
         # A known noise keeps the gradients small.
-        noisy = [part for part in parts if isinstance(part, Noisy) and not part.has_conditions]
+        noisy = noisy_parts(self.evidence.likelihood)
+        noisy = [part for part in noisy if not part.has_conditions]
         if self.learner is None or not noisy:
             return 1.0
         logs = torch.stack([part.log_noise.detach().double().mean() for part in noisy])
