@@ -17,6 +17,7 @@ from evigrad.errors import ConfigurationError, EvigradError
 from experiments import kinds  # noqa: F401  # the kinds that files may name
 from experiments.checks import problems
 from experiments.definition import PRESETS, Experiment, paper_experiments, read_experiment
+from experiments.forecast import forecast
 from experiments.jobs import Job, Store
 from experiments.present import PAGE_PRESETS, duration, present, state_of, write_page
 from experiments.runner import missing, run
@@ -99,7 +100,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="seeds that replace the seeds of the preset",
     )
     add("--list", action="store_true", help="only list experiments and their progress")
-    add("--dry-run", action="store_true", help="only list the missing jobs")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="only list the missing jobs, with their predicted times",
+    )
     add("--no-run", action="store_true", help="only draw the existing results")
     add(
         "--page",
@@ -178,9 +183,15 @@ def _done(options: argparse.Namespace, place: Place, store: Store) -> int:
     if options.dry_run:
         jobs = experiment.jobs()
         left = missing(jobs, store)
+        seconds = forecast(left, place)
         for job in left:
-            print(f"{job.id}  {job.label}{_begun(job, store)}")
+            about = f"  about {duration(seconds[job.id])}" if job.id in seconds else ""
+            print(f"{job.id}  {job.label}{_begun(job, store)}{about}")
         _say(f"{len(left)} of {len(jobs)} jobs are missing.")
+        if seconds:
+            threads = "1 thread" if place.threads == 1 else f"{place.threads} threads"
+            whole = duration(sum(seconds.values()))
+            _say(f"Predicted time, one job after another with {threads}: {whole}")
         _warn(problems(left, place), left)
         return 0
     if options.no_run:

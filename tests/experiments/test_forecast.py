@@ -1,0 +1,62 @@
+"""Predicted times of jobs."""
+
+from dataclasses import replace
+
+import pytest
+from small_experiments import TRAINING, bounds, place_in
+
+from experiments.__main__ import main
+from experiments.definition import paper_experiments, read_experiment
+from experiments.forecast import Line, _Costs, forecast
+from experiments.jobs import Job, distinct, evaluation, training
+
+
+def costs(monkeypatch) -> _Costs:
+    """Costs of ten classes and 100 examples, where every call takes a second per example."""
+    from torch import nn
+
+    counted = _Costs(nn.Linear(3, 10), (3,), 10, 100, (), {})
+    monkeypatch.setattr(counted, "_line", lambda name, of_model: Line(0.0, 1.0))
+    return counted
+
+
+def test_a_training_takes_its_steps_and_its_rounds(monkeypatch):
+    counted = costs(monkeypatch)
+    settings = training(TRAINING, {"batch_size": 20, "epochs": 6}, seed=0).training
+    plain = {**settings, "estimator": "map"}
+    assert counted.training(plain) == 6 * 5 * 20
+    learned = {**settings, "estimator": "diag-50-1", "burn_in": 2, "every": 2, "steps": 3}
+    # Rounds follow epochs 2, 4 and 6, and each has three steps on 50 examples.
+    assert counted.training(learned) == 6 * 5 * 20 + 3 * 3 * 50
+    whole = {**learned, "estimator": "diag-N-C"}  # its steps share a pass over all examples
+    assert counted.training(whole) == pytest.approx(6 * 5 * 20 + 3 * 100, abs=0.1)
+
+
+def test_every_kind_of_job_has_a_time(tmp_path):
+    experiment = bounds(orderings=[])
+    jobs = distinct(experiment.jobs())
+    of = next(job for job in jobs if job.kind == "train")
+    jobs.append(evaluation(of, "ntk-10-1"))
+    seconds = forecast(jobs, place_in(tmp_path))
+    assert set(seconds) == {job.id for job in jobs}
+    assert all(0 < value < 60 for value in seconds.values())
+
+
+def test_data_of_unknown_size_have_no_time(tmp_path):
+    job = training(TRAINING, {"data": "digits"}, seed=0)
+    unknown = Job("train", {**job.training, "data": "elsewhere"})
+    assert forecast([unknown], place_in(tmp_path)) == {}
+
+
+def test_a_dry_run_tells_the_times(tmp_path, capsys):
+    folder = replace(place_in(tmp_path)).results
+    assert main(["fig5", "--preset", "tiny", "--dry-run", "--results", str(folder)]) == 0
+    output = capsys.readouterr()
+    assert "  about " in output.out
+    assert "Predicted time, one job after another" in output.err
+
+
+@pytest.mark.parametrize("name", paper_experiments())
+def test_the_jobs_of_each_paper_preset_can_be_counted(name):
+    jobs = read_experiment(name, "paper").jobs()
+    assert name == "fig2" or all(job.training["epochs"] > 0 for job in jobs)
