@@ -176,7 +176,8 @@ class _Costs:
 
     def estimate(self, spec: Estimator, of_model: bool) -> float:
         """Return the time of an estimate and its gradient, without ``solve``."""
-        outputs = "C" if spec.outputs is None and not spec.rows else "1"
+        drawn = 1 if spec.rows else spec.outputs or self.num_outputs
+        outputs = "C" if drawn >= self.num_outputs else str(drawn)
         line = self._line(f"{spec.structure}-{{}}-{outputs}", of_model and bool(self.learned))
         products = 0.0
         if spec.kind.keeps_rows or spec.structure in ("full", "blockdiag"):

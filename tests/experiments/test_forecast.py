@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from small_experiments import TRAINING, bounds, place_in
 
+from evigrad.core.names import Estimator
 from experiments.__main__ import main
 from experiments.definition import paper_experiments, read_experiment
 from experiments.forecast import Line, _Costs, forecast
@@ -30,6 +31,17 @@ def test_a_training_takes_its_steps_and_its_rounds(monkeypatch):
     assert counted.training(learned) == 6 * 5 * 20 + 3 * 3 * 50
     whole = {**learned, "estimator": "diag-N-C"}  # its steps share a pass over all examples
     assert counted.training(whole) == pytest.approx(6 * 5 * 20 + 3 * 100, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "measured"),
+    [("kfac-50-1", "kfac-{}-1"), ("kfac-50-4", "kfac-{}-4"), ("kfac-50-10", "kfac-{}-C")],
+)
+def test_an_estimate_is_measured_with_its_outputs(estimator, measured, monkeypatch):
+    counted, names = costs(monkeypatch), []
+    monkeypatch.setattr(counted, "_line", lambda name, _: names.append(name) or Line(0.0, 1.0))
+    counted.estimate(Estimator.parse(estimator), False)
+    assert names == [measured]
 
 
 def test_every_kind_of_job_has_a_time(tmp_path):
