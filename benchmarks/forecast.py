@@ -7,8 +7,6 @@ come from a machine like this one, with the same number of threads.
 """
 
 import argparse
-import gzip
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from experiments.forecast import forecast  # noqa: E402
-from experiments.jobs import Job  # noqa: E402
+from experiments.jobs import exported  # noqa: E402
 from experiments.trainings import Place  # noqa: E402
 
 
@@ -30,18 +28,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--every", type=int, default=1, metavar="N", help="use each N-th job")
     options = parser.parse_args(argv)
     place = Place(Path("results"), device="cpu", threads=1)
-    lines = map(json.loads, gzip.decompress(options.results.read_bytes()).decode().splitlines())
     recorded = [
-        (job_of(line["job"]), line["result"]["job_seconds"])
-        for line in lines
-        if "1 thread," in line["result"].get("machine", "")
-        and line["result"].get("job_seconds", 0) >= options.least
+        (job, result["job_seconds"])
+        for job, result in exported(options.results)
+        if "1 thread," in result.get("machine", "")
+        and result.get("job_seconds", 0) >= options.least
     ][:: options.every]
     ratios: dict[str, list[float]] = {}
-    predicted = forecast([job for job, _ in recorded], place)
     for job, seconds in recorded:
-        if job.id in predicted:
-            ratio = predicted[job.id] / seconds
+        predicted = forecast(job, place)
+        if predicted is not None:
+            ratio = predicted / seconds
             ratios.setdefault(job.kind, []).append(ratio)
             print(f"{ratio:6.2f}  {seconds:8.0f} s  {job.label}", flush=True)
     for kind, values in ratios.items():
@@ -51,14 +48,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         within = sum(0.5 <= value <= 2 for value in values)
         print(f"within a factor of two: {within} of {len(values)}")
-
-
-def job_of(statepoint: dict[str, object]) -> Job:
-    """Return the job of an exported result."""
-    options = dict(statepoint)
-    kind, training = options.pop("kind"), options.pop("training")
-    assert isinstance(kind, str) and isinstance(training, dict)
-    return Job(kind, training, options)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from evigrad import cli
+from evigrad.cli.setup import device_name
 from evigrad.errors import ConfigurationError, EvigradError
 from experiments import kinds  # noqa: F401  # the kinds that files may name
 from experiments.checks import problems
@@ -22,7 +23,7 @@ from experiments.jobs import Job, Store
 from experiments.present import PAGE_PRESETS, duration, present, state_of, write_page
 from experiments.runner import missing, run
 from experiments.trainings import Place, place_of
-from experiments.work import PARTIAL, RUN
+from experiments.work import PARTIAL, RUN, machine
 
 _DESCRIPTION = """\
 Reproduce a figure or table from the paper: run the experiments, draw the figure, and write the
@@ -183,15 +184,15 @@ def _done(options: argparse.Namespace, place: Place, store: Store) -> int:
     if options.dry_run:
         jobs = experiment.jobs()
         left = missing(jobs, store)
-        seconds = forecast(left, place)
+        total, on_cpu = 0.0, device_name(place.device) == "cpu"
         for job in left:
-            about = f"  about {duration(seconds[job.id])}" if job.id in seconds else ""
-            print(f"{job.id}  {job.label}{_begun(job, store)}{about}")
+            seconds = forecast(job, place) if on_cpu else None
+            total += seconds or 0.0
+            about = "" if seconds is None else f"  about {duration(seconds)}"
+            print(f"{job.id}  {job.label}{_begun(job, store)}{about}", flush=True)
         _say(f"{len(left)} of {len(jobs)} jobs are missing.")
-        if seconds:
-            threads = "1 thread" if place.threads == 1 else f"{place.threads} threads"
-            whole = duration(sum(seconds.values()))
-            _say(f"Predicted time, one job after another with {threads}: {whole}")
+        if total:
+            _say(f"Predicted time, one job after another on {machine(place)}: {duration(total)}")
         _warn(problems(left, place), left)
         return 0
     if options.no_run:

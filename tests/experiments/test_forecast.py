@@ -1,23 +1,19 @@
 """Predicted times of jobs."""
 
-from dataclasses import replace
-
 import pytest
 from small_experiments import TRAINING, bounds, place_in
 
 from evigrad.core.names import Estimator
 from experiments.__main__ import main
 from experiments.definition import paper_experiments, read_experiment
-from experiments.forecast import Line, _Costs, forecast
+from experiments.forecast import Line, _Costs, _Times, forecast
 from experiments.jobs import Job, distinct, evaluation, training
 
 
 def costs(monkeypatch) -> _Costs:
     """Costs of ten classes and 100 examples, where every call takes a second per example."""
-    from torch import nn
-
-    counted = _Costs(nn.Linear(3, 10), (3,), 10, 100, (), {})
-    monkeypatch.setattr(counted, "_line", lambda name, of_model: Line(0.0, 1.0))
+    counted = _Costs(_Times("digits", training(TRAINING, seed=0).training), 100)
+    monkeypatch.setattr(counted.times, "line", lambda name, of_model: Line(0.0, 1.0))
     return counted
 
 
@@ -39,7 +35,7 @@ def test_a_training_takes_its_steps_and_its_rounds(monkeypatch):
 )
 def test_an_estimate_is_measured_with_its_outputs(estimator, measured, monkeypatch):
     counted, names = costs(monkeypatch), []
-    monkeypatch.setattr(counted, "_line", lambda name, _: names.append(name) or Line(0.0, 1.0))
+    monkeypatch.setattr(counted.times, "line", lambda name, _: names.append(name) or Line(0.0, 1.0))
     counted.estimate(Estimator.parse(estimator), False)
     assert names == [measured]
 
@@ -49,20 +45,19 @@ def test_every_kind_of_job_has_a_time(tmp_path):
     jobs = distinct(experiment.jobs())
     of = next(job for job in jobs if job.kind == "train")
     jobs.append(evaluation(of, "ntk-10-1"))
-    seconds = forecast(jobs, place_in(tmp_path))
-    assert set(seconds) == {job.id for job in jobs}
-    assert all(0 < value < 60 for value in seconds.values())
+    seconds = [forecast(job, place_in(tmp_path)) for job in jobs]
+    assert all(value is not None and 0 < value < 60 for value in seconds)
 
 
 def test_data_of_unknown_size_have_no_time(tmp_path):
     job = training(TRAINING, {"data": "digits"}, seed=0)
     unknown = Job("train", {**job.training, "data": "elsewhere"})
-    assert forecast([unknown], place_in(tmp_path)) == {}
+    assert forecast(unknown, place_in(tmp_path)) is None
 
 
 def test_a_dry_run_tells_the_times(tmp_path, capsys):
-    folder = replace(place_in(tmp_path)).results
-    assert main(["fig5", "--preset", "tiny", "--dry-run", "--results", str(folder)]) == 0
+    arguments = ["fig5", "--preset", "tiny", "--dry-run", "--results", str(tmp_path)]
+    assert main([*arguments, "--device", "cpu"]) == 0
     output = capsys.readouterr()
     assert "  about " in output.out
     assert "Predicted time, one job after another" in output.err
