@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evigrad.network import Linearization, plan
+from evigrad.network import Linearization, convolutions, plan
 from evigrad.network.convolutions import Geometry, fixed_convolution
 
 GEOMETRIES = {
@@ -33,6 +33,23 @@ def test_value_and_two_derivatives(name: str, bias: bool) -> None:
     torch.testing.assert_close(ours(x), g.convolve(x, weight, offset))
     assert torch.autograd.gradcheck(ours, x, fast_mode=True)
     assert torch.autograd.gradgradcheck(lambda x: ours(x).sin(), x, fast_mode=True)
+
+
+@pytest.mark.parametrize("settings", [((1, 1), (0, 0)), ((2, 1), (2, 1))])
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_gradient_of_inputs_with_few_channels(settings, channels, layout, monkeypatch) -> None:
+    stride, padding = settings
+    g = Geometry((3, 2), stride, padding, (1, 1), 1)
+    x, weight = random(7, channels, 6, 5), random(4, channels, 3, 2)
+    gradient = torch.randn_like(g.convolve(x, weight)).to(memory_format=layout)
+    expected = g.input_gradient(x.shape, weight, gradient)
+    monkeypatch.setattr(convolutions, "_PATCHES_BYTES", 3 * 4 * weight[0].numel() * 40)
+    calls = []
+    monkeypatch.setattr(Geometry, "_backward", lambda *_: calls.append("oneDNN"))
+    result = g.input_gradient(x.shape, weight.float(), gradient.float())
+    assert not calls
+    torch.testing.assert_close(result, expected.float(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
