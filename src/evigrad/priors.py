@@ -355,7 +355,7 @@ class GaussianPrior(nn.Module):
         Raises:
             ConfigurationError: If the weights are not the bound weights.
         """
-        precisions = self.precisions()
+        precision = self._log_precisions().exp()
         shapes = {name: w.shape for name, w in weights.items()}
         if shapes != self._shapes:
             raise ConfigurationError(
@@ -363,8 +363,12 @@ class GaussianPrior(nn.Module):
                 " Pass the bound weights, or make a new prior."
             )
         deviations = self.deviations(weights)
-        terms = [(precisions[name] * d.square()).sum() for name, d in deviations.items()]
-        return torch.stack(terms).sum()
+        if self.structure == "diagonal":
+            squares = torch.cat([deviations[name].square().flatten() for name in self._shapes])
+        else:  # sums, because products of all weights would be kept for the gradient
+            squares = torch.stack([d.square().sum() for d in deviations.values()])
+            precision = precision[[self.group_of[name] for name in deviations]]
+        return (precision * squares).sum()
 
     def log_det(self) -> Float[Tensor, ""]:
         """Return the log-determinant log|P0|, differentiable in ``log_precision``."""

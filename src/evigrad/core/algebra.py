@@ -1,5 +1,6 @@
 """Gram matrices and quadratic forms with explicit derivatives."""
 
+import cmath
 from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
@@ -38,7 +39,7 @@ def is_finite(value: Tensor) -> bool:
     """Return whether all entries are finite."""
     # A sum reads the entries once. ``isfinite`` fills four tensors of their size, but is needed if
     # the sum of finite entries overflows.
-    return bool(value.sum().isfinite()) or bool(value.isfinite().all())
+    return cmath.isfinite(value.sum().item()) or bool(value.isfinite().all())
 
 
 def dot(a: Tensor, b: Tensor) -> Float[Tensor, ""]:

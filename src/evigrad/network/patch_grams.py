@@ -113,45 +113,43 @@ def _has_rows(x: Tensor, g: Geometry) -> bool:
 def _gram_by_rows(x: Float[Tensor, "M c h w"], g: Geometry) -> Float[Tensor, "1 i i"]:
     (height, width), channels = g.kernel, x.shape[1]
     (down, across), gap = g.padding, g.dilation[1]
-    entries = channels * width
-    gram = x.new_zeros(height, height, entries, entries)
+    sums = None
     for chunk in _chunks(x, replace(g, kernel=(1, width))):
         padded = F.pad(chunk, (across, across, down, down))
         windows = padded.unfold(3, gap * (width - 1) + 1, g.stride[1])[..., ::gap]
-        rows = windows.permute(2, 1, 4, 0, 3).reshape(padded.shape[2], entries, -1).contiguous()
-        _add_products(gram, rows, height)
-    pairs = gram.reshape(height, height, channels, width, channels, width)
-    return pairs.permute(2, 0, 3, 4, 1, 5).reshape(1, height * entries, -1)
+        rows = windows.permute(2, 1, 4, 0, 3).reshape(padded.shape[2], channels * width, -1)
+        new = _row_products(rows.contiguous(), height)
+        sums = new if sums is None else sums.add_(new)
+    assert sums is not None
+    # Pair (u, v) of kernel rows has the sums of row u at distance v - u, or a transpose.
+    rows_of_kernel = range(height)
+    places = [[u * height + max(v - u, 0) for v in rows_of_kernel] for u in rows_of_kernel]
+    pairs = sums.transpose(1, 2).flatten(0, 1)[x.new_tensor(places, dtype=torch.long)]
+    del sums  # as large as the result
+    above = torch.ones(height, height, dtype=torch.bool, device=x.device).triu()
+    pairs = torch.where(above[..., None, None], pairs, pairs.transpose(0, 1).mT)
+    pairs = pairs.view(height, height, channels, width, channels, width)
+    return pairs.permute(2, 0, 3, 4, 1, 5).reshape(1, height * channels * width, -1)
 
 
-def _add_products(
-    gram: Float[Tensor, "k k i i"], rows: Float[Tensor, "h i n"], height: int
-) -> None:
-    """Add Σ_y rows[y] rows[y + v - u]ᵀ at (u, v), over the rows y that overlap kernel row u."""
+def _row_products(rows: Float[Tensor, "h i n"], height: int) -> Float[Tensor, "k i k i"]:
+    """Return Σ_y rows[y] rows[y + d]ᵀ at (u, :, d, :) over the rows y that overlap kernel row u."""
     positions, (_, entries, numbers) = len(rows) - height + 1, rows.shape
     # These rows overlap all rows of the kernel, and so do the ``height`` rows from each of them on.
     middle = rows[height - 1 : positions]
-    shared = gram.new_zeros(entries, height, entries)
+    shared = rows.new_zeros(entries, height * entries)
     if len(middle):
         size = (len(middle), height * entries, numbers)
-        strides = (rows.stride(0), rows.stride(1), 1)
-        following = middle.as_strided(size, strides)
-        shared = torch.addbmm(shared.flatten(1), middle, following.mT).view_as(shared)
-    rim = {
-        y: (rows[y] @ rows[y : y + height].flatten(0, 1).mT).unflatten(1, (-1, entries))
-        for y in range(len(rows))
-        if not height - 1 <= y < positions
-    }
-    for u in range(height):
-        count = height - u
-        sums = shared[:, :count]
-        for y in range(u, u + positions):
-            if y in rim:
-                sums = sums + rim[y][:, :count]
-        for distance in range(count):
-            gram[u, u + distance] += sums[:, distance]
-            if distance:
-                gram[u + distance, u] += sums[:, distance].mT
+        following = middle.as_strided(size, (rows.stride(0), rows.stride(1), 1))
+        shared = torch.addbmm(shared, middle, following.mT)
+    rim = [y for y in range(len(rows)) if not height - 1 <= y < positions]
+    products = rows.new_zeros(len(rim), *shared.shape)
+    for y, product in zip(rim, products, strict=True):
+        following = rows[y : y + height].flatten(0, 1)
+        torch.mm(rows[y], following.mT, out=product[:, : len(following)])
+    overlaps = [[float(u <= y < u + positions) for y in rim] for u in range(height)]
+    of_rim = rows.new_tensor(overlaps) @ products.flatten(1)
+    return (of_rim.view(height, *shared.shape) + shared).unflatten(2, (height, entries))
 
 
 def _has_distances(x: Tensor, g: Geometry) -> bool:

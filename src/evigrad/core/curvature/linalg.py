@@ -275,7 +275,7 @@ class _LogDetIdentityPlus(Function):
         ctx.save_for_backward(factor)
         ctx.dtype = matrix.dtype
         value = 2 * factor.diagonal().log().sum()
-        if not bool(value.isfinite()):
+        if not is_finite(value):
             raise NotPositiveDefiniteError(_why_not(False))
         return value.to(matrix.dtype)
 
@@ -348,7 +348,7 @@ def _eigen(decompose: Callable[[Tensor], Any], matrix: Tensor) -> Sequence[Tenso
     # In float32, LAPACK may not converge for repeated eigenvalues, or silently return NaN.
     with suppress(LinAlgError):
         decomposition = decompose(matrix)
-        if bool(decomposition[0].isfinite().all()):
+        if is_finite(decomposition[0]):
             return decomposition
     try:
         return [part.to(matrix.dtype) for part in decompose(matrix.to(torch.float64))]
