@@ -5,7 +5,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from evigrad.core.roots import (
     hessian_rows,
 )
 from evigrad.errors import ConfigurationError, InputError, raised_in
+from evigrad.likelihoods.targets import refuse_where, total
 
 # A sum over examples, or a sum and the number of values that its mean is over.
 Metric = float | tuple[float, float]
@@ -551,57 +551,9 @@ def by_entry(name: str, values: Tensor) -> dict[str, float]:
     return {f"{name}/{i}": value for i, value in enumerate(values.flatten().tolist())}
 
 
-def check_one_per_output(f_shape: Sequence[int], y: Tensor) -> None:
-    """Raise an InputError unless targets are (m, C), because a missing axis would broadcast."""
-    if tuple(y.shape) != tuple(f_shape):
-        hint = " Use y.unsqueeze(-1)." if y.ndim == 1 and f_shape[1] == 1 else ""
-        raise InputError(
-            f"Targets must have the shape of the outputs, {tuple(f_shape)}, got"
-            f" {tuple(y.shape)}.{hint}"
-        )
-
-
-def refuse_where(wrong: Tensor, y: Tensor, words: str) -> None:
-    """Raise an InputError for the first target that ``wrong`` marks, if any."""
-    if bool(wrong.any()):
-        where = [int(i) for i in wrong.nonzero()[0]]
-        raise InputError(
-            f"Target {y[tuple(where)].item()} at index {where[0] if len(where) == 1 else where}"
-            f" {words}."
-        )
-
-
-def check_whole_labels(labels: Tensor, of: str = "") -> None:
-    """Raise an InputError if a label among real numbers is a fraction or NaN."""
-    words = f"is not a label{of}. Labels are whole numbers"
-    refuse_where(labels != labels.round(), labels, words)
-
-
 def _differ(one: Tensor, other: Tensor) -> bool:
     """Return whether two Hessians differ by more than rounding. NaN differs from anything."""
     eps = torch.finfo(one.dtype).eps
     size = torch.maximum(one.abs().amax(), other.abs().amax()) + eps**0.5
     # Not ``any(… > …)``, which would accept NaN.
     return not bool(((one - other).abs() <= SAME_HESSIAN * eps**0.5 * size).all())
-
-
-def like(f: Tensor, targets: Tensor) -> Tensor:
-    """Return targets that are numbers in the type of the outputs, and labels unchanged."""
-    return targets.to(f) if targets.is_floating_point() else targets
-
-
-def as_numbers(values: Any) -> Tensor:
-    """Return a tensor of numbers, sequences, arrays or series. Tensors stay on their device."""
-    if isinstance(values, Tensor):
-        return values
-    return torch.as_tensor(np.asarray(values), device="cpu")
-
-
-def precisely(values: Tensor) -> Tensor:
-    """Return the values in float64, if the device has it."""
-    return values if values.device.type == "mps" else values.double()
-
-
-def total(values: Tensor) -> float:
-    """Return the sum in float64. In float32, a sum over a batch would lose precision."""
-    return float(values.detach().double().sum())

@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from evigrad.errors import InputError
-from evigrad.likelihoods.base import Metric, refuse_where, total
+from evigrad.likelihoods.base import Metric
 from evigrad.likelihoods.missing import Independent
+from evigrad.likelihoods.targets import refuse_where, total
 
 
 class Bernoulli(Independent):

@@ -16,7 +16,8 @@ from evigrad.core.roots import (
     top_norms,
 )
 from evigrad.errors import InputError
-from evigrad.likelihoods.base import Likelihood, Metric, refuse_where, total
+from evigrad.likelihoods.base import Likelihood, Metric
+from evigrad.likelihoods.targets import refuse_where, total
 
 
 class Categorical(Likelihood):

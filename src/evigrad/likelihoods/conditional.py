@@ -9,7 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from evigrad.errors import InputError, nearest
-from evigrad.likelihoods.base import Likelihood, as_numbers, refuse_where
+from evigrad.likelihoods.base import Likelihood
+from evigrad.likelihoods.targets import as_numbers, refuse_where
 
 
 class Conditional(Likelihood):

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from evigrad.errors import InputError
-from evigrad.likelihoods.base import Likelihood, Metric, check_one_per_output, total
+from evigrad.likelihoods.base import Likelihood, Metric
 from evigrad.likelihoods.gaussian import LOG_TWO_PI
+from evigrad.likelihoods.targets import check_one_per_output, total
 
 FISHER_OF_LOG_VARIANCE = 0.5
 

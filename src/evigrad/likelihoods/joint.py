@@ -14,14 +14,8 @@ from torch.nn.functional import pad
 
 from evigrad.core.roots import RootRows, check_root
 from evigrad.errors import ConfigurationError, InputError, nearest
-from evigrad.likelihoods.base import (
-    Likelihood,
-    Metric,
-    as_numbers,
-    check_whole_labels,
-    like,
-    total,
-)
+from evigrad.likelihoods.base import Likelihood, Metric
+from evigrad.likelihoods.targets import as_numbers, check_whole_labels, like, total
 from evigrad.likelihoods.weighted import Weighted, unweighted
 
 

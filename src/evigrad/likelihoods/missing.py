@@ -7,8 +7,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from evigrad.errors import ConfigurationError
-from evigrad.likelihoods.base import Metric, check_one_per_output, refuse_where, total
+from evigrad.likelihoods.base import Metric
 from evigrad.likelihoods.conditional import Conditional
+from evigrad.likelihoods.targets import check_one_per_output, refuse_where, total
 
 MISSING = (None, "nan")
 

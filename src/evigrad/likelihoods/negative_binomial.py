@@ -7,8 +7,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError
-from evigrad.likelihoods.base import precisely
 from evigrad.likelihoods.poisson import Counts, log_normal_moments
+from evigrad.likelihoods.targets import precisely
 
 
 class NegativeBinomial(Counts):

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, pad
 
 from evigrad.errors import ConfigurationError, InputError
-from evigrad.likelihoods.base import Likelihood, Metric, by_entry, refuse_where, total
+from evigrad.likelihoods.base import Likelihood, Metric, by_entry
+from evigrad.likelihoods.targets import refuse_where, total
 
 
 class Ordinal(Likelihood):

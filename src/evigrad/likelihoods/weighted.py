@@ -10,14 +10,8 @@ from torch import Tensor
 
 from evigrad.core.roots import RootRows
 from evigrad.errors import InputError
-from evigrad.likelihoods.base import (
-    Likelihood,
-    Metric,
-    as_numbers,
-    check_whole_labels,
-    like,
-    refuse_where,
-)
+from evigrad.likelihoods.base import Likelihood, Metric
+from evigrad.likelihoods.targets import as_numbers, check_whole_labels, like, refuse_where
 
 
 class Weighted(Likelihood):

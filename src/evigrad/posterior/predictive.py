@@ -12,7 +12,6 @@ from torch import Tensor
 
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.likelihoods import Conditional, Likelihood
-from evigrad.likelihoods.base import as_numbers, precisely
 from evigrad.likelihoods.calls import (
     check_targets,
     class_probabilities,
@@ -22,6 +21,7 @@ from evigrad.likelihoods.calls import (
     noise_variance,
 )
 from evigrad.likelihoods.positions import is_batch, targets_at
+from evigrad.likelihoods.targets import as_numbers, precisely
 from evigrad.likelihoods.weighted import unweighted
 
 LINKS = ("monte-carlo", "probit", "plug-in")
