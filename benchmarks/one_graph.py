@@ -20,8 +20,8 @@ class OneGraph(Evidence):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        plain = replace(self._problem.settings, plain_curvature=True)
-        self._problem = replace(self._problem, settings=plain, curvatures={})
+        plain = replace(self.problem.settings, plain_curvature=True)
+        self.problem = replace(self.problem, settings=plain, curvatures={})
 
     def backward(
         self, x: Any, y: Tensor | None = None, *, wrt: str | Sequence[str] | None = None
@@ -29,7 +29,7 @@ class OneGraph(Evidence):
         learnable, others = divided(self.hyperparameters(), wrt)
         parameters = list(learnable.values())
         with torch.enable_grad(), held_constant(others):
-            estimate, loss = log_evidence(_with_graph(resolve(self._problem, x, y)))
+            estimate, loss = log_evidence(_with_graph(resolve(self.problem, x, y)))
             gradients = torch.autograd.grad(
                 loss, parameters, allow_unused=True, materialize_grads=True
             )

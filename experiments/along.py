@@ -335,7 +335,7 @@ class _Kernels:
     ) -> "_Kernels":
         """Return the kernels after one pass over the data. ``seed`` sets the model's draws."""
         (x, y), weights = data, list(evidence.weights().values())
-        shape, first = torch.Size((len(x), evidence.num_outputs(x[:2]))), weights[0]
+        shape, first = torch.Size((len(x), evidence.problem.plan_of(x[:2]).num_outputs)), weights[0]
         own = reduce(torch.promote_types, (w.dtype for w in weights))
         dtype = dtype or working_dtype(own, None)
         # Rows under unit noise are those of the Jacobian.

@@ -65,9 +65,8 @@ VERBS: dict[str, tuple[str, Callable[[Evidence, Tensor, Tensor], Any]]] = {
     "blocks, anchored": ("ntk-6-rows-anchored", lambda e, x, y: list(e.blocks((x, y)).epoch())),
     "items": ("ntk-8-1", lambda e, x, y: list(e.blocks(Items(x, y)).epoch())),
     "items, anchored": ("ntk-6-rows-anchored", lambda e, x, y: next(iter(e.blocks(Items(x, y))))),
-    "refresh_anchors": ("ntk-6-rows-anchored", lambda e, x, y: e.refresh_anchors((x, y))),
-    "refresh, items": ("ntk-6-rows-anchored", lambda e, x, y: e.refresh_anchors(Items(x, y))),
     "bracket": ("kfac-N-C", lambda e, x, y: evigrad.bracket(e, (x, y), rows=12)),
+    "bracket, items": ("kfac-N-C", lambda e, x, y: evigrad.bracket(e, Items(x, y), rows=12)),
     "fit": (
         "ntk-4-1",
         lambda e, x, y: fit(

@@ -38,9 +38,9 @@ def form(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 
 def structure_of(evidence: Evidence) -> Any:
-    plan = evidence._problem.network.latest()
+    plan = evidence.problem.network.latest()
     assert plan is not None
-    return evidence._problem.curvature(plan)
+    return evidence.problem.curvature(plan)
 
 
 def convolved() -> tuple[nn.Module, torch.Tensor]:

@@ -25,6 +25,7 @@ from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.likelihoods import LIKELIHOODS, Categorical, Gaussian, Likelihood, Weighted
 from evigrad.priors import GaussianPrior, NormalHyperprior
 from evigrad.sklearn import EvidenceClassifier, EvidenceRegressor
+from evigrad.training.rounds import why_not_kept
 
 N, SIZE, OUTPUTS = 12, 4, 4
 SOURCE = Path(evigrad.__file__).parent
@@ -128,7 +129,7 @@ def rounds(evidence: Evidence, data: Any) -> list[Any]:
         loss = evidence.map_loss(x, y, indices=torch.arange(len(x), device="cpu"))
     blocks = list(evidence.blocks(data).take(2))
     values = [evidence.backward(block).log_evidence for block in blocks]
-    if evidence.can_collect(x):
+    if why_not_kept(evidence, x) is None:
         values.append(evidence.estimate(evidence.collect(blocks[0])).log_evidence)
     return [loss, values, gradients(evidence)]
 

@@ -32,6 +32,7 @@ from evigrad import (
     Learner,
     Optimization,
     Schedule,
+    bracket,
     fit,
 )
 from evigrad.core.curvature.dense import BlockDiagonal
@@ -350,7 +351,7 @@ def failures(group: Any) -> Any:
         lambda: Learner(made("ntk-2-1", group), (x, wrong), FEW),
         lambda: made("ntk-2-1", group).posterior((x, wrong)),
         lambda: made("ntk-2-1", group).posterior((x, wrong), structure="ntk"),
-        lambda: made("ntk-12-rows-anchored", group).refresh_anchors((x, wrong)),
+        lambda: bracket(made("ntk-12-1", group), (x, wrong), rows=12),
     ):
         with pytest.raises(Exception) as caught, ranks.together():
             call()

@@ -59,7 +59,6 @@ VERBS: dict[str, Callable[[Evidence], Any]] = {
     "collect": lambda e: e.collect(X[:4], Y[:4]),
     "blocks": lambda e: e.estimate(next(iter(e.blocks((X, Y))))),
     "bracket": lambda e: evigrad.bracket(e, (X, Y), rows=6),
-    "refresh_anchors": lambda e: e.with_estimator("ntk-6-rows-anchored").refresh_anchors((X, Y)),
     "describe": lambda e: e.describe(X),
     "fit": lambda e: fit(
         e.model,

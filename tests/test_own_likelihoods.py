@@ -248,7 +248,7 @@ def test_scales_that_depend_on_outputs_and_a_learned_parameter(
     )
     if not keeps_rows:
         with pytest.raises(ConfigurationError, match="sums rows with different scales"):
-            evidence.check_collect(x)
+            evidence.collect(x, y)
 
 
 @pytest.mark.parametrize("estimator", ["kfac-N-C", "kfac-4-1", "ntk-N-C"])

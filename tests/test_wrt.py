@@ -14,6 +14,7 @@ from evigrad.invariances import AdditiveNoise, Averaged
 from evigrad.likelihoods import Categorical, Gaussian, Likelihood
 from evigrad.passes.sweep import MicroBatchSweep
 from evigrad.priors import GaussianPrior
+from evigrad.training.rounds import why_not_kept
 
 N, OUTPUTS = 10, 3
 CHOICES = [
@@ -149,7 +150,7 @@ def test_passes_kept_for_the_prior_and_the_noise(estimator: str) -> None:
     evidence = make(estimator)
     block = next(iter(evidence.blocks(data())))
     names = ["prior", "likelihood"]
-    evidence.check_collect(data()[0], wrt=names)
+    assert why_not_kept(evidence, data()[0], names) is None
     state = evidence.generator.get_state()
     kept = evidence.collect(block, wrt=names)
     evidence.generator.set_state(state)
@@ -220,7 +221,7 @@ def test_names_that_stand_for_nothing(names: Any, words: str) -> None:
     for attempt in (
         lambda: evidence.backward(block, wrt=names),
         lambda: evidence.collect(block, wrt=names),
-        lambda: evidence.check_collect(x, wrt=names),
+        lambda: why_not_kept(evidence, x, names),
         lambda: evidence.map_loss(x, y, wrt=names),
     ):
         with pytest.raises(ConfigurationError, match=words):

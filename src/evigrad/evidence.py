@@ -170,7 +170,7 @@ class Evidence:
         first = next(iter(self._weights.values()))
         # A small step would not change a noise in half precision, so use float32 or more.
         likelihood.to(first.device, torch.promote_types(first.dtype, torch.float32))
-        self._problem = Problem(
+        self.problem = Problem(
             weights=self._weights,
             likelihood=likelihood,
             prior=prior,
@@ -189,15 +189,15 @@ class Evidence:
         warn_of_averaged(model, self._weights)
         self._decay = DecayWatch(self._weights.values())
         self._positions: PositionSource | None = None  # that anchors and kept outputs refer to
-        self._anchors = None
+        self.anchors = None
         if spec.anchored:
-            self._anchors = AnchorSelection(
+            self.anchors = AnchorSelection(
                 anchoring or Anchoring(),
                 self.num_data,
                 spec.subset or 0,
                 root,
                 likelihood,
-                self._problem.last_layer,
+                self.problem.last_layer,
                 self.generator,
                 self.ranks,
             )
@@ -210,10 +210,10 @@ class Evidence:
             alike["estimator"], alike["number of data"] = self.spec.name, self.num_data
             alike["names of parameters"] = [list(self._weights), list(self.hyperparameters())]
             alike["root"], alike["temperature"] = self.root, self.temperature
-            of_all = vars(self._problem.settings).items()
+            of_all = vars(self.problem.settings).items()
             alike.update((name, value) for name, value in of_all if name not in _OF_A_RANK)
             alike["anchoring"] = anchoring
-            device = self._problem.device
+            device = self.problem.device
             alike["likelihood"] = contents(self.likelihood, device)
             alike["prior"] = [self.prior.group_of, *contents(self.prior, device)]
             # Buffers are not compared, because each rank may have its own running statistics.
@@ -230,47 +230,47 @@ class Evidence:
     @property
     def model(self) -> nn.Module:
         """The model whose evidence is estimated."""
-        return self._problem.model
+        return self.problem.model
 
     @property
     def likelihood(self) -> Likelihood:
         """The likelihood of the targets."""
-        return self._problem.likelihood
+        return self.problem.likelihood
 
     @property
     def prior(self) -> GaussianPrior:
         """The prior, bound to the weights."""
-        return self._problem.prior
+        return self.problem.prior
 
     @property
     def spec(self) -> Estimator:
         """The estimator's name, parsed into its parts."""
-        return self._problem.estimator
+        return self.problem.estimator
 
     @property
     def num_data(self) -> int:
         """N, the number of training examples, or of positions with a target."""
-        return self._problem.num_data
+        return self.problem.num_data
 
     @property
     def temperature(self) -> float:
         """The temperature T. The likelihood is raised to the power 1/T."""
-        return self._problem.temperature
+        return self.problem.temperature
 
     @property
     def root(self) -> str:
         """How an example's curvature is split into rows: ``subblock``, ``fisher`` or ``eigen``."""
-        return self._problem.root
+        return self.problem.root
 
     @property
     def generator(self) -> torch.Generator:
         """The random generator of all random choices."""
-        return self._problem.generator
+        return self.problem.generator
 
     @property
     def ranks(self) -> Ranks:
         """The processes that share the computation."""
-        return self._problem.ranks
+        return self.problem.ranks
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set a private attribute. Public attributes are read-only.
@@ -299,8 +299,8 @@ class Evidence:
         Names begin with ``prior.``, ``likelihood.`` or ``model.``.
         """
         named = {
-            **{f"prior.{name}": p for name, p in self._problem.prior.named_parameters()},
-            **{f"likelihood.{name}": p for name, p in self._problem.likelihood.named_parameters()},
+            **{f"prior.{name}": p for name, p in self.problem.prior.named_parameters()},
+            **{f"likelihood.{name}": p for name, p in self.problem.likelihood.named_parameters()},
             **{f"model.{name}": p for name, p in self._model_hyperparameters.items()},
         }
         return {name: p for name, p in named.items() if p.requires_grad}
@@ -345,7 +345,7 @@ class Evidence:
             InputError: If inputs, outputs and targets are invalid or do not match each other, or if
                 the outputs have no derivative with respect to any weight.
         """
-        x = check_inputs(x, self._problem.device)
+        x = check_inputs(x, self.problem.device)
         self._decay.note_decay(optimizer)
         with held_constant(divided(self.hyperparameters(), wrt)[1]):
             f = model_outputs(self.model, x, positions=True)
@@ -358,8 +358,8 @@ class Evidence:
             log_prob = log_probabilities(self.likelihood, f, y, alone=False)
         if has_positions and indices is not None:
             indices = None if self._positions is None else self._positions.of_data(indices)
-        if indices is not None and self._anchors is not None:
-            self._anchors.note(indices, f, y)
+        if indices is not None and self.anchors is not None:
+            self.anchors.note(indices, f, y)
         with torch.no_grad():
             precisions, most = dict(self.prior.precisions()), _largest_decays(optimizer)
             factor = self.temperature / self.num_data
@@ -448,7 +448,7 @@ class Evidence:
                 estimates = estimates_of(passes)
             self._observe(passes, estimates)
             blocks = _blocks_of(passes)
-            estimate = mean_over_ranks(self._problem, blocks, estimates)[0]
+            estimate = mean_over_ranks(self.problem, blocks, estimates)[0]
         if not at_mode:
             return estimate
         structures = {name: s for s, name in STRUCTURES.items() if s != "last-layer"}
@@ -487,7 +487,7 @@ class Evidence:
             InputError: If the data are invalid for the model, the likelihood or the estimator.
             MemoryBudgetError: If the estimate would need more memory than is free.
         """
-        problem = self._problem
+        problem = self.problem
         learnable, others = divided(self.hyperparameters(), wrt)
         if not learnable:
             raise ConfigurationError(
@@ -532,12 +532,12 @@ class Evidence:
                 first data set.
         """
         with self.ranks.together():
-            source = CheckedSource(self._problem, data)
-            if self._anchors is not None:
+            source = CheckedSource(self.problem, data)
+            if self.anchors is not None:
                 self._count_positions(source)
-                return self._anchors.stream(source)
-            splits = self._problem.splits(source.plan)
-            partition = self._problem.partition(source.plan)
+                return self.anchors.stream(source)
+            splits = self.problem.splits(source.plan)
+            partition = self.problem.partition(source.plan)
             return BlockStream(partition, source, self.generator, self.ranks, splits)
 
     def collect(
@@ -568,79 +568,12 @@ class Evidence:
         beside = any(not name.startswith("prior.") for name in changing)
         with torch.no_grad(), self._failing_by_name():
             self._check_weights()
-            sweep = resolve(self._problem, x, y)
+            sweep = resolve(self.problem, x, y)
             with held_constant(others):
-                if reason := not_keepable(self._problem, sweep.plan, list(changing)):
+                if reason := not_keepable(self.problem, sweep.plan, list(changing)):
                     raise ConfigurationError(reason)
                 block_pass = pass_over(sweep, beside=beside)
-        return kept(self._problem, block_pass, self.hyperparameters(), changing)
-
-    def check_collect(self, x: Any, *, wrt: str | Sequence[str] | None = None) -> None:
-        """Raise the errors that ``collect`` would raise, without a pass over a block.
-
-        Args:
-            x: Inputs of a few examples.
-            wrt: As for ``collect``.
-
-        Raises:
-            ConfigurationError: If ``collect`` would raise this error. The message gives the reason.
-            InputError: If the inputs are invalid for the model.
-        """
-        if reason := self._not_kept(x, wrt):
-            raise ConfigurationError(reason)
-
-    def can_collect(self, x: Any, *, wrt: str | Sequence[str] | None = None) -> bool:
-        """Return whether a result of ``collect`` stays valid while hyperparameters change.
-
-        Args:
-            x: Inputs of a few examples.
-            wrt: As for ``collect``.
-
-        Returns:
-            Whether the result stays valid while the hyperparameters in ``wrt`` change.
-
-        Raises:
-            ConfigurationError: If ``wrt`` matches no hyperparameter, or the model is not supported.
-            InputError: If the inputs are invalid for the model.
-        """
-        return self._not_kept(x, wrt) is None
-
-    def _not_kept(self, x: Any, wrt: str | Sequence[str] | None) -> str | None:
-        """Return why a pass cannot follow the hyperparameters of ``wrt``, or None if it can."""
-        changing, others = divided(self.hyperparameters(), wrt)
-        plan = self._problem.plan_of(x)
-        with held_constant(others):
-            return not_keepable(self._problem, plan, list(changing))
-
-    def shares_anchors(self, x: Any, draws: int) -> bool:
-        """Return whether a single ``collect`` for several draws is cheaper than one for each draw.
-
-        A draw is a random part of the rows that is used together with the anchors. If this method
-        returns True, call ``collect`` with a block of ``blocks(data).drawn(n).blocks(draws)``. The
-        ``draws()`` of the result then yield one result per draw.
-
-        Args:
-            x: Inputs of a few examples.
-            draws: Number of draws that share the anchors.
-
-        Returns:
-            True if steps on the prior need only inner products of the rows, if a shared pass does
-            not need more of these products than separate passes, and if the products fit into
-            memory. The products may take at most one gibibyte or the memory of the rows, whichever
-            is larger. A memory budget limits them further.
-        """
-        if self._anchors is None or draws < 2:
-            return False
-        rows_per_draw = self.spec.subset or 0
-        anchors = self._anchors.anchoring.num_anchors(rows_per_draw)
-        rows = anchors + draws * (rows_per_draw - anchors)
-        structure = self._problem.curvature(self._problem.plan_of(x))
-        budget = self._problem.settings.memory_budget
-        return (
-            rows**2 <= draws * rows_per_draw**2
-            and structure.condenses(rows)
-            and (budget is None or structure.predicted_bytes(rows) <= budget)
-        )
+        return kept(self.problem, block_pass, self.hyperparameters(), changing)
 
     def _given(
         self, x: Data, y: Tensor | None, learnable: Iterable[str]
@@ -650,28 +583,28 @@ class Evidence:
         A rank may have nothing to evaluate while other ranks do.
         """
         self._check_weights()
-        if self._problem.ranks.count > 1 and _is_empty(x):
+        if self.problem.ranks.count > 1 and _is_empty(x):
             return []
-        kept_passes = as_kept(self._problem, x, self.hyperparameters(), learnable)
-        return resolve(self._problem, x, y) if kept_passes is None else kept_passes
+        kept_passes = as_kept(self.problem, x, self.hyperparameters(), learnable)
+        return resolve(self.problem, x, y) if kept_passes is None else kept_passes
 
     @contextmanager
     def _failing_by_name(self) -> Iterator[None]:
         """After an error, restore the state, and name the model's hyperparameters in the error."""
-        with self._problem.restored_on_error(), named_in_errors(self.hyperparameters()):
+        with self.problem.restored_on_error(), named_in_errors(self.hyperparameters()):
             yield
 
     def _check_weights(self) -> None:
         """Raise an error if parameters were added, removed or replaced."""
-        check_unchanged(self._problem.network.model, self._weights, self._model_hyperparameters)
+        check_unchanged(self.problem.network.model, self._weights, self._model_hyperparameters)
 
     def _observe(
         self, passes: MicroBatchSweep | Sequence[KeptPass], estimates: Sequence[Estimate]
     ) -> None:
         """Improve the predictions for later anchored blocks by the estimates of these."""
-        if self._anchors is not None:
+        if self.anchors is not None:
             pairs = zip(_blocks_of(passes), estimates, strict=True)
-            self._anchors.observe((block, e.entropies) for block, e in pairs)
+            self.anchors.observe((block, e.entropies) for block, e in pairs)
 
     # ------------------------------------------------------------ predictions
 
@@ -719,10 +652,10 @@ class Evidence:
         with torch.no_grad(), self._failing_by_name():
             if state is not None:
                 self._check_weights()
-                return load_posterior(self._problem, with_bare_names(self.model, state))
+                return load_posterior(self.problem, with_bare_names(self.model, state))
             with self.ranks.together():
                 self._check_weights()
-                return make_posterior(self._problem, data, structure, rows)
+                return make_posterior(self.problem, data, structure, rows)
 
     def mode_gap(self, data: Any, *, structure: str = "ntk", rows: int | None = None) -> float:
         """Return the log evidence per example that is lost because the weights are not at the mode.
@@ -764,7 +697,7 @@ class Evidence:
         with torch.no_grad(), self._failing_by_name():
             with self.ranks.together():
                 self._check_weights()
-                gap = mode_gap(self._problem, data, structure, rows) / self.num_data
+                gap = mode_gap(self.problem, data, structure, rows) / self.num_data
         self.generator.set_state(state)
         return gap
 
@@ -797,7 +730,7 @@ class Evidence:
         Raises:
             ConfigurationError: If a name is unknown or a value is invalid.
         """
-        settings = self._problem.settings
+        settings = self.problem.settings
         sizes = Memory(settings.micro_batch, settings.memory_budget)
         keywords: dict[str, Any] = {"temperature": self.temperature, "memory": sizes}
         keywords |= {name: value for name, value in changes.items() if value is not None}
@@ -815,41 +748,6 @@ class Evidence:
             )
         other._decay = self._decay  # a loop may train with one evidence and learn with the other
         return other
-
-    def num_outputs(self, x: Any) -> int:
-        """Return C, the number of the model's outputs.
-
-        Args:
-            x: Inputs of a few examples.
-
-        Returns:
-            The number of outputs.
-        """
-        return self._problem.plan_of(x).num_outputs
-
-    def refresh_anchors(self, data: Any) -> float:
-        """Choose the anchors again, using the model's current outputs for all the data.
-
-        Args:
-            data: As for ``blocks``.
-
-        Returns:
-            The log likelihood (1/T) log p(D|w,h) of all the data in nats, from the same outputs.
-
-        Raises:
-            ConfigurationError: If the estimator has no anchors.
-            InputError: If the data do not match the evidence. In this case, the anchors do not
-                change.
-        """
-        if self._anchors is None:
-            raise ConfigurationError(
-                f"The estimator {self.spec.name} has no anchors. Use an estimator whose name ends"
-                " in -anchored."
-            )
-        with self.ranks.together():
-            source = CheckedSource(self._problem, data)
-            self._count_positions(source)
-            return self._anchors.refresh(source) / self.temperature
 
     def _count_positions(self, source: CheckedSource) -> None:
         """Use the positions of the first data set for the anchors and the outputs of ``map_loss``.
@@ -880,7 +778,7 @@ class Evidence:
         Raises:
             ConfigurationError: If you pass no inputs before the first estimate.
         """
-        return parameter_reports(self._problem, x)
+        return parameter_reports(self.problem, x)
 
     def predicted_bytes(self, x: Any) -> int:
         """Return the predicted peak memory of an estimate in bytes, excluding weights and data.
@@ -895,10 +793,10 @@ class Evidence:
         Returns:
             The memory for the log-determinant or for the passes, whichever is larger.
         """
-        x = check_inputs(x, self._problem.device)
-        plan = self._problem.network.plan(x)
+        x = check_inputs(x, self.problem.device)
+        plan = self.problem.network.plan(x)
         with held_constant(self.hyperparameters().values()):
-            return predicted_bytes(self._problem, plan, x)
+            return predicted_bytes(self.problem, plan, x)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the prior, the likelihood, the generator and the automatic choices.
@@ -906,14 +804,14 @@ class Evidence:
         The automatic choices include the micro-batch sizes. The state does not include the model,
         which has its own ``state_dict``.
         """
-        anchors = {} if self._anchors is None else {"anchors": self._anchors.state_dict()}
+        anchors = {} if self.anchors is None else {"anchors": self.anchors.state_dict()}
         return {
             "estimator": self.spec.name,
             "prior": self.prior.state_dict(),
             "likelihood": self.likelihood.state_dict(),
             "generator": self.generator.get_state(),
-            "micro_batches": dict(self._problem.sizes.chosen),
-            "preparation": self._problem.network.state_dict(),
+            "micro_batches": dict(self.problem.sizes.chosen),
+            "preparation": self.problem.network.state_dict(),
             **anchors,
         }
 
@@ -935,11 +833,11 @@ class Evidence:
         self.likelihood.load_state_dict(state["likelihood"])
         self.generator.set_state(state["generator"])
         chosen = state.get("micro_batches", {})
-        self._problem.sizes.chosen = {kind: max(1, int(size)) for kind, size in chosen.items()}
+        self.problem.sizes.chosen = {kind: max(1, int(size)) for kind, size in chosen.items()}
         if "preparation" in state:
-            self._problem.network.load_state_dict(state["preparation"])
-        if self._anchors is not None and "anchors" in state:
-            self._anchors.load_state_dict(state["anchors"])
+            self.problem.network.load_state_dict(state["preparation"])
+        if self.anchors is not None and "anchors" in state:
+            self.anchors.load_state_dict(state["anchors"])
 
 
 def _blocks_of(passes: MicroBatchSweep | Sequence[KeptPass]) -> list[Block]:

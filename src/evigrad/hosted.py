@@ -96,7 +96,7 @@ class HostedLearner:
         data = RunData(data, place_of(network), self.settings.seed)
         settings = replace(self.settings, schedule=schedule)
         evidence, settings = prepare_evidence(network, data, settings)
-        self._outputs = evidence.num_outputs(data.first(2)[0])
+        self._outputs = evidence.problem.plan_of(data.first(2)[0]).num_outputs
         if self.loss == "mse" and not (
             isinstance(evidence.likelihood, Gaussian) and evidence.likelihood.log_noise.ndim == 0
         ):

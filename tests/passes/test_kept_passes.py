@@ -1,6 +1,7 @@
 """Passes that are kept: many steps on precisions and noise, each as if on the data themselves."""
 
 import copy
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from evigrad.core.names import STRUCTURES
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.likelihoods import Categorical, Gaussian, Likelihood
 from evigrad.priors import GaussianPrior
+from evigrad.training.rounds import why_not_kept
 
 N, OUTPUTS = 10, 3
 Passes = Any
@@ -177,9 +179,10 @@ def assert_refused(evidence: Evidence, words: str, y: Tensor | None = None) -> N
     x, numbers = data()
     block = next(iter(evidence.blocks((x, numbers if y is None else y))))
     before = evidence.generator.get_state()
-    for attempt in (lambda: evidence.collect(block), lambda: evidence.check_collect(x[:2])):
-        with pytest.raises(ConfigurationError, match=words):
-            attempt()
+    with pytest.raises(ConfigurationError, match=words):
+        evidence.collect(block)
+    reason = why_not_kept(evidence, x)
+    assert reason is not None and re.search(words, reason)
     assert torch.equal(evidence.generator.get_state(), before)
     evidence.backward(block)  # the data themselves are fine
 
@@ -207,7 +210,7 @@ def test_rows_that_depend_on_the_noise(estimator: str) -> None:
     learned = make(estimator, Gaussian(0.6))
     assert_refused(learned, r"likelihood\.log_noise changes the pass")
     fixed = make(estimator, Gaussian(0.6, learnable=False))
-    fixed.check_collect(data()[0])
+    assert why_not_kept(fixed, data()[0]) is None
     block = next(iter(fixed.blocks(data())))
     state = fixed.generator.get_state()
     expected = fixed.estimate(block).log_evidence

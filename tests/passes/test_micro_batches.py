@@ -119,7 +119,7 @@ def test_out_of_memory_in_the_middle_of_a_micro_batch(
     evidence, _, x, y = build(estimator, memory=Memory(micro_batch="auto"))
     monkeypatch.setattr("evigrad.passes.sweep.bytes_per_datum", lambda *_: 1.0)
     calls = [0]
-    structure = evidence._problem.curvature(evidence._problem.network.plan(x))
+    structure = evidence.problem.curvature(evidence.problem.network.plan(x))
     holder, name = (torch.autograd, "grad") if place == "grad" else (type(structure), place)
     real = getattr(holder, name)
 
@@ -218,7 +218,7 @@ def test_a_pass_takes_no_more_than_it_gains(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_sizes_found_in_what_failed_are_forgotten() -> None:
-    problem = build(memory=Memory(micro_batch="auto"))[0]._problem
+    problem = build(memory=Memory(micro_batch="auto"))[0].problem
     problem.sizes.chosen = {"first": 8}
     with pytest.raises(ZeroDivisionError), problem.restored_on_error():
         problem.sizes.halve("first", 8)

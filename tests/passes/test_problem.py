@@ -148,7 +148,7 @@ def test_lengths_share_what_was_checked(kind: str, monkeypatch: pytest.MonkeyPat
     other = evidence()
     other.estimate(batches[-1], y)
     assert paths(one) == paths(other)
-    latest = [each._problem.network.latest() for each in (one, other)]
+    latest = [each.problem.network.latest() for each in (one, other)]
     assert latest[0] is not None and latest[1] is not None
     assert latest[0].jacobian == latest[1].jacobian
 

@@ -294,19 +294,19 @@ def test_ratios_are_learned_from_rounds_as_from_single_blocks(blobs, make_net, p
     )
     evidence = trainer.evidence
     names = list(evidence.hyperparameters())
-    assert evidence._anchors is not None
+    assert evidence.anchors is not None
 
     def spread() -> Tensor:
         found = [evidence.estimate(block).log_det for block in evidence.blocks(data).take(40)]
         return torch.tensor(found).std()
 
     before = spread()
-    ratios = dict(evidence._anchors._predictor._ratios)
+    ratios = dict(evidence.anchors._predictor._ratios)
     for _ in range(8):
         stream = evidence.blocks(data)
         for block in blocks_of_a_round(evidence, stream, data[0][:3], names, 10, prior_blocks)[0]:
             evidence.estimate(block)
-    for key, ratio in evidence._anchors._predictor._ratios.items():
+    for key, ratio in evidence.anchors._predictor._ratios.items():
         assert abs(ratio - ratios.get(key, ratio)) < 1.0
     assert spread() < 2 * before
 

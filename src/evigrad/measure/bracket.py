@@ -15,13 +15,14 @@ from statistics import mean
 from typing import Any
 
 from evigrad.blocks.anchors import Anchoring
-from evigrad.blocks.sources import as_source
+from evigrad.blocks.sources import Source, as_source
 from evigrad.core.names import Estimator
 from evigrad.core.types import standard_error
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.network.network import PROBE_SIZE
 from evigrad.passes.checks import check_count
+from evigrad.passes.intake import CheckedSource
 from evigrad.passes.settings import Memory
 
 # Share of a block's rows that are anchors.
@@ -122,7 +123,7 @@ def bracket(
     check_bracket(evidence.spec)
     source = as_source(data)
     x, _ = source.first(PROBE_SIZE)
-    rows = min(rows, len(source) * evidence.num_outputs(x))
+    rows = min(rows, len(source) * evidence.problem.plan_of(x).num_outputs)
     other = evidence.with_estimator(
         f"ntk-{rows}-rows-anchored",
         root=root,
@@ -130,7 +131,7 @@ def bracket(
         memory=memory,
         generator=seed,
     )
-    log_likelihood = other.refresh_anchors(source)
+    log_likelihood = _choose_anchors(other, source)
     stream = other.blocks(source)
     conditional_entropies: list[float] = []
     together: list[float] = []
@@ -161,6 +162,14 @@ def bracket(
         blocks=count,
         seconds=time.perf_counter() - start,
     )
+
+
+def _choose_anchors(evidence: Evidence, source: Source) -> float:
+    """Return log p(D|w,h) / T in nats. The anchors are chosen by the outputs of the same pass."""
+    assert evidence.anchors is not None
+    with evidence.ranks.together():
+        log_likelihood = evidence.anchors.refresh(CheckedSource(evidence.problem, source))
+    return log_likelihood / evidence.temperature
 
 
 def check_bracket(spec: Estimator) -> None:

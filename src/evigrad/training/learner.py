@@ -35,7 +35,7 @@ from evigrad.training.plan import (
     plan_schedule,
     planned,
 )
-from evigrad.training.rounds import blocks_of_a_round
+from evigrad.training.rounds import blocks_of_a_round, why_not_kept
 from evigrad.training.runaways import Runaways
 from evigrad.training.settings import Optimization, Schedule, check_burn_in
 
@@ -203,7 +203,8 @@ class Learner:
                 self.start(optimization.start_decays[0])
             if self.schedule.prior_blocks is not None:
                 x, _ = self.data.first(PROBE_SIZE)
-                evidence.check_collect(x, wrt=self.step_groups[0].names)
+                if reason := why_not_kept(evidence, x, self.step_groups[0].names):
+                    raise ConfigurationError(reason)
             evidence.blocks(self.data)  # raises now what would stop the first round, epochs later
         self._blocks: Stream | None = None  # checks the data once
         self._warned = False  # of precisions that no output depends on

@@ -1,6 +1,6 @@
 """The network passes of a round. Several steps on prior and noise can share them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 
 from evigrad.blocks import Block
@@ -10,8 +10,9 @@ from evigrad.evidence import Evidence
 from evigrad.inputs import Inputs
 from evigrad.invariances.noise import stochastic_modules
 from evigrad.network.network import PROBE_SIZE
-from evigrad.passes.kept import KeptPass
+from evigrad.passes.kept import KeptPass, not_keepable
 from evigrad.passes.memory import fits
+from evigrad.passes.parameters import divided, held_constant
 
 
 def blocks_of_a_round(
@@ -31,7 +32,7 @@ def blocks_of_a_round(
     """
     anchored = isinstance(blocks, AnchoredStream)
     keepable = (anchored or blocks.is_constant) and is_keepable(evidence, x, names)
-    if anchored and keepable and evidence.shares_anchors(x, 2):
+    if anchored and keepable and shares_anchors(evidence, x, 2):
         drawn = blocks.drawn(prior_blocks or steps, whole=prior_blocks is not None)
         passes = passes_over(evidence, drawn, x, names)
         if prior_blocks is None and drawn.draws:
@@ -79,14 +80,46 @@ def passes_over(
 
 def draws_at_once(evidence: Evidence, x: Inputs, count: int) -> int:
     """Return how many of ``count`` draws of an anchored estimator can share one pass."""
-    while count > 1 and not evidence.shares_anchors(x[:PROBE_SIZE], count):
+    while count > 1 and not shares_anchors(evidence, x[:PROBE_SIZE], count):
         count = -(-count // 2)
     return count
+
+
+def shares_anchors(evidence: Evidence, x: Inputs, draws: int) -> bool:
+    """Return whether one pass over several draws is cheaper than a pass over each draw.
+
+    A draw is a random part of the rows that is used together with the anchors. ``x`` are inputs of
+    a few examples. A shared pass is cheaper if steps on the prior need only inner products of the
+    rows, and if it does not need more of these products than separate passes. The products must
+    fit into memory: at most one gibibyte or the memory of the rows, whichever is larger, and at
+    most the memory budget.
+    """
+    if evidence.anchors is None or draws < 2:
+        return False
+    rows_per_draw = evidence.spec.subset or 0
+    anchors = evidence.anchors.anchoring.num_anchors(rows_per_draw)
+    rows = anchors + draws * (rows_per_draw - anchors)
+    problem = evidence.problem
+    curvature = problem.curvature(problem.plan_of(x))
+    budget = problem.settings.memory_budget
+    return (
+        rows**2 <= draws * rows_per_draw**2
+        and curvature.condenses(rows)
+        and (budget is None or curvature.predicted_bytes(rows) <= budget)
+    )
 
 
 def is_keepable(evidence: Evidence, x: Inputs, names: list[str]) -> bool:
     """Return whether steps that learn ``names`` can share passes. A random model prevents this."""
     # A random model, such as an average over transforms, draws again in each pass.
-    if stochastic_modules(evidence.model):
-        return False
-    return evidence.can_collect(x[:PROBE_SIZE], wrt=names)
+    return not stochastic_modules(evidence.model) and why_not_kept(evidence, x, names) is None
+
+
+def why_not_kept(
+    evidence: Evidence, x: Inputs, wrt: str | Sequence[str] | None = None
+) -> str | None:
+    """Return why ``collect(..., wrt=wrt)`` would raise an error for a block, or None."""
+    changing, others = divided(evidence.hyperparameters(), wrt)
+    plan = evidence.problem.plan_of(x[:PROBE_SIZE])
+    with held_constant(others):
+        return not_keepable(evidence.problem, plan, list(changing))

@@ -48,7 +48,7 @@ def _three_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def kernel(evidence: Evidence, x: Tensor, data: Tensor, columns: Tensor, root: str) -> Any:
     source = as_source((x, torch.zeros(len(x), dtype=torch.int64)))
-    ask = LastLayerKernel(evidence._problem.last_layer, evidence.likelihood, root, source, 3)
+    ask = LastLayerKernel(evidence.problem.last_layer, evidence.likelihood, root, source, 3)
     rows = 3 * data + columns
     ask(rows[: len(rows) // 2])  # some data are known already when the others are asked for
     found = ask(rows)

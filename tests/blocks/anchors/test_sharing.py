@@ -12,7 +12,7 @@ from evigrad.errors import MemoryBudgetError
 from evigrad.likelihoods import Categorical
 from evigrad.passes.problem import Problem
 from evigrad.priors import GaussianPrior
-from evigrad.training.rounds import draws_at_once
+from evigrad.training.rounds import draws_at_once, shares_anchors
 
 DATA = torch.randn(40, 3, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 4
 
@@ -42,21 +42,23 @@ def joint(made: Evidence, draws: int) -> Any:
 
 def test_anchors_are_shared_where_that_is_less_work(monkeypatch: pytest.MonkeyPatch) -> None:
     x = DATA[0]
-    assert evidence().shares_anchors(x, 10)
-    assert not evidence().shares_anchors(x, 1)
-    assert not evidence("ntk-50-rows").shares_anchors(x, 10)
-    assert not evidence(prior="diagonal").shares_anchors(x, 10)
+    assert shares_anchors(evidence(), x, 10)
+    assert not shares_anchors(evidence(), x, 1)
+    assert not shares_anchors(evidence("ntk-50-rows"), x, 10)
+    assert not shares_anchors(evidence(prior="diagonal"), x, 10)
     # Ten parts of half of the rows are more products than ten blocks; of a quarter, five are less.
-    assert not evidence(anchoring=Anchoring(share=0.5)).shares_anchors(x, 10)
-    assert not evidence(anchoring=Anchoring(share=0.0)).shares_anchors(x, 2)
+    assert not shares_anchors(evidence(anchoring=Anchoring(share=0.5)), x, 10)
+    assert not shares_anchors(evidence(anchoring=Anchoring(share=0.0)), x, 2)
     quarter = evidence("ntk-40-rows-anchored", anchoring=Anchoring(share=0.75))
     assert draws_at_once(quarter, x, 10) == 5
     assert draws_at_once(evidence(), x, 10) == 10
     assert draws_at_once(evidence(anchoring=Anchoring(share=0.5)), x, 10) == 1
-    assert not evidence(memory=Memory(memory_budget=1000, micro_batch="auto")).shares_anchors(x, 10)
+    assert not shares_anchors(
+        evidence(memory=Memory(memory_budget=1000, micro_batch="auto")), x, 10
+    )
     monkeypatch.setattr("evigrad.core.curvature.ntk.GRAM_CACHE_BYTES", 4 * 95**2 * 4 - 1)
-    assert not evidence().shares_anchors(x, 10)  # four Grams of 45 + 10 x 5 rows
-    assert evidence().shares_anchors(x, 9)
+    assert not shares_anchors(evidence(), x, 10)  # four Grams of 45 + 10 x 5 rows
+    assert shares_anchors(evidence(), x, 9)
 
 
 def test_no_more_rows_are_formed_at_once_than_for_a_single_draw(
