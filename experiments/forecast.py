@@ -230,7 +230,7 @@ class _Costs:
         outputs = "C" if drawn >= self.times.num_outputs else str(drawn)
         line = self.times.line(f"{spec.structure}-{{}}-{outputs}", of_model)
         products = 0.0
-        if spec.kind.keeps_rows or spec.structure in ("full", "blockdiag"):
+        if spec.structure_type.keeps_rows or spec.structure in ("full", "blockdiag"):
             rows, weights = self._rows(spec), self.times.num_weights
             products = _GRAM * rows * weights * min(rows, weights) * _operation_seconds()
         # Larger blocks than the measured ones go through the network twice.

@@ -27,7 +27,7 @@ class CallPath:
     """The functions of the package that are called inside, and how deep their frames lie."""
 
     def __init__(self) -> None:
-        self.functions: set[CodeType] = set()
+        self.functions: dict[CodeType, None] = {}  # in the order of their first calls
         self.depth = self._frames = 0
 
     def __enter__(self) -> "CallPath":
@@ -41,7 +41,7 @@ class CallPath:
         code = frame.f_code
         is_counted = code.co_filename.startswith(PACKAGE) and code.co_name not in INSIDE
         if event == "call" and is_counted:
-            self.functions.add(code)
+            self.functions[code] = None
             self._frames += 1
             self.depth = max(self.depth, self._frames)
         elif event == "return" and is_counted:
@@ -52,7 +52,7 @@ class CallPath:
         return len(self.functions), len({code.co_filename for code in self.functions}), self.depth
 
     def names(self) -> list[tuple[str, str]]:
-        """File, and name of a class or function in it."""
+        """File, and name of a class or function in it, in the order of the first calls."""
         return [
             (str(Path(code.co_filename).relative_to(PACKAGE)), name)
             for code in self.functions

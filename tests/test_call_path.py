@@ -45,8 +45,10 @@ def test_the_walk_on_the_page_is_the_way_that_a_gradient_takes() -> None:
         text=True,
         check=True,
     )
-    visited = {tuple(pair) for pair in json.loads(done.stdout)}
+    visited = [tuple(pair) for pair in json.loads(done.stdout)]
     missing = [step for step in steps if step not in visited]
     assert not missing
+    order = [visited.index(step) for step in steps]
+    assert order == sorted(order), [step for _, step in sorted(zip(order, steps, strict=True))]
     for folder in re.findall(r"`([a-z_/]+/)`", page):
         assert (tests.parent / "src/evigrad" / folder).is_dir(), folder

@@ -36,7 +36,7 @@ from evigrad.passes.checks import (
     check_type,
 )
 from evigrad.passes.decay import DecayWatch, warn_of_averaged
-from evigrad.passes.evaluation import estimates_of, gradients_of, pass_over
+from evigrad.passes.evaluation import estimates_and_gradients, estimates_of, pass_over
 from evigrad.passes.intake import CheckedSource, Data, resolve
 from evigrad.passes.kept import KeptPass, as_kept, checksums, contents, kept, not_keepable
 from evigrad.passes.memory import MicroBatches
@@ -500,7 +500,7 @@ class Evidence:
             with problem.ranks.together():
                 passes = self._given(x, y, learnable)
                 with held_constant(others):
-                    estimates, gradients = gradients_of(passes, learnable)
+                    estimates, gradients = estimates_and_gradients(passes, learnable)
             blocks = _blocks_of(passes)
             estimate, gradients = mean_over_ranks(problem, blocks, estimates, gradients)
             check_gradients(learnable, gradients)

@@ -306,6 +306,16 @@ def _made(like: Any, parts: Any) -> Any:
     return type(like)(*parts) if hasattr(like, "_fields") else type(like)(parts)
 
 
+def refuse_where(wrong: Tensor, y: Tensor, words: str) -> None:
+    """Raise an InputError for the first target that ``wrong`` marks, if any."""
+    if bool(wrong.any()):
+        where = [int(i) for i in wrong.nonzero()[0]]
+        raise InputError(
+            f"Target {y[tuple(where)].item()} at index {where[0] if len(where) == 1 else where}"
+            f" {words}."
+        )
+
+
 def check_integers(x: Inputs) -> None:
     """Raise InputError if a tree contains integers that conversion to float64 would round."""
     x = each_once(x)

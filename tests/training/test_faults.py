@@ -161,7 +161,7 @@ def test_infinite_buffers_that_are_meant_to_be_so_are_none_of_our_business(blobs
 def test_an_estimate_that_is_not_finite_ends_its_round_and_is_counted(update, blobs, tmp_path):
     """Precisions stay those of the step before; the next round learns again."""
     with (
-        at_call(evidence, "gradients_of", once(2), spoil_estimates),
+        at_call(evidence, "estimates_and_gradients", once(2), spoil_estimates),
         pytest.warns(EvigradWarning, match="skipped 2 of 3 hyperparameter steps"),
     ):
         result = train("ntk", blobs, tmp_path / "run", steps=3, prior_update=update)
@@ -173,7 +173,7 @@ def test_an_estimate_that_is_not_finite_ends_its_round_and_is_counted(update, bl
 def test_a_round_without_any_step_is_skipped_and_a_second_one_ends_training(blobs, tmp_path):
     fails = always(1)
     with (
-        at_call(evidence, "gradients_of", fails, spoil_estimates),
+        at_call(evidence, "estimates_and_gradients", fails, spoil_estimates),
         pytest.warns(EvigradWarning, match="3 of 3 hyperparameter steps"),
         pytest.raises(NotFiniteError, match=r"epoch 3 failed: The gradient for prior.log_pr"),
     ):
@@ -183,7 +183,7 @@ def test_a_round_without_any_step_is_skipped_and_a_second_one_ends_training(blob
 
 def test_a_round_that_failed_is_remembered_by_the_run_that_goes_on(blobs, tmp_path):
     def fault() -> AbstractContextManager[object]:
-        return at_call(evidence, "gradients_of", once(1), spoil_estimates)
+        return at_call(evidence, "estimates_and_gradients", once(1), spoil_estimates)
 
     given: dict[str, Any] = {"steps": 3, "burn_in": 2, "every": 1}
     with fault(), pytest.warns(EvigradWarning, match="3 of 3"):

@@ -4,8 +4,9 @@
 
 D stands for the data, h for the hyperparameters and w for the weights. The prior has mean w₀ and
 diagonal precision P0, and T is the temperature. H is the sum of the outer products of the block's
-rows, and ℓ = log|I + P0^{-1/2} H P0^{-1/2}|. The factor ``scale`` scales ℓ up to all rows (Theorems
-2 and 3). The estimate is computed in these steps:
+rows, and ℓ = log|I + P0^{-1/2} H P0^{-1/2}|. The factor ``scale`` scales ℓ up to all rows, by
+Theorem 2 for blocks of a partition, and by Shearer's inequality for random subsets. The estimate
+is computed in these steps:
 
     micro-batch → outputs f → cotangents of a root of −∇² log p(y|f) → rows → statistic → ℓ
 
@@ -33,7 +34,7 @@ from evigrad.errors import ConfigurationError, NotFiniteError
 TERMS = ("log_evidence", "log_likelihood", "log_prior", "log_det", "log_hyperprior")
 
 
-def follows_by_scale(
+def needs_one_pass(
     model: LinearizedModel, curvature: Curvature[Any], num_outputs: int, learned: Iterable[str]
 ) -> bool:
     """Return whether the statistic of a single pass is enough for the ``learned`` hyperparameters.
@@ -211,7 +212,7 @@ def one_pass(
 ) -> tuple[Estimate, list[Tensor]]:
     """Return the estimate of the log evidence and the gradient of the loss, from a single pass.
 
-    A single pass is enough if ``follows_by_scale`` returns True.
+    A single pass is enough if ``needs_one_pass`` returns True.
     """
     beside = any(not name.startswith("prior.") for name in learned)
     block_pass = run_pass(model, curvature, sweep, condense=True, keep_outputs=beside)

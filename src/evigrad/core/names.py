@@ -87,7 +87,7 @@ class Estimator:
                 raise ConfigurationError(f"{part} must be at least 1, got {size}.")
         if self.rows:
             self._check_rows()
-        if self.anchored and not (self.rows and self.kind.keeps_rows):
+        if self.anchored and not (self.rows and self.structure_type.keeps_rows):
             raise ConfigurationError(
                 "'anchored' conditions single rows on other rows, so the structure must be 'ntk'"
                 f" and OUTPUTS must be 'rows', as in 'ntk-{self.subset or 400}-rows-anchored'."
@@ -196,7 +196,7 @@ class Estimator:
         return self.name
 
     @cached_property
-    def kind(self) -> Curvature[Any] | type[Curvature[Any]]:
+    def structure_type(self) -> Curvature[Any] | type[Curvature[Any]]:
         """The custom curvature if there is one, or else the class of the structure."""
         return STRUCTURES[self.structure] if self.custom is None else self.custom
 
@@ -243,7 +243,7 @@ class Estimator:
             raise ConfigurationError(
                 f"root must be one of {', '.join(ROOTS)}, got {root!r}.{nearest(root, ROOTS)}"
             )
-        if self.kind.log_det_is == "approximate" or self.curvature == "mc":
+        if self.structure_type.log_det_is == "approximate" or self.curvature == "mc":
             return False
         if self.curvature == "ef":
             return True

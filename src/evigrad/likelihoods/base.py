@@ -18,7 +18,8 @@ from evigrad.core.roots import (
     hessian_rows,
 )
 from evigrad.errors import ConfigurationError, InputError, raised_in
-from evigrad.likelihoods.targets import refuse_where, total
+from evigrad.inputs import refuse_where
+from evigrad.likelihoods.targets import total
 
 # A sum over examples, or a sum and the number of values that its mean is over.
 Metric = float | tuple[float, float]

@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from evigrad.errors import InputError
+from evigrad.inputs import refuse_where
 from evigrad.likelihoods.base import Metric
 from evigrad.likelihoods.missing import Independent
-from evigrad.likelihoods.targets import refuse_where, total
+from evigrad.likelihoods.targets import total
 
 
 class Bernoulli(Independent):

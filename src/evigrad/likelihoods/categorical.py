@@ -16,8 +16,9 @@ from evigrad.core.roots import (
     top_norms,
 )
 from evigrad.errors import InputError
+from evigrad.inputs import refuse_where
 from evigrad.likelihoods.base import Likelihood, Metric
-from evigrad.likelihoods.targets import refuse_where, total
+from evigrad.likelihoods.targets import total
 
 
 class Categorical(Likelihood):

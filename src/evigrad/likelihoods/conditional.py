@@ -9,8 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from evigrad.errors import InputError, nearest
+from evigrad.inputs import refuse_where
 from evigrad.likelihoods.base import Likelihood
-from evigrad.likelihoods.targets import as_numbers, refuse_where
+from evigrad.likelihoods.targets import as_numbers
 
 
 class Conditional(Likelihood):

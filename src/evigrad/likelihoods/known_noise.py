@@ -4,9 +4,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from evigrad.inputs import refuse_where
 from evigrad.likelihoods.gaussian import LOG_TWO_PI
 from evigrad.likelihoods.noisy import Noisy
-from evigrad.likelihoods.targets import refuse_where
 
 
 class KnownNoise(Noisy):

@@ -7,9 +7,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from evigrad.errors import ConfigurationError
+from evigrad.inputs import refuse_where
 from evigrad.likelihoods.base import Metric
 from evigrad.likelihoods.conditional import Conditional
-from evigrad.likelihoods.targets import check_one_per_output, refuse_where, total
+from evigrad.likelihoods.targets import check_one_per_output, total
 
 MISSING = (None, "nan")
 

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, pad
 
 from evigrad.errors import ConfigurationError, InputError
+from evigrad.inputs import refuse_where
 from evigrad.likelihoods.base import Likelihood, Metric, by_entry
-from evigrad.likelihoods.targets import refuse_where, total
+from evigrad.likelihoods.targets import total
 
 
 class Ordinal(Likelihood):

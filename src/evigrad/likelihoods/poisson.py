@@ -7,9 +7,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from evigrad.errors import ConfigurationError, InputError
+from evigrad.inputs import refuse_where
 from evigrad.likelihoods.base import Metric
 from evigrad.likelihoods.missing import Independent
-from evigrad.likelihoods.targets import refuse_where
 
 
 class Counts(Independent):

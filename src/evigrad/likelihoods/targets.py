@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from evigrad.errors import InputError
+from evigrad.inputs import refuse_where
 
 
 def check_one_per_output(f_shape: Sequence[int], y: Tensor) -> None:
@@ -17,16 +18,6 @@ def check_one_per_output(f_shape: Sequence[int], y: Tensor) -> None:
         raise InputError(
             f"Targets must have the shape of the outputs, {tuple(f_shape)}, got"
             f" {tuple(y.shape)}.{hint}"
-        )
-
-
-def refuse_where(wrong: Tensor, y: Tensor, words: str) -> None:
-    """Raise an InputError for the first target that ``wrong`` marks, if any."""
-    if bool(wrong.any()):
-        where = [int(i) for i in wrong.nonzero()[0]]
-        raise InputError(
-            f"Target {y[tuple(where)].item()} at index {where[0] if len(where) == 1 else where}"
-            f" {words}."
         )
 
 

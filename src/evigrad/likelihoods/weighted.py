@@ -10,8 +10,9 @@ from torch import Tensor
 
 from evigrad.core.roots import RootRows
 from evigrad.errors import InputError
+from evigrad.inputs import refuse_where
 from evigrad.likelihoods.base import Likelihood, Metric
-from evigrad.likelihoods.targets import as_numbers, check_whole_labels, like, refuse_where
+from evigrad.likelihoods.targets import as_numbers, check_whole_labels, like
 
 
 class Weighted(Likelihood):

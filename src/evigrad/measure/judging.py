@@ -153,7 +153,7 @@ def describe_estimator(estimator: str, blocks: int) -> str:
     spec = Estimator.parse(estimator)
     if blocks > 1:
         return f"{spec.name}, mean over {blocks} blocks of a partition"
-    exact = spec.kind.log_det_is == "exact" and spec.curvature == "ggn"
+    exact = spec.structure_type.log_det_is == "exact" and spec.curvature == "ggn"
     whole = spec.subset is None and spec.outputs is None
     return f"{spec.name}, exact" if exact and whole else spec.name
 

@@ -47,7 +47,7 @@ def pass_over(sweep: MicroBatchSweep, *, beside: bool) -> Pass:
     return precisely(sweep, work, condense=True, trial=algorithm.log_evidence)
 
 
-def gradients_of(
+def estimates_and_gradients(
     passes: MicroBatchSweep | Sequence[KeptPass], learned: Mapping[str, nn.Parameter]
 ) -> tuple[list[Estimate], list[Tensor]]:
     """Return the same estimates as ``estimates_of``, and the gradients of their mean.
@@ -65,7 +65,7 @@ def gradients_of(
             total = [a + b for a, b in zip(total, gradients, strict=True)]
         return estimates, total
     problem = passes.problem
-    in_one_pass = algorithm.follows_by_scale(problem, passes.curvature, passes.num_outputs, learned)
+    in_one_pass = algorithm.needs_one_pass(problem, passes.curvature, passes.num_outputs, learned)
     beside = {name: p for name, p in learned.items() if not name.startswith("prior.")}
     passes = replace(passes, learned=beside)
     way = algorithm.one_pass if in_one_pass else algorithm.two_passes

@@ -219,7 +219,7 @@ def _given_block(problem: Problem, block: Block) -> MicroBatchSweep:
     _, _, plan = checked(problem, block.inputs, block.targets)
     check_block(block, problem.partition(plan))
     # A sub-block root needs all columns of an example together.
-    if problem.root != "subblock" and not problem.estimator.kind.counts_data:
+    if problem.root != "subblock" and not problem.estimator.structure_type.counts_data:
         block = block.expanded()
     return new_sweep(problem, plan, [cast(Batch, (block.inputs, block.targets))], block)
 

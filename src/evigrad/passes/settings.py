@@ -166,7 +166,7 @@ class Settings:
     def check_fits(self, estimator: Estimator) -> None:
         """Raise an error for settings that the estimator does not use."""
         rows_are_stored = (self.rows_dtype or self.rows_device) is not None
-        if rows_are_stored and not estimator.kind.keeps_rows:
+        if rows_are_stored and not estimator.structure_type.keeps_rows:
             raise ConfigurationError(
                 f"{estimator.name} does not store rows. Use rows_dtype and rows_device only with"
                 " ntk estimators."

@@ -130,7 +130,7 @@ class MicroBatchSweep:
             label = "second"
         problem, plan, block, state = self.problem, self.plan, self.block, start
         expected, first = len(block.indices), 0
-        cuts = [] if problem.estimator.kind.counts_data else block.cuts()
+        cuts = [] if problem.estimator.structure_type.counts_data else block.cuts()
         with self._evaluating():
             for x, y in self.batches:
                 if first + len(x) > expected:
@@ -205,7 +205,7 @@ class MicroBatchSweep:
             x=(plan or self.plan).pack(x[span], self.noise, data),
             y=y[span],
             data=data,
-            columns=block.columns_of(data, self.problem.estimator.kind.counts_data),
+            columns=block.columns_of(data, self.problem.estimator.structure_type.counts_data),
             likelihood_weights=block.likelihood_weights[data],
             labels=[labels[data] for labels in self.labels],
             is_alone=block.has_all_rows(data),
@@ -257,7 +257,7 @@ class MicroBatchSweep:
         problem, block, (x, part) = self.problem, self.block, self._first()
         sizes, at_once = problem.sizes, most_at_once(problem, self.plan, block)
         key, most = self._memory_key("first", x), _CHECKED if at_once is None else at_once
-        cuts = [] if problem.estimator.kind.counts_data else block.cuts()
+        cuts = [] if problem.estimator.structure_type.counts_data else block.cuts()
         size = min([len(x), *cuts[:1], most, sizes.chosen.get(key, most)])
 
         def checked() -> InputPlan:

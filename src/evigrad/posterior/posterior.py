@@ -372,8 +372,8 @@ def posterior_problem(
     settings = replace(
         settings,
         gram_dtype=settings.gram_dtype or precise,
-        rows_dtype=settings.rows_dtype if estimator.kind.keeps_rows else None,
-        rows_device=settings.rows_device if estimator.kind.keeps_rows else None,
+        rows_dtype=settings.rows_dtype if estimator.structure_type.keeps_rows else None,
+        rows_device=settings.rows_device if estimator.structure_type.keeps_rows else None,
         parameter_partition="tensor",  # that of all weights may be another
         # Rows that can be multiplied with other rows, and H instead of their kernel.
         plain_curvature=True,
