@@ -366,8 +366,13 @@ class MicroBatchSweep:
         self, step: Callable[[MicroBatch], object], part: Callable[[int], MicroBatch], size: int
     ) -> int:
         """Return the peak memory of a step over ``size`` examples, without side effects."""
+        batch, at_once = part(size), self.curvature.rows_at_once
+        if batch.columns is None and at_once is not None and self.num_outputs > 2 * at_once:
+            # All parts of the rows take the same memory, and the second comes beside the sums.
+            columns = torch.arange(2 * at_once, device="cpu").expand(size, -1)
+            batch = replace(batch, columns=columns)
         with self._evaluating(), PeakBytes() as held:
-            step(part(size))
+            step(batch)
         return held.most
 
 

@@ -412,7 +412,8 @@ def collect(problem: Problem, data: object, structure: str) -> Pass:
         sweep = resolve(problem, batches, None)
         sweep.check_memory(condense=False)
         sweep = sweep.verified()
-        block_pass = run_pass(problem, sweep.curvature, sweep)
+        with torch.no_grad():  # otherwise the noise keeps a graph of all rows
+            block_pass = run_pass(problem, sweep.curvature, sweep)
         if isinstance(sweep.curvature, ReducedCurvature):
             whole = sweep.curvature.total(block_pass.statistic)
             block_pass = replace(block_pass, statistic=whole)
