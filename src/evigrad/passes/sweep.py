@@ -146,6 +146,8 @@ class MicroBatchSweep:
                     num_remaining = min(len(x), cut - first) - done
                     peak = partial(self._peak_bytes, partial(step, state), part)
                     size = self._size(label, x, num_remaining, first + done, peak)
+                    if first + done == 0 and label == "first":
+                        size = min(size, self._first_size() or size)
                     if states := fits(partial(step, state, part(size))):
                         (state,) = states
                     else:
@@ -357,6 +359,13 @@ class MicroBatchSweep:
         limit = CPU_PASS_BYTES if problem.device.type == "cpu" else None
         per_datum = partial(bytes_per_datum, peak, num_remaining)
         return sizes.size(key, num_remaining, per_datum, free, limit)
+
+    def _first_size(self) -> int | None:
+        """Return the largest size of the first micro-batch, or None for any size."""
+        is_split = self.block.columns is not None or self.problem.likelihood.couples_outputs
+        if is_split or torch.is_grad_enabled():
+            return None
+        return self.curvature.most_examples(self.num_outputs)
 
     def _memory_key(self, label: str, x: Inputs) -> str:
         """Return a description of everything that determines the memory of an example."""

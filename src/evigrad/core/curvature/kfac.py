@@ -28,6 +28,7 @@ from torch import Tensor
 from evigrad.core.algebra import add_outer_products
 from evigrad.core.curvature.base import (
     DENSE_WORKING_COPIES,
+    ROWS_AT_ONCE,
     Curvature,
     Statistic,
     flatten_rows,
@@ -55,6 +56,9 @@ from evigrad.errors import ConfigurationError
 # block up to this size. The widest layers of the paper's ResNets have 512 channels. Such a block
 # takes 2 MiB and 45 MFLOP in float64, less than the factors of the adjacent layer.
 DENSE_LIMIT = 512
+# Number of examples in the first pass over many outputs. A position that these examples do not show,
+# such as one with a dead ReLU, takes another pass over all outputs.
+RECORDED_EXAMPLES = 4
 
 
 @dataclass(frozen=True)
@@ -169,8 +173,7 @@ class Kfac(Curvature[KfacStatistic]):
     counts_data = True
     settings = ("sharing",)
     cheaper = "'diag', or 'ntk' on a small subset"
-    # Each row has a gradient for each activation.
-    rows_at_once = 64
+    rows_at_once = ROWS_AT_ONCE
 
     def __init__(
         self,
@@ -230,18 +233,20 @@ class Kfac(Curvature[KfacStatistic]):
 
     def _shares(self, linearization: Linearization, root: RootRows) -> bool:
         """Return whether outputs might share backward passes. See ``coloring``."""
-        num_outputs = root.vectors.shape[2]
-        has_graph = root.scale is not None and root.scale.requires_grad
         return (
             root.is_diagonal
-            and num_outputs > self.rows_at_once
+            and root.vectors.shape[2] > self.rows_at_once
             and self._sharing == "expand"
-            and not (has_graph or root.vectors.requires_grad)
+            and not self._has_graph(root)
             and root.vectors.dtype in (torch.float32, torch.float64)
             and not linearization.mixed
             and all(linearization.is_closed(name) for name in self._kronecker)
             and all(linearization.has_terms(name) for name in self.formed)
         )
+
+    @staticmethod
+    def _has_graph(root: RootRows) -> bool:
+        return root.vectors.requires_grad or (root.scale is not None and root.scale.requires_grad)
 
     def _record(self, linearization: Linearization, part: RootRows, num_outputs: int) -> None:
         """Record the positions of layers that some outputs reach."""
@@ -314,6 +319,12 @@ class Kfac(Curvature[KfacStatistic]):
             )
             added[name] = self._added(name, blocks.get(name), flat)
         return added
+
+    def most_examples(self, num_outputs: int) -> int | None:
+        """See ``Curvature.most_examples``. The first examples show whether outputs share passes."""
+        reach = self._reach
+        unknown = reach.coloring is None and reach.records
+        return RECORDED_EXAMPLES if unknown and num_outputs > self.rows_at_once else None
 
     def log_det(
         self, statistic: KfacStatistic, precisions: Mapping[str, Tensor]
