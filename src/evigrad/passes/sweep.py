@@ -312,7 +312,8 @@ class MicroBatchSweep:
         problem, block, curvature = self.problem, self.block, self.curvature
         size, weights, width = len(block.indices), problem.weights, self._width
         most = most_at_once(problem, self.plan, block)
-        at_once = min(most or 1, size) * width
+        rows_each = width if curvature.rows_at_once is None else min(width, curvature.rows_at_once)
+        at_once = min(most or 1, size) * rows_each
         if block.num_draws > 1:
             # Several micro-batches: the formed rows of one, plus all that are kept.
             at_once = min(at_once, problem.partition(self.plan).block_rows)
