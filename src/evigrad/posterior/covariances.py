@@ -238,7 +238,8 @@ class Covariance:
         widest = max((sum(map(_width, group)) for group in self._groups(num_outputs)), default=0)
         if self.explained is not None:
             widest += len(self.explained.scale)
-        return item * num_outputs * (2 * num_outputs + widest)
+        # The sum, and a copy in the type of the outputs.
+        return item * num_outputs * (num_outputs + num_outputs // 2 + widest)
 
     @property
     def _dtype(self) -> torch.dtype:

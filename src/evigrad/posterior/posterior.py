@@ -71,8 +71,9 @@ _TIMED_SIZE = 512
 
 # Number of examples that are read at once. How many pass together depends on the memory.
 _AT_ONCE = 1000
-# Copies of the gradients and rows of a part of the outputs that are in memory together.
-PASS_COPIES = 6
+# Copies of the gradients and of the rows of a part of the outputs that are in memory together.
+# Rows are converted to float64 and transformed.
+_GRADIENT_COPIES, _ROW_COPIES = 2, 6
 _SEEDS = 2**62
 
 
@@ -273,13 +274,18 @@ class Posterior:
                 f" {needed / GIB:.3g} GiB of memory, but only {free / GIB:.3g} GiB is free.",
                 "Predict fewer examples at once, or pass correlated=False.",
             )
-        numbers = plan.jacobian.numbers + sum(w.numel() for w in problem.weights.values())
-        per_datum = item * PASS_COPIES * ROWS_AT_ONCE * numbers
-        per_datum += self._covariance.bytes_of(num_outputs, correlated)
-        asked = max(1, int(min(CPU_PASS_BYTES, free or CPU_PASS_BYTES) / per_datum))
+        per_datum = self._bytes_per_datum(plan, correlated)
+        asked = max(1, min(CPU_PASS_BYTES, free or CPU_PASS_BYTES) // per_datum)
         if isinstance(problem.sizes.asked, int):
             asked = min(asked, problem.sizes.asked)
         return replace(problem, sizes=MicroBatches(asked, problem.sizes.budget))
+
+    def _bytes_per_datum(self, plan: InputPlan, correlated: bool) -> int:
+        """Return the predicted memory of each example in a prediction of many outputs."""
+        num_weights = sum(weight.numel() for weight in self._problem.weights.values())
+        numbers = _GRADIENT_COPIES * plan.jacobian.numbers + _ROW_COPIES * num_weights
+        of_part = self._problem.dtype.itemsize * ROWS_AT_ONCE * numbers
+        return of_part + self._covariance.bytes_of(self.num_outputs, correlated)
 
     # ------------------------------------------------------------ state
 

@@ -17,7 +17,6 @@ position. This has probability zero if another output adds to the gradient.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Self
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -54,7 +53,7 @@ class Coloring:
         return int(self.colors.max()) + 1
 
     @classmethod
-    def of(cls, reached: Mapping[str, Bool[Tensor, "C T"]]) -> Self:
+    def of(cls, reached: Mapping[str, Bool[Tensor, "C T"]]) -> "Coloring":
         """Return a coloring in which each output takes the first color that has room for it."""
         joined = torch.cat([of_layer.cpu() for of_layer in reached.values()], 1)
         num_outputs, num_positions = joined.shape
