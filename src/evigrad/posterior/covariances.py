@@ -231,7 +231,7 @@ class Covariance:
         return total
 
     def bytes_of(self, num_outputs: int, correlated: bool) -> int:
-        """Return the memory that ``of_outputs`` takes for each example, beside the passes."""
+        """Return the memory that ``of_outputs`` takes for each example, without the passes."""
         item = self._dtype.itemsize
         if not correlated:
             return item * num_outputs

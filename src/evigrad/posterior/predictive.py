@@ -307,5 +307,5 @@ class Predictive:
         error = precisely(torch.where(missing, 0.0, y.to(self.outputs) - self.outputs)).unsqueeze(2)
         solved = torch.linalg.solve_triangular(factor, error, upper=False).squeeze(2)
         logs = factor.diagonal(dim1=1, dim2=2).log().sum(1)
-        constant = 0.5 * (~missing).sum(1) * math.log(2.0 * math.pi)
+        constant = 0.5 * (~missing).sum(1).to(logs) * math.log(2.0 * math.pi)
         return -(0.5 * solved.square().sum(1) + logs + constant).to(self.outputs)

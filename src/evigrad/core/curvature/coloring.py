@@ -1,13 +1,14 @@
 """Share a backward pass between outputs that depend on different positions of every layer.
 
-KFAC of all data with C outputs needs the gradients of each output with respect to the outputs of
-each layer, which are C backward passes. In a convolutional network with an output for each pixel,
-most of these gradients are zero: the gradient of an output is zero at all positions of a layer
-except a few around its pixel. If the positions of two outputs do not overlap in any layer, the
-gradient of their sum contains both gradients, at different positions. Sums over outputs and
-positions of outer products of gradients then follow from one backward pass for all outputs with the
-same color. This is the method of Curtis, Powell and Reid (1974, *On the Estimation of Sparse
-Jacobian Matrices*) for Jacobians of layers.
+KFAC of all data needs the gradients of each output with respect to the outputs of each layer. For C
+outputs, these are C backward passes. In a convolutional network with an output for each pixel, most
+of these gradients are zero. Only a few positions of a layer, around the pixel, have others.
+
+If the positions of two outputs do not overlap in any layer, the gradient of their sum contains both
+gradients, at different positions. Sums over outputs and positions of outer products of gradients
+then follow from one backward pass for all outputs with the same color. This is the method of
+Curtis, Powell and Reid (1974, *On the Estimation of Sparse Jacobian Matrices*) for Jacobians of
+layers.
 
 The positions are found in a pass over all outputs. Other examples may have nonzero gradients at
 other positions. So each shared pass is checked: a second pass multiplies each output by a random

@@ -56,8 +56,8 @@ from evigrad.errors import ConfigurationError
 # block up to this size. The widest layers of the paper's ResNets have 512 channels. Such a block
 # takes 2 MiB and 45 MFLOP in float64, less than the factors of the adjacent layer.
 DENSE_LIMIT = 512
-# Number of examples in the first pass over many outputs. A position that these examples do not show,
-# such as one with a dead ReLU, takes another pass over all outputs.
+# Number of examples in the first pass over many outputs. A position that these examples do not
+# show, such as one with a dead ReLU, takes another pass over all outputs.
 RECORDED_EXAMPLES = 4
 
 
@@ -231,11 +231,16 @@ class Kfac(Curvature[KfacStatistic]):
             self._reach.finish()
         return KfacStatistic(factors, blocks)
 
+    @property
+    def _at_once(self) -> int:
+        assert self.rows_at_once is not None
+        return self.rows_at_once
+
     def _shares(self, linearization: Linearization, root: RootRows) -> bool:
         """Return whether outputs might share backward passes. See ``coloring``."""
         return (
             root.is_diagonal
-            and root.vectors.shape[2] > self.rows_at_once
+            and root.vectors.shape[2] > self._at_once
             and self._sharing == "expand"
             and not self._has_graph(root)
             and root.vectors.dtype in (torch.float32, torch.float64)
@@ -275,8 +280,8 @@ class Kfac(Curvature[KfacStatistic]):
         The result is None if an output reaches other positions than the coloring expects.
         """
         factors, blocks = dict(statistic.factors), dict(statistic.blocks)
-        for start in range(0, coloring.num_colors, self.rows_at_once):
-            colors = slice(start, min(start + self.rows_at_once, coloring.num_colors))
+        for start in range(0, coloring.num_colors, self._at_once):
+            colors = slice(start, min(start + self._at_once, coloring.num_colors))
             vectors = coloring.vectors(root, colors, factors=True)
             multiplied = self._gradients(linearization, vectors)
             vectors = coloring.vectors(root, colors)
@@ -324,7 +329,7 @@ class Kfac(Curvature[KfacStatistic]):
         """See ``Curvature.most_examples``. The first examples show whether outputs share passes."""
         reach = self._reach
         unknown = reach.coloring is None and reach.records
-        return RECORDED_EXAMPLES if unknown and num_outputs > self.rows_at_once else None
+        return RECORDED_EXAMPLES if unknown and num_outputs > self._at_once else None
 
     def log_det(
         self, statistic: KfacStatistic, precisions: Mapping[str, Tensor]
