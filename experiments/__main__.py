@@ -13,15 +13,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from evigrad import cli
+from evigrad.cli.setup import device_name
 from evigrad.errors import ConfigurationError, EvigradError
 from experiments import kinds  # noqa: F401  # the kinds that files may name
 from experiments.checks import problems
 from experiments.definition import PRESETS, Experiment, paper_experiments, read_experiment
+from experiments.forecast import forecast
 from experiments.jobs import Job, Store
 from experiments.present import PAGE_PRESETS, duration, present, state_of, write_page
 from experiments.runner import missing, run
 from experiments.trainings import Place, place_of
-from experiments.work import PARTIAL, RUN
+from experiments.work import PARTIAL, RUN, machine
 
 _DESCRIPTION = """\
 Reproduce a figure or table from the paper: run the experiments, draw the figure, and write the
@@ -99,7 +101,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="seeds that replace the seeds of the preset",
     )
     add("--list", action="store_true", help="only list experiments and their progress")
-    add("--dry-run", action="store_true", help="only list the missing jobs")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="only list the missing jobs, with their predicted times",
+    )
     add("--no-run", action="store_true", help="only draw the existing results")
     add(
         "--page",
@@ -178,9 +184,15 @@ def _done(options: argparse.Namespace, place: Place, store: Store) -> int:
     if options.dry_run:
         jobs = experiment.jobs()
         left = missing(jobs, store)
+        total, on_cpu = 0.0, device_name(place.device) == "cpu"
         for job in left:
-            print(f"{job.id}  {job.label}{_begun(job, store)}")
+            seconds = forecast(job, place) if on_cpu else None
+            total += seconds or 0.0
+            about = "" if seconds is None else f"  about {duration(seconds)}"
+            print(f"{job.id}  {job.label}{_begun(job, store)}{about}", flush=True)
         _say(f"{len(left)} of {len(jobs)} jobs are missing.")
+        if total:
+            _say(f"Predicted time, one job after another on {machine(place)}: {duration(total)}")
         _warn(problems(left, place), left)
         return 0
     if options.no_run:

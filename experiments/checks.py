@@ -26,7 +26,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], int, int]] = {
     "cifar100": ((3, 32, 32), 100, 50_000),
     "tiny_imagenet": ((3, 64, 64), 200, 100_000),
 }
-_INVARIANCE = ("invariance", "initial_range", "learn_invariance", "flip", "samples", "average")
+INVARIANCE = ("invariance", "initial_range", "learn_invariance", "flip", "samples", "average")
 
 
 def problems(jobs: Sequence[Job], place: Place) -> dict[str, list[Job]]:
@@ -83,12 +83,17 @@ def network_of(training: Mapping[str, Any]) -> nn.Module | None:
     Raises:
         EvigradError: If there is no such network, or if it does not accept the data.
     """
-    shape = SHAPES.get(training["data"].partition(":")[0])
-    if shape is None:
+    if training["data"].partition(":")[0] not in SHAPES:
         return None
-    name = training["model"] or default_model(shape[0])
+    return make_model(**network_record(training), seed=0)
+
+
+def network_record(training: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record of the network of a training, for data in ``SHAPES``."""
+    shape, num_outputs, _ = SHAPES[training["data"].partition(":")[0]]
+    name = training["model"] or default_model(shape)
     sizes = sizes_of(name, training["depth"], training["width"])
-    return make_model(name, shape[0], shape[1], seed=0, **sizes)
+    return {"name": name, "input_shape": shape, "num_outputs": num_outputs, **sizes}
 
 
 def _check(estimator: str | None, training: Mapping[str, Any]) -> None:
@@ -113,7 +118,7 @@ def _check_options(job: Job) -> None:
                 f"A precision must be positive, but the grid starts at {least:g}."
             )
         return
-    invariance = read_invariance(*(job.training[option] for option in _INVARIANCE))
+    invariance = read_invariance(*(job.training[option] for option in INVARIANCE))
     ranges = [] if invariance is None else list(invariance.ranges)
     if name not in ranges:
         raise ConfigurationError(

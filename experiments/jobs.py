@@ -163,6 +163,23 @@ def _of(statepoint: Mapping[str, Any]) -> Job:
     return Job(options.pop("kind"), options.pop("training"), options)
 
 
+def exported(file: Path) -> list[tuple[Job, dict[str, Any]]]:
+    """Return the jobs of a file that ``Store.export`` wrote, with their results.
+
+    Raises:
+        ConfigurationError: If the file cannot be read.
+    """
+    if not file.is_file():
+        raise ConfigurationError(f"There is no file {file}.")
+    try:
+        lines = gzip.decompress(file.read_bytes()).decode("utf-8").splitlines()
+        return [(_of(line["job"]), dict(line["result"])) for line in map(json.loads, lines)]
+    except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError) as error:
+        raise ConfigurationError(
+            f"{file} holds no readable results ({error}). Use a file that --export wrote."
+        ) from error
+
+
 def distinct(jobs: Iterable[Job]) -> list[Job]:
     """Return all jobs and the jobs that they need, each once, in a possible order of work."""
     chains = ([job] if job.needs is None else [job.needs, job] for job in jobs)
@@ -247,16 +264,7 @@ class Store:
         Raises:
             ConfigurationError: If the file cannot be read.
         """
-        if not file.is_file():
-            raise ConfigurationError(f"There is no file {file}.")
-        try:
-            lines = gzip.decompress(file.read_bytes()).decode("utf-8").splitlines()
-            known = [(_of(each["job"]), dict(each["result"])) for each in map(json.loads, lines)]
-        except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError) as error:
-            raise ConfigurationError(
-                f"{file} holds no readable results ({error}). Use a file that --export wrote."
-            ) from error
-        new = [(job, result) for job, result in known if self.result(job) is None]
+        new = [(job, result) for job, result in exported(file) if self.result(job) is None]
         for job, result in new:
             self.finish(job, result)
         return len(new)

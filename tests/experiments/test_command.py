@@ -55,7 +55,7 @@ def test_figure_4_from_nothing(capsys, tmp_path, small_figure_4):
     assert "6 results of" in there.err and "[1/" not in there.err and there.out == captured.out
     run("fig5", "--preset", "tiny", "--dry-run", *other)
     left = capsys.readouterr()
-    assert left.out.count(", again: its network was not imported\n") == 2
+    assert left.out.count(", again: its network was not imported  about") == 2
     # What is done can be drawn without what is missing.
     run("fig5", "--preset", "tiny", "--no-run", *other)
     drawn = capsys.readouterr()

@@ -84,10 +84,14 @@ class StepGroup:
         return epoch >= self.burn_in and (epoch - self.burn_in) % self.every == 0
 
     @property
+    def rounds(self) -> int:
+        """Return the number of rounds in all epochs."""
+        return len(range(self.burn_in or self.every, self.epochs + 1, self.every))
+
+    @property
     def progress(self) -> float:
         """Return the fraction of all steps that have been taken, from 0 to 1."""
-        rounds = range(self.burn_in or self.every, self.epochs + 1, self.every)
-        return min(1.0, self.taken / (len(rounds) * self.steps))
+        return min(1.0, self.taken / (self.rounds * self.steps))
 
 
 def step_groups(schedule: Schedule, names: Collection[str]) -> list[StepGroup]:
