@@ -55,6 +55,8 @@ class RootRows:
             no graph.
         present: Which pairs (example, column) exist, or None for all. All other pairs are padding
             with zero vectors, which a curvature may omit.
+        is_diagonal: Whether there is a column for each output d, a multiple of the unit vector of
+            this output, in the order of the outputs.
 
     See also: docs/extending.md.
     """
@@ -62,6 +64,7 @@ class RootRows:
     vectors: Float[Tensor, "m k C"]
     scale: Float[Tensor, "m k"] | None = None
     present: Bool[Tensor, "m k"] | None = None
+    is_diagonal: bool = False
 
     def parts(self, size: int | None) -> list["RootRows"]:
         """Return parts with at most ``size`` columns each, or a single part if ``size`` is None."""
@@ -82,6 +85,12 @@ class RootRows:
     def scaled(self) -> Float[Tensor, "m k C"]:
         """The vectors multiplied by ``scale``."""
         return self.vectors if self.scale is None else self.vectors * self.scale[..., None]
+
+    @property
+    def diagonal(self) -> Float[Tensor, "m C"]:
+        """The entries of a root that ``is_diagonal``, including ``scale``."""
+        entries = self.vectors.diagonal(dim1=1, dim2=2)
+        return entries if self.scale is None else entries * self.scale
 
     @property
     def factors(self) -> Float[Tensor, "m k"]:

@@ -42,6 +42,15 @@ class Linearization(Protocol):
         """The outputs f(x)."""
         ...
 
+    @property
+    def mixed(self) -> bool:
+        """Whether the pass ran under autocast."""
+        ...
+
+    def is_closed(self, name: str) -> bool:
+        """Return whether rows of the parameter are computed by a closed form."""
+        ...
+
     def without_graph(self, root: RootRows) -> tuple["Linearization", RootRows]:
         """Return this pass and the cotangents ``root``, both without a graph."""
         ...
@@ -69,6 +78,16 @@ class Linearization(Protocol):
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
     ) -> "dict[str, list[KroneckerUse]]":
         """Return the Kronecker factors of the rows by parameter name, one item per use."""
+        ...
+
+    def has_terms(self, name: str) -> bool:
+        """Return whether the rows of a parameter are sums of ``terms``."""
+        ...
+
+    def terms(
+        self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
+    ) -> dict[str, Float[Tensor, "m k T n"]]:
+        """Return terms at T positions whose sums are the rows, by parameter name."""
         ...
 
     def inner(

@@ -418,7 +418,7 @@ class Likelihood(nn.Module, ABC):
         """
         check_root(kind)
         if (closed := self._closed_root(f)) is not None:
-            return RootRows(diagonal_rows(f, closed, columns))
+            return RootRows(diagonal_rows(f, closed, columns), is_diagonal=columns is None)
         curvature = self.hessian(f)
         if self.couples_outputs:
             return RootRows(hessian_rows(curvature, columns, kind))
@@ -432,7 +432,7 @@ class Likelihood(nn.Module, ABC):
         # √ has an infinite derivative at 0.
         positive = diagonal > 0
         root = torch.where(positive, diagonal, 1.0).sqrt() * positive
-        return RootRows(diagonal_rows(f, root, columns))
+        return RootRows(diagonal_rows(f, root, columns), is_diagonal=columns is None)
 
     def num_rows(self, num_outputs: int) -> int:
         """Return the number of columns that ``root`` returns if ``columns`` is None.

@@ -176,10 +176,11 @@ class Joint(Likelihood):
             )
         (head,) = (head for head in self._parts if head.name == name)
         columns = head.outputs
+        both = (columns, columns) if prediction.correlated else (columns,)
         return replace(
             prediction,
             outputs=prediction.outputs[..., columns],
-            covariance=prediction.covariance[..., columns, columns],
+            covariance=prediction.covariance[..., *both],
             likelihood=unweighted(head.likelihood),
         )
 

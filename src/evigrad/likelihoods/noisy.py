@@ -67,7 +67,7 @@ class Noisy(Independent):
         assert scale is not None
         if columns is not None:
             scale = scale.gather(1, columns.clamp(min=0).long())
-        return RootRows(one_hot(f, columns), scale)
+        return RootRows(one_hot(f, columns), scale, is_diagonal=columns is None)
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> Mapping[str, Metric]:
         """Return the sums ``log_likelihood`` (nats) and ``squared_error`` (units of y²)."""

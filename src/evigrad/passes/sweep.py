@@ -146,6 +146,8 @@ class MicroBatchSweep:
                     num_remaining = min(len(x), cut - first) - done
                     peak = partial(self._peak_bytes, partial(step, state), part)
                     size = self._size(label, x, num_remaining, first + done, peak)
+                    if first + done == 0 and label == "first":
+                        size = min(size, self._first_size() or size)
                     if states := fits(partial(step, state, part(size))):
                         (state,) = states
                     else:
@@ -310,7 +312,8 @@ class MicroBatchSweep:
         problem, block, curvature = self.problem, self.block, self.curvature
         size, weights, width = len(block.indices), problem.weights, self._width
         most = most_at_once(problem, self.plan, block)
-        at_once = min(most or 1, size) * width
+        rows_each = width if curvature.rows_at_once is None else min(width, curvature.rows_at_once)
+        at_once = min(most or 1, size) * rows_each
         if block.num_draws > 1:
             # Several micro-batches: the formed rows of one, plus all that are kept.
             at_once = min(at_once, problem.partition(self.plan).block_rows)
@@ -358,6 +361,13 @@ class MicroBatchSweep:
         per_datum = partial(bytes_per_datum, peak, num_remaining)
         return sizes.size(key, num_remaining, per_datum, free, limit)
 
+    def _first_size(self) -> int | None:
+        """Return the largest size of the first micro-batch, or None for any size."""
+        is_split = self.block.columns is not None or self.problem.likelihood.couples_outputs
+        if is_split or torch.is_grad_enabled():
+            return None
+        return self.curvature.most_examples(self.num_outputs)
+
     def _memory_key(self, label: str, x: Inputs) -> str:
         """Return a description of everything that determines the memory of an example."""
         return f"{label} pass of {self.plan.numbers(x):,} numbers and {self._width} rows for each"
@@ -366,8 +376,13 @@ class MicroBatchSweep:
         self, step: Callable[[MicroBatch], object], part: Callable[[int], MicroBatch], size: int
     ) -> int:
         """Return the peak memory of a step over ``size`` examples, without side effects."""
+        batch, at_once = part(size), self.curvature.rows_at_once
+        if batch.columns is None and at_once is not None and self.num_outputs > 2 * at_once:
+            # All parts of the rows take the same memory, and the second comes beside the sums.
+            columns = torch.arange(2 * at_once, device="cpu").expand(size, -1)
+            batch = replace(batch, columns=columns)
         with self._evaluating(), PeakBytes() as held:
-            step(part(size))
+            step(batch)
         return held.most
 
 

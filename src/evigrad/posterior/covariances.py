@@ -22,11 +22,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from evigrad.core.curvature.base import ROWS_AT_ONCE
 from evigrad.core.curvature.dense import BlockStatistic
 from evigrad.core.curvature.kfac import Factors, KfacStatistic
 from evigrad.core.curvature.linalg import check_finite_curvature, factor_identity_plus, psd_eigen
 from evigrad.core.curvature.ntk import NtkStatistic
 from evigrad.core.curvature.rows import slabs
+from evigrad.core.roots import one_hot
 from evigrad.network import Linearization
 
 
@@ -129,6 +131,8 @@ def _in_basis(matrices: Float[Tensor, "m k G d n"], vectors: Float[Tensor, "G n 
 
 
 Block = Dense | Diagonal | Kronecker
+# Largest size of the products J Σ^{1/2} of several blocks for all outputs.
+ROOT_BYTES = 2**27
 _KINDS = {kind.__name__.lower(): kind for kind in (Dense, Diagonal, Kronecker)}
 
 
@@ -164,12 +168,16 @@ class Explained:
             total += (slab * block.std[columns]) @ other[:, columns].mT
         return total
 
-    def covariance(self, products: Float[Tensor, "R mk"], k: int) -> Float[Tensor, "m k k"]:
-        """Return the covariance of k outputs per example that the factored rows explain."""
+    def root(self, products: Float[Tensor, "R mk"], k: int) -> Float[Tensor, "m k R"]:
+        """Return a root of the covariance of k outputs per example that the rows explain."""
         scaled = products * self.scale[:, None]
         solved = torch.linalg.solve_triangular(self.factor, scaled, upper=False)
-        datum_factors = solved.mT.unflatten(0, (-1, k))
-        return datum_factors @ datum_factors.mT
+        return solved.mT.unflatten(0, (-1, k))
+
+    def covariance(self, products: Float[Tensor, "R mk"], k: int) -> Float[Tensor, "m k k"]:
+        """Return the covariance of k outputs per example that the factored rows explain."""
+        root = self.root(products, k)
+        return root @ root.mT
 
 
 class Covariance:
@@ -191,12 +199,84 @@ class Covariance:
         return self._blocks
 
     def of_outputs(
-        self, linearization: Linearization, vectors: Float[Tensor, "m k C"]
-    ) -> Float[Tensor, "m k k"]:
-        """Return the covariances of k linear combinations of each example's outputs."""
-        m, k = vectors.shape[:2]
-        total = self._of_rows(_rows(linearization, vectors, self.blocks), k)
-        return vectors.new_zeros(m, k, k) if total is None else total
+        self, linearization: Linearization, correlated: bool = True
+    ) -> Float[Tensor, "m C C"] | Float[Tensor, "m C"]:
+        """Return the covariances of each example's outputs, or only the variances.
+
+        Many outputs take several backward passes of ``ROWS_AT_ONCE`` outputs each. Their memory
+        does not grow with the number of outputs, except for the result, and for the products of
+        rows in ``bytes_of``.
+        """
+        f = linearization.outputs
+        m, num_outputs = f.shape
+        if num_outputs <= ROWS_AT_ONCE:
+            total = self._of_rows(_rows(linearization, one_hot(f, None), self.blocks), num_outputs)
+            total = f.new_zeros(m, num_outputs, num_outputs) if total is None else total
+            return total if correlated else total.diagonal(dim1=1, dim2=2)
+        shape = (m, num_outputs, num_outputs) if correlated else (m, num_outputs)
+        total = f.new_zeros(shape, dtype=self._dtype)
+        for blocks in self._groups(m * num_outputs) if correlated else [self.blocks]:
+            whole: dict[int, Tensor] = {}
+            for columns in torch.arange(num_outputs, device=f.device).split(ROWS_AT_ONCE):
+                vectors = one_hot(f, columns.expand(m, -1))
+                for sign, part in self._roots(_rows(linearization, vectors, blocks)):
+                    if not correlated:
+                        total[:, columns] += sign * part.square().sum(2)
+                        continue
+                    if sign not in whole:
+                        whole[sign] = part.new_empty(m, num_outputs, part.shape[2])
+                    whole[sign][:, columns] = part
+            for sign, root in whole.items():
+                total.baddbmm_(root, root.mT, alpha=sign)
+        return total
+
+    def bytes_of(self, num_outputs: int, correlated: bool) -> int:
+        """Return the memory that ``of_outputs`` takes for each example, without the passes."""
+        item = self._dtype.itemsize
+        if not correlated:
+            return item * num_outputs
+        widest = max((sum(map(_width, group)) for group in self._groups(num_outputs)), default=0)
+        if self.explained is not None:
+            widest += len(self.explained.scale)
+        # The sum, and a copy in the type of the outputs.
+        return item * num_outputs * (num_outputs + num_outputs // 2 + widest)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        tensors = (t for block in self.blocks for t in vars(block).values())
+        return next((t.dtype for t in tensors if isinstance(t, Tensor)), torch.float64)
+
+    def _groups(self, num_rows: int) -> list[list[Block]]:
+        """Return groups of blocks. Each group takes a pass over all outputs.
+
+        The products J Σ^{1/2} of a group take at most ``ROOT_BYTES``, or belong to one block.
+        """
+        if self.explained is not None:  # which has the products of all blocks
+            return [list(self.blocks)]
+        groups: list[list[Block]] = []
+        room = 0
+        for block in self.blocks:
+            size = self._dtype.itemsize * num_rows * _width(block)
+            if not groups or size > room:
+                groups.append([])
+                room = ROOT_BYTES
+            groups[-1].append(block)
+            room -= size
+        return groups
+
+    def _roots(
+        self, rows_of_blocks: Iterable[tuple[Block, Mapping[str, Tensor]]]
+    ) -> Iterator[tuple[int, Float[Tensor, "m k n"]]]:
+        """Yield factors R whose products R Rᵀ, with the signs 1 or −1, add up to the covariance."""
+        parts, products = list[Tensor](), None
+        for block, rows in rows_of_blocks:
+            parts.append(white := block.whitened(rows))
+            if self.explained is not None and isinstance(block, Diagonal):
+                products = _sum(products, self.explained.products(block, white))
+        if parts:
+            yield 1, torch.cat(parts, 2)
+        if self.explained is not None and products is not None:
+            yield -1, self.explained.root(products, parts[0].shape[1])
 
     def of_vector(self, vector: Mapping[str, Tensor]) -> float:
         """Return vᵀ Σ v for a vector v, which has one tensor for each parameter."""
@@ -283,6 +363,11 @@ def _rows(
             block,
             generic_rows | (linearization.rows(vectors, closed_names) if closed_names else {}),
         )
+
+
+def _width(block: Block) -> int:
+    """Return the number of columns of a block's J Σ^{1/2}."""
+    return len(block.root) if isinstance(block, Dense) else block.std.numel()
 
 
 def _sum(total: Tensor | None, term: Tensor) -> Tensor:

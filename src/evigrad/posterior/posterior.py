@@ -18,6 +18,7 @@ from evigrad.blocks.anchors import Anchoring, AnchorSelection
 from evigrad.blocks.sources import Source, as_source, without_arrays
 from evigrad.core.algorithm import run_pass
 from evigrad.core.block import Block
+from evigrad.core.curvature.base import ROWS_AT_ONCE
 from evigrad.core.names import Estimator
 from evigrad.core.types import MicroBatch, Pass
 from evigrad.errors import (
@@ -32,11 +33,11 @@ from evigrad.likelihoods import Likelihood
 from evigrad.likelihoods.weighted import unweighted
 from evigrad.network import model_outputs
 from evigrad.network.modes import evaluation_run
-from evigrad.network.network import PROBE_SIZE, Network
+from evigrad.network.network import PROBE_SIZE, InputPlan, Network
 from evigrad.passes.checks import as_generator, check_choice, check_count, check_inputs
 from evigrad.passes.intake import CheckedSource, Data, resolve
 from evigrad.passes.kept import checksums
-from evigrad.passes.memory import GIB, MicroBatches
+from evigrad.passes.memory import CPU_PASS_BYTES, GIB, MicroBatches, available_bytes
 from evigrad.passes.parameter_blocks import partition_names
 from evigrad.passes.parameters import held_constant
 from evigrad.passes.problem import Problem
@@ -70,6 +71,9 @@ _TIMED_SIZE = 512
 
 # Number of examples that are read at once. How many pass together depends on the memory.
 _AT_ONCE = 1000
+# Copies of the gradients and of the rows of a part of the outputs that are in memory together.
+# Rows are converted to float64 and transformed.
+_GRADIENT_COPIES, _ROW_COPIES = 2, 6
 _SEEDS = 2**62
 
 
@@ -139,6 +143,7 @@ class Posterior:
         link: str = "monte-carlo",
         num_samples: int = 200,
         generator: torch.Generator | int | None = None,
+        correlated: bool = True,
     ) -> Predictive:
         """Predict outputs and targets, in micro-batches of the evidence's ``Memory``.
 
@@ -148,6 +153,10 @@ class Posterior:
                 ``probit`` or ``plug-in``. See ``Predictive``.
             num_samples: Number of samples of ``monte-carlo``. Default: 200.
             generator: CPU generator or seed for the samples. Default: the same seed in every call.
+            correlated: Whether to compute covariances between the outputs of an example. Default:
+                True. If False, ``Predictive.covariance`` contains only variances (m, ..., C), and
+                outputs are treated as independent. With thousands of outputs, this takes far less
+                memory.
 
         Returns:
             Mean and covariance of the outputs, and predictions of the targets, without a graph.
@@ -155,6 +164,7 @@ class Posterior:
         Raises:
             ConfigurationError: If the weights have changed, or the link is unknown.
             InputError: If the inputs do not match the model.
+            MemoryBudgetError: If the covariances do not fit into the free memory.
         """
         check_choice("link", link, LINKS)
         check_count("num_samples", num_samples)
@@ -162,7 +172,7 @@ class Posterior:
         seed = self._seed
         if generator is not None:
             seed = int(torch.randint(_SEEDS, (), generator=as_generator(generator), device="cpu"))
-        mean, covariance = self._moments(x)
+        mean, covariance = self._moments(x, correlated)
         likelihood = unweighted(self._likelihood)
         return Predictive(mean, covariance, likelihood, link, num_samples, seed)
 
@@ -207,8 +217,8 @@ class Posterior:
         with torch.no_grad():
             return self._covariance.of_vector(vector)
 
-    def _moments(self, x: Any) -> tuple[Float[Tensor, "m ... C"], Float[Tensor, "m ... C C"]]:
-        """Return outputs and their covariances."""
+    def _moments(self, x: Any, correlated: bool) -> tuple[Float[Tensor, "m ... C"], Tensor]:
+        """Return outputs (m, ..., C), and covariances (m, ..., C, C) or variances (m, ..., C)."""
         fresh = torch.Generator().manual_seed(self._seed)
         problem = replace(self._problem, generator=fresh)
         with torch.no_grad(), constant_beside(problem):
@@ -225,6 +235,7 @@ class Posterior:
             if plan.positions:
                 assert not isinstance(x, AtPositions)
                 x = AtPositions.every(x, prod(plan.positions))
+            problem = self._with_sizes(problem, plan, len(x), correlated)
             weights = torch.ones(len(x), dtype=torch.float64, device="cpu")
             block = Block(torch.arange(len(x), device="cpu"), None, 1.0, weights)
             sweep = new_sweep(problem, plan, [(x, torch.zeros(len(x), device="cpu"))], block)
@@ -234,13 +245,47 @@ class Posterior:
             ) -> list[tuple[Tensor, Tensor]]:
                 linearization = sweep.linearize(batch, graph=False)
                 f = linearization.outputs
-                vectors = torch.eye(f.shape[1], device="cpu").to(f).expand(len(f), -1, -1)
-                covariance = self._covariance.of_outputs(linearization, vectors)
+                covariance = self._covariance.of_outputs(linearization, correlated)
                 return [*pairs, (f, covariance.to(f))]
 
             moment_pairs = sweep.fold(add, [])
         mean, covariance = (torch.cat(parts) for parts in zip(*moment_pairs, strict=True))
         return mean.unflatten(0, shape), covariance.unflatten(0, shape)
+
+    def _with_sizes(
+        self, problem: Problem, plan: InputPlan, num_data: int, correlated: bool
+    ) -> Problem:
+        """Return the problem with a size of micro-batches for many outputs.
+
+        Measuring a pass over all outputs would take longer than the pass.
+
+        Raises:
+            MemoryBudgetError: If the covariances of all inputs do not fit into the free memory.
+        """
+        num_outputs, item = self.num_outputs, problem.dtype.itemsize
+        if num_outputs <= ROWS_AT_ONCE:
+            return problem
+        outputs_each = num_outputs if correlated else 1
+        needed = item * num_data * num_outputs * outputs_each
+        free = available_bytes(problem.device)
+        if correlated and free is not None and needed > free:
+            raise MemoryBudgetError(
+                f"The covariances of {num_outputs:,} outputs of {num_data:,} examples need"
+                f" {needed / GIB:.3g} GiB of memory, but only {free / GIB:.3g} GiB is free.",
+                "Predict fewer examples at once, or pass correlated=False.",
+            )
+        per_datum = self._bytes_per_datum(plan, correlated)
+        asked = max(1, min(CPU_PASS_BYTES, free or CPU_PASS_BYTES) // per_datum)
+        if isinstance(problem.sizes.asked, int):
+            asked = min(asked, problem.sizes.asked)
+        return replace(problem, sizes=MicroBatches(asked, problem.sizes.budget))
+
+    def _bytes_per_datum(self, plan: InputPlan, correlated: bool) -> int:
+        """Return the predicted memory of each example in a prediction of many outputs."""
+        num_weights = sum(weight.numel() for weight in self._problem.weights.values())
+        numbers = _GRADIENT_COPIES * plan.jacobian.numbers + _ROW_COPIES * num_weights
+        of_part = self._problem.dtype.itemsize * ROWS_AT_ONCE * numbers
+        return of_part + self._covariance.bytes_of(self.num_outputs, correlated)
 
     # ------------------------------------------------------------ state
 

@@ -38,7 +38,9 @@ class Predictive:
 
     Attributes:
         outputs: Outputs of the trained network.
-        covariance: Covariance of each example's outputs due to uncertain weights (epistemic).
+        covariance: Covariance of each example's outputs due to uncertain weights (epistemic). For
+            ``correlated=False``, the variances (m, …, C) of outputs that are treated as
+            independent.
         likelihood: Likelihood of the posterior. It is not modified.
         link: How probabilities and densities of targets are averaged over the outputs.
             ``monte-carlo`` averages over samples of the outputs. ``probit`` uses the scaled outputs
@@ -62,7 +64,7 @@ class Predictive:
     """
 
     outputs: Float[Tensor, "m ... C"]
-    covariance: Float[Tensor, "m ... C C"]
+    covariance: Float[Tensor, "m ... C C"] | Float[Tensor, "m ... C"]
     likelihood: Likelihood = field(repr=False)
     link: str = "monte-carlo"
     num_samples: int = 200
@@ -156,8 +158,12 @@ class Predictive:
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return mean, epistemic variance and noise, of the targets or of the outputs."""
-        f, covariance = self.outputs.flatten(0, -2), self.covariance.flatten(0, -3)
-        target_moments = moments(self.likelihood, f, covariance)
+        f = self.outputs.flatten(0, -2)
+        noise = None if self.correlated else noise_variance(self.likelihood, f)
+        if noise is not None:
+            return self.outputs, self._variance, noise.view(self.outputs.shape)
+        covariance = self.covariance if self.correlated else self.covariance.diag_embed()
+        target_moments = moments(self.likelihood, f, covariance.flatten(0, -3))
         if target_moments is None:
             return self.outputs, self._variance, None
         mean, epistemic, noise = (e.unflatten(0, self.outputs.shape[:-1]) for e in target_moments)
@@ -165,7 +171,14 @@ class Predictive:
 
     @property
     def _variance(self) -> Float[Tensor, "m ... C"]:
+        if not self.correlated:
+            return self.covariance.clamp(min=0.0)
         return self.covariance.diagonal(dim1=-2, dim2=-1).clamp(min=0.0)
+
+    @property
+    def correlated(self) -> bool:
+        """Whether ``covariance`` contains covariances between the outputs of an example."""
+        return self.covariance.dim() > self.outputs.dim()
 
     @cached_property
     def probabilities(self) -> Float[Tensor, "m ... K"]:
@@ -267,7 +280,10 @@ class Predictive:
         for start in range(0, n, step):
             shape = (min(step, n - start), *self.outputs.shape)
             noise = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-            moved = torch.einsum("mcd,nmd->nmc", self._root, noise.to(self._root))
+            if self.correlated:
+                moved = torch.einsum("mcd,nmd->nmc", self._root, noise.to(self._root))
+            else:
+                moved = precisely(self._variance).sqrt() * noise.to(self.outputs.device)
             yield self.outputs + moved.to(self.outputs)
 
     @cached_property
@@ -278,6 +294,11 @@ class Predictive:
 
     def _normal_log_prob(self, y: Tensor, noise: Tensor) -> Tensor:
         """Return log N(y; outputs, covariance + noise) of the targets that are not NaN."""
+        if not self.correlated:
+            variance = precisely(self._variance) + precisely(noise)
+            error = precisely(y.to(self.outputs) - self.outputs)
+            densities = -0.5 * (error.square() / variance + (2.0 * math.pi * variance).log())
+            return torch.where(y.isnan(), 0.0, densities).sum(1).to(self.outputs)
         spread = precisely(self.covariance) + precisely(noise).diag_embed()
         missing = y.isnan()
         beside = missing.unsqueeze(1) | missing.unsqueeze(2)
@@ -286,5 +307,5 @@ class Predictive:
         error = precisely(torch.where(missing, 0.0, y.to(self.outputs) - self.outputs)).unsqueeze(2)
         solved = torch.linalg.solve_triangular(factor, error, upper=False).squeeze(2)
         logs = factor.diagonal(dim1=1, dim2=2).log().sum(1)
-        constant = 0.5 * (~missing).sum(1) * math.log(2.0 * math.pi)
+        constant = 0.5 * (~missing).sum(1).to(logs) * math.log(2.0 * math.pi)
         return -(0.5 * solved.square().sum(1) + logs + constant).to(self.outputs)

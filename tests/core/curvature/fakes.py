@@ -28,6 +28,7 @@ class Fake(Linearization):
     """jacobian: name → (m, C, *shape); uses: name → [(inputs (m,G,T,i), d output (m,C,G,T,o))]."""
 
     outputs = torch.zeros(0, 0)  # never read
+    mixed = False
     jacobian: Mapping[str, Tensor]
     uses: Mapping[str, Sequence[tuple[Tensor, Tensor]]]
 

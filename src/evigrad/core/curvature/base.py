@@ -27,6 +27,9 @@ from evigrad.errors import ConfigurationError
 # Copies of a dense n x n block next to the statistic while a log-determinant is differentiated: the
 # scaled matrix, its factor, the inverse and one product.
 DENSE_WORKING_COPIES = 4
+# Rows of an example whose gradients are in memory together, for curvatures that sum over rows. Each
+# row has a gradient for each activation.
+ROWS_AT_ONCE = 64
 
 
 class Statistic(ABC):
@@ -99,6 +102,15 @@ class Curvature(ABC, Generic[StatisticT]):
     rows_at_once: ClassVar[int | None] = None
     takes_anchors: bool = False
     formed: Sequence[str] = ()
+
+    def most_examples(self, num_outputs: int) -> int | None:
+        """Return the largest size of the first micro-batch, or None for any size.
+
+        This method is called before a pass over all columns of separate outputs. A curvature may
+        learn from a small micro-batch how to collect the following ones faster.
+        """
+        del num_outputs
+        return None
 
     # ------------------------------------------------------------ abstract methods
 

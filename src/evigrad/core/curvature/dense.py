@@ -14,6 +14,7 @@ from torch import Tensor
 from evigrad.core.algebra import add_outer_products
 from evigrad.core.curvature.base import (
     DENSE_WORKING_COPIES,
+    ROWS_AT_ONCE,
     Curvature,
     Statistic,
     scaled_rows,
@@ -50,6 +51,7 @@ class BlockDiagonal(Curvature[BlockStatistic]):
     name = "blockdiag"
     log_det_is = "bound"
     settings = ("parameter_partition",)
+    rows_at_once = ROWS_AT_ONCE
     cheaper = "a finer parameter_partition ('tensor'), 'kfac', 'diag', or 'ntk' on a small subset"
 
     def __init__(
@@ -83,15 +85,14 @@ class BlockDiagonal(Curvature[BlockStatistic]):
         *,
         alone: bool = False,
     ) -> BlockStatistic:
-        rows = linearization.rows(root.vectors, list(self._numel))
-        blocks = {}
-        for block, names in self._blocks.items():
-            dtype = working_dtype(rows[names[0]].dtype, self._gram_dtype)
-            flat = [scaled_rows(rows[name], root.scale, dtype) for name in names]
-            matrix = flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
-            blocks[block] = add_outer_products(
-                None if statistic is None else statistic.blocks[block], matrix
-            )
+        blocks = {} if statistic is None else dict(statistic.blocks)
+        for part in root.parts(self.rows_at_once):
+            rows = linearization.rows(part.vectors, list(self._numel))
+            for block, names in self._blocks.items():
+                dtype = working_dtype(rows[names[0]].dtype, self._gram_dtype)
+                flat = [scaled_rows(rows[name], part.scale, dtype) for name in names]
+                matrix = flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
+                blocks[block] = add_outer_products(blocks.get(block), matrix)
         return BlockStatistic(blocks)
 
     def log_det(

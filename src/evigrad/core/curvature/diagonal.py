@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from evigrad.core.curvature.base import Curvature, scaled_rows, working_dtype
+from evigrad.core.curvature.base import ROWS_AT_ONCE, Curvature, scaled_rows, working_dtype
 from evigrad.core.curvature.dense import BlockStatistic
 from evigrad.core.curvature.linalg import log_det_diagonal
 from evigrad.core.roots import RootRows
@@ -26,6 +26,7 @@ class Diagonal(Curvature[BlockStatistic]):
     name = "diag"
     log_det_is = "bound"
     cheaper = "a smaller micro_batch, or a smaller network"
+    rows_at_once = ROWS_AT_ONCE
 
     def __init__(
         self, weights: Mapping[str, Tensor], gram_dtype: torch.dtype | None = None
@@ -43,12 +44,12 @@ class Diagonal(Curvature[BlockStatistic]):
         *,
         alone: bool = False,
     ) -> BlockStatistic:
-        rows = linearization.rows(root.vectors, list(self._numel))
-        blocks = {}
-        for name in self._numel:
-            dtype = working_dtype(rows[name].dtype, self._gram_dtype)
-            new = scaled_rows(rows[name], root.scale, dtype).square().sum(0)
-            blocks[name] = new if statistic is None else statistic.blocks[name] + new
+        blocks = {} if statistic is None else dict(statistic.blocks)
+        for part in root.parts(self.rows_at_once):
+            for name, rows in linearization.rows(part.vectors, list(self._numel)).items():
+                dtype = working_dtype(rows.dtype, self._gram_dtype)
+                new = scaled_rows(rows, part.scale, dtype).square().sum(0)
+                blocks[name] = blocks[name] + new if name in blocks else new
         return BlockStatistic(blocks)
 
     def log_det(
