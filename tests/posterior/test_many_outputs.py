@@ -119,7 +119,7 @@ def test_an_image_for_each_image_takes_few_passes(dtype, bias, monkeypatch):
     covariances_of = {}
     for shares in (True, False):
         if not shares:
-            monkeypatch.setattr(Kfac, "_shares", lambda *_: False)
+            monkeypatch.setattr(Kfac, "_may_share", lambda *_: False)
         own = Evidence(
             model, Gaussian(0.5), GaussianPrior("layerwise"), num_data=10,
             memory=Memory(micro_batch=5),
@@ -157,7 +157,7 @@ def test_positions_that_the_first_examples_do_not_show(monkeypatch):
     # The second micro-batch does not fit and takes all outputs. The third shares passes again.
     assert counts == [64, 64, 16, 64, 64, 16, 9]
     shared = posterior(x[:3]).covariance
-    monkeypatch.setattr(Kfac, "_shares", lambda *_: False)
+    monkeypatch.setattr(Kfac, "_may_share", lambda *_: False)
     assert_close(shared, evidence.posterior((x, x.flatten(1)))(x[:3]).covariance)
 
 
@@ -170,7 +170,7 @@ def test_outputs_of_a_dense_layer_share_nothing(monkeypatch):
     own = Case(evidence, (x, y), x[:2])
     reach = curvature(own, posterior)._reach
     assert not reach.is_local and reach.coloring is None and reach.num_records == 0
-    monkeypatch.setattr(Kfac, "_shares", lambda *_: False)
+    monkeypatch.setattr(Kfac, "_may_share", lambda *_: False)
     assert_close(posterior(x[:2]).covariance, evidence.posterior((x, y))(x[:2]).covariance)
 
 

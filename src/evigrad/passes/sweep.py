@@ -146,7 +146,7 @@ class MicroBatchSweep:
                     num_remaining = min(len(x), cut - first) - done
                     peak = partial(self._peak_bytes, partial(step, state), part)
                     size = self._size(label, x, num_remaining, first + done, peak)
-                    if first + done == 0 and label == "first":
+                    if first + done == 0 and label == "first" and self.block.columns is None:
                         size = min(size, self._first_size() or size)
                     if states := fits(partial(step, state, part(size))):
                         (state,) = states
@@ -363,8 +363,7 @@ class MicroBatchSweep:
 
     def _first_size(self) -> int | None:
         """Return the largest size of the first micro-batch, or None for any size."""
-        is_split = self.block.columns is not None or self.problem.likelihood.couples_outputs
-        if is_split or torch.is_grad_enabled():
+        if self.problem.likelihood.couples_outputs or torch.is_grad_enabled():
             return None
         return self.curvature.most_examples(self.num_outputs)
 

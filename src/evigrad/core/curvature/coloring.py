@@ -75,7 +75,9 @@ class Coloring:
             of_colors[colors[outputs], positions] = outputs
             owners[name] = of_colors.to(of_layer.device)
         generator = torch.Generator().manual_seed(0)
-        factors = 1 + torch.rand(num_outputs, generator=generator, dtype=torch.float64)
+        factors = 1 + torch.rand(
+            num_outputs, generator=generator, dtype=torch.float64, device="cpu"
+        )
         device = next(iter(reached.values())).device
         return cls(colors.to(device), owners, factors.to(device))
 

@@ -203,14 +203,15 @@ class Kfac(Curvature[KfacStatistic]):
         alone: bool = False,
     ) -> KfacStatistic:
         statistic = statistic or KfacStatistic()
-        if self._shares(linearization, root) and (coloring := self._reach.coloring) is not None:
+        may_share = root.is_diagonal and self._may_share(linearization, root)
+        if may_share and (coloring := self._reach.coloring) is not None:
             shared = self._collect_colors(statistic, linearization, root.diagonal, coloring)
             if shared is not None:
                 return shared
         factors, blocks = dict(statistic.factors), statistic.blocks
         is_fixed = root.scale is None or not root.scale.requires_grad
         first, *others = root.parts(self.rows_at_once)
-        records = self._shares(linearization, root) and self._reach.records
+        records = may_share and self._reach.records
         if records:
             self._reach.start()
             self._record(linearization, first, root.vectors.shape[2])
@@ -236,11 +237,10 @@ class Kfac(Curvature[KfacStatistic]):
         assert self.rows_at_once is not None
         return self.rows_at_once
 
-    def _shares(self, linearization: Linearization, root: RootRows) -> bool:
+    def _may_share(self, linearization: Linearization, root: RootRows) -> bool:
         """Return whether outputs might share backward passes. See ``coloring``."""
         return (
-            root.is_diagonal
-            and root.vectors.shape[2] > self._at_once
+            root.vectors.shape[2] > self._at_once
             and self._sharing == "expand"
             and not self._has_graph(root)
             and root.vectors.dtype in (torch.float32, torch.float64)
