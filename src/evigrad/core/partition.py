@@ -174,6 +174,9 @@ class Partition:
     def subset(self, m: int, generator: torch.Generator) -> Block:
         """Return a block of m examples drawn uniformly, with outputs drawn for the block.
 
+        For a batch (x, y) that is already a random subset, only the columns, the scale and the
+        weights of the block are used. The indices are not.
+
         m may differ from the SUBSET in the name. If SUBSET is a number of rows, this many rows are
         drawn from the m*C rows of the examples. Examples without a row then have only -1 in their
         columns. The block has scale |I|/|B| and likelihood weights N/m. Its indices are in random

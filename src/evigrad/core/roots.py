@@ -125,11 +125,12 @@ def diagonal_rows(
 def softmax_rows(
     f: Float[Tensor, "m C"], columns: Int[Tensor, "m k"] | None, kind: str
 ) -> Float[Tensor, "m k C"]:
-    """Return rows of a root of the softmax's Λ = diag(p) − ppᵀ in closed form, for logits ``f``.
+    """Return columns of a root of the softmax's Λ = diag(p) − ppᵀ in closed form, for logits ``f``.
 
     For a sub-block O, let q be the probability of the outputs outside O and u = √p_O. Then
     R = D^{1/2} (I − u uᵀ/(1+√q)) has R Rᵀ = D − p_O p_Oᵀ with D = diag(p_O). Its column j is
-    u_j (e_j − p_O/(1+√q)). If O contains all outputs, q = 0 and R is the Fisher root.
+    u_j (e_j − p_O/(1+√q)), which is row (n, j) of the result. If O is a single output j, this is
+    √(p_j (1 − p_j)) e_j. If O contains all outputs, q = 0 and R is the Fisher root.
 
     If ``columns`` is None, the result has C − 1 rows, because Λ has rank C − 1. They correspond to
     the sub-block of all outputs except the last. The entry −u_j √q for the last output makes row j

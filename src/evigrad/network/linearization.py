@@ -147,6 +147,9 @@ class Linearization:
     ) -> dict[str, Rows]:
         """Return the rows of each parameter without padding, formed only when they are read.
 
+        The backward passes to the layers' outputs run in this call. Rows are then computed from
+        these gradients. Only parameters without a closed form take further backward passes.
+
         Args:
             root: Cotangents of the outputs.
             names: Names of the parameters.

@@ -146,6 +146,8 @@ class DenseRows(Rows):
 class DeferredRows(Rows):
     """Rows that are computed each time they are read, to save memory.
 
+    The gradients with respect to the outputs of the layers are already computed.
+
     Attributes:
         form: Function that returns the matrix (R, n). It keeps the forward pass in memory.
         count: The number of rows, R.
@@ -232,7 +234,12 @@ def between(chunks: Sequence[Tensor], span: slice) -> Tensor:
 
 
 class MixedGrams(Function):
-    """Autograd function for a weighted sum of Gram matrices, without scaled copies of them."""
+    """Autograd function for a weighted sum of Gram matrices, without scaled copies of them.
+
+    With the weights 1/δ_g and the Gram matrices G_g of the rows of group g, the sum is S. The
+    gradient of log|I + S| is tr[(I + S)⁻¹ G_g] for the weight of group g. Multiplied by 1/δ_g and
+    the block's scale, it is γ_g, the group's effective number of parameters (docs/theory.md).
+    """
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, *grams: Tensor) -> Tensor:
