@@ -92,7 +92,7 @@ class Block:
             block from ``expanded``.
         columns: Distinct columns of the likelihood's root for each example, (m, k), with -1 for
             padding. ``None`` for all columns. With the default root ``subblock``, columns are
-            outputs, and the root is that of their sub-block of the Hessian.
+            outputs, and the root belongs to their sub-block of the Hessian.
         scale: Factor that turns the block's log-determinant into an estimate for all rows.
         likelihood_weights: Weights w_n (m,) in float64, such that sum_n w_n log p(y_n) is an
             unbiased estimate of the log likelihood of all examples.
