@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from evigrad import Evidence, reference
+from evigrad.core.curvature import Curvature
+from evigrad.core.curvature.base import scaled_rows
+from evigrad.core.curvature.dense import BlockStatistic
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, NaturalGaussian
 from evigrad.priors import GaussianPrior, NormalHyperprior
@@ -178,3 +181,68 @@ def test_sampled_labels_are_not_part_of_a_block() -> None:
     (block,) = evidence.blocks(data("categorical")).take(1)
     with pytest.raises(ConfigurationError, match="labels sampled by 'mc'"):
         reference.log_evidence(evidence, block)
+
+
+class Traces(Curvature[BlockStatistic]):
+    """A custom curvature: Σ_b P_b log(1 + tr H_b / (P_b δ_b)) over the weight tensors b."""
+
+    name, log_det_is = "traces", "bound"
+
+    def __init__(self, weights: dict[str, Any]) -> None:
+        self.sizes = {name: w.numel() for name, w in weights.items()}
+
+    def collect(
+        self, statistic: Any, linearization: Any, root: Any, *, alone: bool = False
+    ) -> BlockStatistic:
+        traces = {} if statistic is None else dict(statistic.blocks)
+        for name, rows in linearization.rows(root.vectors).items():
+            trace = scaled_rows(rows, root.scale, rows.dtype).square().sum()
+            traces[name] = traces.get(name, 0) + trace
+        return BlockStatistic(traces)
+
+    def log_det(self, statistic: Any, precisions: Any) -> Tensor:
+        terms = [
+            size * (statistic.blocks[name] / (size * precisions[name])).log1p()
+            for name, size in self.sizes.items()
+        ]
+        return torch.stack(terms).sum()
+
+
+@pytest.mark.parametrize("name", ["traces-N-C", "traces-2-1", "traces-2-rows"])
+def test_a_custom_curvature(name: str) -> None:
+    """The reference takes the formula for ℓ, and nothing stands in for a missing one."""
+    weights = {n: p for n, p in Gated().named_parameters() if n != "gate"}
+    evidence = build(name, Categorical(), curvature=Traces(weights))
+    assert evidence is not None
+    sizes = [w.numel() for w in weights.values()]
+
+    def formula(h: Tensor, precision: Tensor) -> Tensor:
+        terms = zip(h.diagonal().split(sizes), precision.split(sizes), sizes, strict=True)
+        return torch.stack([n * (b.sum() / (n * p[0])).log1p() for b, p, n in terms]).sum()
+
+    assert_equal(evidence, data("categorical"), custom_log_det=formula)
+    (block,) = evidence.blocks(data("categorical")).take(1)
+    with pytest.raises(ConfigurationError, match="custom_log_det must be given"):
+        reference.log_evidence(evidence, block)
+    with pytest.raises(ConfigurationError, match="custom_log_det"):
+        reference.parameter_partition("traces", weights)
+
+
+def test_a_formula_without_a_custom_curvature() -> None:
+    evidence = build("full-2-1", Categorical())
+    assert evidence is not None
+    (block,) = evidence.blocks(data("categorical")).take(1)
+    with pytest.raises(ConfigurationError, match="custom_log_det must be omitted"):
+        reference.log_evidence(evidence, block, custom_log_det=lambda h, p: h.sum())
+
+
+def test_a_hessian_that_depends_on_the_targets() -> None:
+    """Its mean differs from the Hessian at the targets, so the reference must be told."""
+    likelihood = NaturalGaussian()
+    evidence = build("full-2-C", likelihood, model=lambda: Gated(4))
+    assert evidence is not None
+    x, _ = data("gaussian")
+    (block,) = evidence.blocks((x, x.sin())).take(1)
+    with pytest.raises(ConfigurationError, match="NaturalGaussian.*curvature=likelihood.hessian"):
+        reference.gradients(evidence, block)
+    reference.gradients(evidence, block, curvature=likelihood.hessian)
