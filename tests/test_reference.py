@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from traces import Traces
 
 from evigrad import Evidence, reference
-from evigrad.core.curvature import Curvature
-from evigrad.core.curvature.base import scaled_rows
-from evigrad.core.curvature.dense import BlockStatistic
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, NaturalGaussian
 from evigrad.priors import GaussianPrior, NormalHyperprior
@@ -181,31 +179,6 @@ def test_sampled_labels_are_not_part_of_a_block() -> None:
     (block,) = evidence.blocks(data("categorical")).take(1)
     with pytest.raises(ConfigurationError, match="labels sampled by 'mc'"):
         reference.log_evidence(evidence, block)
-
-
-class Traces(Curvature[BlockStatistic]):
-    """A custom curvature: Σ_b P_b log(1 + tr H_b / (P_b δ_b)) over the weight tensors b."""
-
-    name, log_det_is = "traces", "bound"
-
-    def __init__(self, weights: dict[str, Any]) -> None:
-        self.sizes = {name: w.numel() for name, w in weights.items()}
-
-    def collect(
-        self, statistic: Any, linearization: Any, root: Any, *, alone: bool = False
-    ) -> BlockStatistic:
-        traces = {} if statistic is None else dict(statistic.blocks)
-        for name, rows in linearization.rows(root.vectors).items():
-            trace = scaled_rows(rows, root.scale, rows.dtype).square().sum()
-            traces[name] = traces.get(name, 0) + trace
-        return BlockStatistic(traces)
-
-    def log_det(self, statistic: Any, precisions: Any) -> Tensor:
-        terms = [
-            size * (statistic.blocks[name] / (size * precisions[name])).log1p()
-            for name, size in self.sizes.items()
-        ]
-        return torch.stack(terms).sum()
 
 
 @pytest.mark.parametrize("name", ["traces-N-C", "traces-2-1", "traces-2-rows"])
