@@ -10,6 +10,8 @@ from traces import Traces
 import evigrad
 from evigrad import Evidence, Learner, Memory, Schedule
 from evigrad.core.curvature import Curvature
+from evigrad.core.curvature.base import scaled_rows
+from evigrad.core.curvature.dense import BlockStatistic
 from evigrad.errors import ConfigurationError
 from evigrad.likelihoods import Gaussian
 from evigrad.priors import GaussianPrior
@@ -124,3 +126,43 @@ def test_a_learner() -> None:
         learner.step()
     assert evidence.prior.precisions()["0.weight"].item() != before
     assert "log_evidence" in learner.history[-1]
+
+
+class InDouble(Traces):
+    """The statistic is in float64, whatever the type of the weights."""
+
+    def collect(
+        self, statistic: Any, linearization: Any, root: Any, *, alone: bool = False
+    ) -> BlockStatistic:
+        traces = {} if statistic is None else dict(statistic.blocks)
+        for name, rows in linearization.rows(root.vectors).items():
+            trace = scaled_rows(rows, root.scale, torch.float64).square().sum()
+            traces[name] = traces.get(name, 0) + trace
+        return BlockStatistic(traces)
+
+    def log_det(self, statistic: Any, precisions: Any) -> Tensor:
+        return super().log_det(statistic, {name: p.double() for name, p in precisions.items()})
+
+
+def test_a_statistic_in_float64() -> None:
+    """Both passes take it, in several micro-batches and with a hyperparameter of the model."""
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).to(dtype)
+        evidence = Evidence(
+            model,
+            Gaussian(),
+            GaussianPrior("layerwise", precision=1e-6),
+            estimator="traces-N-C",
+            curvature=InDouble({n: w for n, w in model.named_parameters() if n != "0.bias"}),
+            num_data=N,
+            hyperparameters=["0.bias"],
+            memory=Memory(micro_batch=5),
+        )
+        estimate = evidence.backward(X.to(dtype), Y.to(dtype))
+        gradients = [p.grad for p in evidence.hyperparameters().values() if p.grad is not None]
+        results.append([torch.tensor([estimate.log_det]), *(g.double() for g in gradients)])
+    assert len(results[0]) == 4
+    for single, double in zip(*results, strict=True):
+        torch.testing.assert_close(single, double, rtol=1e-4, atol=1e-5)

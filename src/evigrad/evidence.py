@@ -423,6 +423,9 @@ class Evidence:
     def estimate(self, x: Data, y: Tensor | None = None, *, at_mode: bool = False) -> Estimate:
         """Estimate the log evidence of the whole data set.
 
+        If the model draws noise, such as random transforms, each call draws new noise from
+        ``generator``, even for the same block.
+
         Args:
             x: Inputs (m, ...) of a uniformly random subset of the data, a ``Block`` from
                 ``blocks``, or one or several results of ``collect``. If the estimator's name has

@@ -75,7 +75,7 @@ def test_zero_head_hides_no_wrong_closed_form(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setitem(RULES, F.linear, Doubled())
     model = Net(by_name)
-    with pytest.warns(EvigradWarning, match="rows disagrees with automatic differentiation"):
+    with pytest.warns(EvigradWarning, match=r"rows\(\.\.\.\) disagrees with automatic"):
         made = plan(model, weights_of(model), random(3, 3))
     assert made.words["first.weight"] == "generic: vmap"
 

@@ -260,7 +260,9 @@ def _record(
     same = {name for name in large.uses if small.uses.get(name) == large.uses[name]}
     for name in large.uses.keys() - same:
         if (custom := _custom_rule(large.uses[name])) is not None:
-            large.refused[name] = f"{custom}: shapes or settings of match depend on the batch size"
+            large.refused[name] = (
+                f"{custom}: shapes or settings of match(...) depend on the batch size"
+            )
     return _Recording(
         {name: large.uses[name] for name in large.uses if name in same},
         large.kronecker & same,

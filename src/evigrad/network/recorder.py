@@ -329,7 +329,7 @@ class Recorder(TorchFunctionMode):
             match = rule.match(*args, **kwargs)
         except Exception as error:
             if is_custom(rule):
-                self._refuse(tracked, f"{rule.name}: match raised {error!r}")
+                self._refuse(tracked, f"{rule.name}: match(...) raised {error!r}")
             elif not isinstance(error, TypeError):
                 raise
             # An argument that the closed form does not have, such as ``out=``.
@@ -346,8 +346,8 @@ class Recorder(TorchFunctionMode):
         if is_custom(rule):
             self._refuse(
                 tracked,
-                f"{rule.name}: the result of match must have all parameters of the call as slots,"
-                " and an input that is a dense tensor and not a parameter",
+                f"{rule.name}: the result of match(...) must have all parameters of the call as"
+                " slots, and an input that is a dense tensor and not a parameter",
             )
         return None
 

@@ -125,18 +125,18 @@ class Reference:
             for order in (places, places.flip(0)):  # as in ``agreeing``
                 rows = compute([name], self.x[order], self._vectors[order], False)[name]
                 if not close(rows, self.rows[name][order], self._norm):
-                    return "rows disagrees with automatic differentiation"
+                    return "rows(...) disagrees with automatic differentiation"
             if name not in self._with_right_derivatives([name], _products_of(compute)):
-                return "rows disagrees with automatic differentiation in its derivatives"
+                return "derivatives of rows(...) disagree with automatic differentiation"
             linearization, rows = linearized(self.x, False), self.rows[name]
             if reason := _wrong_form(linearization, self._vectors, name, rows, self._norm):
                 return reason
             if name not in self._with_right_derivatives([name], inner):
-                return "inner disagrees with rows in its derivatives"
+                return "derivatives of inner(...) disagree with rows(...)"
         except Exception as error:  # of the rule, which may be custom
             if is_out_of_memory(error):
                 raise
-            return f"it raised {error!r}"
+            return f"a method raised {error!r}"
         return None
 
     def _with_right_derivatives(self, names: list[str], compute: Products) -> set[str]:
@@ -231,11 +231,11 @@ def _wrong_form(
             else:
                 right = close(value, rows, norm)
             if not right:
-                return f"{form} disagrees with rows"
+                return f"{form}(...) disagrees with rows(...)"
     except Exception as error:  # of the rule, which may be custom
         if is_out_of_memory(error):
             raise
-        return f"{form} raised {error!r}"
+        return f"{form}(...) raised {error!r}"
     return None
 
 
