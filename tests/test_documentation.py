@@ -171,6 +171,11 @@ def test_the_blocks_on_layers_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert value == pytest.approx(again, rel=1e-6)
     assert "generic" in paths["mixed.weight"] and closed["mixed.weight"] == "bilinear"
     assert list(names["log_dets"].values()) == sorted(names["log_dets"].values())
+    assert names["scaled_paths"]["scale"] == "channel-scale"
+    assert names["worst"] < 1e-10
+    for by_backward, by_differences in names["by_name"].values():
+        assert by_backward == pytest.approx(by_differences, rel=1e-5, abs=1e-9)
+    assert any(abs(slope) > 1e-3 for slope, _ in names["by_name"].values())
     assert capsys.readouterr().out
 
 

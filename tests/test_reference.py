@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from traces import Traces
 
 from evigrad import Evidence, reference
 from evigrad.errors import ConfigurationError, EvigradError
@@ -178,3 +179,43 @@ def test_sampled_labels_are_not_part_of_a_block() -> None:
     (block,) = evidence.blocks(data("categorical")).take(1)
     with pytest.raises(ConfigurationError, match="labels sampled by 'mc'"):
         reference.log_evidence(evidence, block)
+
+
+@pytest.mark.parametrize("name", ["traces-N-C", "traces-2-1", "traces-2-rows"])
+def test_a_custom_curvature(name: str) -> None:
+    """The reference takes the formula for ℓ, and nothing stands in for a missing one."""
+    weights = {n: p for n, p in Gated().named_parameters() if n != "gate"}
+    evidence = build(name, Categorical(), curvature=Traces(weights))
+    assert evidence is not None
+    sizes = [w.numel() for w in weights.values()]
+
+    def formula(h: Tensor, precision: Tensor) -> Tensor:
+        terms = zip(h.diagonal().split(sizes), precision.split(sizes), sizes, strict=True)
+        return torch.stack([n * (b.sum() / (n * p[0])).log1p() for b, p, n in terms]).sum()
+
+    assert_equal(evidence, data("categorical"), custom_log_det=formula)
+    (block,) = evidence.blocks(data("categorical")).take(1)
+    with pytest.raises(ConfigurationError, match="custom_log_det must be given"):
+        reference.log_evidence(evidence, block)
+    with pytest.raises(ConfigurationError, match="custom_log_det"):
+        reference.parameter_partition("traces", weights)
+
+
+def test_a_formula_without_a_custom_curvature() -> None:
+    evidence = build("full-2-1", Categorical())
+    assert evidence is not None
+    (block,) = evidence.blocks(data("categorical")).take(1)
+    with pytest.raises(ConfigurationError, match="custom_log_det must be omitted"):
+        reference.log_evidence(evidence, block, custom_log_det=lambda h, p: h.sum())
+
+
+def test_a_hessian_that_depends_on_the_targets() -> None:
+    """Its mean differs from the Hessian at the targets, so the reference must be told."""
+    likelihood = NaturalGaussian()
+    evidence = build("full-2-C", likelihood, model=lambda: Gated(4))
+    assert evidence is not None
+    x, _ = data("gaussian")
+    (block,) = evidence.blocks((x, x.sin())).take(1)
+    with pytest.raises(ConfigurationError, match="NaturalGaussian.*curvature=likelihood.hessian"):
+        reference.gradients(evidence, block)
+    reference.gradients(evidence, block, curvature=likelihood.hessian)

@@ -135,8 +135,8 @@ class Evidence:
             anchoring: How an anchored estimator divides the rows. Default: nine tenths of the rows
                 are anchors, chosen greedily for every third stream of blocks.
             curvature: Custom curvature. The estimator's name must begin with the curvature's
-                ``name``, for example ``traces-100-C``. Default: the curvature that the estimator
-                names.
+                ``name``, for example ``trace-100-C``. See docs/layers.md. Default: the curvature
+                that the estimator names.
             generator: CPU generator or seed. Default: PyTorch's initial seed.
             process_group: Processes that share the work, each with the same model, data and calls:
                 ``torch.distributed.group.WORLD``, or a device mesh of one dimension. Each process
@@ -156,7 +156,7 @@ class Evidence:
         if memory is not None:
             check_type("memory", memory, Memory, "a Memory, such as Memory(micro_batch='auto')")
         if curvature is not None:
-            check_type("curvature", curvature, Curvature, "a Curvature")
+            check_type("curvature", curvature, Curvature, "a Curvature, such as Traces()")
         spec = Estimator.parse(estimator, curvature)
         root = spec.default_root if root is None else root
         check_model(spec, num_data, root, temperature, anchoring)
@@ -422,6 +422,9 @@ class Evidence:
 
     def estimate(self, x: Data, y: Tensor | None = None, *, at_mode: bool = False) -> Estimate:
         """Estimate the log evidence of the whole data set.
+
+        If the model draws noise, such as random transforms, each call draws new noise from
+        ``generator``, even for the same block.
 
         Args:
             x: Inputs (m, ...) of a uniformly random subset of the data, a ``Block`` from
@@ -721,8 +724,8 @@ class Evidence:
             prior: Prior on the same weights. Default: the prior of this evidence.
             likelihood: Likelihood of the same outputs. Default: the likelihood of this evidence.
             **changes: Other keyword arguments of ``Evidence``. Default: the temperature,
-                micro-batch size and memory budget of this evidence, and the defaults of
-                ``Evidence`` for everything else.
+                micro-batch size and memory budget of this evidence, its custom curvature if
+                ``estimator`` names it, and the defaults of ``Evidence`` for everything else.
 
         Returns:
             The new evidence.
@@ -733,6 +736,9 @@ class Evidence:
         settings = self.problem.settings
         sizes = Memory(settings.micro_batch, settings.memory_budget)
         keywords: dict[str, Any] = {"temperature": self.temperature, "memory": sizes}
+        custom = self.spec.custom
+        if custom is not None and estimator.startswith(f"{custom.name}-"):
+            keywords["curvature"] = custom
         keywords |= {name: value for name, value in changes.items() if value is not None}
         with TURN, warnings.catch_warnings():
             # The warnings about the model were given when this evidence was made.

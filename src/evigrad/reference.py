@@ -53,6 +53,12 @@ __all__ = [
 # and a diagonal above it.
 DENSE_LIMIT = 512
 
+# Structures whose blocks of H are a partition of the weights.
+_PARTITIONED = ("ntk", "full", "blockdiag", "diag")
+
+# Two Hessians are equal up to this multiple of √eps, relative to the largest entry.
+_SAME_HESSIAN = 10.0
+
 # ------------------------------------------------------------ the network and the likelihood
 
 
@@ -193,7 +199,16 @@ def kernel_log_det(
 def parameter_partition(
     structure: str, weights: Mapping[str, Tensor], groups: ParameterPartition = "tensor"
 ) -> list[Int[Tensor, " _"]]:
-    """Return the partition 𝒫 of weight indices 0 … P − 1 for a structure other than ``kfac``."""
+    """Return the partition 𝒫 of weight indices 0 … P − 1 for a structure other than ``kfac``.
+
+    Raises:
+        ConfigurationError: If the structure has no partition.
+    """
+    if structure not in _PARTITIONED:
+        raise ConfigurationError(
+            f"The structure must be one of {', '.join(_PARTITIONED)}, got {structure!r}. For a"
+            " custom curvature, pass custom_log_det=... to log_evidence or gradients."
+        )
     sizes = [w.numel() for w in weights.values()]
     every = torch.arange(sum(sizes), device="cpu")
     if structure in ("ntk", "full"):
@@ -254,6 +269,7 @@ def log_evidence(
     groups: ParameterPartition = "tensor",
     sharing: str = "expand",
     curvature: Callable[[Tensor], Tensor] | None = None,
+    custom_log_det: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Float[Tensor, ""]:
     """Return the estimate of log q(D|h) from a block, in nats, with a graph (Algorithm 1).
 
@@ -262,13 +278,24 @@ def log_evidence(
         block: Block from ``evidence.blocks(...)``, with its inputs and targets.
         groups: The ``parameter_partition`` of the evidence.
         sharing: The ``sharing`` of the evidence.
-        curvature: Λ(f) at temperature 1, such as the Fisher information of a likelihood whose
-            Hessian depends on the targets. Default: the Hessian of its ``log_prob``.
+        curvature: Λ(f) at temperature 1, such as ``likelihood.hessian``. It is required if the
+            Hessian depends on the targets. Default: the Hessian of the likelihood's ``log_prob``.
+        custom_log_det: ℓ of a custom curvature as a function of H (P, P) and the precisions (P,),
+            both in the order of ``evidence.weights()``. It is required for a custom curvature, and
+            must not use code of that curvature.
 
     Raises:
-        ConfigurationError: If the estimator samples labels (``mc``).
+        ConfigurationError: If the estimator samples labels (``mc``) or has a custom curvature
+            without ``custom_log_det``. It is also raised if the likelihood's ``hessian`` is not the
+            Hessian of its ``log_prob`` at these targets, and ``curvature`` is not given.
     """
     spec, likelihood, temperature = evidence.spec, evidence.likelihood, evidence.temperature
+    if (spec.custom is None) != (custom_log_det is None):
+        raise ConfigurationError(
+            f"{spec.name} has {'no' if spec.custom is None else 'a'} custom curvature, so"
+            f" custom_log_det must be {'omitted' if spec.custom is None else 'given'}. Pass a"
+            " function of H and the precisions for a custom curvature, and for no other."
+        )
     weights, precisions = evidence.weights(), evidence.prior.precisions()
     x, y, columns = block.inputs, block.targets, block.columns
     assert y is not None
@@ -283,19 +310,22 @@ def log_evidence(
         (score,) = torch.autograd.grad(log_prob.sum(), f, create_graph=True)
         whole, columns = score[:, :, None] * score[:, None, :], None
     else:
-        whole = hessian(likelihood, f, y) if curvature is None else curvature(f)
+        whole = _checked_hessian(likelihood, f, y) if curvature is None else curvature(f)
     root = None
     if evidence.root != "subblock" and likelihood.couples_outputs:  # a diagonal Λ has one root
         softmax = isinstance(likelihood, Categorical)
         root = softmax_root(f, evidence.root) if softmax else matrix_root(whole, evidence.root)
     precision = vector(precisions, weights)
-    jac = None if spec.structure == "kfac" else jacobian(evidence.model, weights, x)
+    kfac = spec.structure == "kfac" and custom_log_det is None
+    jac = None if kfac else jacobian(evidence.model, weights, x)
 
     def entropy(listed: Int[Tensor, "m k"] | None) -> Float[Tensor, ""]:
         """Return ℓ of the rows listed in these columns."""
         kept = kept_curvature(whole, listed, root) / temperature
         if jac is None:
             return kfac_log_det(evidence.model, weights, x, kept, precisions, sharing)
+        if custom_log_det is not None:
+            return custom_log_det(ggn(jac, kept), precision)
         if spec.structure == "ntk":
             return kernel_log_det(jac, kept, precision)
         partition = parameter_partition(spec.structure, weights, groups)
@@ -363,6 +393,23 @@ def _gradients(value: Tensor, arguments: Any) -> Sequence[Tensor]:
     return torch.autograd.grad(
         value, list(arguments), create_graph=True, allow_unused=True, materialize_grads=True
     )
+
+
+def _checked_hessian(likelihood: Likelihood, f: Tensor, y: Tensor) -> Float[Tensor, "N C C"]:
+    """Return the Hessian at the targets, or raise an error if the estimators use another matrix."""
+    whole, used = hessian(likelihood, f, y), likelihood.at(y).hessian(f.detach())
+    weights = likelihood.weights(y)
+    if weights is not None:
+        root = weights.to(f).sqrt().reshape(len(f), -1).expand(f.shape)
+        used = root[:, :, None] * used * root[:, None, :]
+    eps = torch.finfo(f.dtype).eps
+    if not (whole - used).abs().max() <= _SAME_HESSIAN * eps**0.5 * (used.abs().max() + eps**0.5):
+        raise ConfigurationError(
+            f"The Hessian of {type(likelihood).__name__}.log_prob at these targets differs from"
+            " its hessian(f), which the estimators use. If the Hessian depends on the targets, pass"
+            " curvature=likelihood.hessian. Otherwise, hessian or log_prob is wrong."
+        )
+    return whole
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from network.dense import assert_rows, jacobian, random, rows, weights_of
 from torch import Tensor, nn
 
-from evigrad.errors import ConfigurationError, InputError
+from evigrad.errors import ConfigurationError, EvigradWarning, InputError
 from evigrad.network import Linearization, plan
 from evigrad.network.layers import RULES, Linear, Match
 
@@ -52,19 +52,25 @@ class WithoutDerivative(Linear):
 
 
 @pytest.mark.parametrize(
-    "rule, weight, bias",
+    "rule, weight, bias, reason",
     [
-        (Doubled, "generic: vmap", "linear"),
-        (WithoutDerivative, "generic: vmap", "linear"),
-        (Halting, "generic: vmap", "generic: vmap"),
+        (
+            Doubled,
+            "generic: vmap",
+            "linear",
+            r"rows\(\.\.\.\) disagrees with automatic differentiation",
+        ),
+        (WithoutDerivative, "generic: vmap", "linear", "derivatives of rows"),
+        (Halting, "generic: vmap", "generic: vmap", "raised ZeroDivisionError"),
     ],
 )
 def test_a_wrong_closed_form_is_not_used(
-    rule: type[Linear], weight: str, bias: str, monkeypatch: pytest.MonkeyPatch
+    rule: type[Linear], weight: str, bias: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(RULES, F.linear, rule())
     model, x = two_layers(), random(5, 3)
-    made = plan(model, weights_of(model), x)
+    with pytest.warns(EvigradWarning, match=rf"0\.weight \(linear: .*{reason}"):
+        made = plan(model, weights_of(model), x)
     assert made.describe()["0.weight"] == weight
     assert made.describe()["0.bias"] == bias
     check_rows(model, made, x)

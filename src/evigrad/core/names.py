@@ -26,11 +26,17 @@ MODIFIERS = ("iid", "grouped", "anchored", "ef", "mc")
 # The curvature of the outputs: exact, from the targets, or from sampled labels.
 CURVATURES = ("ggn", "ef", "mc")
 
-GRAMMAR = (
-    "A name is STRUCTURE-SUBSET-OUTPUTS[-MODIFIER...]: "
-    f"STRUCTURE is {' | '.join(STRUCTURES)}. SUBSET is an integer or N. OUTPUTS is an integer, C "
-    f"or rows. MODIFIER is {' | '.join(MODIFIERS)}. Examples: 'kfac-150-1' and 'ntk-N-C'."
-)
+
+def _grammar(structures: list[str], first: str, second: str) -> str:
+    return (
+        "A name is STRUCTURE-SUBSET-OUTPUTS[-MODIFIER...]: "
+        f"STRUCTURE is {' | '.join(structures)}. SUBSET is an integer or N. OUTPUTS is an integer,"
+        f" C or rows. MODIFIER is {' | '.join(MODIFIERS)}. Examples: '{first}-150-1' and"
+        f" '{second}-N-C'."
+    )
+
+
+GRAMMAR = _grammar(list(STRUCTURES), "kfac", "ntk")
 
 # docs/estimators.md describes when another estimator is better.
 DEFAULT_ESTIMATOR = "ntk-400-rows-anchored"
@@ -141,6 +147,8 @@ class Estimator:
                 are mutually exclusive. The message contains the reason and, if there is one, a
                 similar valid name.
         """
+        if custom is not None:
+            _check_custom(name, custom)
         if "auto" in name.split("-"):
             raise ConfigurationError(
                 f"Estimator name {name!r}: 'auto' is not allowed in an estimator name. Use the"
@@ -155,7 +163,8 @@ class Estimator:
             hint = f" Did you mean '{cls._read(repaired, custom)}'?"
         except ConfigurationError:
             hint = ""
-        raise ConfigurationError(f"Estimator name {name!r}: {reason}{hint} {GRAMMAR}")
+        words = GRAMMAR if custom is None else _grammar([custom.name], custom.name, custom.name)
+        raise ConfigurationError(f"Estimator name {name!r}: {reason}{hint} {words}")
 
     @classmethod
     def _read(cls, name: str, custom: Curvature[Any] | None) -> "Estimator":
@@ -164,7 +173,9 @@ class Estimator:
         structure = next((s for s in structures if name.startswith(f"{s}-")), name.split("-")[0])
         if structure not in structures:
             raise ConfigurationError(
-                f"unknown structure {structure!r}. Use one of {', '.join(structures)}."
+                f"unknown structure {structure!r}. Use one of {', '.join(structures)}. A custom"
+                " curvature needs Evidence(..., curvature=...) and a Learner, because fit and tune"
+                " do not take one. See docs/layers.md."
             )
         parts = name.removeprefix(structure).split("-")[1:]
         if not parts:
@@ -250,6 +261,21 @@ class Estimator:
         splits_outputs = self.rows or self.outputs is not None
         # If the Hessian couples outputs, its sub-blocks are not rows of one matrix root.
         return not (splits_outputs and couples_outputs and root == "subblock")
+
+
+def _check_custom(name: str, custom: Curvature[Any]) -> None:
+    """Raise an error if a custom curvature has no name, or the estimator has another name."""
+    kind, structure = type(custom).__name__, getattr(custom, "name", None)
+    if not isinstance(structure, str) or not structure:
+        raise ConfigurationError(
+            f"{kind} needs a name for the names of estimators, got {structure!r}. Set it in the"
+            " class, such as name = 'traces'."
+        )
+    if not name.startswith(f"{structure}-"):
+        raise ConfigurationError(
+            f"The curvature is a {kind}, so the estimator's name must begin with '{structure}-',"
+            f" such as '{structure}-100-C', got {name!r}."
+        )
 
 
 def _structures(custom: Curvature[Any] | None) -> list[str]:

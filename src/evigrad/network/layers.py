@@ -6,11 +6,12 @@ gradients with respect to the call's output. Rules apply to functions, not to mo
 
 To add a layer type, write a ``Rule`` with ``match`` and ``rows``, and add it to ``RULES``. Every
 plan compares the rule's rows with plain autograd (``verification.Reference``), and does not use the
-rule if they differ. The tests loop over ``RULES`` and need arguments for the function
-(``tests/network/calls.py``). To save time, add ``inner``, ``kronecker`` with ``factors``, and
-``matrix``. If the tests report that ``ownership`` does not know the function's autograd node, add a
-step for this node to ``ownership``. Without the step, earlier layers take additional backward
-passes.
+rule if they differ. For rules from outside the package, it also compares ``inner``, ``factors`` and
+``products`` with the rows, and warns with the reason if it does not use the rule. The tests loop
+over ``RULES`` and need arguments for the function (``tests/network/calls.py``). To save time, add
+``inner``, ``kronecker`` with ``factors``, and ``matrix``. If the tests report that ``ownership``
+does not know the function's autograd node, add a step for this node to ``ownership``. Without the
+step, earlier layers take additional backward passes.
 """
 
 from abc import ABC, abstractmethod
@@ -568,6 +569,11 @@ RULES: dict[Callable[..., Any], Rule] = {
     **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _MUL),
     **dict.fromkeys((torch.div, Tensor.div, Tensor.__truediv__), _DIV),
 }
+
+
+def is_custom(rule: Rule) -> bool:
+    """Return whether the rule is not from this package."""
+    return not type(rule).__module__.startswith("evigrad.")
 
 
 def has_closed_forms(uses: Sequence[Use]) -> bool:

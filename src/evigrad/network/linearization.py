@@ -3,7 +3,7 @@
 With k rows for each example, this takes one forward pass and k backward passes.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
@@ -21,6 +21,7 @@ from evigrad.fast.contraction import ProductRows
 from evigrad.inputs import called
 from evigrad.network.arguments import check_call, check_output
 from evigrad.network.generic import loop_rows, vmap_rows
+from evigrad.network.layers import Rule, matrix_uses
 from evigrad.network.modes import model_run, without_autocast
 from evigrad.network.ownership import placed, probed
 from evigrad.network.paths import JacobianPlan
@@ -205,11 +206,12 @@ class Linearization:
         Rows (1, k, *parameter shape) are detached. They are None if an algorithm raises an error.
         Parameters that use the plain loop in this pass are omitted.
         """
-        vectors, one = vectors.detach(), slice(index, index + 1)
+        one = slice(index, index + 1)
         closed, generic = self._paths(list(self.weights))
         with self._computing(), torch.no_grad():
             # The cotangents of all examples reveal a path that confuses the rows of two examples.
-            gradients = self._pulled(vectors, closed, differentiable=False)
+            gradients = self._plain_gradients(vectors)
+            vectors = vectors.detach()
             rows: dict[str, Tensor | None] = {**self._closed_rows(gradients, closed, index)}
             for name, p in self.weights.items():
                 if name not in rows and name not in generic:
@@ -225,6 +227,61 @@ class Linearization:
                         raise
                     rows |= dict.fromkeys(vectorised)
         return rows
+
+    def other_forms(
+        self,
+        vectors: Float[Tensor, "m k C"],
+        name: str,
+        cotangent: Float[Tensor, "n k *parameter"],
+        index: int | None = None,
+    ) -> dict[str, Callable[[], Tensor]]:
+        """Return what the rules of a parameter compute in other ways than by ``rows``, for a check.
+
+        Args:
+            vectors: Cotangents of the outputs.
+            name: Name of a parameter with closed forms in this pass.
+            cotangent: Cotangent of the rows.
+            index: The example. Default: all examples.
+
+        Returns:
+            Functions by the name of a rule's method. ``inner`` returns Σ cotangent · rows, and is
+            missing if no rule overrides this method. ``factors`` and ``products`` return the rows
+            (n, k, *parameter shape), and are missing if the plan never uses these methods. The
+            result is empty if the outputs do not depend on the parameter.
+        """
+        with self._computing(), torch.no_grad():
+            gradients = self._plain_gradients(vectors)
+            uses = [(c, slot, g) for c, slot, (g,) in self._joined_uses(name, gradients)]
+        if not uses:
+            return {}
+        if index is not None:
+            uses = [(call.datum(index), slot, g[index : index + 1]) for call, slot, g in uses]
+        shape = self.weights[name].shape
+
+        def inner() -> Tensor:
+            return torch.stack([call.inner(slot, g, cotangent) for call, slot, g in uses]).sum()
+
+        def factors() -> Tensor:
+            parts = [call.factors(g, average=False) for call, _, g in uses]
+            rows = [torch.einsum("mkgto,mgti->mkgoi", u.gradients, u.inputs) for u in parts]
+            rows = [r.mT if u.transposed else r for r, u in zip(rows, parts, strict=True)]
+            return torch.stack(rows).sum(0).reshape(*cotangent.shape[:2], *shape)
+
+        def products() -> Tensor:
+            chunk = tuple(tensor for call, _, g in uses for tensor in call.products(g))
+            present = torch.ones(cotangent.shape[:2], dtype=torch.bool, device=vectors.device)
+            is_transposed = uses[0][0].rule.transposed
+            rows = ProductRows((chunk,), (present,), shape, is_transposed).formed().chunks[0]
+            return rows.reshape(*cotangent.shape[:2], *shape)
+
+        forms: dict[str, Callable[[], Tensor]] = {}
+        if any(type(call.rule).inner is not Rule.inner for call, _, _ in uses):
+            forms["inner"] = inner
+        if name in self.plan.kronecker:
+            forms["factors"] = factors
+        if matrix_uses(replace(self.plan, uses={name: self.plan.uses[name]}), self.weights):
+            forms["products"] = products
+        return forms
 
     def factors(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str], average: bool = True
@@ -448,6 +505,13 @@ class Linearization:
             names = [name for name in self.weights if self.is_closed(name)]
             self._kept = (vectors, self._pulled(vectors, names, self._differentiable))
         return self._kept[1]
+
+    def _plain_gradients(self, vectors: Float[Tensor, "m k C"]) -> "dict[int, _Columns | None]":
+        """Return ``_gradients`` without a graph."""
+        if not self._differentiable:
+            return self._gradients(vectors)
+        names = [name for name in self.weights if self.is_closed(name)]
+        return self._pulled(vectors.detach(), names, differentiable=False)
 
     def _pulled(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str], differentiable: bool

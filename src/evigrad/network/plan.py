@@ -1,5 +1,6 @@
 """Choose how to compute the rows of each parameter, and check the choice before its first use."""
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from evigrad.errors import (
     ConfigurationError,
+    EvigradWarning,
     InputError,
     NotFiniteOutputError,
     is_out_of_memory,
@@ -27,6 +29,7 @@ from evigrad.network.differences import (
     refuse_scaled_gradients,
 )
 from evigrad.network.generic import close, vmap_rows
+from evigrad.network.layers import RULES, is_custom
 from evigrad.network.linearization import Linearization, uses_of
 from evigrad.network.modes import model_run, without_autocast
 from evigrad.network.ownership import placed
@@ -54,6 +57,7 @@ class _Recording:
         idle: Names of parameters that are not used.
         without_effect: Names of parameters that are used but do not affect the outputs.
         operations: Names of the nodes in the outputs' graph.
+        refused: Why custom rules were not used, by the name of the parameter.
     """
 
     uses: dict[str, tuple[Use, ...]] = field(default_factory=dict)
@@ -61,6 +65,7 @@ class _Recording:
     idle: set[str] = field(default_factory=set)
     without_effect: set[str] = field(default_factory=set)
     operations: frozenset[str] = frozenset()
+    refused: dict[str, str] = field(default_factory=dict)
 
 
 def plan(model: nn.Module, weights: Mapping[str, nn.Parameter], x_probe: Tensor) -> JacobianPlan:
@@ -125,6 +130,7 @@ def _checked_plan(
     # Equal examples reveal neither a changed order nor mixing. Then only the loop is safe.
     recording = _record(model, weights, x, outputs) if distinct else _Recording()
     closed = _verified_closed(reference, recording)
+    _warn_of_refused(recording.refused)
     idle = {name for name in recording.idle if not reference.rows[name].any()}
     generic = [name for name in weights if name not in closed and name not in idle]
     # Vectorized rows are checked only by their values. Agreement of zeros proves nothing.
@@ -252,12 +258,18 @@ def _record(
             return _Recording()
     small, large = recordings
     same = {name for name in large.uses if small.uses.get(name) == large.uses[name]}
+    for name in large.uses.keys() - same:
+        if (custom := _custom_rule(large.uses[name])) is not None:
+            large.refused[name] = (
+                f"{custom}: shapes or settings of match(...) depend on the batch size"
+            )
     return _Recording(
         {name: large.uses[name] for name in large.uses if name in same},
         large.kronecker & same,
         large.idle & small.idle,
         large.without_effect & small.without_effect,
         large.operations,
+        large.refused,
     )
 
 
@@ -290,10 +302,18 @@ def _recorded(
     recording = _Recording(
         idle={n for n in weights if n not in elsewhere and n not in all_uses},
         operations=frozenset(node.name() for node in nodes),
+        refused=recorder.refused,
     )
     for name, uses in all_uses.items():
         by_datum = all(call.parts > 0 for call, _ in uses)
         if name in elsewhere or not by_datum:
+            custom = _custom_rule([call.use(slot) for call, slot in uses])
+            if custom is not None and name not in recording.refused:
+                recording.refused[name] = f"{custom}: " + (
+                    "the model also uses the parameter without a closed form"
+                    if by_datum
+                    else "dimension 0 of the input and the output does not count the examples"
+                )
             continue
         recording.uses[name] = tuple(call.use(slot) for call, slot in uses)
         one_way = len({call.rule.transposed for call, _ in uses}) == 1
@@ -308,9 +328,10 @@ def _verified_closed(reference: Reference, recording: _Recording) -> set[str]:
     if not recording.uses:
         return set()
     model, weights = reference.model, reference.weights
-    none: frozenset[str] = frozenset()
-    datum_shape = tuple(reference.x.shape[1:])
-    candidate = JacobianPlan({}, recording.uses, none, none, datum_shape)
+    kronecker, datum_shape = frozenset(recording.kronecker), tuple(reference.x.shape[1:])
+    candidate = JacobianPlan({}, recording.uses, frozenset(), kronecker, datum_shape)
+    words = {name: _custom_rule(uses) for name, uses in recording.uses.items()}
+    custom = {name: word for name, word in words.items() if word is not None}
 
     def rows(
         names: list[str], x: Tensor, vectors: Tensor, differentiable: bool
@@ -318,7 +339,34 @@ def _verified_closed(reference: Reference, recording: _Recording) -> set[str]:
         linearization = Linearization(model, weights, x, candidate, differentiable)
         return linearization.rows(vectors, [n for n in names if linearization.is_closed(n)])
 
-    return reference.agreeing(list(recording.uses), rows)
+    # The tests compare all methods of the package's rules with rows. Nobody has checked a custom
+    # rule, so all of its methods are compared here, and an error in it affects no other parameter.
+    closed = reference.agreeing([name for name in recording.uses if name not in custom], rows)
+    for name, word in custom.items():
+        reason = reference.reason_against(name, candidate)
+        if reason is None:
+            closed.add(name)
+        else:
+            recording.refused[name] = f"{word}: {reason}"
+    return closed
+
+
+def _custom_rule(uses: Iterable[Use]) -> str | None:
+    """Return the name of the first custom rule among the rules of some uses, if any."""
+    names = {rule.name for rule in RULES.values() if is_custom(rule)}
+    return next((use.rule for use in uses if use.rule in names), None)
+
+
+def _warn_of_refused(refused: Mapping[str, str]) -> None:
+    if refused:
+        reasons = "; ".join(f"{name} ({reason})" for name, reason in refused.items())
+        warnings.warn(
+            f"The custom rule in RULES is not used for {reasons}. The rows of these parameters are"
+            " computed by automatic differentiation, which is correct but slower. Fix the rule, and"
+            " create a new Evidence.",
+            EvigradWarning,
+            stacklevel=2,
+        )
 
 
 def _verified_vectorised(reference: Reference, names: list[str]) -> set[str]:

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from evigrad.core.curvature.kronecker import KroneckerUse
 from evigrad.invariances.noise import current_samples
-from evigrad.network.layers import RULES, Match, Rule
+from evigrad.network.layers import RULES, Match, Rule, is_custom
 from evigrad.network.paths import Use
 from evigrad.network.written_out import WRITTEN_OUT
 
@@ -223,6 +223,8 @@ class Recorder(TorchFunctionMode):
         self._num_data = num_data
         self._repeated = {id(weights[name]): uses for name, uses in (repeated or {}).items()}
         self.calls: list[Call] = []
+        # Why calls of custom rules were not recorded, by the name of a parameter of the call.
+        self.refused: dict[str, str] = {}
         self._decides = False
         self._names = {id(p): name for name, p in weights.items()}
         # The plan was made without autocast, which may be on for the whole pass.
@@ -325,18 +327,32 @@ class Recorder(TorchFunctionMode):
             return None
         try:
             match = rule.match(*args, **kwargs)
-        except TypeError:  # an argument that the closed form does not have, such as ``out=``
+        except Exception as error:
+            if is_custom(rule):
+                self._refuse(tracked, f"{rule.name}: match(...) raised {error!r}")
+            elif not isinstance(error, TypeError):
+                raise
+            # An argument that the closed form does not have, such as ``out=``.
             return None
-        if match is None or type(match.input) not in _PLAIN_TENSORS:
+        if match is None:
             return None
-        if match.input.layout != torch.strided or id(match.input) in tracked:
-            return None
+        plain = type(match.input) in _PLAIN_TENSORS and match.input.layout == torch.strided
         names = {
             slot: self._names[id(p)] for slot, p in match.slots.items() if id(p) in self._names
         }
-        if {id(match.slots[slot]) for slot in names} != tracked:
-            return None
-        return rule, match, names
+        of_slots = {id(match.slots[slot]) for slot in names}
+        if plain and id(match.input) not in tracked and of_slots == tracked:
+            return rule, match, names
+        if is_custom(rule):
+            self._refuse(
+                tracked,
+                f"{rule.name}: the result of match(...) must have all parameters of the call as"
+                " slots, and an input that is a dense tensor and not a parameter",
+            )
+        return None
+
+    def _refuse(self, tracked: Iterable[int], reason: str) -> None:
+        self.refused.update({self._names[p]: reason for p in tracked})
 
 
 def _decides(

@@ -19,11 +19,13 @@ from evigrad.network.arguments import model_outputs
 from evigrad.network.generic import close, close_outputs, datum_rows, loop_rows, tolerances
 from evigrad.network.linearization import Linearization
 from evigrad.network.modes import held_tensors, model_run, without_autocast
-from evigrad.network.paths import LOOP
+from evigrad.network.paths import LOOP, JacobianPlan
 from evigrad.network.recorder import graph_nodes, reachable
 
 # Takes (names, x, vectors, differentiable) and returns rows. Names may be missing in the result.
 Rows = Callable[[list[str], Tensor, Tensor, bool], dict[str, Tensor]]
+# Takes cotangents of rows by name, x and vectors, and returns the inner products with the rows.
+Products = Callable[[dict[str, Tensor], Tensor, Tensor], dict[str, Tensor]]
 
 # With one column, errors in the dimension of an example's rows would not be detected.
 _COLUMNS = 2
@@ -78,6 +80,8 @@ class Reference:
         has them.
         """
         agreeing_names = list(names)
+        if not agreeing_names:
+            return set()
         try:
             # Also in reverse, because a model that sorts its examples may get a sorted probe.
             places = torch.arange(len(self.x), device=self.x.device)
@@ -90,13 +94,52 @@ class Reference:
                 ]
             if not agreeing_names:
                 return set()
-            return self._with_right_derivatives(agreeing_names, compute)
+            return self._with_right_derivatives(agreeing_names, _products_of(compute))
         except Exception as error:  # this path does not support this model
             if is_out_of_memory(error):
                 raise
             return set()
 
-    def _with_right_derivatives(self, names: list[str], compute: Rows) -> set[str]:
+    def reason_against(self, name: str, plan: JacobianPlan) -> str | None:
+        """Return why the closed forms of a plan are wrong for a parameter, or None if they agree.
+
+        Compares the rows and their derivatives, and everything that a rule computes without rows.
+        """
+
+        def linearized(x: Tensor, differentiable: bool) -> Linearization:
+            linearization = Linearization(self.model, self.weights, x, plan, differentiable)
+            if not linearization.is_closed(name):
+                raise ConfigurationError("another batch uses the parameter differently")
+            return linearization
+
+        def compute(
+            names: list[str], x: Tensor, vectors: Tensor, differentiable: bool
+        ) -> dict[str, Tensor]:
+            return linearized(x, differentiable).rows(vectors, names)
+
+        def inner(cotangents: dict[str, Tensor], x: Tensor, vectors: Tensor) -> dict[str, Tensor]:
+            return {name: linearized(x, True).inner(vectors, cotangents)}
+
+        try:
+            places = torch.arange(len(self.x), device=self.x.device)
+            for order in (places, places.flip(0)):  # as in ``agreeing``
+                rows = compute([name], self.x[order], self._vectors[order], False)[name]
+                if not close(rows, self.rows[name][order], self._norm):
+                    return "rows(...) disagrees with automatic differentiation"
+            if name not in self._with_right_derivatives([name], _products_of(compute)):
+                return "derivatives of rows(...) disagree with automatic differentiation"
+            linearization, rows = linearized(self.x, False), self.rows[name]
+            if reason := _wrong_form(linearization, self._vectors, name, rows, self._norm):
+                return reason
+            if name not in self._with_right_derivatives([name], inner):
+                return "derivatives of inner(...) disagree with rows(...)"
+        except Exception as error:  # of the rule, which may be custom
+            if is_out_of_memory(error):
+                raise
+            return f"a method raised {error!r}"
+        return None
+
+    def _with_right_derivatives(self, names: list[str], compute: Products) -> set[str]:
         """Return the names whose derivatives of rows agree, or all if the reference has none."""
         # Compare gradients of random sums of the rows, in everything that they depend on. Correct
         # first derivatives do not imply correct second ones. For example, layer normalization under
@@ -111,10 +154,6 @@ class Reference:
             arguments.append(x.requires_grad_())
         factors = {name: self._random(self.rows[name][:2, :1]) for name in names}
 
-        def products(compute: Rows) -> dict[str, Tensor]:
-            rows = compute(names, x, vectors, True)
-            return {name: (factors[name] * rows[name]).sum() for name in names}
-
         def gradient(values: Sequence[Tensor]) -> Tensor:
             parts: Sequence[Tensor | None] = [None] * len(arguments)
             value = torch.stack([value.to(vectors.dtype) for value in values]).sum()
@@ -127,11 +166,11 @@ class Reference:
             return torch.cat([g.flatten().to(vectors.dtype) for g in filled])
 
         try:
-            expected = products(self._loop_rows)
+            expected = _products_of(self._loop_rows)(factors, x, vectors)
             gradient(list(expected.values()))
         except (RuntimeError, NotImplementedError):  # an operation without a second derivative
             return set(names)
-        actual = products(compute)
+        actual = compute(factors, x, vectors)
 
         def agree(subset: Sequence[str]) -> bool:
             values = torch.stack([expected[name].detach().to(vectors.dtype) for name in subset])
@@ -155,6 +194,49 @@ class Reference:
         return torch.randn(
             like.shape, generator=self._generator, dtype=torch.float64, device="cpu"
         ).to(like)
+
+
+def _products_of(compute: Rows) -> Products:
+    def products(cotangents: dict[str, Tensor], x: Tensor, vectors: Tensor) -> dict[str, Tensor]:
+        rows = compute(list(cotangents), x, vectors, True)
+        return {name: (cotangents[name] * rows[name]).sum() for name in cotangents}
+
+    return products
+
+
+def _wrong_form(
+    linearization: Linearization,
+    vectors: Float[Tensor, "m k C"],
+    name: str,
+    rows: Float[Tensor, "n k *parameter"],
+    norm: Tensor,
+    index: int | None = None,
+) -> str | None:
+    """Return why ``inner``, ``factors`` or ``products`` disagrees with rows, or None if they agree.
+
+    ``rows`` are correct rows of all examples, or of one example with an ``index``. Differences
+    below a share of ``norm`` are rounding errors.
+    """
+    # Near the rows, so that the terms of the inner product do not cancel, but not proportional.
+    factors = 1 + 0.5 * torch.arange(rows.numel(), device=rows.device, dtype=torch.float32).cos()
+    cotangent = rows * factors.to(rows).view_as(rows)
+    form = "matrix"
+    try:
+        forms = linearization.other_forms(vectors, name, cotangent, index)
+        for form, compute in forms.items():
+            with torch.no_grad(), without_autocast(vectors.device):
+                value = compute()
+            if form == "inner":
+                right = close(value, (cotangent * rows).sum(), norm * cotangent.norm())
+            else:
+                right = close(value, rows, norm)
+            if not right:
+                return f"{form}(...) disagrees with rows(...)"
+    except Exception as error:  # of the rule, which may be custom
+        if is_out_of_memory(error):
+            raise
+        return f"{form}(...) raised {error!r}"
+    return None
 
 
 # ------------------------------------------------------------ probes and copies for checking plans
@@ -265,14 +347,15 @@ def refuse_reentrant(model: nn.Module, x: Tensor) -> None:
 def spot_check(
     linearization: Linearization, vectors: Float[Tensor, "m k C"], index: int
 ) -> set[str]:
-    """Return the names of parameters whose rows for one example are wrong.
+    """Return the names of parameters whose fast derivatives for one example are wrong.
 
-    The fast rows of the example are compared with rows from a separate pass over the example. This
-    takes a forward pass and k backward passes of the example, and k backward passes of the batch.
-    If every parameter uses the plain loop, nothing is compared. The model must be in the same mode
-    as in the checked pass. ``vectors`` are the cotangents of the rows. Below double precision, rows
-    must also disagree for the next example, because a rounding error can move a unit across the
-    kink of its activation.
+    The fast rows of the example are compared with rows from a separate pass over the example. Other
+    results of rules, such as Kronecker factors, are compared with the rows. This takes a forward
+    pass and k backward passes of the example, and k backward passes of the batch. If every
+    parameter uses the plain loop, nothing is compared. The model must be in the same mode as in the
+    checked pass. ``vectors`` are the cotangents of the rows. Below double precision, rows must also
+    disagree for the next example, because a rounding error can move a unit across the kink of its
+    activation.
 
     Raises:
         ConfigurationError: If the example's output differs between the separate pass and the batch.
@@ -309,13 +392,16 @@ def _disagreeing(
     rows = linearization.fast_rows_of_datum(vectors, index)
     stacked = {name: torch.stack(expected[name])[None] for name in names}
     largest = torch.stack([r.norm().to(f.dtype) for r in stacked.values()]).max()
+    rounding = largest * _TRAINED_ROUNDING_FACTOR
+
+    def is_wrong(name: str, row: Tensor | None) -> bool:
+        if row is None or not close(row, stacked[name], rounding):
+            return True
+        closed = linearization.is_closed(name)
+        return closed and bool(_wrong_form(linearization, vectors, name, row, rounding, index))
+
     # Names that are missing in the rows take the loop in this pass, unlike in the plan.
-    return {
-        name
-        for name, row in rows.items()
-        if name in stacked
-        and (row is None or not close(row, stacked[name], largest * _TRAINED_ROUNDING_FACTOR))
-    }
+    return {name for name, row in rows.items() if name in stacked and is_wrong(name, row)}
 
 
 def check_separate(

@@ -171,6 +171,12 @@ class Settings:
                 f"{estimator.name} does not store rows. Use rows_dtype and rows_device only with"
                 " ntk estimators."
             )
+        if self.gram_dtype is not None and estimator.custom is not None:
+            raise ConfigurationError(
+                f"gram_dtype has no effect on the custom curvature {estimator.structure!r}. Omit"
+                " it, and convert the rows in the curvature's collect, for example with"
+                " scaled_rows(rows, root.scale, torch.float64)."
+            )
 
 
 def check_model(

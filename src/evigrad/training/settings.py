@@ -323,6 +323,11 @@ def explains_groups(function: Callable[P, T]) -> Callable[P, T]:
     @wraps(function)
     def wrapped(*arguments: P.args, **keywords: P.kwargs) -> T:
         accepted = signature(function).parameters
+        if "curvature" in keywords and "curvature" not in accepted:
+            raise ConfigurationError(
+                f"{function.__name__} has no argument curvature. Create an Evidence(...,"
+                " curvature=...) and learn with a Learner, as docs/layers.md shows."
+            )
         for name, value in keywords.items():
             for group, kind in GROUPS.items():
                 if name not in accepted and name in {setting.name for setting in fields(kind)}:

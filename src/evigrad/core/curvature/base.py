@@ -149,10 +149,18 @@ class Curvature(ABC, Generic[StatisticT]):
         """Return ℓ of a block, or the anchored bound ℓ(Z) + Σ_b w_b ℓ(B_b|Z) if there are anchors.
 
         Raises:
-            ConfigurationError: If anchors are given but not supported.
+            ConfigurationError: If anchors are given but not supported, or ``log_det`` does not
+                return a scalar tensor.
         """
         self.check_conditioning(conditioning)
-        return LogDet(self.log_det(statistic, precisions))
+        value = self.log_det(statistic, precisions)
+        if not isinstance(value, Tensor) or value.ndim > 0:
+            shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ConfigurationError(
+                f"{type(self).__name__}.log_det must return a scalar tensor with a graph, got"
+                f" {shape}. Sum the terms with torch operations."
+            )
+        return LogDet(value)
 
     def check_conditioning(self, conditioning: Conditioning | None) -> None:
         """Raise a ConfigurationError if anchors are given but not supported."""

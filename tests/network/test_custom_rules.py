@@ -1,0 +1,271 @@
+"""Rules from outside the package: a wrong one is not used, and a warning tells why."""
+
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from network.calls import CALLS, Called, Case, Folded
+from network.dense import assert_rows, jacobian, random, rows, weights_of
+from torch import Tensor, nn
+
+from evigrad import Evidence
+from evigrad.core.algebra import dot
+from evigrad.core.curvature.kronecker import KroneckerUse
+from evigrad.errors import EvigradWarning
+from evigrad.likelihoods import Gaussian
+from evigrad.network import Linearization, MatrixUse, plan, spot_check
+from evigrad.network.layers import RULES, Match, Rule, aligned, given
+from evigrad.network.verification import Reference
+from evigrad.priors import GaussianPrior
+
+
+class Bilinear(Rule):
+    """z_o = aᵀ W_o b + c_o, with every method that a rule may have."""
+
+    name = "bilinear"
+    kronecker = frozenset({"weight"})
+
+    def match(
+        self, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Match | None:
+        products = (input1[:, :, None] * input2[:, None]).flatten(1)
+        return Match(products, given(weight=weight, bias=bias))
+
+    def rows(self, slot: str, match: Match, gradient: Tensor) -> Tensor:
+        if slot == "bias":
+            return gradient.sum(2)
+        r = torch.einsum("mkpo,mqpi->mkoi", gradient, aligned(match.input, gradient))
+        return r.unflatten(3, match.slots["weight"].shape[1:])
+
+    def inner(self, slot: str, match: Match, gradient: Tensor, cotangent: Tensor) -> Tensor:
+        if slot == "bias":
+            return super().inner(slot, match, gradient, cotangent)
+        products = aligned(match.input, gradient)[:, 0]
+        return dot(torch.einsum("mpi,mkoi->mkpo", products, cotangent.flatten(3)), gradient)
+
+    def factors(self, match: Match, gradient: Tensor) -> KroneckerUse:
+        return KroneckerUse(aligned(match.input, gradient), gradient[:, :, None])
+
+    def matrix(self, use: Any, shape: Any) -> MatrixUse:
+        return MatrixUse(use.parts, shape[1] * shape[2], shape[0])
+
+
+class WrongRows(Bilinear):
+    def rows(self, slot: str, match: Match, gradient: Tensor) -> Tensor:
+        return 2 * super().rows(slot, match, gradient)
+
+
+class RaisingRows(Bilinear):
+    def rows(self, slot: str, match: Match, gradient: Tensor) -> Tensor:
+        raise RuntimeError("my bug")
+
+
+class WrongInner(Bilinear):
+    def inner(self, slot: str, match: Match, gradient: Tensor, cotangent: Tensor) -> Tensor:
+        return 10 * super().inner(slot, match, gradient, cotangent)
+
+
+class DetachedInner(Bilinear):
+    """The value is right, but only derivatives of the value matter."""
+
+    def inner(self, slot: str, match: Match, gradient: Tensor, cotangent: Tensor) -> Tensor:
+        right = super().inner(slot, match, gradient, cotangent)
+        return right.detach() + 0 * right if slot == "weight" else right
+
+
+class WrongFactors(Bilinear):
+    def factors(self, match: Match, gradient: Tensor) -> KroneckerUse:
+        return KroneckerUse(10 * aligned(match.input, gradient), gradient[:, :, None])
+
+
+class NoFactors(Bilinear):
+    def factors(self, match: Match, gradient: Tensor) -> KroneckerUse:
+        return Rule.factors(self, match, gradient)
+
+
+class WrongProducts(Bilinear):
+    def products(self, match: Match, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        a, g = super().products(match, gradient)
+        return a.flip(2), g
+
+
+class OtherSlot(Bilinear):
+    """Kronecker factors need the slot "weight"."""
+
+    kronecker = frozenset({"matrix"})
+
+    def match(self, input1: Tensor, input2: Tensor, weight: Tensor, bias: Any = None) -> Match:
+        match = super().match(input1, input2, weight, bias)
+        assert match is not None
+        return Match(match.input, {"matrix": weight, "bias": bias})
+
+    def rows(self, slot: str, match: Match, gradient: Tensor) -> Tensor:
+        if slot == "bias":
+            return gradient.sum(2)
+        renamed = Match(match.input, {"weight": match.slots["matrix"]})
+        return super().rows("weight", renamed, gradient)
+
+    def inner(self, slot: str, match: Match, gradient: Tensor, cotangent: Tensor) -> Tensor:
+        return Rule.inner(self, slot, match, gradient, cotangent)
+
+
+class OtherSignature(Bilinear):
+    def match(self, a: Tensor) -> Match | None:  # type: ignore[override]
+        return None
+
+
+class ForgottenBias(Bilinear):
+    def match(self, input1: Tensor, input2: Tensor, weight: Tensor, bias: Any = None) -> Any:
+        return super().match(input1, input2, weight, None)
+
+
+class Pair(nn.Module):
+    """A bilinear layer between two linear ones, and a scale of the inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mixed, self.out = nn.Linear(3, 4), nn.Bilinear(4, 4, 3), nn.Linear(3, 2)
+        for i, p in enumerate(self.parameters()):
+            p.data = random(*p.shape, seed=i) / 2
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.first(x * self.scale.exp()).tanh()
+        return self.out(self.mixed(a, a.flip(1)).tanh())
+
+
+def pair() -> tuple[nn.Module, dict[str, nn.Parameter], Tensor]:
+    model = Pair().double().eval()
+    return model, weights_of(model, ["scale"]), random(5, 3)
+
+
+def evidence(estimator: str) -> dict[str, Any]:
+    """The log evidence and its gradients."""
+    made = Evidence(
+        Pair().double(),
+        Gaussian(),
+        GaussianPrior("layerwise"),
+        estimator=estimator,
+        num_data=5,
+        hyperparameters=["scale"],
+        generator=0,
+    )
+    value = made.backward(random(5, 3), random(5, 2, seed=1)).log_evidence
+    return {"value": value} | {n: p.grad for n, p in made.hyperparameters().items()}
+
+
+def test_a_right_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("full-N-C", "kfac-N-C", "ntk-5-1")
+    without = [evidence(name) for name in names]
+    monkeypatch.setitem(RULES, F.bilinear, Bilinear())
+    model, weights, x = pair()
+    made = plan(model, weights, x)
+    assert made.words["mixed.weight"] == made.words["mixed.bias"] == "bilinear"
+    assert "mixed.weight" in made.kronecker
+    for name, before in zip(names, without, strict=True):
+        after = evidence(name)
+        if name != "kfac-N-C":  # without factors, kfac has the exact block
+            for key, value in before.items():
+                torch.testing.assert_close(after[key], value, msg=f"{name} {key}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (WrongRows, r"rows\(\.\.\.\) disagrees with automatic differentiation"),
+        (RaisingRows, r"raised RuntimeError\('my bug'\)"),
+        (WrongInner, r"inner\(\.\.\.\) disagrees with rows"),
+        (DetachedInner, r"derivatives of inner\(\.\.\.\) disagree with rows"),
+        (WrongFactors, r"factors\(\.\.\.\) disagrees with rows"),
+        (NoFactors, r"factors\(\.\.\.\) raised NotImplementedError"),
+        (WrongProducts, r"products\(\.\.\.\) disagrees with rows"),
+        (OtherSlot, r"factors\(\.\.\.\) raised KeyError\('weight'\)"),
+        (OtherSignature, r"match\(\.\.\.\) raised TypeError"),
+        (ForgottenBias, "all parameters of the call as slots"),
+    ],
+)
+def test_a_wrong_rule(
+    kind: Callable[[], Rule], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parameter takes the generic path, all others keep their closed forms, and it is told."""
+    model, weights, x = pair()
+    monkeypatch.setitem(RULES, F.bilinear, kind())
+    with pytest.warns(EvigradWarning, match=rf"mixed\.weight \(bilinear: .*{reason}"):
+        made = plan(model, weights, x)
+    assert made.words["mixed.weight"] == "generic: vmap"
+    assert made.words["first.weight"] == made.words["out.weight"] == "linear"
+    assert made.kronecker == {"first.weight", "out.weight"}
+    vectors = random(5, 2, 2)
+    linearization = Linearization(model, weights, x, made, False)
+    assert_rows(linearization.rows(vectors), rows(jacobian(model, weights, x), vectors))
+
+
+@pytest.mark.parametrize("kind", [WrongInner, WrongFactors, WrongProducts])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_rule_that_becomes_wrong(
+    kind: Callable[[], Rule], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check of a real pass compares the same methods, for one example."""
+    model, weights, x = pair()
+    model, x = model.to(dtype), x.to(dtype)
+    monkeypatch.setitem(RULES, F.bilinear, Bilinear())
+    made = plan(model, weights, x)
+    vectors = random(5, 1, 2).to(dtype)
+
+    def wrong() -> set[str]:
+        return spot_check(Linearization(model, weights, x, made, False), vectors, 3)
+
+    assert wrong() == set()
+    monkeypatch.setitem(RULES, F.bilinear, kind())
+    assert "mixed.weight" in wrong()
+    assert not wrong() & {"first.weight", "first.bias", "out.weight", "out.bias"}
+
+
+@pytest.mark.parametrize(
+    ("function", "case", "parts"),
+    [
+        (function, case, parts)
+        for function, rule in RULES.items()
+        for case in CALLS[rule.name]
+        for parts in case.parts
+    ],
+)
+def test_the_package_s_rules_pass(
+    function: Callable[..., Tensor], case: Case, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of their methods agree with autograd, first and second derivatives."""
+    planning = importlib.import_module("evigrad.network.plan")
+    monkeypatch.setattr(planning, "is_custom", lambda rule: True)
+    compared = mock.Mock(wraps=Reference.reason_against)
+    monkeypatch.setattr(Reference, "reason_against", lambda *arguments: compared(*arguments))
+    model = Folded(Called(function, case), parts, tokens=case.tokens).double().eval()
+    made = plan(model, weights_of(model, ["gate"]), case.inputs(3))  # without a warning
+    assert set(made.words.values()) == {RULES[function].name}
+    assert compared.call_count == len(made.words)
+
+
+def test_a_model_that_does_not_use_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, F.bilinear, WrongRows())
+    model = nn.Linear(3, 2).double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plan(model, weights_of(model), random(3, 3)).words["weight"] == "linear"
+
+
+def test_a_parameter_with_another_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, F.bilinear, Bilinear())
+
+    class Twice(Pair):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.mixed.weight.sum()
+
+    model = Twice().double().eval()
+    with pytest.warns(EvigradWarning, match="also uses the parameter without a closed form"):
+        made = plan(model, weights_of(model, ["scale"]), random(3, 3))
+    assert made.words["mixed.weight"] == "generic: vmap"
+    assert made.words["mixed.bias"] == "bilinear"
