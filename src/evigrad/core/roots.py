@@ -58,7 +58,7 @@ class RootRows:
         is_diagonal: Whether there is a column for each output d, a multiple of the unit vector of
             this output, in the order of the outputs.
 
-    See also: docs/extending.md.
+    See also: docs/layers.md.
     """
 
     vectors: Float[Tensor, "m k C"]
