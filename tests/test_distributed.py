@@ -351,7 +351,7 @@ def failures(group: Any) -> Any:
         lambda: Learner(made("ntk-2-1", group), (x, wrong), FEW),
         lambda: made("ntk-2-1", group).posterior((x, wrong)),
         lambda: made("ntk-2-1", group).posterior((x, wrong), structure="ntk"),
-        lambda: bracket(made("ntk-12-1", group), (x, wrong), rows=12),
+        lambda: bracket(made("ntk-2-1", group), (x, wrong), rows=12),
     ):
         with pytest.raises(Exception) as caught, ranks.together():
             call()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, reject
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from jaxtyping import Float
 from likelihood_zoo import LIKELIHOODS
@@ -128,6 +128,7 @@ def same_gradient(one: Tensor, other: Tensor, inputs: list[Tensor], tolerance: f
 
 @pytest.mark.parametrize("kind", ROOTS)
 @pytest.mark.parametrize("maker", MAKERS.values(), ids=list(MAKERS))
+@settings(max_examples=8)
 @given(seed=SEEDS, c=st.integers(2, 6))
 def test_all_columns_multiply_to_the_hessian(maker, kind: str, seed: int, c: int) -> None:
     likelihood, f = maker(c).double(), random_outputs(seed, 3, c)
@@ -158,6 +159,7 @@ def test_listed_columns_multiply_to_the_sub_block(maker, seed: int, c: int, data
 
 @pytest.mark.parametrize("kind", ["fisher", "eigen"])
 @pytest.mark.parametrize("maker", MAKERS.values(), ids=list(MAKERS))
+@settings(max_examples=8)
 @given(seed=SEEDS, c=st.integers(2, 6), data=st.data())
 def test_listed_columns_are_of_the_whole_root(maker, kind: str, seed: int, c: int, data) -> None:
     k = data.draw(st.integers(1, c))
@@ -207,6 +209,7 @@ def test_diagonal_kinds_agree() -> None:
 
 @pytest.mark.parametrize("kind", ROOTS)
 @pytest.mark.parametrize("maker", MAKERS.values(), ids=list(MAKERS))
+@settings(max_examples=8)
 @given(seed=SEEDS, c=st.integers(2, 5))
 def test_derivative_of_the_product_is_that_of_the_hessian(
     maker, kind: str, seed: int, c: int

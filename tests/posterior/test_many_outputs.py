@@ -262,8 +262,7 @@ def denoiser(side: int, channels: int, structure: str) -> tuple[Evidence, Tensor
     return evidence, x
 
 
-@pytest.mark.parametrize("side", [8, 12])
-@pytest.mark.parametrize("structure", ["kfac", "diag", "full"])
+@pytest.mark.parametrize(("structure", "side"), [("kfac", 12), ("diag", 8), ("full", 8)])
 def test_a_posterior_takes_the_memory_that_its_estimator_predicts(structure, side):
     evidence, x = denoiser(side, 8, structure)
     for _ in range(2):  # after the checks of the first passes
@@ -275,7 +274,7 @@ def test_a_posterior_takes_the_memory_that_its_estimator_predicts(structure, sid
 
 @pytest.mark.parametrize("correlated", [True, False])
 @pytest.mark.parametrize("structure", ["kfac", "diag", "last-layer"])
-@pytest.mark.parametrize(("side", "channels"), [(8, 8), (12, 16)])
+@pytest.mark.parametrize(("side", "channels"), [(8, 16)])
 def test_a_prediction_takes_the_memory_that_sets_its_size(structure, correlated, side, channels):
     evidence, x = denoiser(side, channels, "kfac")
     posterior = evidence.posterior((x, x.flatten(1)), structure=structure)
