@@ -35,9 +35,9 @@ from experiments.checks import INVARIANCE, SHAPES, network_record
 from experiments.jobs import WITHOUT_ESTIMATE, Job
 from experiments.trainings import Place
 
-# Numbers of examples of the two measurements. The second takes about half a second, or has
+# Numbers of examples of the two measurements. The second takes about a second, or has
 # ``_MORE`` examples. It is omitted if the first takes longer than ``_SLOW`` seconds.
-_FEW, _MORE, _MOST, _SECONDS, _SLOW = 2, 16, 64, 0.5, 3.0
+_FEW, _MORE, _MOST, _SECONDS, _SLOW = 2, 8, 64, 1.0, 1.5
 # Largest number of transforms of an example in a measurement.
 _TRANSFORMS = 2
 # Each time is the shortest of the calls that this number of seconds allows, and at least of two.

@@ -61,7 +61,7 @@ def test_a_slow_network_is_measured_with_few_calls(invariance, transforms, monke
     sizes.clear()
     monkeypatch.setattr(times, "_act", act_for(1 / 64))
     line = times.line("ntk-{}-1", False)
-    assert sizes == [2] * 4 + [16] * 2 and line.call == pytest.approx(0.125)
+    assert sizes == [2] * 4 + [12] * 2 and line.call == pytest.approx(0.125)
     assert line.example == pytest.approx(transforms / 64)
 
 
