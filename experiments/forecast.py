@@ -1,9 +1,11 @@
 """Predict how long jobs take on the processors of this machine, before any of them runs.
 
 A few examples of random data go through the network of a job. Two numbers of examples give the time
-of a call and the time of an example. Matrix products and eigenvalues are timed once, and scaled by
-their numbers of operations. The steps are counted from the settings of the training. Nothing is
-loaded, so the data sets need not be here.
+of a call and the time of an example. If the first of the two is slow, it alone gives the time of an
+example. A network that averages over transforms of its inputs is measured with two transforms, and
+the time of an example is scaled to their number. Matrix products and eigenvalues are timed once,
+and scaled by their numbers of operations. The steps are counted from the settings of the training.
+Nothing is loaded, so the data sets need not be here.
 
 The prediction ignores evaluations of the test data and checkpoints. Its error is about a factor of
 two (``benchmarks/forecast.py``).
@@ -33,9 +35,13 @@ from experiments.checks import INVARIANCE, SHAPES, network_record
 from experiments.jobs import WITHOUT_ESTIMATE, Job
 from experiments.trainings import Place
 
-# Numbers of examples of the two measurements. The second takes about half a second.
-_FEW, _MORE, _MOST, _SECONDS = 2, 6, 64, 0.5
+# Numbers of examples of the two measurements. The second takes about a second, or has
+# ``_MORE`` examples. It is omitted if the first takes longer than ``_SLOW`` seconds.
+_FEW, _MORE, _MOST, _SECONDS, _SLOW = 2, 8, 64, 1.0, 1.5
+# Largest number of transforms of an example in a measurement.
+_TRANSFORMS = 2
 # Each time is the shortest of the calls that this number of seconds allows, and at least of two.
+# A call that takes longer than ``_SLOW`` is not repeated.
 _REPEATED = 0.3
 # Sizes of the matrices whose products and eigenvalues are timed.
 _PRODUCT, _EIGEN = 768, 384
@@ -122,7 +128,10 @@ class _Times:
 
     def __init__(self, data: str, settings: Mapping[str, Any]) -> None:
         shape, self.num_outputs, _ = SHAPES[data]
-        invariance = read_invariance(*(settings[option] for option in INVARIANCE))
+        samples = min(settings["samples"], _TRANSFORMS)
+        measured = {**settings, "samples": samples}
+        invariance = read_invariance(*(measured[option] for option in INVARIANCE))
+        self._repeats = 1.0 if invariance is None else settings["samples"] / samples
         black = [0.0] * shape[0]
         averaged = None if invariance is None else invariance.as_record(black)
         record = network_record({"data": data, **settings})
@@ -138,37 +147,42 @@ class _Times:
         """Return the measured time of a step of the weights (``map``) or of an estimator."""
         key = (name, of_model)
         if key not in self._lines:
-            few = self._measured(name, of_model, _FEW)
-            size = min(max(int(_SECONDS * _FEW / few), _MORE), _MOST)
-            more = self._measured(name, of_model, size)
-            example = max((more - few) / (size - _FEW), 0.2 * more / size)
-            self._lines[key] = Line(max(few - _FEW * example, 0.0), example)
+            act = self._act(name, of_model)
+            # Derivatives are checked in passes 1, 2 and 4, and the shortest call is pass 3 or 5.
+            for _ in range(2):
+                act(_FEW)
+            few = _shortest(lambda: act(_FEW))
+            example = few / _FEW
+            if few < _SLOW:
+                size = min(max(int(_SECONDS / example), _MORE), _MOST)
+                more = _shortest(lambda: act(size))
+                example = max((more - few) / (size - _FEW), 0.2 * more / size)
+            call = max(few - _FEW * example, 0.0)
+            self._lines[key] = Line(call, self._repeats * example)
         return self._lines[key]
 
-    def _measured(self, name: str, of_model: bool, size: int) -> float:
-        x, y = self._x[:size], self._y[:size]
+    def _act(self, name: str, of_model: bool) -> Callable[[int], None]:
+        """Return a step or an estimate of a number of examples, at most ``_MOST``."""
         evidence = Evidence(
             self.model,
             Categorical(),
             GaussianPrior("layerwise"),
-            estimator=f"ntk-{size}-1" if name == "map" else name.format(size),
-            num_data=size,
+            estimator=f"ntk-{_MOST}-1" if name == "map" else name.format(_MOST),
+            num_data=_MOST,
             hyperparameters=self.learned,
             generator=0,
         )
         weights = list(evidence.weights().values())
         wrt = None if of_model else ["prior"]
 
-        def act() -> None:
+        def act(size: int) -> None:
+            x, y = self._x[:size], self._y[:size]
             if name == "map":
                 torch.autograd.grad(evidence.map_loss(x, y), weights, allow_unused=True)
             else:
                 evidence.backward(x, y, wrt=wrt)
 
-        # Derivatives are checked in passes 1, 2 and 4, and the shortest call is pass 3 or 5.
-        for _ in range(2):
-            act()
-        return _shortest(act)
+        return act
 
 
 @cache
@@ -294,7 +308,7 @@ def _eigen_unit() -> float:
 def _shortest(act: Callable[[], object]) -> float:
     """Return the time of the shortest of several calls, in seconds."""
     times: list[float] = []
-    while len(times) < 2 or sum(times) < _REPEATED:
+    while sum(times) < (_SLOW if len(times) < 2 else _REPEATED):
         start = time.perf_counter()
         act()
         times.append(time.perf_counter() - start)

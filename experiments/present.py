@@ -297,10 +297,12 @@ def _one_sentence_a_line(text: str) -> str:
 
 def duration(seconds: float) -> str:
     """Return a time in words."""
-    for unit, size, below in (("s", 1, 90), ("min", 60, 5400), ("h", 3600, 2 * 86400)):
+    day = 86400
+    units = (("s", 1, 90), ("min", 60, 5400), ("h", 3600, 2 * day), ("days", day, 730 * day))
+    for unit, size, below in units:
         if seconds < below:
             return f"{seconds / size:.0f} {unit}"
-    return f"{seconds / 86400:.0f} days"
+    return f"{seconds / (365 * day):.0f} years"
 
 
 def _settings(experiment: Experiment) -> list[str]:

@@ -40,6 +40,31 @@ def test_an_estimate_is_measured_with_its_outputs(estimator, measured, monkeypat
     assert names == [measured]
 
 
+@pytest.mark.parametrize(("invariance", "transforms"), [(None, 1), ("rotation", 4)])
+def test_a_slow_network_is_measured_with_few_calls(invariance, transforms, monkeypatch):
+    options = {"invariance": invariance, "samples": 8}
+    times = _Times("digits", training(TRAINING, options, seed=0).training)
+    clock, sizes = [0.0], []
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+
+    def act_for(seconds):
+        def act(size):
+            sizes.append(size)
+            clock[0] += 0.125 + seconds * size
+
+        return lambda name, of_model: act
+
+    # The first of two calls is for the checks, and the second number of examples is omitted.
+    monkeypatch.setattr(times, "_act", act_for(2.0))
+    assert times.line("map", False) == Line(0.0, 2.0625 * transforms) and sizes == [2, 2, 2]
+    # A fast network is measured with a second number of examples.
+    sizes.clear()
+    monkeypatch.setattr(times, "_act", act_for(1 / 64))
+    line = times.line("ntk-{}-1", False)
+    assert sizes == [2] * 4 + [12] * 2 and line.call == pytest.approx(0.125)
+    assert line.example == pytest.approx(transforms / 64)
+
+
 def test_every_kind_of_job_has_a_time(tmp_path):
     experiment = bounds(orderings=[])
     jobs = distinct(experiment.jobs())

@@ -21,10 +21,16 @@ from experiments.jobs import Job, Store
 from experiments.kinds import Bounds, overview
 from experiments.kinds.bounds import published_curves
 from experiments.kinds.selection import rank_correlation
-from experiments.present import BEGIN, END, present, shown_in, write_page
+from experiments.present import BEGIN, END, duration, present, shown_in, write_page
 from experiments.tables import Column, Table
 
 NAN = math.nan
+
+
+def test_times_in_words():
+    day = 86400
+    times = (59.6, 89 * 60, 47 * 3600, 729 * day, 731 * day)
+    assert [duration(time) for time in times] == ["60 s", "89 min", "47 h", "729 days", "2 years"]
 
 
 def test_the_best_is_bold_with_all_that_overlaps():
