@@ -588,13 +588,13 @@ class Evidence:
         self._check_weights()
         if self.problem.ranks.count > 1 and _is_empty(x):
             return []
-        kept_passes = as_kept(self.problem, x, self.hyperparameters(), learnable)
+        kept_passes = as_kept(self.problem, x, self.hyperparameters, learnable)
         return resolve(self.problem, x, y) if kept_passes is None else kept_passes
 
     @contextmanager
     def _failing_by_name(self) -> Iterator[None]:
         """After an error, restore the state, and name the model's hyperparameters in the error."""
-        with self.problem.restored_on_error(), named_in_errors(self.hyperparameters()):
+        with self.problem.restored_on_error(), named_in_errors(self.hyperparameters):
             yield
 
     def _check_weights(self) -> None:

@@ -62,7 +62,8 @@ def add_gram(gram: Float[Tensor, "G n n"], rows: Float[Tensor, "G n R"]) -> None
 
 def mirrored(gram: Float[Tensor, "G n n"]) -> Float[Tensor, "G n n"]:
     """Return ``gram`` after copying its upper triangle to its lower triangle, in place."""
-    for strip in _strips(gram.shape[1]):
+    *strips, _ = _strips(gram.shape[1])
+    for strip in strips:
         gram[:, strip.stop :, strip] = gram[:, strip, strip.stop :].mT
     return gram
 

@@ -158,6 +158,9 @@ class ProductRows(Rows):
                     (a[present.nonzero()[:, 0]], g[present][:, None])
                     for (a, g), present in zip(pairs, self.present, strict=True)
                 ]
+            if len(pairs) == 1:
+                whole += pairs
+                continue
             # Examples with fewer positions are padded with zeros, which add nothing.
             most = max(a.shape[1] for a, _ in pairs)
             pairs = [

@@ -1,5 +1,6 @@
 """Calls to the methods of a likelihood. Errors name the class and method of the likelihood."""
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -99,11 +100,12 @@ def log_probabilities(
     # Targets of a wrong shape can broadcast against the other data without an error.
     if alone and len(f) > 1:
         with torch.no_grad():
-            first = likelihood.log_prob(f[:1], y[:1])[0]
-        if not torch.isclose(first, log_prob[0].detach(), rtol=1e-3, atol=1e-3):
+            by_itself = likelihood.log_prob(f[:1], y[:1])[0]
+        first, in_batch = torch.stack([by_itself, log_prob[0].detach()]).tolist()
+        if not math.isclose(first, in_batch, rel_tol=1e-3, abs_tol=1e-3):
             raise InputError(
                 f"log_prob of {type(likelihood).__name__} must not depend on other examples, got"
-                f" {log_prob[0].item():.4g} for an example in a batch and {first.item():.4g} for"
+                f" {in_batch:.4g} for an example in a batch and {first:.4g} for"
                 f" the same example by itself. Targets of shape {tuple(y.shape)} broadcast against"
                 f" outputs {tuple(f.shape)}. Use targets with the outputs' shape, such as"
                 " y.unsqueeze(1), or fix log_prob."

@@ -87,7 +87,9 @@ def check_call(model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor)
             "Gradients cannot be enabled inside torch.inference_mode(). Remove this context, or"
             " use torch.no_grad(), in which evigrad enables gradients where it needs them."
         )
-    parameters = named_parameters(model)
+    parameters = dict(model.named_parameters())
+    if any(parameters.get(name) is not p for name, p in weights.items()):  # the model is wrapped
+        parameters = named_parameters(model)
     for name, p in weights.items():
         if parameters.get(name) is not p:
             raise ConfigurationError(

@@ -293,6 +293,8 @@ def fixed_convolution(
     # The weight gets the contiguous layout: gradients of many outputs are faster with channels
     # first, but networks trained with channels last would switch at every layer.
     weight = weight.clone(memory_format=torch.contiguous_format)
+    if not x.requires_grad:
+        return g.convolve(x, weight, bias)
     return FixedConvolution.apply(x, weight, bias, g)
 
 

@@ -166,7 +166,7 @@ class Linearization:
         generic_rows = cache(lambda: self.rows(vectors, generic))
         num_rows = int(present.sum())
 
-        def form(name: str) -> Float[Tensor, "R n"]:
+        def form(name: str) -> Tensor:
             rows = generic_rows() if name in generic else self.rows(vectors, [name])
             flat = rows[name].reshape(present.numel(), self.weights[name].numel())
             return flat if num_rows == present.numel() else flat[present.flatten()]

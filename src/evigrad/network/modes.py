@@ -6,7 +6,7 @@ import sys
 import threading
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from operator import is_
 from typing import Any
@@ -63,11 +63,11 @@ def evaluation_mode(
     """
     with TURN:
         training = [(module, module.training) for module in model.modules()]
-        first = next(model.parameters(), None)
-        device = torch.device("cpu") if first is None else first.device
         if generator is None:
             seeds = nullcontext(lambda: False)
         else:
+            first = next(model.parameters(), None)
+            device = torch.device("cpu") if first is None else first.device
             seeds = seeded(int(torch.randint(2**62, (), generator=generator, device="cpu")), device)
         try:
             # Not model.eval(), because an overridden ``train`` may have side effects. This also
@@ -156,8 +156,9 @@ def model_run(model: nn.Module) -> Iterator[None]:
     off, because gradients would otherwise correspond to a different function.
     """
     with TURN, ExitStack() as stack:
-        stack.enter_context(_unchanged_attributes(model))
-        stack.enter_context(_unchanged_buffers(model))
+        modules = list(model.modules())
+        stack.enter_context(_unchanged_attributes(modules))
+        stack.enter_context(_unchanged_buffers(modules))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if "torch._dynamo" in sys.modules:  # importing it takes seconds
             # The graph of a compiled model cannot be inspected, and was compiled for other inputs.
@@ -166,7 +167,7 @@ def model_run(model: nn.Module) -> Iterator[None]:
         mha = torch.backends.mha
         stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
         mha.set_fastpath_enabled(False)
-        special = [module for module in model.modules() if isinstance(module, _SPECIAL)]
+        special = [module for module in modules if isinstance(module, _SPECIAL)]
         if any(isinstance(module, nn.RNNBase) for module in special):
             # cuDNN's recurrent kernels have no derivative in evaluation mode, and no second one.
             stack.callback(setattr, torch.backends.cudnn, "enabled", torch.backends.cudnn.enabled)
@@ -196,11 +197,11 @@ def without_autocast(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _holders(model: nn.Module) -> list[Any]:
-    """Return the attribute dictionaries of the model's modules, and all containers in them."""
+def _holders(modules: Sequence[nn.Module]) -> list[Any]:
+    """Return the attribute dictionaries of all modules of a model, and all containers in them."""
     containers: list[Any] = []
-    seen: set[int] = {id(module) for module in model.modules()}
-    stack = [(module.__dict__, 0) for module in model.modules()]
+    seen: set[int] = {id(module) for module in modules}
+    stack = [(module.__dict__, 0) for module in modules]
     while stack:
         value, depth = stack.pop()
         if id(value) in seen or depth > _DEPTH:
@@ -236,7 +237,7 @@ def held_tensors(model: nn.Module) -> list[Tensor]:
     """Return the tensors in a model's attributes and containers, including its parameters."""
     return [
         entry
-        for holder in _holders(model)
+        for holder in _holders(list(model.modules()))
         for entry in (holder.values() if isinstance(holder, dict) else holder)
         if isinstance(entry, Tensor)
     ]
@@ -259,9 +260,9 @@ def _put_back(container: Any, contents: list[Any]) -> None:
 
 
 @contextmanager
-def _unchanged_attributes(model: nn.Module) -> Iterator[None]:
+def _unchanged_attributes(modules: Sequence[nn.Module]) -> Iterator[None]:
     """On exit, restore what modules contain. Tensors with a graph cannot be deep-copied."""
-    holders = _holders(model)
+    holders = _holders(modules)
     empty = [holder for holder in holders if not holder]
     before = [(holder, _contents(holder)) for holder in holders if holder]
     try:
@@ -276,8 +277,9 @@ def _unchanged_attributes(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _unchanged_buffers(model: nn.Module) -> Iterator[None]:
-    before = [(b, b.detach().clone(), b._version) for b in model.buffers()]
+def _unchanged_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
+    buffers = [b for module in modules for b in module._buffers.values() if b is not None]
+    before = [(b, b.detach().clone(), b._version) for b in buffers]
     try:
         yield
     finally:

@@ -177,7 +177,7 @@ class Call:
 
 
 def joined(
-    uses: Iterable[tuple[Call, str, Tensor]],
+    uses: Sequence[tuple[Call, str, Tensor]],
 ) -> list[tuple[Call, str, Tensor]]:
     """Return the uses of a parameter, with uses of the same kind joined into a single use.
 
@@ -185,6 +185,8 @@ def joined(
     settings are equal. Examples are the time steps of a recurrent layer. The inputs and gradients
     of the joined uses are stacked along a new dimension of positions.
     """
+    if len(uses) < 2:
+        return list(uses)
     groups: dict[Any, list[tuple[Call, str, Tensor]]] = {}
     for call, slot, gradient in uses:
         key = call.use(slot) if call.rule.at_positions else id(call)

@@ -1,6 +1,6 @@
 """Keep a pass over a block for many steps on the prior and the likelihood."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -67,7 +67,7 @@ def kept(
 def as_kept(
     problem: Problem,
     x: object,
-    hyperparameters: Mapping[str, nn.Parameter],
+    hyperparameters: Callable[[], Mapping[str, nn.Parameter]],
     learnable: Iterable[str],
 ) -> list[KeptPass] | None:
     """Return the kept passes that were given instead of data, or None if ``x`` contains data.
@@ -78,13 +78,13 @@ def as_kept(
         ConfigurationError: If a pass becomes invalid when one of these hyperparameters changes.
         InputError: If a pass was made by another evidence, or with different weights.
     """
-    names = list(learnable)
     if isinstance(x, KeptPass):
         passes = [x]
     elif isinstance(x, list | tuple) and x and all(isinstance(p, KeptPass) for p in x):
         passes = [p for p in x if isinstance(p, KeptPass)]
     else:
         return None
+    names = list(learnable)
     now: dict[frozenset[str], tuple[tuple[int, int], ...]] = {}
     for kept_pass in passes:
         if kept_pass.model is not problem:
@@ -92,7 +92,7 @@ def as_kept(
                 "The pass was collected by another evidence. Call collect(...) on this evidence."
             )
         if kept_pass.follows not in now:
-            now[kept_pass.follows] = _versions(problem, hyperparameters, kept_pass.follows)
+            now[kept_pass.follows] = _versions(problem, hyperparameters(), kept_pass.follows)
         if kept_pass.versions != now[kept_pass.follows]:
             raise InputError(
                 "The pass is outdated, because weights, a buffer of the model, a fixed noise"

@@ -1,6 +1,6 @@
 """Determine which parameters of a model are weights and which are hyperparameters."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import nn
@@ -35,7 +35,7 @@ def held_constant(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 @contextmanager
-def named_in_errors(hyperparameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+def named_in_errors(hyperparameters: Callable[[], Mapping[str, nn.Parameter]]) -> Iterator[None]:
     """Add the values of the model's hyperparameters to errors about divergence.
 
     The most likely cause of divergence is a transform with a huge range, which no other message
@@ -48,7 +48,7 @@ def named_in_errors(hyperparameters: Mapping[str, nn.Parameter]) -> Iterator[Non
     try:
         yield
     except (NotFiniteError, NotPositiveDefiniteError) as error:
-        named = (f"{n} {_in_words(p)}" for n, p in hyperparameters.items() if n[:6] == "model.")
+        named = (f"{n} {_in_words(p)}" for n, p in hyperparameters().items() if n[:6] == "model.")
         words = f"Hyperparameters of the model: {', '.join(named)}."
         if words.endswith(": .") or words in str(error):
             raise
@@ -128,10 +128,10 @@ def check_unchanged(
 ) -> None:
     """Raise an error if a trainable parameter was added, removed, frozen, unfrozen or replaced."""
     ids = {id(p) for p in (*weights.values(), *others.values())}
-    now = {id(p): name for name, p in named_parameters(model).items() if p.requires_grad}
-    new = [name for key, name in now.items() if key not in ids]
-    gone = [name for name, p in (*weights.items(), *others.items()) if id(p) not in now]
-    if new or gone:
+    if ids != {id(p) for p in model.parameters() if p.requires_grad}:
+        now = {id(p): name for name, p in named_parameters(model).items() if p.requires_grad}
+        new = [name for key, name in now.items() if key not in ids]
+        gone = [name for name, p in (*weights.items(), *others.items()) if id(p) not in now]
         raise ConfigurationError(
             "The model's trainable parameters have changed since the evidence was created"
             f" (new: {listed(new) or 'none'}, removed or frozen: {listed(gone) or 'none'})."

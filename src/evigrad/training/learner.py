@@ -302,7 +302,7 @@ class Learner:
         estimates, is_shared, failed = list[Estimate](), False, 0
         try:
             # Streams choose anchors as they are iterated, outside of the evidence's own calls.
-            with named_in_errors(self.evidence.hyperparameters()):
+            with named_in_errors(self.evidence.hyperparameters):
                 blocks, is_shared = blocks_of_a_round(
                     self.evidence,
                     self._blocks,

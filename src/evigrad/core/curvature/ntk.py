@@ -101,9 +101,9 @@ class NtkStatistic(Statistic):
         key = (*names, like.dtype)
         if key not in self.grams:
             with torch.no_grad():
-                gram = like.new_zeros(self.num_rows, self.num_rows)
-                for name in names:
-                    gram += self.rows[name].gram(like)
+                gram, *others = (self.rows[name].gram(like) for name in names)
+                for other in others:
+                    gram += other
             self.grams[key] = gram
         return self.grams[key]
 
