@@ -71,6 +71,11 @@ def _find(name: str, data_dir: str | None) -> None:
         load(name, data_dir)  # raises the error
 
 
+def base_of(training: Mapping[str, Any]) -> str:
+    """Return the name of a training's data set, without the variant."""
+    return training["data"].partition(":")[0]
+
+
 def network_of(training: Mapping[str, Any]) -> nn.Module | None:
     """Return the network of a training, with initial weights and without any invariance.
 
@@ -83,26 +88,26 @@ def network_of(training: Mapping[str, Any]) -> nn.Module | None:
     Raises:
         EvigradError: If there is no such network, or if it does not accept the data.
     """
-    if training["data"].partition(":")[0] not in SHAPES:
+    if base_of(training) not in SHAPES:
         return None
     return make_model(**network_record(training), seed=0)
 
 
 def network_record(training: Mapping[str, Any]) -> dict[str, Any]:
     """Return the record of the network of a training, for data in ``SHAPES``."""
-    shape, num_outputs, _ = SHAPES[training["data"].partition(":")[0]]
+    shape, num_outputs, _ = SHAPES[base_of(training)]
     name = training["model"] or default_model(shape)
     sizes = sizes_of(name, training["depth"], training["width"])
     return {"name": name, "input_shape": shape, "num_outputs": num_outputs, **sizes}
 
 
 def _check(estimator: str | None, training: Mapping[str, Any]) -> None:
-    shape = SHAPES.get(training["data"].partition(":")[0])
     if estimator in WITHOUT_ESTIMATE:
         return
     spec = Estimator.parse(estimator or "")
-    if shape is not None:
-        Partition(spec, min(training["subset"] or shape[2], shape[2]), shape[1])
+    if (name := base_of(training)) in SHAPES:
+        _, num_outputs, num_data = SHAPES[name]
+        Partition(spec, min(training["subset"] or num_data, num_data), num_outputs)
 
 
 def _check_options(job: Job) -> None:

@@ -31,7 +31,7 @@ from evigrad.training.learner import step_groups
 from evigrad.training.plan import plan_schedule, planned
 from evigrad.training.settings import Schedule
 from experiments.along import PRECISION
-from experiments.checks import INVARIANCE, SHAPES, network_record
+from experiments.checks import INVARIANCE, SHAPES, base_of, network_record
 from experiments.jobs import WITHOUT_ESTIMATE, Job
 from experiments.trainings import Place
 
@@ -76,7 +76,7 @@ def forecast(job: Job, place: Place) -> float | None:
         job: Job.
         place: Threads of the run.
     """
-    name = job.training["data"].partition(":")[0]
+    name = base_of(job.training)
     if name not in SHAPES:
         return None
     torch.set_num_threads(place.threads)
