@@ -12,7 +12,7 @@ from evigrad import Evidence, Learner, Memory, Schedule
 from evigrad.core.curvature import Curvature
 from evigrad.core.curvature.base import scaled_rows
 from evigrad.core.curvature.dense import BlockStatistic
-from evigrad.errors import ConfigurationError
+from evigrad.errors import ConfigurationError, NotPositiveDefiniteError
 from evigrad.likelihoods import Gaussian
 from evigrad.priors import GaussianPrior
 
@@ -45,6 +45,12 @@ class ReturnsNumber(Traces):
 class ReturnsVector(Traces):
     def log_det(self, statistic: Any, precisions: Any) -> Tensor:
         return super().log_det(statistic, precisions)[None]
+
+
+class Indefinite(Traces):
+    def log_det(self, statistic: Any, precisions: Any) -> Tensor:
+        value = super().log_det(statistic, precisions)
+        return torch.linalg.cholesky(value * -torch.eye(2)).diagonal().log().sum()
 
 
 @pytest.mark.parametrize(
@@ -166,3 +172,14 @@ def test_a_statistic_in_float64() -> None:
     assert len(results[0]) == 4
     for single, double in zip(*results, strict=True):
         torch.testing.assert_close(single, double, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["estimate", "backward"])
+def test_a_matrix_without_a_factor(method: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+    evidence = build(Indefinite(dict(model.named_parameters())))
+    with pytest.raises(
+        NotPositiveDefiniteError, match=r"Indefinite.log_det failed: .*log_det_dense"
+    ):
+        getattr(evidence, method)(X, Y)

@@ -22,7 +22,7 @@ from evigrad.core.block import Conditioning
 from evigrad.core.curvature.anchored import LogDet
 from evigrad.core.roots import RootRows
 from evigrad.core.types import Linearization
-from evigrad.errors import ConfigurationError
+from evigrad.errors import ConfigurationError, NotPositiveDefiniteError
 
 # Copies of a dense n x n block next to the statistic while a log-determinant is differentiated: the
 # scaled matrix, its factor, the inverse and one product.
@@ -151,9 +151,17 @@ class Curvature(ABC, Generic[StatisticT]):
         Raises:
             ConfigurationError: If anchors are given but not supported, or ``log_det`` does not
                 return a scalar tensor.
+            NotPositiveDefiniteError: If PyTorch cannot factor a matrix in ``log_det``.
         """
         self.check_conditioning(conditioning)
-        value = self.log_det(statistic, precisions)
+        try:
+            value = self.log_det(statistic, precisions)
+        except torch.linalg.LinAlgError as error:
+            raise NotPositiveDefiniteError(
+                f"{type(self).__name__}.log_det failed: {error} Check the precisions and the"
+                " curvature for huge, tiny or NaN entries, and compute the matrix in float64. Or"
+                " call evigrad.core.curvature.linalg.log_det_dense, which repairs rounding errors."
+            ) from error
         if not isinstance(value, Tensor) or value.ndim > 0:
             shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise ConfigurationError(
