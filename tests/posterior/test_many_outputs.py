@@ -161,6 +161,30 @@ def test_positions_that_the_first_examples_do_not_show(monkeypatch):
     assert_close(shared, evidence.posterior((x, x.flatten(1)))(x[:3]).covariance)
 
 
+def test_inputs_of_other_lengths_share_passes_too(monkeypatch):
+    torch.manual_seed(0)
+    layers = (nn.Conv1d(1, 2, 3, padding=1), nn.Tanh(), nn.AdaptiveAvgPool1d(100))
+    model = nn.Sequential(*layers, nn.Conv1d(2, 1, 3, padding=1), nn.Flatten()).double()
+    batches = [
+        (torch.randn(3, 1, length).double(), torch.randn(3, 100).double())
+        for length in (100, 200, 200)
+    ]
+
+    def estimate() -> float:
+        evidence = Evidence(
+            model, Gaussian(0.5), GaussianPrior(), estimator="kfac-N-C", num_data=9,
+            memory=Memory(micro_batch=3),
+        )  # fmt: skip
+        return evidence.estimate(batches).log_evidence
+
+    counts = passes_of(monkeypatch)
+    shared = estimate()
+    # The second length takes all 100 outputs, and then shares passes again.
+    assert counts == [64, 36, 64, 36, 3]
+    monkeypatch.setattr(Kfac, "_may_share", lambda *_: False)
+    assert shared == pytest.approx(estimate(), rel=1e-10)
+
+
 def test_outputs_of_a_dense_layer_share_nothing(monkeypatch):
     torch.manual_seed(0)
     model = nn.Linear(3, 100).double()
