@@ -296,6 +296,30 @@ def test_a_posterior_takes_the_memory_that_its_estimator_predicts(structure, sid
     assert held.most / 2 < evidence.predicted_bytes(x) < 2 * held.most
 
 
+def test_measuring_memory_does_not_decide_which_outputs_share_passes(monkeypatch):
+    torch.manual_seed(0)
+    first = nn.Conv2d(1, 8, 3, padding=1)
+    layers = (first, nn.ReLU(), nn.Conv2d(8, 1, 3, padding=1))
+    model = nn.Sequential(*layers, nn.Flatten())
+    assert first.bias is not None
+    with torch.no_grad():  # memory is measured on two examples, whose zeros hide positions
+        first.weight.copy_(first.weight.abs())
+        first.bias.fill_(-1e-6)
+    x = torch.rand(64, 1, 10, 10)
+    x[:2, :, :6] = 0.0
+    budget = 2**22
+    evidence = Evidence(
+        model, Gaussian(), GaussianPrior(), estimator="kfac-N-C", num_data=64,
+        memory=Memory(micro_batch="auto", memory_budget=budget),
+    )  # fmt: skip
+    counts = passes_of(monkeypatch)
+    with PeakBytes() as held:
+        evidence.estimate(x, x.flatten(1))
+    assert held.most < budget
+    measured, recorded = 2 * [64, 36], [64, 36]
+    assert counts[:7] == [*measured, *recorded, 9]
+
+
 @pytest.mark.parametrize("correlated", [True, False])
 @pytest.mark.parametrize("structure", ["kfac", "diag", "last-layer"])
 @pytest.mark.parametrize(("side", "channels"), [(8, 16)])
