@@ -273,11 +273,13 @@ def test_a_head_without_correlations():
 # ------------------------------------------------------------------ memory
 
 
-def denoiser(side: int, channels: int, structure: str) -> tuple[Evidence, Tensor]:
+def denoiser(
+    side: int, channels: int, structure: str, memory: Memory | None = None
+) -> tuple[Evidence, Tensor]:
     torch.manual_seed(0)
     layers = (nn.Conv2d(3, channels, 3, padding=1), nn.ReLU())
     model = nn.Sequential(*layers, nn.Conv2d(channels, 3, 3, padding=1), nn.Flatten())
-    memory = Memory(micro_batch=8, gram_dtype=torch.float64)
+    memory = memory or Memory(micro_batch=8, gram_dtype=torch.float64)
     x = torch.rand(24, 3, side, side)
     evidence = Evidence(
         model, Gaussian(), GaussianPrior("layerwise"), num_data=24, memory=memory,
@@ -332,6 +334,17 @@ def test_a_prediction_takes_the_memory_that_sets_its_size(structure, correlated,
     plan = posterior._problem.network.plan(x[:8])
     predicted = 8 * posterior._bytes_per_datum(plan, correlated)
     assert held.most / 2 < predicted < 2 * held.most
+
+
+@pytest.mark.parametrize("structure", ["kfac", "diag", "last-layer", "full"])
+def test_a_prediction_takes_at_most_the_memory_budget(structure):
+    memory = Memory(micro_batch="auto", memory_budget="8MiB")
+    evidence, x = denoiser(8, 8, structure, memory)
+    posterior = evidence.posterior((x, x.flatten(1)), structure=structure)
+    posterior(x, correlated=False)
+    with PeakBytes() as held:
+        posterior(x, correlated=False)
+    assert held.most < 2**23
 
 
 def test_covariances_that_do_not_fit_name_the_variances(monkeypatch):
