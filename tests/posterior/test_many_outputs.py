@@ -13,7 +13,7 @@ from evigrad.core.curvature.kfac import Kfac
 from evigrad.errors import MemoryBudgetError
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Joint, Likelihood, Poisson
 from evigrad.passes.memory import PeakBytes
-from evigrad.posterior import STRUCTURES, covariances
+from evigrad.posterior import STRUCTURES, covariances, predictive
 from evigrad.posterior import posterior as of_posterior
 from evigrad.priors import GaussianPrior
 
@@ -260,6 +260,19 @@ def test_missing_targets_without_correlations():
     y = torch.tensor([[2.0, math.nan], [0.0, 0.0]]).double()
     expected = -0.5 * (y / 2.0).square() - 0.5 * math.log(2.0 * math.pi * 4.0)
     assert_close(prediction.log_prob(y), expected.nansum(1))
+
+
+@pytest.mark.parametrize("likelihood", [Bernoulli(), Poisson()])
+def test_moments_without_correlations_take_no_matrices_of_all_examples(likelihood, monkeypatch):
+    outputs, variance = torch.randn(10, 20, 50), torch.rand(10, 20, 50)
+    prediction = Predictive(outputs, variance, likelihood)
+    expected = Predictive(outputs, variance.diag_embed(), likelihood)
+    monkeypatch.setattr(predictive, "_NUMBERS_AT_ONCE", 3 * 50**2)
+    with PeakBytes() as held:
+        mean, std = prediction.mean, prediction.std
+    assert held.most < 10 * variance.nbytes
+    torch.testing.assert_close(mean, expected.mean)
+    torch.testing.assert_close(std, expected.std)
 
 
 def test_a_head_without_correlations():
