@@ -275,6 +275,18 @@ def test_moments_without_correlations_take_no_matrices_of_all_examples(likelihoo
     torch.testing.assert_close(std, expected.std)
 
 
+def test_moments_without_correlations_under_conditions(monkeypatch):
+    outputs, variance, exposure = torch.randn(10, 4), torch.rand(10, 4), torch.rand(10)
+    monkeypatch.setattr(predictive, "_NUMBERS_AT_ONCE", 3 * 4**2)
+    means = [
+        Predictive(outputs, covariance, Poisson(exposure=True))
+        .with_conditions(exposure=exposure)
+        .mean
+        for covariance in (variance, variance.diag_embed())
+    ]
+    torch.testing.assert_close(*means)
+
+
 def test_a_head_without_correlations():
     likelihood = Joint({"depth": (2, Gaussian()), "label": (3, Categorical())})
     prediction = Predictive(torch.zeros(4, 5), torch.rand(4, 5), likelihood)

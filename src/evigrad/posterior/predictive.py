@@ -162,8 +162,9 @@ class Predictive:
         noise = None if self.correlated else noise_variance(self.likelihood, f)
         if noise is not None:
             return self.outputs, self._variance, noise.view(self.outputs.shape)
-        # Variances become matrices, of a few examples at once.
-        size = len(f) if self.correlated else max(1, _NUMBERS_AT_ONCE // f.shape[1] ** 2)
+        # Variances become matrices, of a few examples at once. Conditions belong to all examples.
+        whole = self.correlated or self.likelihood.has_conditions
+        size = len(f) if whole else max(1, _NUMBERS_AT_ONCE // f.shape[1] ** 2)
         covariances = self.covariance.flatten(0, self.outputs.dim() - 2)
         parts = []
         for of_part, part in zip(f.split(size), covariances.split(size), strict=True):
