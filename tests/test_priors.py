@@ -117,6 +117,19 @@ def test_gradients_reach_log_precisions_and_weights(structure) -> None:
     assert gradcheck(everything, (parameter(prior), *tensors))
 
 
+@pytest.mark.parametrize("structure", STRUCTURES, ids=IDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_neither_overflows_nor_rounds_sums(structure, dtype) -> None:
+    w = {name: 300 * value.to(dtype) for name, value in weights().items()}
+    halves, doubles = GaussianPrior(structure), GaussianPrior(structure)
+    halves.bind(w)
+    doubles.bind({name: value.double() for name, value in w.items()})
+    quadratic = halves.quadratic(w)
+    expected = doubles.quadratic({name: value.double() for name, value in w.items()})
+    assert expected > torch.finfo(torch.float16).max
+    torch.testing.assert_close(quadratic.double(), expected, rtol=1e-6, atol=0.0)
+
+
 @given(
     mean=st.floats(-3, 3),
     std=st.floats(0.1, 5),

@@ -362,7 +362,9 @@ class GaussianPrior(nn.Module):
                 f"The prior is bound to different weights ({_difference(self._shapes, shapes)})."
                 " Pass the bound weights, or make a new prior."
             )
-        deviations = self.deviations(weights)
+        # In half precision, squares overflow and sums round.
+        dtype = precision.dtype
+        deviations = {name: d.to(dtype) for name, d in self.deviations(weights).items()}
         if self.structure == "diagonal":
             squares = torch.cat([deviations[name].square().flatten() for name in self._shapes])
         else:  # sums, because products of all weights would be kept for the gradient

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from network.calls import CALLS, Called, Case, Folded
 from network.dense import assert_rows, jacobian, random, rows, weights_of
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode
 
 from evigrad import Evidence
 from evigrad.core.algebra import dot
@@ -20,6 +21,7 @@ from evigrad.errors import EvigradWarning
 from evigrad.likelihoods import Gaussian
 from evigrad.network import Linearization, MatrixUse, plan, spot_check
 from evigrad.network.layers import RULES, Match, Rule, aligned, given
+from evigrad.network.recorder import Recorder
 from evigrad.network.verification import Reference
 from evigrad.priors import GaussianPrior
 
@@ -124,6 +126,27 @@ class ForgottenBias(Bilinear):
         return super().match(input1, input2, weight, None)
 
 
+class ScaledFactors(Bilinear):
+    """Only the product of inputs and gradients is specified."""
+
+    def factors(self, match: Match, gradient: Tensor) -> KroneckerUse:
+        return KroneckerUse(2 * aligned(match.input, gradient), gradient[:, :, None] / 2)
+
+
+class NoMatch(Bilinear):
+    """The parts of a match, but not as a ``Match``."""
+
+    def match(self, input1: Tensor, input2: Tensor, weight: Tensor, bias: Any = None) -> Any:
+        match = super().match(input1, input2, weight, bias)
+        assert match is not None
+        return match.input, match.slots
+
+
+class RaisingCall(Bilinear):
+    def call(self, function: Any, args: Any, kwargs: Any) -> Any:
+        raise RuntimeError("my bug")
+
+
 class Pair(nn.Module):
     """A bilinear layer between two linear ones, and a scale of the inputs."""
 
@@ -187,6 +210,8 @@ def test_a_right_rule(monkeypatch: pytest.MonkeyPatch) -> None:
         (OtherSlot, r"factors\(\.\.\.\) raised KeyError\('weight'\)"),
         (OtherSignature, r"match\(\.\.\.\) raised TypeError"),
         (ForgottenBias, "all parameters of the call as slots"),
+        (NoMatch, "must be a Match"),
+        (RaisingCall, r"call\(\.\.\.\) raised RuntimeError\('my bug'\)"),
     ],
 )
 def test_a_wrong_rule(
@@ -249,12 +274,60 @@ def test_the_package_s_rules_pass(
     assert compared.call_count == len(made.words)
 
 
+def assert_terms(linearization: Linearization) -> set[str]:
+    """The terms of biases sum to their rows. Returns the names of parameters with terms."""
+    names = [name for name in linearization.weights if linearization.has_terms(name)]
+    vectors = random(len(linearization.x), 2, linearization.outputs.shape[1])
+    expected = linearization.rows(vectors, names)
+    for name, terms in linearization.terms(vectors, names).items():
+        torch.testing.assert_close(terms.sum(2), expected[name].flatten(2))
+    return set(names)
+
+
+@pytest.mark.parametrize("name", ["linear", "conv1d", "conv2d", "conv3d"])
+def test_terms_of_biases(name: str) -> None:
+    (function,) = (function for function, rule in RULES.items() if rule.name == name)
+    for case in CALLS[name]:
+        for parts in case.parts:
+            model = Folded(Called(function, case), parts, tokens=case.tokens).double().eval()
+            weights, x = weights_of(model, ["gate"]), case.inputs(3)
+            linearization = Linearization(model, weights, x, plan(model, weights, x), False)
+            with_bias = {n for n in weights if n.endswith("bias")}
+            assert assert_terms(linearization) == with_bias
+
+
+def test_terms_of_a_rule_with_scaled_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, F.bilinear, ScaledFactors())
+    model, weights, x = pair()
+    linearization = Linearization(model, weights, x, plan(model, weights, x), False)
+    assert "mixed.weight" in linearization.plan.kronecker
+    assert assert_terms(linearization) == {"first.bias", "out.bias"}
+
+
 def test_a_model_that_does_not_use_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RULES, F.bilinear, WrongRows())
     model = nn.Linear(3, 2).double()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert plan(model, weights_of(model), random(3, 3)).words["weight"] == "linear"
+
+
+def test_a_wrong_rule_in_a_model_that_fails_while_it_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(RULES, F.bilinear, ForgottenBias())
+
+    class Checked(Pair):
+        def forward(self, x: Tensor) -> Tensor:
+            output = super().forward(x)
+            if isinstance(_get_current_function_mode(), Recorder):
+                raise RuntimeError("an unknown mode")
+            return output
+
+    model = Checked().double().eval()
+    with pytest.warns(EvigradWarning, match="all parameters of the call as slots"):
+        made = plan(model, weights_of(model, ["scale"]), random(3, 3))
+    assert set(made.words.values()) == {"generic: vmap"}
 
 
 def test_a_parameter_with_another_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +338,8 @@ def test_a_parameter_with_another_use(monkeypatch: pytest.MonkeyPatch) -> None:
             return super().forward(x) * self.mixed.weight.sum()
 
     model = Twice().double().eval()
-    with pytest.warns(EvigradWarning, match="also uses the parameter without a closed form"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the rule is right
         made = plan(model, weights_of(model, ["scale"]), random(3, 3))
     assert made.words["mixed.weight"] == "generic: vmap"
     assert made.words["mixed.bias"] == "bilinear"

@@ -13,7 +13,7 @@ from evigrad.core.curvature.kfac import Kfac
 from evigrad.errors import MemoryBudgetError
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Joint, Likelihood, Poisson
 from evigrad.passes.memory import PeakBytes
-from evigrad.posterior import STRUCTURES, covariances
+from evigrad.posterior import STRUCTURES, covariances, predictive
 from evigrad.posterior import posterior as of_posterior
 from evigrad.priors import GaussianPrior
 
@@ -161,6 +161,30 @@ def test_positions_that_the_first_examples_do_not_show(monkeypatch):
     assert_close(shared, evidence.posterior((x, x.flatten(1)))(x[:3]).covariance)
 
 
+def test_inputs_of_other_lengths_share_passes_too(monkeypatch):
+    torch.manual_seed(0)
+    layers = (nn.Conv1d(1, 2, 3, padding=1), nn.Tanh(), nn.AdaptiveAvgPool1d(100))
+    model = nn.Sequential(*layers, nn.Conv1d(2, 1, 3, padding=1), nn.Flatten()).double()
+    batches = [
+        (torch.randn(3, 1, length).double(), torch.randn(3, 100).double())
+        for length in (100, 200, 200)
+    ]
+
+    def estimate() -> float:
+        evidence = Evidence(
+            model, Gaussian(0.5), GaussianPrior(), estimator="kfac-N-C", num_data=9,
+            memory=Memory(micro_batch=3),
+        )  # fmt: skip
+        return evidence.estimate(batches).log_evidence
+
+    counts = passes_of(monkeypatch)
+    shared = estimate()
+    # The second length takes all 100 outputs, and then shares passes again.
+    assert counts == [64, 36, 64, 36, 3]
+    monkeypatch.setattr(Kfac, "_may_share", lambda *_: False)
+    assert shared == pytest.approx(estimate(), rel=1e-10)
+
+
 def test_outputs_of_a_dense_layer_share_nothing(monkeypatch):
     torch.manual_seed(0)
     model = nn.Linear(3, 100).double()
@@ -238,6 +262,31 @@ def test_missing_targets_without_correlations():
     assert_close(prediction.log_prob(y), expected.nansum(1))
 
 
+@pytest.mark.parametrize("likelihood", [Bernoulli(), Poisson()])
+def test_moments_without_correlations_take_no_matrices_of_all_examples(likelihood, monkeypatch):
+    outputs, variance = torch.randn(10, 20, 50), torch.rand(10, 20, 50)
+    prediction = Predictive(outputs, variance, likelihood)
+    expected = Predictive(outputs, variance.diag_embed(), likelihood)
+    monkeypatch.setattr(predictive, "_NUMBERS_AT_ONCE", 3 * 50**2)
+    with PeakBytes() as held:
+        mean, std = prediction.mean, prediction.std
+    assert held.most < 10 * variance.nbytes
+    torch.testing.assert_close(mean, expected.mean)
+    torch.testing.assert_close(std, expected.std)
+
+
+def test_moments_without_correlations_under_conditions(monkeypatch):
+    outputs, variance, exposure = torch.randn(10, 4), torch.rand(10, 4), torch.rand(10)
+    monkeypatch.setattr(predictive, "_NUMBERS_AT_ONCE", 3 * 4**2)
+    means = [
+        Predictive(outputs, covariance, Poisson(exposure=True))
+        .with_conditions(exposure=exposure)
+        .mean
+        for covariance in (variance, variance.diag_embed())
+    ]
+    torch.testing.assert_close(*means)
+
+
 def test_a_head_without_correlations():
     likelihood = Joint({"depth": (2, Gaussian()), "label": (3, Categorical())})
     prediction = Predictive(torch.zeros(4, 5), torch.rand(4, 5), likelihood)
@@ -249,11 +298,13 @@ def test_a_head_without_correlations():
 # ------------------------------------------------------------------ memory
 
 
-def denoiser(side: int, channels: int, structure: str) -> tuple[Evidence, Tensor]:
+def denoiser(
+    side: int, channels: int, structure: str, memory: Memory | None = None
+) -> tuple[Evidence, Tensor]:
     torch.manual_seed(0)
     layers = (nn.Conv2d(3, channels, 3, padding=1), nn.ReLU())
     model = nn.Sequential(*layers, nn.Conv2d(channels, 3, 3, padding=1), nn.Flatten())
-    memory = Memory(micro_batch=8, gram_dtype=torch.float64)
+    memory = memory or Memory(micro_batch=8, gram_dtype=torch.float64)
     x = torch.rand(24, 3, side, side)
     evidence = Evidence(
         model, Gaussian(), GaussianPrior("layerwise"), num_data=24, memory=memory,
@@ -272,6 +323,30 @@ def test_a_posterior_takes_the_memory_that_its_estimator_predicts(structure, sid
     assert held.most / 2 < evidence.predicted_bytes(x) < 2 * held.most
 
 
+def test_measuring_memory_does_not_decide_which_outputs_share_passes(monkeypatch):
+    torch.manual_seed(0)
+    first = nn.Conv2d(1, 8, 3, padding=1)
+    layers = (first, nn.ReLU(), nn.Conv2d(8, 1, 3, padding=1))
+    model = nn.Sequential(*layers, nn.Flatten())
+    assert first.bias is not None
+    with torch.no_grad():  # memory is measured on two examples, whose zeros hide positions
+        first.weight.copy_(first.weight.abs())
+        first.bias.fill_(-1e-6)
+    x = torch.rand(64, 1, 10, 10)
+    x[:2, :, :6] = 0.0
+    budget = 2**22
+    evidence = Evidence(
+        model, Gaussian(), GaussianPrior(), estimator="kfac-N-C", num_data=64,
+        memory=Memory(micro_batch="auto", memory_budget=budget),
+    )  # fmt: skip
+    counts = passes_of(monkeypatch)
+    with PeakBytes() as held:
+        evidence.estimate(x, x.flatten(1))
+    assert held.most < budget
+    measured, recorded = 2 * [64, 36], [64, 36]
+    assert counts[:7] == [*measured, *recorded, 9]
+
+
 @pytest.mark.parametrize("correlated", [True, False])
 @pytest.mark.parametrize("structure", ["kfac", "diag", "last-layer"])
 @pytest.mark.parametrize(("side", "channels"), [(8, 16)])
@@ -284,6 +359,17 @@ def test_a_prediction_takes_the_memory_that_sets_its_size(structure, correlated,
     plan = posterior._problem.network.plan(x[:8])
     predicted = 8 * posterior._bytes_per_datum(plan, correlated)
     assert held.most / 2 < predicted < 2 * held.most
+
+
+@pytest.mark.parametrize("structure", ["kfac", "diag", "last-layer", "full"])
+def test_a_prediction_takes_at_most_the_memory_budget(structure):
+    memory = Memory(micro_batch="auto", memory_budget="8MiB")
+    evidence, x = denoiser(8, 8, structure, memory)
+    posterior = evidence.posterior((x, x.flatten(1)), structure=structure)
+    posterior(x, correlated=False)
+    with PeakBytes() as held:
+        posterior(x, correlated=False)
+    assert held.most < 2**23
 
 
 def test_covariances_that_do_not_fit_name_the_variances(monkeypatch):

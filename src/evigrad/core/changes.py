@@ -54,12 +54,14 @@ def is_one_number(scale: Tensor, parameters: Sequence[Tensor]) -> bool:
     if not scale.requires_grad or not learned:
         return True
     # Different parameters with equal values have different derivatives.
-    weights = torch.arange(1, len(scale) + 1, device=scale.device, dtype=scale.dtype)
+    dtype, rounding = torch.promote_types(scale.dtype, torch.float32), torch.finfo(scale.dtype).eps
+    weights = torch.arange(1, len(scale) + 1, device=scale.device, dtype=dtype) / len(scale)
+    rtol = max(1e-3, 8 * rounding)
     whole, alone = (
         torch.autograd.grad(value, learned, retain_graph=True, allow_unused=True)
         for value in ((weights * scale).sum(), weights.sum() * scale[0])
     )
     return all(
-        (a is None) == (b is None) and (a is None or b is None or torch.allclose(a, b, rtol=1e-3))
+        (a is None) == (b is None) and (a is None or b is None or torch.allclose(a, b, rtol))
         for a, b in zip(whole, alone, strict=True)
     )

@@ -21,7 +21,7 @@ from evigrad.fast.contraction import ProductRows
 from evigrad.inputs import called
 from evigrad.network.arguments import check_call, check_output
 from evigrad.network.generic import loop_rows, vmap_rows
-from evigrad.network.layers import Rule, matrix_uses
+from evigrad.network.layers import Rule, is_custom, matrix_uses
 from evigrad.network.modes import model_run, without_autocast
 from evigrad.network.ownership import placed, probed
 from evigrad.network.paths import JacobianPlan
@@ -331,7 +331,8 @@ class Linearization:
         if not self.is_closed(name) or len(self._uses[name]) > 1:
             return False
         ((call, slot),) = self._uses[name]
-        return slot == "bias" and "weight" in call.rule.kronecker
+        # A custom rule may multiply the gradients of its factors by any number.
+        return slot == "bias" and "weight" in call.rule.kronecker and not is_custom(call.rule)
 
     def terms(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str]

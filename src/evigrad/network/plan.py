@@ -248,40 +248,36 @@ def _record(
     model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor, outputs: Tensor
 ) -> _Recording:
     """Run the recorder with two batch sizes, and return what both recordings have in common."""
-    recordings = []
-    for size in _PROBE_SIZES:
-        try:
-            recordings.append(_record_once(model, weights, x[:size], outputs[:size]))
-        except Exception as error:  # it cannot be recorded, but the generic path may work
-            if is_out_of_memory(error):
-                raise
-            return _Recording()
-    small, large = recordings
+    small, large = (_record_once(model, weights, x[:size], outputs[:size]) for size in _PROBE_SIZES)
+    refused = small.refused | large.refused
     same = {name for name in large.uses if small.uses.get(name) == large.uses[name]}
     for name in large.uses.keys() - same:
-        if (custom := _custom_rule(large.uses[name])) is not None:
-            large.refused[name] = (
-                f"{custom}: shapes or settings of match(...) depend on the batch size"
-            )
+        custom = _custom_rule(large.uses[name])
+        if custom is not None and name not in refused:
+            refused[name] = f"{custom}: shapes or settings of match(...) depend on the batch size"
     return _Recording(
         {name: large.uses[name] for name in large.uses if name in same},
         large.kronecker & same,
         large.idle & small.idle,
         large.without_effect & small.without_effect,
         large.operations,
-        large.refused,
+        refused,
     )
 
 
 def _record_once(
     model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor, outputs: Tensor
 ) -> _Recording:
-    try:
-        return _recorded(model, weights, x, outputs, dict.fromkeys(weights, ()))
-    except Exception as error:  # repeated positions do not fit this model
-        if is_out_of_memory(error):
-            raise
-        return _recorded(model, weights, x, outputs, {})
+    repeated = dict[str, Sequence[Use]].fromkeys(weights, ())
+    recorders = [Recorder(weights, len(x), positions) for positions in (repeated, {})]
+    for recorder in recorders:  # repeated positions may not fit this model
+        try:
+            if recording := _recorded(model, weights, x, outputs, recorder):
+                return recording
+        except Exception as error:  # it cannot be recorded, but the generic path may work
+            if is_out_of_memory(error):
+                raise
+    return _Recording(refused=recorders[-1].refused)
 
 
 def _recorded(
@@ -289,13 +285,13 @@ def _recorded(
     weights: Mapping[str, nn.Parameter],
     x: Tensor,
     outputs: Tensor,
-    repeated: Mapping[str, Sequence[Use]],
-) -> _Recording:
-    recorder = Recorder(weights, len(x), repeated)
+    recorder: Recorder,
+) -> _Recording | None:
+    """Return a recording, or None if recording changes the outputs."""
     with model_run(model), torch.enable_grad(), recorder:
         recorded = model_outputs(model, x)
     if not close(recorded[: len(outputs)], outputs):
-        return _recorded(model, weights, x, outputs, {}) if repeated else _Recording()
+        return None
     elsewhere = reachable(recorded, weights)
     calls, _, nodes = placed(recorded, recorder.calls)
     all_uses = uses_of(calls)
@@ -306,14 +302,13 @@ def _recorded(
     )
     for name, uses in all_uses.items():
         by_datum = all(call.parts > 0 for call, _ in uses)
-        if name in elsewhere or not by_datum:
+        if not by_datum:
             custom = _custom_rule([call.use(slot) for call, slot in uses])
             if custom is not None and name not in recording.refused:
-                recording.refused[name] = f"{custom}: " + (
-                    "the model also uses the parameter without a closed form"
-                    if by_datum
-                    else "dimension 0 of the input and the output does not count the examples"
+                recording.refused[name] = (
+                    f"{custom}: dimension 0 of the input and the output does not count the examples"
                 )
+        if name in elsewhere or not by_datum:  # the former is not an error of the rule
             continue
         recording.uses[name] = tuple(call.use(slot) for call, slot in uses)
         one_way = len({call.rule.transposed for call, _ in uses}) == 1

@@ -255,11 +255,18 @@ class Recorder(TorchFunctionMode):
             self._decides = self._decides or _decides(func, args, kwargs, result)
             return result
         rule, match, names = closed_form
-        output = rule.call(
-            func,
-            [self._detached.get(id(a), a) for a in args],
-            {key: self._detached.get(id(a), a) for key, a in kwargs.items()},
-        )
+        try:
+            output = rule.call(
+                func,
+                [self._detached.get(id(a), a) for a in args],
+                {key: self._detached.get(id(a), a) for key, a in kwargs.items()},
+            )
+        except Exception as error:
+            if not is_custom(rule):
+                raise
+            tracked = [id(match.slots[slot]) for slot in names]
+            self._refuse(tracked, f"{rule.name}: call(...) raised {error!r}")
+            return func(*args, **kwargs)
         # The types of output and parameters differ, for example by autocast within the model. A
         # plan could not distinguish rounding from errors.
         foreign = any(match.slots[slot].dtype != output.dtype for slot in names)
@@ -338,18 +345,19 @@ class Recorder(TorchFunctionMode):
             return None
         if match is None:
             return None
-        plain = type(match.input) in _PLAIN_TENSORS and match.input.layout == torch.strided
-        names = {
-            slot: self._names[id(p)] for slot, p in match.slots.items() if id(p) in self._names
-        }
-        of_slots = {id(match.slots[slot]) for slot in names}
-        if plain and id(match.input) not in tracked and of_slots == tracked:
-            return rule, match, names
+        if isinstance(match, Match):
+            plain = type(match.input) in _PLAIN_TENSORS and match.input.layout == torch.strided
+            names = {
+                slot: self._names[id(p)] for slot, p in match.slots.items() if id(p) in self._names
+            }
+            of_slots = {id(match.slots[slot]) for slot in names}
+            if plain and id(match.input) not in tracked and of_slots == tracked:
+                return rule, match, names
         if is_custom(rule):
             self._refuse(
                 tracked,
-                f"{rule.name}: the result of match(...) must have all parameters of the call as"
-                " slots, and an input that is a dense tensor and not a parameter",
+                f"{rule.name}: the result of match(...) must be a Match with all parameters of the"
+                " call as slots, and an input that is a dense tensor and not a parameter",
             )
         return None
 

@@ -376,9 +376,11 @@ class MicroBatchSweep:
     ) -> int:
         """Return the peak memory of a step over ``size`` examples, without side effects."""
         batch, at_once = part(size), self.curvature.rows_at_once
-        if batch.columns is None and at_once is not None and self.num_outputs > 2 * at_once:
-            # All parts of the rows take the same memory, and the second comes beside the sums.
-            columns = torch.arange(2 * at_once, device="cpu").expand(size, -1)
+        if batch.columns is None and at_once is not None and self.num_outputs > at_once:
+            # All parts of the rows take the same memory, and the second comes beside the sums. With
+            # given columns, the curvature does not learn from the examples.
+            width = min(2 * at_once, self.num_outputs)
+            columns = torch.arange(width, device="cpu").expand(size, -1)
             batch = replace(batch, columns=columns)
         with self._evaluating(), PeakBytes() as held:
             step(batch)

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -274,10 +275,11 @@ class Posterior:
                 f" {needed / GIB:.3g} GiB of memory, but only {free / GIB:.3g} GiB is free.",
                 "Predict fewer examples at once, or pass correlated=False.",
             )
-        per_datum = self._bytes_per_datum(plan, correlated)
-        asked = max(1, min(CPU_PASS_BYTES, free or CPU_PASS_BYTES) // per_datum)
-        if isinstance(problem.sizes.asked, int):
-            asked = min(asked, problem.sizes.asked)
+        per_datum = partial(self._bytes_per_datum, plan, correlated)
+        most = problem.sizes.asked if isinstance(problem.sizes.asked, int) else num_data
+        free = None if free is None else free - needed
+        sizes = MicroBatches("auto", problem.sizes.budget)
+        asked = sizes.size("prediction", most, per_datum, free, CPU_PASS_BYTES)
         return replace(problem, sizes=MicroBatches(asked, problem.sizes.budget))
 
     def _bytes_per_datum(self, plan: InputPlan, correlated: bool) -> int:

@@ -162,11 +162,20 @@ class Predictive:
         noise = None if self.correlated else noise_variance(self.likelihood, f)
         if noise is not None:
             return self.outputs, self._variance, noise.view(self.outputs.shape)
-        covariance = self.covariance if self.correlated else self.covariance.diag_embed()
-        target_moments = moments(self.likelihood, f, covariance.flatten(0, -3))
-        if target_moments is None:
-            return self.outputs, self._variance, None
-        mean, epistemic, noise = (e.unflatten(0, self.outputs.shape[:-1]) for e in target_moments)
+        # Variances become matrices, of a few examples at once. Conditions belong to all examples.
+        whole = self.correlated or self.likelihood.has_conditions
+        size = len(f) if whole else max(1, _NUMBERS_AT_ONCE // f.shape[1] ** 2)
+        covariances = self.covariance.flatten(0, self.outputs.dim() - 2)
+        parts = []
+        for of_part, part in zip(f.split(size), covariances.split(size), strict=True):
+            covariance = part if self.correlated else part.diag_embed()
+            if (target_moments := moments(self.likelihood, of_part, covariance)) is None:
+                return self.outputs, self._variance, None
+            parts.append(target_moments)
+        shape = self.outputs.shape[:-1]
+        mean, epistemic, noise = (
+            torch.cat(p).unflatten(0, shape) for p in zip(*parts, strict=True)
+        )
         return mean, epistemic, noise
 
     @property

@@ -15,6 +15,7 @@ from core.curvature.fakes import (
 )
 from torch import Tensor, nn
 
+from evigrad.core.changes import is_one_number
 from evigrad.core.curvature import BlockDiagonal, Kfac
 from evigrad.errors import ConfigurationError
 from evigrad.network.linearization import Linearization
@@ -411,3 +412,11 @@ def test_rows_in_parts_are_those_at_once(sharing: str, monkeypatch: pytest.Monke
     torch.testing.assert_close(
         curvature.log_det(in_parts, precisions), curvature.log_det(at_once, precisions)
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_one_number_in_half_precision(dtype):
+    one, two = (torch.zeros(size, requires_grad=True) for size in ((), (2,)))
+    assert is_one_number(one.to(dtype).exp().expand(800, 1).flatten(), [one])
+    assert is_one_number(torch.cat([one.to(dtype).exp().expand(k) for k in (301, 99)]), [one])
+    assert not is_one_number(two.to(dtype).exp().expand(400, 2).flatten(), [two])

@@ -99,8 +99,11 @@ class Coloring:
     ) -> bool:
         """Return whether each gradient belongs only to the output that owns its position.
 
-        ``multiplied`` are the gradients after multiplying each output by its factor.
+        ``multiplied`` are the gradients after multiplying each output by its factor. Inputs of
+        another shape may have other positions, or other uses of a parameter.
         """
+        if name not in self.owners or self.owners[name].shape[1] != gradients.shape[3]:
+            return False
         owners = self.owners[name][colors]
         expected = self.factors.to(gradients)[owners.clamp(min=0)] * (owners >= 0)
         difference = torch.addcmul(multiplied, gradients, expected[:, None, :, None], value=-1.0)
@@ -161,9 +164,9 @@ class Reach:
         """Color the outputs after a pass over all of them."""
         now = {name: torch.cat(parts) for name, parts in self._now.items()}
         self._now, self.num_records = {}, self.num_records + 1
-        for name, reached in now.items():
-            before = self._reached.get(name)
-            self._reached[name] = reached if before is None else before | reached
+        before, self._reached = self._reached, now
+        if {n: r.shape for n, r in now.items()} == {n: r.shape for n, r in before.items()}:
+            self._reached = {name: reached | before[name] for name, reached in now.items()}
         coloring = Coloring.of(self._reached)
         if FEWEST_SHARED * coloring.num_colors > len(coloring.colors):
             self.is_local, coloring = False, None
