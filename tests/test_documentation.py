@@ -198,7 +198,7 @@ def test_the_distance_from_the_mode_falls_as_the_page_says(
 # Pages with scripts that take a minute and more: what makes them short.
 SHORT = {
     "docs/usage.md": {
-        "(x, y), progress=False": "(x, y), schedule=evigrad.Schedule(epochs=4), progress=False"
+        "(x, y), progress=False": "(x, y), schedule=evigrad.Schedule(epochs=4, steps=1), progress=False"
     },
     "docs/custom_loop.md": {"in range(80)": "in range(4)", "epoch >= 40": "epoch >= 2"},
     "docs/likelihoods.md": {
@@ -206,21 +206,21 @@ SHORT = {
         "epochs=200": "epochs=2",
         "epochs=250": "epochs=2",
         "(x, y), likelihood=likelihood, progress": (
-            "(x, y), likelihood=likelihood, schedule=evigrad.Schedule(epochs=4), progress"
+            "(x, y), likelihood=likelihood, schedule=evigrad.Schedule(epochs=4, steps=1), progress"
         ),
         "(x, targets), likelihood=likelihood, progress": (
-            "(x, targets), likelihood=likelihood, schedule=evigrad.Schedule(epochs=4), progress"
+            "(x, targets), likelihood=likelihood, schedule=evigrad.Schedule(epochs=4, steps=1), progress"
         ),
         "likelihood=Ordinal(4), progress": (
-            "likelihood=Ordinal(4), schedule=evigrad.Schedule(epochs=4), progress"
+            "likelihood=Ordinal(4), schedule=evigrad.Schedule(epochs=4, steps=1), progress"
         ),
         "(x, visits), likelihood=likelihood, progress": (
-            "(x, visits), likelihood=likelihood, schedule=evigrad.Schedule(epochs=4), progress"
+            "(x, visits), likelihood=likelihood, schedule=evigrad.Schedule(epochs=4, steps=1), progress"
         ),
         "EvidenceClassifier(random_state=0)": "EvidenceClassifier(random_state=0, epochs=4)",
         'class_weight="balanced", random': 'class_weight="balanced", epochs=4, random',
         "(items, chosen), progress": (
-            "(items, chosen), schedule=evigrad.Schedule(epochs=4), progress"
+            "(items, chosen), schedule=evigrad.Schedule(epochs=4, steps=1), progress"
         ),
     },
     "docs/inputs.md": {
@@ -231,7 +231,7 @@ SHORT = {
         "epochs=10, epoch_size=5000, every=3": "epochs=4, epoch_size=1000, every=1, steps=1",
         "in range(20)": "in range(2)",
     },
-    "docs/data.md": {"progress=False": "schedule=evigrad.Schedule(epochs=4), progress=False"},
+    "docs/data.md": {"progress=False": "schedule=evigrad.Schedule(epochs=4, steps=1), progress=False"},
     "docs/augmentation.md": {"epochs=60, burn_in=10": "epochs=2, burn_in=1"},
     "docs/fine_tuning.md": {
         "epochs=30": "epochs=2",
