@@ -50,10 +50,13 @@ test: $(VENV)/.test ## Install, then run all checks: ruff, import-linter, basedp
 	@$(BIN)/ruff format --check $(PATHS)
 	$(call say,import-linter: subpackages import only from lower layers)
 	@PYTHONPATH=src $(BIN)/lint-imports --no-cache
-	$(call say,basedpyright: types)
-	@$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(call say,pytest: $(JOBS) processes with one thread each$(comma) warnings are errors)
-	@$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) --dist loadscope $(PYTEST_ARGS)
+	@mkdir -p build; \
+	$(BIN)/basedpyright --pythonpath $(BIN)/python > build/types.txt 2>&1 & types=$$!; \
+	$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) --dist loadscope $(PYTEST_ARGS); tests=$$?; \
+	echo "==> basedpyright: types, checked while the tests ran"; \
+	wait $$types; types=$$?; cat build/types.txt; \
+	exit $$((tests || types))
 
 check-long: $(VENV)/.test ## Install, then run the checks that take too long for `make test`
 	$(call say,pytest: tests that are marked long)

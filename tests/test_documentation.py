@@ -150,7 +150,7 @@ def test_the_blocks_on_extending_run(capsys: pytest.CaptureFixture[str]) -> None
     names = run_blocks(
         "docs/extending.md",
         {
-            "Schedule(epochs=100)": "Schedule(epochs=4)",
+            "Schedule(epochs=100)": "Schedule(epochs=4, steps=1)",
             "epochs=100, batch_size": "epochs=60, batch_size",
         },
     )
@@ -195,33 +195,29 @@ def test_the_distance_from_the_mode_falls_as_the_page_says(
     assert short == pytest.approx(0.24, abs=0.02) and long == pytest.approx(0.02, abs=0.011)
 
 
+# A few epochs, and one step in each round.
+BRIEF = "schedule=evigrad.Schedule(epochs=4, steps=1)"
 # Pages with scripts that take a minute and more: what makes them short.
 SHORT = {
-    "docs/usage.md": {
-        "(x, y), progress=False": "(x, y), schedule=evigrad.Schedule(epochs=4), progress=False"
-    },
+    "docs/usage.md": {"(x, y), progress=False": f"(x, y), {BRIEF}, progress=False"},
     "docs/custom_loop.md": {"in range(80)": "in range(4)", "epoch >= 40": "epoch >= 2"},
     "docs/likelihoods.md": {
-        "epochs=300": "epochs=2",
-        "epochs=200": "epochs=2",
-        "epochs=250": "epochs=2",
+        "epochs=300": "epochs=2, steps=1",
+        "epochs=200": "epochs=2, steps=1",
+        "epochs=250": "epochs=2, steps=1",
         "(x, y), likelihood=likelihood, progress": (
-            "(x, y), likelihood=likelihood, schedule=evigrad.Schedule(epochs=4), progress"
+            f"(x, y), likelihood=likelihood, {BRIEF}, progress"
         ),
         "(x, targets), likelihood=likelihood, progress": (
-            "(x, targets), likelihood=likelihood, schedule=evigrad.Schedule(epochs=4), progress"
+            f"(x, targets), likelihood=likelihood, {BRIEF}, progress"
         ),
-        "likelihood=Ordinal(4), progress": (
-            "likelihood=Ordinal(4), schedule=evigrad.Schedule(epochs=4), progress"
-        ),
+        "likelihood=Ordinal(4), progress": (f"likelihood=Ordinal(4), {BRIEF}, progress"),
         "(x, visits), likelihood=likelihood, progress": (
-            "(x, visits), likelihood=likelihood, schedule=evigrad.Schedule(epochs=4), progress"
+            f"(x, visits), likelihood=likelihood, {BRIEF}, progress"
         ),
         "EvidenceClassifier(random_state=0)": "EvidenceClassifier(random_state=0, epochs=4)",
         'class_weight="balanced", random': 'class_weight="balanced", epochs=4, random',
-        "(items, chosen), progress": (
-            "(items, chosen), schedule=evigrad.Schedule(epochs=4), progress"
-        ),
+        "(items, chosen), progress": (f"(items, chosen), {BRIEF}, progress"),
     },
     "docs/inputs.md": {
         "epochs=60, batch_size=10": "epochs=2, batch_size=10, burn_in=0, every=1, steps=1",
@@ -231,11 +227,11 @@ SHORT = {
         "epochs=10, epoch_size=5000, every=3": "epochs=4, epoch_size=1000, every=1, steps=1",
         "in range(20)": "in range(2)",
     },
-    "docs/data.md": {"progress=False": "schedule=evigrad.Schedule(epochs=4), progress=False"},
+    "docs/data.md": {"progress=False": f"{BRIEF}, progress=False"},
     "docs/augmentation.md": {"epochs=60, burn_in=10": "epochs=2, burn_in=1"},
     "docs/fine_tuning.md": {
         "epochs=30": "epochs=2",
-        "epochs=60, batch_size=25": "epochs=2, batch_size=25",
+        "epochs=60, batch_size=25": "epochs=2, batch_size=25, steps=1",
     },
 }
 

@@ -45,32 +45,32 @@ def test_sequences(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 
 def test_fine_tuning(capsys: pytest.CaptureFixture[str]) -> None:
-    found = load_script("fine_tuning").main("--epochs 4 --old-epochs 2 --subset 30".split())
+    found = load_script("fine_tuning").main("--epochs 2 --old-epochs 1 --subset 30".split())
     assert capsys.readouterr().out.count("initial ") == 4
     assert all(math.isfinite(value) for values in found.values() for value in values)
 
 
 def test_censored(capsys: pytest.CaptureFixture[str]) -> None:
     script = load_script("censored")
-    found = script.main("--epochs 4 --seeds 0 1".split())
+    found = script.main("--epochs 2 --seeds 0 1".split())
     assert set(found) == {"as recorded", "left out", "censored"}
     assert all(math.isfinite(value) for values in found.values() for value in values)
     assert capsys.readouterr().out.count(" censored ") == 3
 
 
 GALLERY = {
-    "counts": "--num-train 100 --epochs 4 --seeds 0",
+    "counts": "--num-train 100 --epochs 2 --seeds 0",
     "decay": "--data digits --model digitsnet --subset 40 --epochs 2",
     "length_scale": "--lengths 0.3 1 --epochs 3 --learn",
-    "lora": "--subset 20 --old-epochs 1 --epochs 4 --rank 2 --estimator ntk-10-1",
-    "rare_classes": "--num-train 300 --epochs 4",
-    "ratings": "--data synthetic --num-train 60 --epochs 4 --seeds 0",
+    "lora": "--subset 20 --old-epochs 1 --epochs 2 --rank 2 --estimator ntk-10-1",
+    "rare_classes": "--num-train 300 --epochs 2",
+    "ratings": "--data synthetic --num-train 60 --epochs 2 --seeds 0",
     "relevance": "--folds 2 --epochs 1",
     "rotations": "--subset 100 --epochs 2",
     "segmentation": "--images 1 --epochs 1",
-    "text": "--each 20 --epochs 3 --estimators kfac-10-1",
-    "two_heads": "--epochs 20",
-    "uncertainty": "--epochs 4",
+    "text": "--each 20 --epochs 2 --estimators kfac-10-1",
+    "two_heads": "--epochs 4",
+    "uncertainty": "--epochs 2",
 }
 
 

@@ -22,11 +22,6 @@ QUICK = (
 ).split()
 
 
-@pytest.fixture(autouse=True)
-def quick_times(monkeypatch):
-    monkeypatch.setattr("evigrad.measure.judging.SECONDS", 0.01)
-
-
 def run(*arguments, code=0):
     assert main([str(argument) for argument in arguments]) == code
 

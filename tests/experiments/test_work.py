@@ -60,9 +60,8 @@ def test_an_evaluation_is_that_of_the_trained_network(done):
     assert few["blocks"] == 2 and few["sem"] > 0
 
 
-def test_times_are_positive(done, monkeypatch):
+def test_times_are_positive(done):
     place, job = done
-    monkeypatch.setattr("evigrad.measure.judging.SECONDS", 0.01)
     found = perform(timing(job), place)
     # An estimate has its part of the draw that its round begins with.
     assert found["estimate_seconds"] > found["draw_seconds"] / job.training["steps"] > 0

@@ -358,10 +358,10 @@ def test_conditions_at_positions() -> None:
 
 def test_the_rest_of_the_noise_is_learned() -> None:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(300, 1, generator=generator)
-    noise = torch.where(torch.rand(300, generator=generator) < 0.5, 0.05, 1.0)
+    x = torch.randn(200, 1, generator=generator)
+    noise = torch.where(torch.rand(200, generator=generator) < 0.5, 0.05, 1.0)
     spread = (noise**2 + 0.2**2).sqrt()[:, None]
-    y = x.sin() + spread * torch.randn(300, 1, generator=generator)
+    y = x.sin() + spread * torch.randn(200, 1, generator=generator)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
     likelihood = KnownNoise()

@@ -337,7 +337,7 @@ def test_thresholds_start_at_equal_classes_and_are_learned() -> None:
         p = Ordinal(num_classes).probabilities(torch.zeros(1, 1))
         torch.testing.assert_close(p.detach(), torch.full((1, num_classes), 1 / num_classes))
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1000, 2, generator=generator)
+    x = torch.randn(500, 2, generator=generator)
     y = Ordinal(K, thresholds=THRESHOLDS).sample(2 * x[:, :1], generator)
     torch.manual_seed(0)
     model = nn.Linear(2, 1)

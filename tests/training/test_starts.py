@@ -88,12 +88,19 @@ def test_callbacks_and_files_have_the_rows_of_the_best_start(tmp_path):
     assert result.history[-1]["epoch"] == 12
 
 
+@pytest.fixture(scope="module", params=[(0.01, 1.0), (1.0, 0.01)], ids=["decays0", "decays1"])
+def whole_run(request, tmp_path_factory):
+    """Two starts in some order, and the folder of the run that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    train(*request.param, folder=folder)
+    return request.param, folder
+
+
 # In the first trial, in the second one, and after the choice.
 @pytest.mark.parametrize("moment", [5, 9, 13, 20, 26, 40])
-@pytest.mark.parametrize("decays", [(0.01, 1.0), (1.0, 0.01)])
-def test_a_killed_run_ends_the_same(moment, decays, tmp_path):
-    whole, folder = tmp_path / "whole", tmp_path / "run"
-    train(*decays, folder=whole)
+def test_a_killed_run_ends_the_same(moment, whole_run, tmp_path):
+    decays, whole = whole_run
+    folder = tmp_path / "run"
     with dying_at_call(Evidence, "map_loss", moment):
         assert killed(lambda: train(*decays, folder=folder))
     resumed = train(*decays, folder=folder, resume=True)
