@@ -27,10 +27,12 @@ def stored(tmp_path_factory) -> Path:
     return folder
 
 
-def assert_numbers(actual: list[list[float]], expected: list[list[float]]) -> None:
+def assert_numbers(name: str, actual: list[list[float]], expected: list[list[float]]) -> None:
+    # Anchors are chosen by predictions in float32, which depend on the type of the processor.
+    tolerance = 1e-5 if name == "anchored" else 1e-10
     assert len(actual) == len(expected)
     for one, other in zip(actual, expected, strict=True):
-        assert one == pytest.approx(other, rel=1e-10, abs=1e-10)
+        assert one == pytest.approx(other, rel=tolerance, abs=tolerance)
 
 
 @pytest.mark.parametrize("name", EVIDENCES)
@@ -45,7 +47,7 @@ def test_the_state_of_an_evidence(name, stored):
         assert state["evidence"]["micro_batches"]
         kept = evidence.state_dict()["micro_batches"]
         assert kept == state["evidence"]["micro_batches"]
-    assert_numbers(steps(evidence, x, y, 2), NUMBERS["evidences"][name])
+    assert_numbers(name, steps(evidence, x, y, 2), NUMBERS["evidences"][name])
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -55,7 +57,7 @@ def test_a_run_that_stopped(name, stored):
     assert (loaded.epoch, len(loaded.history)) == (STOPPED - 1, STOPPED - 1)
     result = run(name, folder, seed=9, resume=True)
     assert len(result.history) == EPOCHS
-    assert_numbers(values_of(result.evidence), NUMBERS["runs"][name])
+    assert_numbers(name, values_of(result.evidence), NUMBERS["runs"][name])
 
 
 def test_a_run_of_the_command_line(stored, capsys):
