@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from evigrad.blocks.anchors.choice import LastLayer, last_layer, watched
 from evigrad.core.curvature import Curvature, make_curvature
+from evigrad.core.curvature.coloring import Reach
 from evigrad.core.partition import Partition
 from evigrad.core.types import LinearizedModel
 from evigrad.distributed import Ranks
@@ -39,6 +40,8 @@ class Problem(LinearizedModel):
         ranks: The processes that share the work.
         partitions: A cache of partitions, by number of outputs.
         curvatures: A cache of curvatures, by plan and data type of the matrices.
+        reaches: Which outputs may share backward passes, by shape of the inputs. Checkpoints
+            contain it, because sums over outputs depend on it in their last digits.
     """
 
     settings: Settings
@@ -48,6 +51,7 @@ class Problem(LinearizedModel):
     ranks: Ranks = field(default_factory=Ranks)
     partitions: dict[int, Partition] = field(default_factory=dict, repr=False)
     curvatures: dict[Any, Curvature[Any]] = field(default_factory=dict, repr=False)
+    reaches: dict[str, Reach] = field(default_factory=dict, repr=False)
 
     @property
     def model(self) -> nn.Module:
@@ -119,7 +123,16 @@ class Problem(LinearizedModel):
             keep=storage.keep,
             itemsize=storage.itemsize(self.dtype, self.device),
             num_rows=None if settings.plain_curvature else rows,
+            reach=self._reach(plan),
         )
+
+    def _reach(self, plan: InputPlan) -> Reach:
+        """Return what passes over inputs of this shape have shown. The latest shapes are kept."""
+        key = f"{tuple(plan.jacobian.datum_shape)} {plan.num_outputs}"
+        self.reaches[key] = self.reaches.pop(key, None) or Reach()
+        for old in list(self.reaches)[:-KEPT_PLANS]:
+            del self.reaches[old]
+        return self.reaches[key]
 
     def last_layer(self, x: Inputs) -> tuple[Tensor, LastLayer | None]:
         """Return outputs (m, C) without a graph, and the last layer (None if it is not linear)."""

@@ -1,11 +1,15 @@
 """Outputs that share backward passes, against each output by itself."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
+from evigrad import Evidence, Memory
 from evigrad.core.curvature.coloring import MOST_RECORDS, Coloring, Reach
+from evigrad.likelihoods import Gaussian
+from evigrad.priors import GaussianPrior
 
 LAYERS = {"first": 7, "second": 4}
 
@@ -105,3 +109,65 @@ def test_positions_of_several_records_are_joined_and_dense_layers_are_left():
     dense = Reach()
     recorded(dense, torch.ones(1, 8, 1, 8, 1))
     assert not dense.records and dense.coloring is None
+
+
+@settings(max_examples=30, deadline=None)
+@given(gradients())
+def test_a_record_restores_what_examples_have_shown(of_layers):
+    reach = Reach()
+    for _ in range(2):
+        reach.start()
+        for name, values in of_layers.items():
+            reach.add(name, values, values.shape[1])
+        reach.finish()
+    restored = Reach.from_record(reach.as_record(), torch.device("cpu"))
+    assert (restored.num_records, restored.is_local) == (reach.num_records, reach.is_local)
+    assert (restored.coloring is None) == (reach.coloring is None)
+    if reach.coloring is not None and restored.coloring is not None:
+        assert restored.coloring.colors.equal(reach.coloring.colors)
+        for name, owners in reach.coloring.owners.items():
+            assert restored.coloring.owners[name].equal(owners)
+        assert restored.as_record()["num_outputs"] == len(reach.coloring.colors)
+
+
+@pytest.mark.parametrize("network", ["local", "dense"])
+def test_a_resumed_evidence_continues_bit_for_bit(network: str, tmp_path) -> None:
+    def build() -> Evidence:
+        torch.manual_seed(0)
+        layers = (
+            [nn.Conv1d(1, 3, 3, padding=1), nn.Tanh(), nn.Conv1d(3, 1, 3, padding=1), nn.Flatten()]
+            if network == "local"
+            else [nn.Flatten(), nn.Linear(100, 6), nn.Tanh(), nn.Linear(6, 100)]
+        )
+        prior = GaussianPrior("layerwise")
+        model = nn.Sequential(*layers)
+        return Evidence(
+            model,
+            Gaussian(),
+            prior,
+            estimator="kfac-N-C",
+            num_data=20,
+            memory=Memory(micro_batch=7),
+        )
+
+    def gradient(evidence: Evidence) -> Tensor:
+        evidence.prior.zero_grad()
+        evidence.backward(x, y)
+        return evidence.prior.log_precision.grad.clone()
+
+    x = torch.randn(20, 1, 100, generator=torch.Generator().manual_seed(1))
+    y = x[:, 0].sin()
+    evidence = build()
+    first = gradient(evidence)
+    torch.save(evidence.state_dict(), tmp_path / "state.pt")
+    expected = gradient(evidence)
+    resumed = build()
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert gradient(resumed).equal(expected)
+    if network == "local":  # otherwise nothing above would show whether the state is complete
+        assert not first.equal(expected)
+        fresh = build()
+        state = torch.load(tmp_path / "state.pt", weights_only=True)
+        del state["reaches"]  # as of an older version
+        fresh.load_state_dict(state)
+        assert not gradient(fresh).equal(expected)

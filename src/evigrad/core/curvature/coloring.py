@@ -18,6 +18,7 @@ position. This has probability zero if another output adds to the gradient.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -144,6 +145,36 @@ class Reach:
     def records(self) -> bool:
         """Whether to record another pass over all outputs."""
         return self.is_local and self.num_records < MOST_RECORDS
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether a pass has shown anything."""
+        return self.num_records > 0 or not self.is_local
+
+    def as_record(self) -> dict[str, Any]:
+        """Return a record from which ``from_record`` restores this object."""
+        coloring = self.coloring
+        owners = {} if coloring is None else coloring.owners
+        return {
+            "num_records": self.num_records,
+            "is_local": self.is_local,
+            "num_outputs": 0 if coloring is None else len(coloring.colors),
+            "owners": {name: numbers.int().cpu() for name, numbers in owners.items()},
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any], device: torch.device) -> "Reach":
+        """Restore an object on a device, so that later passes take the same outputs together."""
+        reached = {}
+        for name, owners in record["owners"].items():
+            _, positions = (owners >= 0).nonzero(as_tuple=True)
+            of_layer = torch.zeros(
+                record["num_outputs"], owners.shape[1], dtype=torch.bool, device="cpu"
+            )
+            of_layer[owners[owners >= 0].long(), positions] = True
+            reached[name] = of_layer.to(device)
+        coloring = Coloring.of(reached) if reached else None
+        return cls(coloring, record["num_records"], record["is_local"], reached)
 
     def start(self) -> None:
         """Start to record a pass over all outputs."""

@@ -164,6 +164,7 @@ class Kfac(Curvature[KfacStatistic]):
         gram_dtype: Dtype of the sums and their factorizations. None: the dtype of the rows.
         dense_limit: Largest size of a parameter without Kronecker factors that gets a dense block.
             Larger parameters get only a diagonal.
+        reach: Which outputs may share backward passes, as far as earlier passes have shown.
 
     Raises:
         ConfigurationError: If a precision varies within a Kronecker block.
@@ -183,6 +184,7 @@ class Kfac(Curvature[KfacStatistic]):
         sharing: str = "expand",
         gram_dtype: torch.dtype | None = None,
         dense_limit: int = DENSE_LIMIT,
+        reach: Reach | None = None,
     ) -> None:
         self._shapes = {name: weight.shape for name, weight in weights.items()}
         self._itemsize = max((weight.dtype.itemsize for weight in weights.values()), default=4)
@@ -191,7 +193,7 @@ class Kfac(Curvature[KfacStatistic]):
         self._kronecker = [name for name in weights if name in kronecker]
         self.formed = [name for name in weights if name not in kronecker]
         self._dense = {name for name in self.formed if weights[name].numel() <= dense_limit}
-        self._reach = Reach()
+        self._reach = reach or Reach()
         self._check_constant(name for name in self._kronecker if not precision_constant[name])
 
     def collect(
