@@ -153,7 +153,9 @@ def test_a_resumed_evidence_continues_bit_for_bit(network: str, tmp_path) -> Non
     def gradient(evidence: Evidence) -> Tensor:
         evidence.prior.zero_grad()
         evidence.backward(x, y)
-        return evidence.prior.log_precision.grad.clone()
+        log_precision = evidence.hyperparameters()["prior.log_precision"]
+        assert log_precision.grad is not None
+        return log_precision.grad.clone()
 
     x = torch.randn(20, 1, 100, generator=torch.Generator().manual_seed(1))
     y = x[:, 0].sin()
