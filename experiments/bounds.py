@@ -105,7 +105,7 @@ def curves(
                 partial=folder / f"{file}.begun",
             ),
         )
-    return found
+    return curves_by_name
 
 
 def run(parser: Parser, options: Namespace) -> int:
