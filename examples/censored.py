@@ -87,9 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options = parser.parse_args(arguments)
 
-    x, y = (torch.from_numpy(each) for each in load_diabetes(return_X_y=True, scaled=False))
+    x, y = (torch.from_numpy(array) for array in load_diabetes(return_X_y=True, scaled=False))
     y = y[:, None]
-    found: dict[str, list[float]] = {}
+    log_likelihoods: dict[str, list[float]] = {}
     print(HEAD)
     for seed in options.seeds:
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
@@ -101,12 +101,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
         # Rounding must not move the limit.
         highest, (x_test, y_test) = y_train.max(), (inputs(x[test]), targets(y[test]))
         seen = y_train[:, 0] < highest
-        ways = {
+        methods = {
             "as recorded": (Gaussian(), x_train, y_train),
             "left out": (Gaussian(), x_train[seen], y_train[seen]),
             "censored": (Censored(highest.item()), x_train, y_train),
         }
-        for way, (likelihood, *pair) in ways.items():
+        for method, (likelihood, *pair) in methods.items():
             model = make_model("mlp", (x.shape[1],), 1, seed)
             evigrad.fit(
                 model,
@@ -125,11 +125,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
             density = Normal(mean, noise).log_prob(y_test).mean() - targets.std.log()
             log_likelihood = density.item()
             units = (targets.std * noise).item()  # noise in the units of the targets
-            print(f"{seed:4} {way:12} {units:8.1f} {error.item():10.1f} {log_likelihood:20.3f}")
-            found.setdefault(way, []).append(log_likelihood)
+            print(f"{seed:4} {method:12} {units:8.1f} {error.item():10.1f} {log_likelihood:20.3f}")
+            log_likelihoods.setdefault(method, []).append(log_likelihood)
     print("\nMean test log likelihood of the true targets, nats per example:")
-    print("   ".join(f"{way} {fmean(values):.3f}" for way, values in found.items()))
-    return found
+    print("   ".join(f"{method} {fmean(values):.3f}" for method, values in log_likelihoods.items()))
+    return log_likelihoods
 
 
 if __name__ == "__main__":

@@ -24,16 +24,16 @@ from evigrad.training import FitResult
 MAP, LEARNED = "weight decay 5e-4", "evigrad"
 
 
-def draw(path: str, found: dict[str, FitResult]) -> None:
+def draw(path: str, fits: dict[str, FitResult]) -> None:
     """Draw test log likelihoods over training, and the learned precisions."""
     figure = new_figure(9.5, 3.4)
     left, right = figure.subplots(1, 2)
-    for (name, result), colour in zip(found.items(), LIGHT.lines, strict=False):
+    for (name, result), colour in zip(fits.items(), LIGHT.lines, strict=False):
         left.plot(*series(result.history, "test_log_likelihood"), color=colour, label=name)
     left.set_title("test log likelihood, nats per example", loc="left", fontsize=10)
     left.set_ylim(bottom=-0.8)
     left.legend(frameon=False, fontsize=9)
-    history = found[LEARNED].history
+    history = fits[LEARNED].history
     names = [name for name in history[-1] if name.startswith("precision/")]
     weights = [name for name in names if name.endswith("weight")]
     for name, colour in zip(weights, LIGHT.lines, strict=False):
@@ -60,11 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
     options = parser.parse_args(arguments)
 
     data = load(options.data, subset=options.subset, seed=options.seed)
-    found = {}
+    fits = {}
     print("method            test log likelihood  accuracy, %  seconds")
     for name in (MAP, LEARNED):
         model = make_model(options.model, data.input_shape, data.num_outputs, seed=options.seed)
-        found[name] = result = evigrad.fit(
+        fits[name] = result = evigrad.fit(
             model,
             data.train,
             test=data.test,
@@ -79,11 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
             f" {result.seconds:8.1f}",
             flush=True,
         )
-    for weight in found[LEARNED].evidence.describe():
+    for weight in fits[LEARNED].evidence.describe():
         print(f"{weight.name:16} precision {weight.precision:8.1f}")
     if options.figure:
-        draw(options.figure, found)
-    return found
+        draw(options.figure, fits)
+    return fits
 
 
 if __name__ == "__main__":

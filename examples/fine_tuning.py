@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
 
     old = load(options.old)
     schedule = Schedule(epochs=options.epochs, batch_size=25, every=max(1, options.epochs // 10))
-    found: dict[str, list[float]] = {"pretrained": [], "zero": [], "initial": []}
+    log_likelihoods: dict[str, list[float]] = {"pretrained": [], "zero": [], "initial": []}
     print(HEAD)
     for seed in options.seeds:
         new = load(options.new, subset=options.subset, seed=seed)
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
         )
         pretrained = {name: value.clone() for name, value in network.state_dict().items()}
         print(report(seed, "pretrained", result), flush=True)
-        found["pretrained"].append(result.test_metrics["log_likelihood"])
+        log_likelihoods["pretrained"].append(result.test_metrics["log_likelihood"])
         for mean in ("zero", "initial"):
             network.load_state_dict(pretrained)
             result = evigrad.fit(
@@ -94,10 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
                 progress=False,
             )
             print(report(seed, mean, result), flush=True)
-            found[mean].append(result.test_metrics["log_likelihood"])
+            log_likelihoods[mean].append(result.test_metrics["log_likelihood"])
     print("\nMean test log likelihood, nats per example:")
-    print("   ".join(f"{name} {fmean(values):.3f}" for name, values in found.items()))
-    return found
+    print("   ".join(f"{name} {fmean(values):.3f}" for name, values in log_likelihoods.items()))
+    return log_likelihoods
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ class Waves(nn.Module):
 
 
 @dataclass(frozen=True)
-class Found:
+class Training:
     """Result of training at one length.
 
     Attributes:
@@ -80,14 +80,23 @@ def curve(x: Tensor) -> Tensor:
     return (1.2 * x).sin() + 0.5 * (0.5 * x).cos()
 
 
-def draw(path: str, data: tuple[Tensor, Tensor], grid: Tensor, found: dict[float, Found]) -> None:
+def draw(
+    path: str, data: tuple[Tensor, Tensor], grid: Tensor, trainings: dict[float, Training]
+) -> None:
     """Draw the evidence and the error over the length, and three of the curves."""
     figure = new_figure(10, 3.4)
     left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1, 1.6))
-    lengths = list(found)
-    left.plot(lengths, [each.log_evidence for each in found.values()], "o-", color=LIGHT.lines[0])
+    lengths = list(trainings)
+    left.plot(
+        lengths,
+        [training.log_evidence for training in trainings.values()],
+        "o-",
+        color=LIGHT.lines[0],
+    )
     left.set_title("log evidence, nats per example", loc="left", fontsize=10)
-    middle.plot(lengths, [each.error for each in found.values()], "o-", color=LIGHT.lines[1])
+    middle.plot(
+        lengths, [training.error for training in trainings.values()], "o-", color=LIGHT.lines[1]
+    )
     middle.set_title("error to the truth", loc="left", fontsize=10)
     middle.set_ylim(bottom=0)
     for axes in (left, middle):
@@ -95,13 +104,13 @@ def draw(path: str, data: tuple[Tensor, Tensor], grid: Tensor, found: dict[float
         axes.set_xticks(lengths, [f"{length:g}" for length in lengths])
         axes.minorticks_off()
         axes.set_xlabel("length")
-    best = max(found, key=lambda length: found[length].log_evidence)
+    best = max(trainings, key=lambda length: trainings[length].log_evidence)
     right.plot(data[0][:, 0], data[1][:, 0], ".", color=LIGHT.muted, markersize=4)
     shown = sorted({lengths[0], best, lengths[-1]})
     for length, colour in zip(
         shown, (LIGHT.lines[4], LIGHT.lines[0], LIGHT.lines[3]), strict=False
     ):
-        outputs = found[length].outputs[:, 0]
+        outputs = trainings[length].outputs[:, 0]
         right.plot(grid[:, 0], outputs, color=colour, label=f"length {length:g}")
     right.plot(grid[:, 0], curve(grid)[:, 0], ":", color=LIGHT.ink, label="truth")
     right.legend(frameon=False, fontsize=9)
@@ -110,7 +119,7 @@ def draw(path: str, data: tuple[Tensor, Tensor], grid: Tensor, found: dict[float
     save(figure, path)
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[float, Found]:
+def main(arguments: Sequence[str] | None = None) -> dict[float, Training]:
     """Train at every length, print the results, and return them by the initial length."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--lengths", type=float, nargs="+", default=LENGTHS)
@@ -125,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[float, Found]:
     x = 8 * torch.rand(60, 1, generator=generator).double() - 4
     y = curve(x) + NOISE * torch.randn(x.shape, generator=generator).double()
     grid = torch.linspace(-4, 4, 400)[:, None].double()
-    found = {}
+    trainings = {}
     print("final length  log evidence  training log likelihood  error")
     for length in options.lengths:
         torch.manual_seed(0)
@@ -146,11 +155,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[float, Found]:
         error = (outputs - curve(grid)).square().mean().sqrt().item()
         per_datum = result.evidence.estimate(x, y).per_datum
         fit = result.train_metrics["log_likelihood"]
-        found[length] = each = Found(model.length, per_datum, fit, error, outputs)
-        print(f"{length:6} {each.length:10.2f} {per_datum:13.3f} {fit:24.3f} {error:6.2f}")
+        trainings[length] = training = Training(model.length, per_datum, fit, error, outputs)
+        print(f"{length:6} {training.length:10.2f} {per_datum:13.3f} {fit:24.3f} {error:6.2f}")
     if options.figure:
-        draw(options.figure, (x, y), grid, found)
-    return found
+        draw(options.figure, (x, y), grid, trainings)
+    return trainings
 
 
 if __name__ == "__main__":

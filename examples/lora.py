@@ -36,19 +36,19 @@ MAP, LEARNED = "weight decay 5e-4", "evigrad"
 ADAPTED = ["query", "key", "value", "output", "linear1", "linear2"]
 
 
-def draw(path: str, before: float, found: dict[str, FitResult]) -> None:
+def draw(path: str, before: float, fits: dict[str, FitResult]) -> None:
     """Draw test log likelihoods over fine-tuning, and the precisions of the adapters."""
     figure = new_figure(10, 3.6)
     left, right = figure.subplots(1, 2)
-    for (name, result), colour in zip(found.items(), LIGHT.lines, strict=False):
+    for (name, result), colour in zip(fits.items(), LIGHT.lines, strict=False):
         left.plot(*series(result.history, "test_log_likelihood"), color=colour, label=name)
     left.axhline(before, color=LIGHT.muted, linestyle=":", label="before fine-tuning")
     left.set_title("test log likelihood, nats per example", loc="left", fontsize=10)
     left.set_xlabel("epoch")
     left.legend(frameon=False, fontsize=9)
-    reports = [each for each in found[LEARNED].evidence.describe() if "lora_B" in each.name]
-    names = [each.name.split("blocks.")[1].split(".lora")[0] for each in reports]
-    precisions = [each.precision or 0.0 for each in reports]
+    reports = [report for report in fits[LEARNED].evidence.describe() if "lora_B" in report.name]
+    names = [report.name.split("blocks.")[1].split(".lora")[0] for report in reports]
+    precisions = [report.precision or 0.0 for report in reports]
     right.barh(names, precisions, color=LIGHT.lines[1])
     right.invert_yaxis()
     right.set_xscale("log")
@@ -86,13 +86,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
     before = evaluate(pretrained, Categorical(), new.test)
     print("method            test log likelihood  accuracy, %  seconds")
     print(f"before            {before['log_likelihood']:19.3f} {100 * before['accuracy']:12.1f}")
-    found = {}
+    fits = {}
     for name in (MAP, LEARNED):
         torch.manual_seed(0)
         adapters: Any = peft.LoraConfig(
             r=options.rank, lora_alpha=2 * options.rank, target_modules=ADAPTED
         )
-        found[name] = result = evigrad.fit(
+        fits[name] = result = evigrad.fit(
             peft.get_peft_model(copy.deepcopy(pretrained), adapters),
             new.train,
             test=new.test,
@@ -107,8 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
             flush=True,
         )
     if options.figure:
-        draw(options.figure, before["log_likelihood"], found)
-    return found
+        draw(options.figure, before["log_likelihood"], fits)
+    return fits
 
 
 if __name__ == "__main__":

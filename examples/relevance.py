@@ -38,12 +38,12 @@ def read_table() -> tuple[DataFrame, np.ndarray]:
     return patients, progression.to_numpy()
 
 
-def draw(path: str, made: dict[str, float], patients: dict[str, float]) -> None:
+def draw(path: str, friedman: dict[str, float], patients: dict[str, float]) -> None:
     """Draw the relevance as bars, with irrelevant columns in another color."""
     figure = new_figure(9, 3.6)
     for place, (title, relevance, useless) in enumerate(
         (
-            ("Friedman's data set", made, [f"x{i}" for i in range(6, 11)]),
+            ("Friedman's data set", friedman, [f"x{i}" for i in range(6, 11)]),
             ("diabetes, mean of the folds", patients, RANDOM),
         ),
         start=1,
@@ -62,8 +62,8 @@ def draw(path: str, made: dict[str, float], patients: dict[str, float]) -> None:
 
 def show(relevance: dict[str, float]) -> None:
     """Print a line for each column, the most relevant first."""
-    for name, value in sorted(relevance.items(), key=lambda each: -each[1]):
-        print(f"{name:9} {value:9.3f}  {'#' * round(40 * value)}")
+    for name in sorted(relevance, key=lambda name: -relevance[name]):
+        print(f"{name:9} {relevance[name]:9.3f}  {'#' * round(40 * relevance[name])}")
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
@@ -74,30 +74,30 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     parser.add_argument("--folds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=None)
     parser.add_argument("--figure", help="draw into this file, a PNG")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     X, y = read_table()
     relevances = []
     print("fold    R2  noise  in 95 % intervals")
-    folds = KFold(given.folds, shuffle=True, random_state=0)
+    folds = KFold(options.folds, shuffle=True, random_state=0)
     for number, (train, test) in enumerate(folds.split(X)):
-        model = EvidenceRegressor(epochs=given.epochs, random_state=number)
+        model = EvidenceRegressor(epochs=options.epochs, random_state=number)
         model.fit(X.iloc[train], y[train])
         mean, std = model.predict(X.iloc[test], return_std=True)
         covered = np.mean(abs(y[test] - mean) < COVERED * std)
         score = model.score(X.iloc[test], y[test])
         print(f"{number:4} {score:5.2f} {model.noise_:6.1f} {covered:18.2f}", flush=True)
         relevances.append(model.relevance_)
-    found = dict(zip(X.columns, np.mean(relevances, axis=0), strict=True))
+    mean_relevance = dict(zip(X.columns, np.mean(relevances, axis=0), strict=True))
     print("\ncolumn    relevance, mean of the folds")
-    show(found)
+    show(mean_relevance)
     X, y = make_friedman1(300, n_features=10, noise=1.0, random_state=0)
-    model = EvidenceRegressor(epochs=given.epochs, random_state=0).fit(X, y)
-    made = {f"x{i}": float(value) for i, value in enumerate(model.relevance_, start=1)}
+    model = EvidenceRegressor(epochs=options.epochs, random_state=0).fit(X, y)
+    friedman = {f"x{i}": float(value) for i, value in enumerate(model.relevance_, start=1)}
     print("\nFriedman's data set")
-    show(made)
-    if given.figure:
-        draw(given.figure, made, found)
-    return found
+    show(friedman)
+    if options.figure:
+        draw(options.figure, friedman, mean_relevance)
+    return mean_relevance
 
 
 if __name__ == "__main__":

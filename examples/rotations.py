@@ -91,12 +91,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
         num_samples=SAMPLES,
     )
     decay = 5e-4 * options.subset  # 5e-4 as a precision
-    found = {}
+    fits = {}
     print("method            range  test log likelihood  accuracy, %  seconds")
     models: dict[str, nn.Module] = {"without": network, "learned": rotated}
     for name, model in models.items():
         learned = name == "learned"
-        found[name] = result = evigrad.fit(
+        fits[name] = result = evigrad.fit(
             model,
             data.train,
             test=data.test,
@@ -120,8 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
             flush=True,
         )
     if options.figure:
-        draw(options.figure, data.test[0], found["learned"], found["without"])
-    return found
+        draw(options.figure, data.test[0], fits["learned"], fits["without"])
+    return fits
 
 
 if __name__ == "__main__":

@@ -63,11 +63,11 @@ def network(seed: int) -> nn.Module:
     return Outputs(layers, channel_dim=1)
 
 
-def draw(path: str, x: Tensor, y: Tensor, found: dict[str, FitResult]) -> None:
+def draw(path: str, x: Tensor, y: Tensor, fits: dict[str, FitResult]) -> None:
     """Draw images, labels, probabilities of both networks, and the uncertainty of one."""
     probability = {}
     with torch.no_grad():
-        for name, result in found.items():
+        for name, result in fits.items():
             probability[name] = result.model(x).softmax(-1)[..., 1]
     learned = probability[LEARNED]
     entropy = torch.special.entr(learned) + torch.special.entr(1 - learned)
@@ -101,10 +101,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
     options = parser.parse_args(arguments)
 
     train, test = scenes(options.images, 0), scenes(200, 1)
-    found = {}
+    fits = {}
     print("method            test log likelihood  accuracy, %  seconds")
     for name in (FIXED, LEARNED):
-        found[name] = result = evigrad.fit(
+        fits[name] = result = evigrad.fit(
             network(0),
             train,
             test=test,
@@ -119,8 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
             flush=True,
         )
     if options.figure:
-        draw(options.figure, test[0][:3], test[1][:3], found)
-    return found
+        draw(options.figure, test[0][:3], test[1][:3], fits)
+    return fits
 
 
 if __name__ == "__main__":

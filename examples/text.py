@@ -52,36 +52,36 @@ Text = tuple[dict[str, Tensor], Tensor]
 def passages(module: ModuleType) -> dict[str, list[str]]:
     """Return the lines of a module's code, and of its comments and docstrings."""
     source = inspect.getsource(module)
-    found: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    lines_by_kind: dict[str, list[str]] = {kind: [] for kind in KINDS}
     documented: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-            words = ast.get_docstring(node)
-            if words is not None:
-                found["words"] += words.splitlines()
+            docstring = ast.get_docstring(node)
+            if docstring is not None:
+                lines_by_kind["words"] += docstring.splitlines()
                 documented |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     commented: dict[int, int] = {}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             commented[token.start[0]] = token.start[1]
-            found["words"].append(token.string)
+            lines_by_kind["words"].append(token.string)
     for number, line in enumerate(source.splitlines(), start=1):
         if number not in documented:
-            found["code"].append(line[: commented.get(number)])
-    return {kind: [line.strip("# ") for line in lines] for kind, lines in found.items()}
+            lines_by_kind["code"].append(line[: commented.get(number)])
+    return {kind: [line.strip("# ") for line in lines] for kind, lines in lines_by_kind.items()}
 
 
-def snippets(modules: Sequence[ModuleType], each: int, seed: int) -> Text:
-    """Return balanced snippets: characters and mask (m, length), and kinds (m,)."""
+def snippets(modules: Sequence[ModuleType], count: int, seed: int) -> Text:
+    """Return ``count`` snippets of each kind: characters and mask (m, length), and kinds (m,)."""
     draw = random.Random(seed)
-    found = {kind: [] for kind in KINDS}
+    lines_by_kind = {kind: [] for kind in KINDS}
     for module in modules:
         for kind, lines in passages(module).items():
-            found[kind] += [line for line in lines if len(line) >= LENGTH // 3]
+            lines_by_kind[kind] += [line for line in lines if len(line) >= LENGTH // 3]
     texts, labels = [], []
     for label, kind in enumerate(KINDS):
-        texts += draw.sample(found[kind], each)
-        labels += [label] * each
+        texts += draw.sample(lines_by_kind[kind], count)
+        labels += [label] * count
     codes = [[min(ord(c), 127) for c in text[:LENGTH]] for text in texts]
     ids = torch.tensor([code + [0] * (LENGTH - len(code)) for code in codes])
     return {"ids": ids, "mask": ids > 0}, torch.tensor(labels)
@@ -113,12 +113,12 @@ def by_posterior(result: FitResult, train: Text, test: Text) -> float:
 
 
 def draw(
-    path: str, x: dict[str, Tensor], found: dict[str, FitResult], averaged: dict[str, float]
+    path: str, x: dict[str, Tensor], fits: dict[str, FitResult], averaged: dict[str, float]
 ) -> None:
     """Draw test log likelihoods over training, and predictions of two networks."""
     figure = new_figure(10, 3.6)
     left, right = figure.subplots(1, 2)
-    for (name, result), colour in zip(found.items(), LIGHT.lines, strict=False):
+    for (name, result), colour in zip(fits.items(), LIGHT.lines, strict=False):
         left.plot(*series(result.history, "test_log_likelihood"), color=colour, label=name)
         left.plot(len(result.history), averaged[name], "*", color=colour, markersize=10)
     left.set_title("test log likelihood, nats per line (star: posterior)", loc="left", fontsize=10)
@@ -127,13 +127,13 @@ def draw(
     chosen = torch.arange(8) * (len(x["ids"]) // 8) + 7
     lines = ["".join(map(chr, row[row > 0].tolist())) for row in x["ids"][chosen]]
     places = range(len(lines))
-    for place, (name, result) in enumerate(list(found.items())[:2]):
+    for place, (name, result) in enumerate(list(fits.items())[:2]):
         with torch.no_grad():
             outputs = result.model(x["ids"][chosen], x["mask"][chosen])
         code = outputs.softmax(1)[:, 0].tolist()
-        shifted = [each + 0.4 * place for each in places]
+        shifted = [row + 0.4 * place for row in places]
         right.barh(shifted, code, 0.35, color=LIGHT.lines[place], label=name)
-    right.set_yticks([each + 0.2 for each in places], lines, fontsize=8, family="monospace")
+    right.set_yticks([row + 0.2 for row in places], lines, fontsize=8, family="monospace")
     right.invert_yaxis()
     right.set_xlim(0, 1)
     right.set_title("probability of being code", loc="left", fontsize=10)
@@ -154,11 +154,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
     # Normalization only inside the branches: every matrix but one has a path without it.
     warnings.filterwarnings("ignore", message="The model has normalization layers")
     train, test = snippets(TRAIN, options.each, 0), snippets(TEST, 300, 1)
-    found, averaged = {}, {}
+    fits, averaged = {}, {}
     print("method                 test log likelihood  posterior  accuracy, %  seconds")
     for name in (FIXED, *options.estimators):
         torch.manual_seed(0)
-        found[name] = result = evigrad.fit(
+        fits[name] = result = evigrad.fit(
             Reader(),
             train,
             test=test,
@@ -174,8 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
             flush=True,
         )
     if options.figure:
-        draw(options.figure, test[0], found, averaged)
-    return found
+        draw(options.figure, test[0], fits, averaged)
+    return fits
 
 
 if __name__ == "__main__":

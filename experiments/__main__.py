@@ -46,10 +46,10 @@ examples:
   python -m experiments table1 --preset paper --cluster CLUSTER.yaml
   python -m experiments pareto --help               compare estimators on your data
   python -m experiments bounds --help               draw bounds along a hyperparameter"""
-# Modules of commands with other options: those of ``evigrad train`` and more.
+# Modules of commands that take the options of ``evigrad train``, and more.
 _COMMANDS = ("bounds", "pareto")
 _INTERRUPTED = 130
-_PIPE_WIDTH = 100  # of tables outside of a terminal
+_PIPE_WIDTH = 100  # width of tables outside of a terminal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -145,8 +145,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    given = (options.results, options.jobs, options.data_dir, options.device, options.threads)
-    place = place_of(*given)
+    place = place_of(
+        options.results, options.jobs, options.data_dir, options.device, options.threads
+    )
     store = Store(place.results)
     if options.page is not None and options.name not in (None, *paper_experiments()):
         raise ConfigurationError(
@@ -228,9 +229,9 @@ def reproduce(experiment: Experiment, place: Place, cluster: Path | None = None)
     ) as bar:
         task = bar.add_task(experiment.name, total=len(left))
 
-        def tell(words: str, over: int, count: int) -> None:
+        def tell(message: str, over: int, count: int) -> None:
             bar.update(task, completed=over)
-            line = f"[{over}/{count}] {words}"
+            line = f"[{over}/{count}] {message}"
             bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
         failures = run(jobs, place, tell, cluster)
@@ -273,19 +274,19 @@ def _left_out(experiment: Experiment, place: Place) -> set[str]:
     """Return the jobs that cannot run here, after a warning. Raise if nothing can be shown."""
     store, cases = Store(place.results), experiment.cases()
     left = missing(experiment.jobs(), store)
-    found = problems(left, place)
-    forbidden = {job.id for jobs in found.values() for job in jobs}
+    jobs_by_reason = problems(left, place)
+    forbidden = {job.id for jobs in jobs_by_reason.values() for job in jobs}
     if cases and all(any(job.id in forbidden for job in case.jobs.values()) for case in cases):
-        raise ConfigurationError(" ".join(found))
-    _warn(found, left)
-    for reason, jobs in found.items():
+        raise ConfigurationError(" ".join(jobs_by_reason))
+    _warn(jobs_by_reason, left)
+    for reason, jobs in jobs_by_reason.items():
         for job in jobs:
             store.fail(job, reason)
     return forbidden
 
 
-def _warn(found: Mapping[str, Sequence[Job]], left: Sequence[Job]) -> None:
-    for reason, jobs in found.items():
+def _warn(jobs_by_reason: Mapping[str, Sequence[Job]], left: Sequence[Job]) -> None:
+    for reason, jobs in jobs_by_reason.items():
         _say(f"warning: {len(jobs)} of {len(left)} jobs cannot run: {reason}")
 
 

@@ -88,14 +88,14 @@ def evidence_along(
         memory=default_memory(evidence, data),
         generator=seed,
     )
-    found: dict[str, list[float]] = {}
+    values_by_block: dict[str, list[float]] = {}
     if partial is not None and partial.exists():
-        found = json.loads(partial.read_text(encoding="utf-8"))
+        values_by_block = json.loads(partial.read_text(encoding="utf-8"))
     drawn = list(one.blocks(data).epoch())[:blocks]
     saved = time.monotonic()
     with _kept_ranges(evidence.model):
         for number, block in enumerate(drawn):
-            if str(number) in found:
+            if str(number) in values_by_block:
                 continue
             values, kept = [], None
             for value in grid:
@@ -105,11 +105,12 @@ def evidence_along(
                 if is_precision:
                     kept = kept or one.collect(block, wrt="prior")
                 values.append(one.estimate(kept or block).per_datum)
-            found[str(number)] = values
+            values_by_block[str(number)] = values
             if partial is not None and time.monotonic() - saved > _SAVE_EVERY:
-                _write(partial, found)
+                _write(partial, values_by_block)
                 saved = time.monotonic()
-    columns = list(zip(*(found[str(number)] for number in range(len(drawn))), strict=True))
+    in_order = [values_by_block[str(number)] for number in range(len(drawn))]
+    columns = list(zip(*in_order, strict=True))
     if partial is not None:
         partial.unlink(missing_ok=True)
     return {
@@ -140,11 +141,11 @@ def set_hyperparameter(evidence: Evidence, name: str, value: float) -> None:
             evidence.prior.log_precision.fill_(math.log(value))
             return
         model = evidence.model
-        known = model.invariance.named_ranges() if isinstance(model, Averaged) else {}
-        if name not in known:
+        ranges = model.invariance.named_ranges() if isinstance(model, Averaged) else {}
+        if name not in ranges:
             raise ConfigurationError(
                 f"A curve is along {PRECISION}, or a range of the model's invariance"
-                f" ({', '.join(known) or 'it has none'}), not '{name}'."
+                f" ({', '.join(ranges) or 'it has none'}), not '{name}'."
             )
         getattr(model.invariance, name).fill_(value)
 
@@ -194,24 +195,24 @@ def curves_along(
     """
     together = served_together(evidence, data, estimators, hyperparameter)
     shared = None if partial is None else partial.with_name(f"together-{partial.name}")
-    found: dict[str, dict[str, Any]] = {}
+    curves: dict[str, dict[str, Any]] = {}
     if partial is not None and partial.exists():
-        found = json.loads(partial.read_text(encoding="utf-8"))
+        curves = json.loads(partial.read_text(encoding="utf-8"))
     for name in estimators:
-        if name in found:
+        if name in curves:
             continue
         if name in together:
-            found |= _of_kernels(evidence, data, together, hyperparameter, grid, seed, shared)
+            curves |= _of_kernels(evidence, data, together, hyperparameter, grid, seed, shared)
         else:
-            own = None if partial is None else partial.with_name(f"{name}-{partial.name}")
-            found[name] = evidence_along(
-                evidence, data, name, hyperparameter, grid, seed=seed, partial=own
+            curve_file = None if partial is None else partial.with_name(f"{name}-{partial.name}")
+            curves[name] = evidence_along(
+                evidence, data, name, hyperparameter, grid, seed=seed, partial=curve_file
             )
         if partial is not None:
-            _write(partial, found)
+            _write(partial, curves)
     if partial is not None:
         partial.unlink()
-    return {name: found[name] for name in estimators}
+    return {name: curves[name] for name in estimators}
 
 
 def served_together(
@@ -235,17 +236,17 @@ def served_together(
         hyperparameter: Name of the hyperparameter.
     """
     specs = {name: Estimator.parse(name) for name in estimators}
-    found = [name for name, spec in specs.items() if _is_of_rows(spec)]
-    if hyperparameter == PRECISION or _WHOLE not in {specs[name].name for name in found}:
+    row_estimators = [name for name, spec in specs.items() if _is_of_rows(spec)]
+    if hyperparameter == PRECISION or _WHOLE not in {specs[name].name for name in row_estimators}:
         return []
     is_one_number = all(p.ndim == 0 for p in evidence.prior.precisions().values())
     has_positions = probe_outputs(evidence.model, data[0][:2]).ndim > 2
-    return found if is_one_number and not has_positions else []
+    return row_estimators if is_one_number and not has_positions else []
 
 
-def _write(path: Path, found: Mapping[str, Any]) -> None:
+def _write(path: Path, content: Mapping[str, Any]) -> None:
     with replacing(path) as file:
-        file.write(json.dumps(found).encode())
+        file.write(json.dumps(content).encode())
 
 
 def _is_of_rows(spec: Estimator) -> bool:
@@ -268,18 +269,18 @@ def _of_kernels(
     for name in estimators:
         one = evidence.with_estimator(name, generator=seed)
         blocks = one.blocks(data).epoch()
-        drawn[name] = one.spec, [replace(each, inputs=None, targets=None) for each in blocks]
+        drawn[name] = one.spec, [replace(block, inputs=None, targets=None) for block in blocks]
     by_tensor = any(spec.structure == "blockdiag" for spec, _ in drawn.values())
 
     def estimates(dtype: torch.dtype | None = None) -> dict[str, list[float]]:
         return _Kernels.of(evidence, data, seed, by_tensor, dtype).estimates(drawn)
 
-    found: dict[str, dict[str, list[float]]] = {}
+    estimates_by_value: dict[str, dict[str, list[float]]] = {}
     if partial is not None and partial.exists():
-        found = json.loads(partial.read_text(encoding="utf-8"))
+        estimates_by_value = json.loads(partial.read_text(encoding="utf-8"))
     with _kept_ranges(evidence.model), torch.no_grad():
         for value in grid:
-            if repr(value) in found:
+            if repr(value) in estimates_by_value:
                 continue
             set_hyperparameter(evidence, hyperparameter, value)
             try:
@@ -288,10 +289,10 @@ def _of_kernels(
             except RoundingError:
                 wide = fits(lambda: estimates(torch.float64))
                 values = wide[0] if wide else estimates()
-            found[repr(value)] = values
+            estimates_by_value[repr(value)] = values
             if partial is not None:
-                _write(partial, found)
-    points = [found[repr(value)] for value in grid]
+                _write(partial, estimates_by_value)
+    points = [estimates_by_value[repr(value)] for value in grid]
     if partial is not None:
         partial.unlink(missing_ok=True)
     return {
@@ -336,9 +337,9 @@ class _Kernels:
         """Return the kernels after one pass over the data. ``seed`` sets the model's draws."""
         (x, y), weights = data, list(evidence.weights().values())
         shape, first = torch.Size((len(x), evidence.problem.plan_of(x[:2]).num_outputs)), weights[0]
-        own = reduce(torch.promote_types, (w.dtype for w in weights))
-        dtype = dtype or working_dtype(own, None)
-        # Rows under unit noise are those of the Jacobian.
+        weights_dtype = reduce(torch.promote_types, (w.dtype for w in weights))
+        dtype = dtype or working_dtype(weights_dtype, None)
+        # Under unit noise, the rows are the rows of the Jacobian.
         unit = evidence.with_estimator(
             _WHOLE,
             likelihood=Gaussian(1.0),
@@ -366,13 +367,13 @@ class _Kernels:
         self, drawn: Mapping[str, tuple[Estimator, Sequence[Block]]]
     ) -> dict[str, list[float]]:
         """Return the log evidence per example by each block of each estimator."""
-        evidence, found = self.evidence, dict[str, list[float]]()
+        evidence, estimates = self.evidence, dict[str, list[float]]()
         log_prior = -0.5 * evidence.prior.quadratic(evidence.weights())
         for name, (spec, blocks) in drawn.items():
             kernels = self.of_tensors if spec.structure == "blockdiag" else [self.whole]
             totals = [log_prior + self._of_data(spec, block, kernels) for block in blocks]
-            found[name] = [float(total) / evidence.num_data for total in totals]
-        return found
+            estimates[name] = [float(total) / evidence.num_data for total in totals]
+        return estimates
 
     def _of_data(self, spec: Estimator, block: Block, kernels: Sequence[Tensor]) -> Tensor:
         """Return the log evidence by a block without the log prior, in nats."""
@@ -381,9 +382,9 @@ class _Kernels:
         f, y = self.outputs[data], self.targets[data]
         columns = None if block.columns is None else block.columns.to(f.device)
         rows = likelihood.root(f, columns, spec.default_root).scaled
-        own = likelihood.weights(y)
-        if own is not None:
-            rows = rows * own.to(f).sqrt()[:, None, None]
+        factors = likelihood.weights(y)
+        if factors is not None:
+            rows = rows * factors.to(f).sqrt()[:, None, None]
         rows = rows.to(kernels[0].dtype) * evidence.temperature**-0.5
         log_det = sum(_log_det(kernel, data, rows) for kernel in kernels)
         weights = block.likelihood_weights.to(f.device)
@@ -394,8 +395,8 @@ class _Kernels:
 def _log_det(kernel: Tensor, data: Tensor, rows: Float[Tensor, "m k C"]) -> Float[Tensor, ""]:
     """Return log|I + R K Rᵀ| for the rows of a block, from K or its factor."""
     if kernel.ndim == 3:
-        own = (rows @ kernel[data]).flatten(0, 1)
-        small = own.mT @ own if own.shape[1] < own.shape[0] else own @ own.mT
+        factor = (rows @ kernel[data]).flatten(0, 1)
+        small = factor.mT @ factor if factor.shape[1] < factor.shape[0] else factor @ factor.mT
         return log_det_identity_plus(small)
     m, k, c = rows.shape
     left = (rows @ kernel[data][:, :, data].flatten(2)).reshape(m * k, m, c)

@@ -89,35 +89,35 @@ def curves(
     setup, result = trainings.trained(config, folder, place)
     data = setup.data.train
     together = served_together(result.evidence, data, names, along)
-    found = {}
+    curves_by_name = {}
     # A curve that is added later does not change curves that are evaluated by themselves.
-    for some in [*([together] if together else []), *([n] for n in names if n not in together)]:
-        file = f"curves-{trainings.digest([some, along, grid])}.json"
-        found |= trainings.kept(
+    for group in [*([together] if together else []), *([n] for n in names if n not in together)]:
+        file = f"curves-{trainings.digest([group, along, grid])}.json"
+        curves_by_name |= trainings.kept(
             folder / file,
-            lambda some=some, file=file: curves_along(
+            lambda group=group, file=file: curves_along(
                 result.evidence,
                 data,
-                some,
+                group,
                 along,
                 grid,
                 seed=config["seed"],
                 partial=folder / f"{file}.begun",
             ),
         )
-    return found
+    return curves_by_name
 
 
 def run(parser: Parser, options: Namespace) -> int:
     """Draw the bounds and return the exit code: 1 if a curve is missing."""
     place, along = trainings.place_from(options), options.along
     grid = grid_along(**chosen(grid_along, options))
-    wanted = {spec.name: spec for spec in map(Estimator.parse, options.curves)}
-    if not wanted or not options.seeds:
+    specs = {spec.name: spec for spec in map(Estimator.parse, options.curves)}
+    if not specs or not options.seeds:
         raise ConfigurationError("Name at least one estimator and one seed.")
     setup, training = trainings.named_setup(options, place)
     names, problems = [], []
-    for name, spec in wanted.items():
+    for name, spec in specs.items():
         try:
             Partition(spec, len(setup.data.train[0]), setup.data.num_outputs)
             names.append(name)
@@ -129,16 +129,17 @@ def run(parser: Parser, options: Namespace) -> int:
         show("warning", f"A curve is omitted: {reason}")
     configs = [trainings.resolved({**training, "seed": seed}) for seed in options.seeds]
     done = trainings.each_done(curves, configs, place, names=names, along=along, grid=grid)
-    known = [found for found in done if found is not None]
-    if not known:
+    finished = [curves_by_name for curves_by_name in done if curves_by_name is not None]
+    if not finished:
         return 1
     lines, rows = [], []
     for name in names:
-        means = list(map(fmean, zip(*(found[name]["mean"] for found in known), strict=True)))
-        spread = list(map(fmean, zip(*(found[name]["sem"] for found in known), strict=True)))
+        seed_curves = [curves_by_name[name] for curves_by_name in finished]
+        means = list(map(fmean, zip(*(curve["mean"] for curve in seed_curves), strict=True)))
+        spread = list(map(fmean, zip(*(curve["sem"] for curve in seed_curves), strict=True)))
         lines.append(figures.Curve(name, grid, means, spread))
         best = max(range(len(grid)), key=means.__getitem__)
-        error = standard_error([found[name]["mean"][best] for found in known]) or math.nan
+        error = standard_error([curve["mean"][best] for curve in seed_curves]) or math.nan
         rows.append([name, means[best], error, grid[best]])
     is_precision = along == PRECISION
     panel = figures.Panel(
@@ -153,4 +154,4 @@ def run(parser: Parser, options: Namespace) -> int:
     folder = folder_name("bounds", along, training["data"], training["model"])
     figure = figures.panels([[panel]], mark_tops=True)
     trainings.write_results(place, folder, [configs, names, along, grid], figure, heads, rows)
-    return 1 if problems or len(known) < len(done) else 0
+    return 1 if problems or len(finished) < len(done) else 0

@@ -60,18 +60,18 @@ class Mean:
 
 def rows_of(cases: Iterable[Case], store: Store) -> list[Row]:
     """Return a row for each case with any result: its keys, and a ``Mean`` for each number."""
-    found: dict[tuple[Any, ...], tuple[Row, dict[str, dict[int, Any]]]] = {}
+    grouped: dict[tuple[Any, ...], tuple[Row, dict[str, dict[int, Any]]]] = {}
     for case in cases:
         results = {name: store.result(job) for name, job in case.jobs.items()}
-        known = {name: result for name, result in results.items() if result is not None}
-        if len(known) < len(results):
+        finished = {name: result for name, result in results.items() if result is not None}
+        if len(finished) < len(results):
             continue
-        _, values = found.setdefault(tuple(case.keys.values()), (dict(case.keys), {}))
-        for name, value in case.read(known).items():
+        _, values = grouped.setdefault(tuple(case.keys.values()), (dict(case.keys), {}))
+        for name, value in case.read(finished).items():
             values.setdefault(name, {})[case.seed] = value
     return [
         keys | {name: Mean.of(by_seed) for name, by_seed in values.items()}
-        for keys, values in found.values()
+        for keys, values in grouped.values()
     ]
 
 
@@ -101,5 +101,5 @@ def seeds_of(rows: Iterable[Row]) -> set[int]:
 
 def in_words(keys: Mapping[str, Any]) -> str:
     """Return a name of a case or row for people."""
-    own = keys.get("label", keys.get("estimator", ""))
-    return " ".join([*(str(keys[p]) for p in _PARTS if p in keys and "label" in keys), own])
+    label = keys.get("label", keys.get("estimator", ""))
+    return " ".join([*(str(keys[p]) for p in _PARTS if p in keys and "label" in keys), label])

@@ -16,7 +16,8 @@ from experiments.along import PRECISION
 from experiments.jobs import WITHOUT_ESTIMATE, Job
 from experiments.trainings import Place
 
-# Known without loading: shape of an input, number of classes, number of training examples.
+# Shape of an input, number of classes and number of training examples of data sets. Jobs can be
+# checked without loading the data.
 SHAPES: dict[str, tuple[tuple[int, ...], int, int]] = {
     "digits": ((1, 8, 8), 10, 1438),
     "mnist5k": ((1, 28, 28), 10, 4000),
@@ -39,31 +40,31 @@ def problems(jobs: Sequence[Job], place: Place) -> dict[str, list[Job]]:
     Returns:
         Reasons, with the jobs that each reason prevents and the jobs that need those.
     """
-    known: dict[Any, str | None] = {}  # each data set and network is checked once
+    checked: dict[Any, str | None] = {}  # each data set and network is checked once
 
     def reason(key: Any, attempt: Callable[[], Any]) -> str | None:
-        if key not in known:
-            known[key] = None
+        if key not in checked:
+            checked[key] = None
             try:
                 attempt()
             except EvigradError as error:
-                known[key] = str(error)
-        return known[key]
+                checked[key] = str(error)
+        return checked[key]
 
-    found: dict[str, list[Job]] = {}
+    jobs_by_reason: dict[str, list[Job]] = {}
     for job in jobs:
-        of = job.training
-        network = tuple(of[name] for name in ("data", "model", "depth", "width"))
-        words = (
+        settings = job.training
+        network = tuple(settings[name] for name in ("data", "model", "depth", "width"))
+        problem = (
             reason("device", partial(choose_device, place.device))
-            or reason(of["data"], partial(_find, of["data"], place.data_dir))
-            or reason(network, partial(network_of, of))
-            or reason(Job("train", of).id, partial(_check, of["estimator"], of))
+            or reason(settings["data"], partial(_find, settings["data"], place.data_dir))
+            or reason(network, partial(network_of, settings))
+            or reason(Job("train", settings).id, partial(_check, settings["estimator"], settings))
             or reason(job.id, partial(_check_options, job))
         )
-        if words is not None:
-            found.setdefault(words, []).append(job)
-    return found
+        if problem is not None:
+            jobs_by_reason.setdefault(problem, []).append(job)
+    return jobs_by_reason
 
 
 def _find(name: str, data_dir: str | None) -> None:
@@ -111,8 +112,8 @@ def _check(estimator: str | None, training: Mapping[str, Any]) -> None:
 
 
 def _check_options(job: Job) -> None:
-    own = [job.options["estimator"]] if "estimator" in job.options else []
-    for estimator in job.options.get("estimators", own):
+    single = [job.options["estimator"]] if "estimator" in job.options else []
+    for estimator in job.options.get("estimators", single):
         _check(estimator, job.training)
     if job.kind not in ("curve", "curves"):
         return

@@ -108,7 +108,7 @@ class Experiment:
 
 def paper_experiments() -> dict[str, Path]:
     """Return the paper's figures and tables: name to file, in the order of the paper."""
-    # A file with an underscore holds what others have in common.
+    # A file with an underscore holds the common settings of other files.
     files = {p.stem: p for p in FOLDER.glob("*.yaml") if not p.stem.startswith("_")}
     return dict(sorted(files.items(), key=lambda item: _order(item[0])))
 
@@ -133,16 +133,16 @@ def read_experiment(name: str, preset: str | None = PAPER) -> Experiment:
     Raises:
         ConfigurationError: If there is no such experiment or preset, or if the file is invalid.
     """
-    known = paper_experiments()
-    path = known.get(name, Path(name))
+    paper_files = paper_experiments()
+    path = paper_files.get(name, Path(name))
     if not path.is_file():
         if path.suffix in (".yaml", ".yml"):
             raise ConfigurationError(f"There is no file {path}.")
         raise ConfigurationError(
-            f"There is no experiment '{name}'.{nearest(name, known)} Use one of"
-            f" {', '.join(known) or 'none'}, or a YAML file."
+            f"There is no experiment '{name}'.{nearest(name, paper_files)} Use one of"
+            f" {', '.join(paper_files) or 'none'}, or a YAML file."
         )
-    if path.stem in known and path.resolve() != known[path.stem].resolve():
+    if path.stem in paper_files and path.resolve() != paper_files[path.stem].resolve():
         raise ConfigurationError(
             f"{path} has the name of an experiment of the paper, and would overwrite its results."
             " Use another name."
@@ -192,38 +192,40 @@ def make_experiment(name: str, content: Mapping[str, Any], preset: str = PAPER) 
         ConfigurationError: If there is no such preset or kind, or if a key is missing, unknown or
             has an invalid value.
     """
-    rest = deepcopy(dict(content))  # the parser writes into what it is given
-    presets = rest.pop("presets", {}) or {}
+    options = deepcopy(dict(content))  # the parser changes its input
+    presets = options.pop("presets", {}) or {}
     if preset != PAPER:
         if preset not in presets:
-            known = [PAPER, *presets]
+            names = [PAPER, *presets]
             raise ConfigurationError(
-                f"The experiment {name} has the presets {', '.join(known)}, not"
-                f" '{preset}'.{nearest(preset, known)}"
+                f"The experiment {name} has the presets {', '.join(names)}, not"
+                f" '{preset}'.{nearest(preset, names)}"
             )
-        rest = merged(rest, presets[preset] or {})
-    kind = str(rest.pop("kind", "none"))
+        options = merged(options, presets[preset] or {})
+    kind = str(options.pop("kind", "none"))
     if kind not in Experiment.kinds:
         raise ConfigurationError(
             f"The experiment {name} is of the kind '{kind}'; known are"
             f" {', '.join(Experiment.kinds)}.{nearest(kind, Experiment.kinds)}"
         )
-    made = Experiment.kinds[kind]
-    keys = [each.name for each in fields(made)]
-    for key in rest:
+    experiment_class = Experiment.kinds[kind]
+    keys = [attribute.name for attribute in fields(experiment_class)]
+    for key in options:
         if key not in keys:
             raise ConfigurationError(
                 f"The experiment {name} has the key '{key}', which the kind {kind} does not"
                 f" know.{nearest(key, keys)}"
             )
-    parser = _parser(made)
+    parser = _parser(experiment_class)
     try:
-        found = parser.instantiate(parser.parse_object({**rest, "name": name, "preset": preset}))
+        parsed = parser.instantiate(
+            parser.parse_object({**options, "name": name, "preset": preset})
+        )
     except (ArgumentError, ValueError, TypeError) as error:
         raise ConfigurationError(
             f"The experiment {name} makes no sense: {' '.join(str(error).split())}"
         ) from error
-    return made(**vars(found))
+    return experiment_class(**vars(parsed))
 
 
 @cache

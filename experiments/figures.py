@@ -222,20 +222,20 @@ def points(
     groups = list(dict.fromkeys(point.group for point in data_points))
     looks = _styles(groups, reference, False)
     for group in groups:
-        of_group = [point for point in data_points if point.group == group]
-        joined = frontier and len(of_group) > 1
+        group_points = [point for point in data_points if point.group == group]
+        joined = frontier and len(group_points) > 1
         axes.errorbar(
-            [point.x for point in of_group],
-            [point.y for point in of_group],
-            xerr=[_known(point.x_error) for point in of_group],
-            yerr=[_known(point.y_error) for point in of_group],
+            [point.x for point in group_points],
+            [point.y for point in group_points],
+            xerr=[_known(point.x_error) for point in group_points],
+            yerr=[_known(point.y_error) for point in group_points],
             label=words(group),
             markersize=_MARKER,
             linewidth=0.9,
             elinewidth=0.9,
             **{**looks[group], "linestyle": ":" if joined else ""},
         )
-        if hollow := [point for point in of_group if point.hollow]:
+        if hollow := [point for point in group_points if point.hollow]:
             x, y = [point.x for point in hollow], [point.y for point in hollow]
             look = {**looks[group], "linestyle": "", "markerfacecolor": LIGHT.paper}
             axes.plot(x, y, markersize=_MARKER, zorder=3, **look)

@@ -64,7 +64,7 @@ class Line:
     call: float
     example: float
 
-    def of(self, count: float) -> float:
+    def time_of(self, count: float) -> float:
         """Return the time for ``count`` examples in one call."""
         return self.call + self.example * count
 
@@ -226,7 +226,7 @@ class _Costs:
 
     def step(self, count: int) -> float:
         """Return the time of a step of the weights on ``count`` examples."""
-        return self.times.line("map", False).of(count)
+        return self.times.line("map", False).time_of(count)
 
     # ------------------------------------------------------------ estimates
 
@@ -235,8 +235,10 @@ class _Costs:
         if spec.rows:
             drawn = (spec.subset or 1) * ((1 - _ANCHORS) if spec.anchored else 1)
             return max(1, round(self.num_data * self.times.num_outputs / drawn))
-        of_outputs = 1 if spec.outputs is None else math.ceil(self.times.num_outputs / spec.outputs)
-        return max(1, round(self.num_data / self._examples(spec))) * of_outputs
+        output_groups = (
+            1 if spec.outputs is None else math.ceil(self.times.num_outputs / spec.outputs)
+        )
+        return max(1, round(self.num_data / self._examples(spec))) * output_groups
 
     def estimate(self, spec: Estimator, of_model: bool) -> float:
         """Return the time of an estimate and its gradient, including ``solve``."""
@@ -249,7 +251,7 @@ class _Costs:
             products = _GRAM * rows * weights * min(rows, weights) * _operation_seconds()
         # Larger blocks than the measured ones go through the network twice.
         again = self.step(self._examples(spec)) if of_model else 0.0
-        return line.of(self._examples(spec)) + again + products + self.solve(spec)
+        return line.time_of(self._examples(spec)) + again + products + self.solve(spec)
 
     def solve(self, spec: Estimator) -> float:
         """Return the time of a log-determinant and its gradient for a kept statistic."""
@@ -280,8 +282,8 @@ class _Costs:
         if spec.rows:
             return spec.subset or 1
         # A softmax has one degree of freedom less than outputs.
-        each = self.times.num_outputs - 1 if spec.outputs is None else spec.outputs
-        return self._examples(spec) * each
+        per_example = self.times.num_outputs - 1 if spec.outputs is None else spec.outputs
+        return self._examples(spec) * per_example
 
 
 # ------------------------------------------------------------ the machine

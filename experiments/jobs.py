@@ -17,10 +17,10 @@ from evigrad.errors import ConfigurationError
 from evigrad.files import replacing
 from experiments.trainings import resolved, stored
 
-# Of a partition, that the estimate at the end of a training is the mean of, for Figure 1 and the
-# training figures, which have trainings in common.
+# Number of blocks of a partition whose mean is the estimate at the end of a training. Figure 1 and
+# the training figures share it, because they share trainings.
 BLOCKS = 30
-OVER_SUBSETS = "standard error over its subsets"  # of an estimate, and the head of its column
+OVER_SUBSETS = "standard error over its subsets"  # the header of its column
 RANGE = "range/"  # prefix of the metrics of learned ranges
 # Estimators of trainings that have no estimate of the evidence.
 WITHOUT_ESTIMATE = (None, "map", "augerino")
@@ -58,14 +58,17 @@ class Job:
     @property
     def label(self) -> str:
         """Return a name for people."""
-        of = self.training
-        data = of["data"] if of["subset"] is None else f"{of['subset']} of {of['data']}"
-        own = [str(self.options[n]) for n in ("estimator", "hyperparameter") if n in self.options]
+        training = self.training
+        data, subset = training["data"], training["subset"]
+        if subset is not None:
+            data = f"{subset} of {data}"
+        keys = ("estimator", "hyperparameter")
+        details = [str(self.options[key]) for key in keys if key in self.options]
         if "estimators" in self.options:
-            own.insert(0, f"{len(self.options['estimators'])} estimators")
-        names = [of["estimator"] or "map", data, of["model"] or "default network"]
-        return f"{self.kind} {' along '.join(own)}{' of ' if own else ''}" + ", ".join(
-            [*names, f"seed {of['seed']}"]
+            details.insert(0, f"{len(self.options['estimators'])} estimators")
+        names = [training["estimator"] or "map", data, training["model"] or "default network"]
+        return f"{self.kind} {' along '.join(details)}{' of ' if details else ''}" + ", ".join(
+            [*names, f"seed {training['seed']}"]
         )
 
 
@@ -85,22 +88,23 @@ def _resolved(options: str) -> dict[str, Any]:
     return resolved(json.loads(options))
 
 
-def evaluation(of: Job, estimator: str | None = None, blocks: int | None = None) -> Job:
+def evaluation(trained: Job, estimator: str | None = None, blocks: int | None = None) -> Job:
     """Return the job for the log evidence of a trained network.
 
     Args:
-        of: Training.
+        trained: Training.
         estimator: Name of the estimator. Default: the estimator of the training.
         blocks: Maximum number of blocks of a partition. None for all.
     """
-    name = estimator or of.training["estimator"]
-    return Job("evaluate", of.training, {"estimator": name, "blocks": blocks})
+    name = estimator or trained.training["estimator"]
+    return Job("evaluate", trained.training, {"estimator": name, "blocks": blocks})
 
 
-def with_estimate(of: Job, blocks: int | None = None) -> dict[str, Job]:
+def with_estimate(trained: Job, blocks: int | None = None) -> dict[str, Job]:
     """Return a training as ``train`` and, if it has an estimator, its estimate as ``estimate``."""
-    has_none = of.training["estimator"] in WITHOUT_ESTIMATE
-    return {"train": of} | ({} if has_none else {"estimate": evaluation(of, blocks=blocks)})
+    has_none = trained.training["estimator"] in WITHOUT_ESTIMATE
+    estimate = {} if has_none else {"estimate": evaluation(trained, blocks=blocks)}
+    return {"train": trained} | estimate
 
 
 def final_numbers(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
@@ -122,42 +126,42 @@ def final_numbers(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def timing(of: Job) -> Job:
+def timing(trained: Job) -> Job:
     """Return the job for the time of an estimate with its gradient."""
-    return Job("time", of.training)
+    return Job("time", trained.training)
 
 
-def curves(of: Job, estimators: list[str], along: str, grid: list[float]) -> Job:
+def curves(trained: Job, estimators: list[str], along: str, grid: list[float]) -> Job:
     """Return the job for several bounds along a hyperparameter, which one kernel serves.
 
     Args:
-        of: Training.
+        trained: Training.
         estimators: Bounds.
         along: Name of a range.
         grid: Values of the range.
     """
-    return Job("curves", of.training, {"estimators": estimators, **_along(along, grid)})
+    return Job("curves", trained.training, {"estimators": estimators, **_along(along, grid)})
 
 
-def curve(of: Job, estimator: str, along: str, grid: list[float], blocks: int | None) -> Job:
+def curve(trained: Job, estimator: str, along: str, grid: list[float], blocks: int | None) -> Job:
     """Return the job for a bound along a hyperparameter, for the weights of a training.
 
     Args:
-        of: Training.
+        trained: Training.
         estimator: Bound.
         along: ``precision``, or the name of a range.
         grid: Values of the hyperparameter.
         blocks: Maximum number of blocks of a partition. None for all.
     """
     options = {"estimator": estimator, **_along(along, grid), "blocks": blocks}
-    return Job("curve", of.training, options)
+    return Job("curve", trained.training, options)
 
 
 def _along(hyperparameter: str, grid: list[float]) -> dict[str, Any]:
     return {"hyperparameter": hyperparameter, "grid": grid}
 
 
-def _of(statepoint: Mapping[str, Any]) -> Job:
+def _job_of(statepoint: Mapping[str, Any]) -> Job:
     """Return the job of a signac state point."""
     options = dict(statepoint)
     return Job(options.pop("kind"), options.pop("training"), options)
@@ -173,7 +177,7 @@ def exported(file: Path) -> list[tuple[Job, dict[str, Any]]]:
         raise ConfigurationError(f"There is no file {file}.")
     try:
         lines = gzip.decompress(file.read_bytes()).decode("utf-8").splitlines()
-        return [(_of(line["job"]), dict(line["result"])) for line in map(json.loads, lines)]
+        return [(_job_of(line["job"]), dict(line["result"])) for line in map(json.loads, lines)]
     except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError) as error:
         raise ConfigurationError(
             f"{file} holds no readable results ({error}). Use a file that --export wrote."
@@ -183,7 +187,7 @@ def exported(file: Path) -> list[tuple[Job, dict[str, Any]]]:
 def distinct(jobs: Iterable[Job]) -> list[Job]:
     """Return all jobs and the jobs that they need, each once, in a possible order of work."""
     chains = ([job] if job.needs is None else [job.needs, job] for job in jobs)
-    return list({each.id: each for chain in chains for each in chain}.values())
+    return list({job.id: job for chain in chains for job in chain}.values())
 
 
 class Store:
@@ -238,19 +242,19 @@ class Store:
             ConfigurationError: If there are no results, or if one cannot be read.
             OSError: If the file cannot be written.
         """
-        there = self.project() if self.path.exists() else ()
-        jobs = [_of(each.cached_statepoint) for each in there]
-        found = [(job, result) for job in jobs if (result := self.result(job)) is not None]
-        if not found:
+        signac_jobs = self.project() if self.path.exists() else ()
+        jobs = [_job_of(signac_job.cached_statepoint) for signac_job in signac_jobs]
+        finished = [(job, result) for job in jobs if (result := self.result(job)) is not None]
+        if not finished:
             raise ConfigurationError(f"There is no result in {self.path}. Run an experiment first.")
         lines = [
             json.dumps({"job": job.statepoint, "result": result}, sort_keys=True) + "\n"
-            for job, result in found
+            for job, result in finished
         ]
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as opened:
             opened.write(gzip.compress("".join(sorted(lines)).encode("utf-8"), mtime=0))
-        return len(found)
+        return len(finished)
 
     def take(self, file: Path) -> int:
         """Add results from a file of ``export`` that are not here.

@@ -67,7 +67,7 @@ def evaluated(
     """
     folder = trainings.run_folder(config, place)
     setup, result = trainings.trained(config, folder, place)
-    found = {"log_likelihood": result.test_metrics["log_likelihood"]}
+    values = {"log_likelihood": result.test_metrics["log_likelihood"]}
     for key, name, blocks in (("value", config["estimator"], _BLOCKS), ("judge", judge, None)):
         if name is None:
             continue
@@ -79,8 +79,8 @@ def evaluated(
                 )
             ),
         )
-        found[key] = value["per_datum"]
-    return found
+        values[key] = value["per_datum"]
+    return values
 
 
 def timed(config: dict[str, Any], place: trainings.Place) -> dict[str, Any]:
@@ -110,25 +110,25 @@ def run(parser: Parser, options: Namespace) -> int:
         for seed in options.seeds
     ]
     done = trainings.each_done(evaluated, configs, place, judge=judge)
-    left = [config for config, found in zip(configs, done, strict=True) if found is not None]
+    left = [config for config, values in zip(configs, done, strict=True) if values is not None]
     times = trainings.each_done(timed, left, replace(place, jobs=1))
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in specs}
+    numbers_by_estimator: dict[str, list[dict[str, Any]]] = {name: [] for name in specs}
     pairs = zip(left, filter(None, done), times, strict=True)
     for config, values, seconds in pairs:
         if seconds is not None:
-            found[config["estimator"]].append({**values, **seconds})
+            numbers_by_estimator[config["estimator"]].append({**values, **seconds})
     drawn, rows = [], []
-    for name, of_seeds in found.items():
-        if not of_seeds:
+    for name, seed_numbers in numbers_by_estimator.items():
+        if not seed_numbers:
             continue
-        over = {key: fmean(each[key] for each in of_seeds) for key in of_seeds[0]}
-        seconds, value = over["estimate"], over["value"]
-        error = standard_error([each["value"] for each in of_seeds]) or math.nan
+        means = {key: fmean(numbers[key] for numbers in seed_numbers) for key in seed_numbers[0]}
+        seconds, value = means["estimate"], means["value"]
+        error = standard_error([numbers["value"] for numbers in seed_numbers]) or math.nan
         group, size = specs[name].family
         drawn.append(figures.Point(group, size, seconds, -value, y_error=error))
-        ratio = seconds / over["step"]
-        judged = [] if judge is None else [-over["judge"]]
-        rows.append([name, -value, error, seconds, ratio, over["log_likelihood"], *judged])
+        ratio = seconds / means["step"]
+        judged = [] if judge is None else [-means["judge"]]
+        rows.append([name, -value, error, seconds, ratio, means["log_likelihood"], *judged])
     if not drawn:
         return 1
     corners = figures.pareto_front([(point.x, point.y) for point in drawn])
@@ -153,4 +153,4 @@ def run(parser: Parser, options: Namespace) -> int:
     trainings.write_results(place, folder, [configs, judge], figure, heads, rows)
     front = ", ".join(rows[number][0] for number in corners)
     show("note", f"On the frontier, from fast to slow: {front}.")
-    return 0 if all(map(len, found.values())) and len(left) == len(configs) else 1
+    return 0 if all(map(len, numbers_by_estimator.values())) and len(left) == len(configs) else 1

@@ -27,11 +27,11 @@ from experiments.definition import (
 from experiments.jobs import Store
 from experiments.trainings import stored
 
-PAGE_PRESETS = (PAPER, CPU, SMALL)  # that a page shows by default
+PAGE_PRESETS = (PAPER, CPU, SMALL)  # presets that a page shows by default
 GALLERY = (SMALL, TINY)  # presets whose sections link their tables
 BEGIN, END = "<!-- experiments -->", "<!-- end experiments -->"
 
-_MOST_NAMES = 6  # in a sentence
+_MOST_NAMES = 6  # largest number of names in a sentence
 _SUMMARY = "summary.json"
 _WANTED = "seeds_wanted"
 _IMAGES, _TABLES = "images/experiments", "results"
@@ -57,8 +57,8 @@ class Shown:
 def state_of(experiment: Experiment, store: Store) -> tuple[int, int, float]:
     """Return finished jobs, all jobs, and the total seconds of the finished ones."""
     results = [store.result(job) for job in experiment.jobs()]
-    known = [result for result in results if result is not None]
-    return len(known), len(results), float(sum(result["job_seconds"] for result in known))
+    finished = [result for result in results if result is not None]
+    return len(finished), len(results), float(sum(result["job_seconds"] for result in finished))
 
 
 def shown_in(experiment: Experiment, store: Store) -> Path:
@@ -97,18 +97,18 @@ def present(experiment: Experiment, store: Store) -> Shown:
         figure.savefig(folder / "figure.png", dpi=130)
         figure.savefig(folder / "figure.pdf")
     jobs = experiment.jobs()
-    known = [result for result in map(store.result, jobs) if result is not None]
+    finished = [result for result in map(store.result, jobs) if result is not None]
     summary = {
         "name": experiment.name,
         "preset": experiment.preset,
         "shows": experiment.shows,
         "seeds": sorted(seeds_of(rows)),
         _WANTED: experiment.seeds,
-        "num_data": sorted({result["num_data"] for result in known if "num_data" in result}),
-        "jobs": [len(known), len(jobs)],
-        "seconds": float(sum(result["job_seconds"] for result in known)),
-        "machines": sorted({result["machine"] for result in known}),
-        "dates": sorted({result["date"] for result in known}),
+        "num_data": sorted({result["num_data"] for result in finished if "num_data" in result}),
+        "jobs": [len(finished), len(jobs)],
+        "seconds": float(sum(result["job_seconds"] for result in finished)),
+        "machines": sorted({result["machine"] for result in finished}),
+        "dates": sorted({result["date"] for result in finished}),
         "remarks": [*experiment.remarks(rows), *_warnings(experiment, cases, rows, store)],
     }
     (folder / _SUMMARY).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
@@ -120,25 +120,25 @@ def _warnings(
     experiment: Experiment, cases: Sequence[Case], rows: Sequence[Row], store: Store
 ) -> list[str]:
     """Return sentences about missing results and about rows that are not comparable."""
-    found = []
+    warnings = []
     covered = coverage(cases, rows)
-    if left := [name for name, (some, _) in covered.items() if not some]:
-        found.append(f"Not run: {_enumerated(left)}.")
+    if left := [name for name, (done, _) in covered.items() if not done]:
+        warnings.append(f"Not run: {_enumerated(left)}.")
     partial = {name: both for name, both in covered.items() if 0 < both[0] < both[1]}
     if len(set(partial.values())) == 1 and len(partial) + len(left) == len(covered):
-        some, all_ = next(iter(partial.values()))
-        found.append(f"So far {some} of {all_} seeds.")
+        done, total = next(iter(partial.values()))
+        warnings.append(f"So far {done} of {total} seeds.")
     elif partial:
-        words = [f"{name} ({some} of {all_})" for name, (some, all_) in partial.items()]
-        found.append(f"Fewer seeds than the others: {_enumerated(words)}.")
+        progress = [f"{name} ({done} of {total})" for name, (done, total) in partial.items()]
+        warnings.append(f"Fewer seeds than the others: {_enumerated(progress)}.")
     results = [(job, store.result(job)) for job in experiment.jobs()]
     reasons = Counter(filter(None, (store.failure(job) for job, result in results if not result)))
     for reason, count in reasons.items():
-        found.append(f"Failed, {count} {'job' if count == 1 else 'jobs'}: {reason}")
+        warnings.append(f"Failed, {count} {'job' if count == 1 else 'jobs'}: {reason}")
     timed = {result["machine"] for job, result in results if result and job.kind == "time"}
     if len(timed) > 1:
-        found.append(f"Times of several machines: {'; '.join(sorted(timed))}.")
-    return found
+        warnings.append(f"Times of several machines: {'; '.join(sorted(timed))}.")
+    return warnings
 
 
 def _enumerated(names: Sequence[str]) -> str:
@@ -168,25 +168,25 @@ def write_page(page: Path, store: Store, presets: Sequence[str] = PAGE_PRESETS) 
     before, sections, after = _read_page(page)
     parts, shown, left, reduced = [], [], [], []
     for name in paper_experiments():
-        found = []
+        shown_presets = []
         for preset in PRESETS:
             command = _command(name, preset)
-            if preset in presets and (known := _if_shown(name, preset, store)):
-                sections[command] = _section(known, store, page.parent)
+            if preset in presets and (presented := _if_shown(name, preset, store)):
+                sections[command] = _section(presented, store, page.parent)
             if command in sections:
-                found.append(preset)
+                shown_presets.append(preset)
                 parts.append(sections[command])
         experiment = _as_published(name)
-        if not found:
+        if not shown_presets:
             left.append(f"`{name}` ({experiment.shows or experiment.title})")
             continue
         shown.append(name)
-        if found[0] != PAPER and experiment.cases():
+        if shown_presets[0] != PAPER and experiment.cases():
             reduced.append(f"`{name}`")
     if left or reduced:
         said = [f"With all published settings: {', '.join(reduced)}."] if reduced else []
-        with_them = " and ".join(f"`{preset}`" for preset in presets)
-        said += [f"With {with_them}: {', '.join(left)}."] if left else []
+        preset_names = " and ".join(f"`{preset}`" for preset in presets)
+        said += [f"With {preset_names}: {', '.join(left)}."] if left else []
         parts.append("### Not run\n\n" + "\n\n".join(said) + "\n")
     page.parent.mkdir(parents=True, exist_ok=True)
     text = "\n".join(parts)
@@ -202,8 +202,8 @@ def _read_page(page: Path) -> tuple[str, dict[str, str], str]:
         raise ConfigurationError(
             f"{page} is not UTF-8 text ({error}). Save it as UTF-8, or name another file."
         ) from error
-    before, begin, rest = content.partition(BEGIN + "\n")
-    between, end, after = rest.partition(END)
+    before, begin, after_begin = content.partition(BEGIN + "\n")
+    between, end, after = after_begin.partition(END)
     if not (begin and end):
         return content.rstrip("\n") + "\n\n" if content else "", {}, "\n"
     sections: dict[str, str] = {}
@@ -309,10 +309,10 @@ def _settings(experiment: Experiment) -> list[str]:
     """Return the options of all trainings, and those of single panels, blocks or rows."""
     names: dict[str, list[str]] = {}
     for name, options in experiment.own_settings():
-        if own := {key: value for key, value in options.items() if key != "estimator"}:
-            names.setdefault(_in_line(own), []).append(name)
-    own_lines = [f"Settings of {', '.join(those)}: {line}." for line, those in names.items()]
-    return [f"Settings: {_in_line(experiment.training)}.", *own_lines]
+        if specific := {key: value for key, value in options.items() if key != "estimator"}:
+            names.setdefault(_in_line(specific), []).append(name)
+    specific_lines = [f"Settings of {', '.join(parts)}: {line}." for line, parts in names.items()]
+    return [f"Settings: {_in_line(experiment.training)}.", *specific_lines]
 
 
 def _in_line(options: Mapping[str, Any]) -> str:

@@ -16,9 +16,9 @@ from experiments.jobs import Job, Store, distinct
 from experiments.trainings import Place, processes
 from experiments.work import RUN, perform
 
-# Called with what happened to a job, in words, and how many of how many are over.
+# Called with a message about a job, the number of ended jobs, and the number of all jobs.
 Tell = Callable[[str, int, int], None]
-# What went wrong, if anything, and the seconds that it took.
+# The error of a job, or None, and the seconds that the job took.
 Outcome = tuple[str | None, float]
 
 
@@ -80,8 +80,8 @@ def run(
                 if problem is not None:
                     failures.append(Failure(job, problem))
                 if tell is not None:
-                    words = f"{seconds:.0f} s" if problem is None else f"failed: {problem}"
-                    tell(f"{job.label}: {words}", over, len(left))
+                    message = f"{seconds:.0f} s" if problem is None else f"failed: {problem}"
+                    tell(f"{job.label}: {message}", over, len(left))
     return failures
 
 
@@ -139,13 +139,13 @@ def cluster_executor(file: Path, place: Place) -> submitit.AutoExecutor:
 def attempt(job: Job, place: Place) -> Outcome:
     """Run a job. Its error does not affect other jobs."""
     try:
-        with kept_memory():  # of this process, which may be one of several
+        with kept_memory():  # this process may be one of several
             return None, perform(job, place)["job_seconds"]
     except EvigradError as error:
         reason = str(error)
-    except Exception as error:  # as PyTorch's own, out of memory
+    except Exception as error:  # such as PyTorch's error when the memory is full
         reason = f"{type(error).__name__}: {error}"
-    # Where nothing can be written that is the reason itself.
+    # If the folder cannot be written, that is the reason of the failure.
     with suppress(ConfigurationError, OSError):
         Store(place.results).fail(job, reason)
     return reason, 0.0

@@ -124,7 +124,7 @@ class Table:
         if not self.columns[place].best:
             return []
         sign = 1.0 if self.columns[place].best == "high" else -1.0
-        found = []
+        best_rows = []
         for name in dict.fromkeys(self._groups):
             means = {
                 number: cell
@@ -132,14 +132,14 @@ class Table:
                 if group == name and isinstance(cell := row[place], Mean)
                 if math.isfinite(cell.mean)
             }
-            known = {n: cell for n, cell in means.items() if math.isfinite(cell.error)}
-            if len(known) > 1:
-                top = max(known.values(), key=lambda cell: sign * cell.mean)
+            with_error = {n: cell for n, cell in means.items() if math.isfinite(cell.error)}
+            if len(with_error) > 1:
+                top = max(with_error.values(), key=lambda cell: sign * cell.mean)
                 if any(sign * cell.mean > sign * top.mean for cell in means.values()):
-                    continue  # a better one has no error
+                    continue  # a better cell has no error
                 least = sign * top.mean - top.error
-                found += [n for n, c in known.items() if sign * c.mean + c.error >= least]
-        return found
+                best_rows += [n for n, c in with_error.items() if sign * c.mean + c.error >= least]
+        return best_rows
 
 
 def _is_number(cell: Cell) -> bool:

@@ -44,20 +44,20 @@ from experiments.augerino import WEIGHT, prepare_augerino
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Where things are, how they are shown, and on what they run: no result depends on these.
+# Folders, device and display of a training. No result depends on them.
 _FREE = {"data_dir", "device", "threads", "progress", "checkpoint_every"}
-_FREE |= {"config", "resume", *(each.name for each in fields(Results))}
-# Beside the options of a training, which name the folder of the data already.
+_FREE |= {"config", "resume", *(field.name for field in fields(Results))}
+# Options of the place that a command adds. The options of a training include the data folder.
 PLACE_OF_TRAINING = ("results", "jobs", "device", "threads")
-# Runs side by side where nothing is said: more of them may be too much for the memory.
+# Default of the parallel runs. More of them may exceed the memory.
 _MOST_JOBS = 4
-_DIGITS = 16  # of a name that is a hash
-# Options that are younger than results, or gone: at their default results keep the folders that
-# they have, and the spelling of training without an estimator.
+_DIGITS = 16  # number of digits of a name that is a hash
+# Options that were added or removed after the first results. At their defaults, the results keep
+# their folders.
 _YOUNGER = {"prior_mean": "zero", "noise_on_loss": False, "pixels": "normalized"}
 _YOUNGER |= dict.fromkeys(("categorical", "drop", "features", "max_epochs", "start_decay"))
 _GONE = {"split_blocks": False, "augerino_weight": WEIGHT}
-_MAP = "map"
+_MAP = "map"  # the stored name of trainings without an estimator
 
 
 @dataclass(frozen=True)
@@ -117,18 +117,18 @@ def resolved(options: Mapping[str, Any]) -> dict[str, Any]:
         ConfigurationError: If there is no such option, or if a value has a wrong type.
     """
     parser, defaults = _parser()
-    given = {name.replace("-", "_"): value for name, value in options.items()}
-    gone = {name: given.pop(name, default) for name, default in _GONE.items()}
+    normalized = {name.replace("-", "_"): value for name, value in options.items()}
+    gone = {name: normalized.pop(name, default) for name, default in _GONE.items()}
     try:
-        typed = parser.parse_object(given, defaults=False)
+        typed = parser.parse_object(normalized, defaults=False)
     except CommandLineError as error:
         mistake = explain(str(error), parser, "evigrad train")
         raise mistake from error
-    found = {**defaults, **{name: typed[name] for name in given if name not in _FREE}}
-    if found["estimator"] == NO_ESTIMATOR:
-        found["estimator"] = _MAP
-    found = {name: v for name, v in found.items() if name not in _YOUNGER or v != _YOUNGER[name]}
-    return found | gone
+    config = {**defaults, **{name: typed[name] for name in normalized if name not in _FREE}}
+    if config["estimator"] == NO_ESTIMATOR:
+        config["estimator"] = _MAP
+    config = {name: v for name, v in config.items() if name not in _YOUNGER or v != _YOUNGER[name]}
+    return config | gone
 
 
 @cache
@@ -157,7 +157,7 @@ def trained(config: Mapping[str, Any], folder: Path, place: Place) -> tuple[Setu
     else:
         (run,) = prepare_runs(setup, options)
     directory = RunDirectory(folder, resume=True)
-    # Several jobs may want one training at once, also only to read it.
+    # Several jobs may need one training at a time, some of them only to read it.
     with directory.locked(wait=True):
         if not (directory.path / CONFIGURATION).exists():
             directory.write_text(
@@ -189,10 +189,10 @@ def kept(path: Path, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the content of a JSON file. If there is none, call ``compute`` and store its value."""
     if path.exists():
         return stored(path)
-    found = compute()
+    content = compute()
     with replacing(path) as file:
-        file.write((json.dumps(found, indent=1) + "\n").encode("utf-8"))
-    return found
+        file.write((json.dumps(content, indent=1) + "\n").encode("utf-8"))
+    return content
 
 
 def stored(path: Path) -> dict[str, Any]:
@@ -216,18 +216,18 @@ def each_done(
     They run in parallel if the place has several jobs. The function must belong to a module. A
     failure prints a warning and gives None, and the others continue.
     """
-    found: list[dict[str, Any] | None] = [None] * len(configs)
+    results: list[dict[str, Any] | None] = [None] * len(configs)
     attempt = partial(_attempt, work, place, options)
     outcomes = _outcomes(attempt, configs, place.jobs)
-    for over, (number, (result, words)) in enumerate(outcomes, 1):
-        found[number] = result
+    for over, (number, (result, message)) in enumerate(outcomes, 1):
+        results[number] = result
         config = configs[number]
         name = f"{config['estimator'] or 'map'}, seed {config['seed']}"
         if result is None:
-            show("warning", f"{name} failed: {words}")
+            show("warning", f"{name} failed: {message}")
         else:
-            show("note", f"[{over}/{len(configs)}] {name}: {words}")
-    return found
+            show("note", f"[{over}/{len(configs)}] {name}: {message}")
+    return results
 
 
 Outcome = tuple[dict[str, Any] | None, str]
@@ -262,18 +262,18 @@ def _attempt(
     start = time.perf_counter()
     try:
         with kept_memory():
-            found = work(config, place, **options)
+            computed = work(config, place, **options)
     except EvigradError as error:
         return None, str(error)
-    except RuntimeError as error:  # as PyTorch's own, out of memory
+    except RuntimeError as error:  # such as PyTorch's error when the memory is full
         return None, f"{type(error).__name__}: {error}"
-    return found, f"{time.perf_counter() - start:.0f} s"
+    return computed, f"{time.perf_counter() - start:.0f} s"
 
 
 def named_setup(options: Namespace, place: Place) -> tuple[Setup, dict[str, Any]]:
     """Return data and network of a command with ``add_training``, and its options."""
-    known = {*NETWORK, *INVARIANCE, *SETTINGS} - {"data_dir"}
-    training = {name: options[name] for name in known if name in options}
+    option_names = {*NETWORK, *INVARIANCE, *SETTINGS} - {"data_dir"}
+    training = {name: options[name] for name in option_names if name in options}
     keywords = signature(set_up).parameters
     setup = _set_up_at(place, {name: v for name, v in training.items() if name in keywords})
     return setup, {**training, "model": setup.model_name}
@@ -284,7 +284,9 @@ def _set_up_at(place: Place, options: dict[str, Any]) -> Setup:
     return set_up(**{**options, **here})
 
 
-def add_list(group: Any, flag: str, kind: type, default: Sequence[Any] | None, words: str) -> None:
+def add_list(
+    group: Any, flag: str, kind: type, default: Sequence[Any] | None, help_text: str
+) -> None:
     """Add an option, such as ``--seeds``, that takes several values of one type."""
     group.add_argument(
         flag,
@@ -292,7 +294,7 @@ def add_list(group: Any, flag: str, kind: type, default: Sequence[Any] | None, w
         nargs="+",
         default=None if default is None else list(default),
         metavar="N" if kind is int else "NAME",
-        help=words,
+        help=help_text,
     )
 
 

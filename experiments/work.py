@@ -17,9 +17,9 @@ from experiments.jobs import Job, Store, is_kept
 from experiments.times import time_steps
 from experiments.trainings import Place, trained
 
-RUN = "run"  # the folder of a training inside that of its job
-PARTIAL = "partial.json"  # what is done of a curve
-_DIGITS = 6  # of what is kept of all epochs, which is drawn
+RUN = "run"  # folder of a training inside the folder of its job
+PARTIAL = "partial.json"  # the finished part of a curve
+_DIGITS = 6  # significant digits of the stored metrics of all epochs
 
 
 def perform(job: Job, place: Place) -> dict[str, Any]:
@@ -35,12 +35,12 @@ def perform(job: Job, place: Place) -> dict[str, Any]:
     torch.set_num_threads(place.threads)
     store = Store(place.results)
     folder, start = store.begin(job), time.perf_counter()
-    found = _result(job, folder, store.folder(job.needs or job) / RUN, place)
-    # A resumed training knows its earlier time.
-    found["job_seconds"] = max(time.perf_counter() - start, found.get("seconds", 0.0))
-    found |= {"machine": machine(place), "date": date.today().isoformat()}
-    store.finish(job, found)
-    return found
+    job_result = _result(job, folder, store.folder(job.needs or job) / RUN, place)
+    # The time of a resumed training includes its earlier runs.
+    job_result["job_seconds"] = max(time.perf_counter() - start, job_result.get("seconds", 0.0))
+    job_result |= {"machine": machine(place), "date": date.today().isoformat()}
+    store.finish(job, job_result)
+    return job_result
 
 
 def _result(job: Job, folder: Path, run: Path, place: Place) -> dict[str, Any]:

@@ -9,7 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # Participles and pronouns that stand for any value at all.
 VAGUE = {"found", "own", "each", "given", "known", "rest", "made", "some", "wanted"}
-FILES = sorted((ROOT / "src").rglob("*.py"))
+FOLDERS = ("src", "experiments", "examples")
+FILES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
 
 
 def bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:

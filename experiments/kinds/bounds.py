@@ -81,7 +81,7 @@ class Bounds(Experiment):
 
     def cases(self) -> list[Case]:
         """Return a curve for each panel, estimator and seed."""
-        found = []
+        cases = []
         for name, panel in self.panels.items():
             grid = panel.grid.values()
             for seed in panel.seeds or self.seeds:
@@ -89,13 +89,13 @@ class Bounds(Experiment):
                 for estimator, label in self.curves.items():
                     if estimator in panel.together and self.blocks is None:
                         job = curves(trained, panel.together, panel.hyperparameter, grid)
-                        read = partial(_read, of=estimator)
+                        read = partial(_read, estimator=estimator)
                     else:
                         job = curve(trained, estimator, panel.hyperparameter, grid, self.blocks)
                         read = _read
                     keys = {"panel": name, "estimator": estimator, "label": label or estimator}
-                    found.append(Case(keys, seed, {"curve": job}, read))
-        return found
+                    cases.append(Case(keys, seed, {"curve": job}, read))
+        return cases
 
     def with_seeds(self, seeds: Sequence[int]) -> Self:
         """Return the experiment with other seeds, also in panels with their own seeds."""
@@ -111,10 +111,10 @@ class Bounds(Experiment):
         is_grouped = {name: Estimator.parse(name).grouped for name in self.curves}
         drawn = [self._panels([row for row in rows if not is_grouped[row["estimator"]]])]
         if any(is_grouped.values()):
-            of_both = [
+            compared = [
                 r for r in rows if is_grouped[r["estimator"]] or r["label"] in self.reference
             ]
-            drawn.append(self._panels(of_both, _GROUPED))
+            drawn.append(self._panels(compared, _GROUPED))
         drawn = [row for row in drawn if row]
         return figures.panels(drawn, reference=self.reference, ordered=self.ordered, mark_tops=True)
 
@@ -139,8 +139,8 @@ class Bounds(Experiment):
             ]
             unit = "" if drawn else "log evidence bound\n(nats per example)"
             title = (panel.title or name) + ending
-            made = figures.Panel(title, panel.axis, unit, curves, panel.grid.log, True)
-            drawn += [made] if curves else []
+            if curves:
+                drawn.append(figures.Panel(title, panel.axis, unit, curves, panel.grid.log, True))
         return drawn
 
     def table(self, rows: list[Row]) -> Table:
@@ -181,7 +181,11 @@ class Bounds(Experiment):
                 for seed, ours in row["log_evidence"].by_seed.items():
                     gaps.setdefault(seed, []).append((abs(max(ours) - max(theirs)), row["label"]))
             # Seeds that lack a curve are not comparable.
-            whole = {seed: max(each) for seed, each in gaps.items() if len(each) == len(compared)}
+            whole = {
+                seed: max(seed_gaps)
+                for seed, seed_gaps in gaps.items()
+                if len(seed_gaps) == len(compared)
+            }
             if len(whole) > 1:
                 seed = min(whole, key=lambda seed: whole[seed][0])
                 gap, label = whole[seed]
@@ -198,14 +202,14 @@ class Bounds(Experiment):
 
     def remarks(self, rows: list[Row]) -> list[str]:
         """Return whether the orderings hold, and which seed is closest to the paper's maxima."""
-        found = [*self._closest_seeds(rows)]
+        remarks = [*self._closest_seeds(rows)]
         for chain in self.orderings:
             for panel in self.panels:
-                known = {r["estimator"]: r["log_evidence"] for r in rows if r["panel"] == panel}
-                chosen = [name for name in chain if name in known]
+                bounds = {r["estimator"]: r["log_evidence"] for r in rows if r["panel"] == panel}
+                chosen = [name for name in chain if name in bounds]
                 broken, seeds = [], set[int]()
                 for upper, lower in zip(chosen, chosen[1:], strict=False):
-                    common, points, gaps = _gaps(known[upper], known[lower])
+                    common, points, gaps = _gaps(bounds[upper], bounds[lower])
                     seeds |= common
                     if gaps:
                         broken.append(
@@ -217,8 +221,8 @@ class Bounds(Experiment):
                     verdict = f"holds at every point of the grid{all_seeds}"
                     if broken:
                         verdict = f"does not hold everywhere: {', '.join(broken)}"
-                    found.append(f"The ordering `{' ≥ '.join(chosen)}` ({panel}) {verdict}.")
-        return found
+                    remarks.append(f"The ordering `{' ≥ '.join(chosen)}` ({panel}) {verdict}.")
+        return remarks
 
 
 @cache
@@ -229,14 +233,14 @@ def published_curves() -> dict[tuple[str, str, str], tuple[list[float], list[flo
     Gradients using Neural Tangent Kernels*, to about 0.02 nats and 3 % of a precision. Points that
     other curves or a legend cover are missing.
     """
-    found: dict[tuple[str, str, str], tuple[list[float], list[float]]] = {}
+    published: dict[tuple[str, str, str], tuple[list[float], list[float]]] = {}
     with (FOLDER / "curves.csv").open(encoding="utf-8", newline="") as file:
         for line in csv.DictReader(file):
             key = (line["figure"], line["panel"], line["estimator"])
-            x, y = found.setdefault(key, ([], []))
+            x, y = published.setdefault(key, ([], []))
             x.append(float(line["hyperparameter"]))
             y.append(float(line["log_evidence"]))
-    return found
+    return published
 
 
 def _top(x: Sequence[float], y: Sequence[float]) -> tuple[float, str]:
@@ -257,9 +261,9 @@ def _largest_gap(
     return float(np.nanmax(np.abs(at - theirs)))
 
 
-def _read(results: Mapping[str, dict[str, Any]], of: str | None = None) -> dict[str, Any]:
-    found = results["curve"] if of is None else results["curve"][of]
-    return {"log_evidence": found["mean"], "draw_error": found["sem"]}
+def _read(results: Mapping[str, dict[str, Any]], estimator: str | None = None) -> dict[str, Any]:
+    bound = results["curve"] if estimator is None else results["curve"][estimator]
+    return {"log_evidence": bound["mean"], "draw_error": bound["sem"]}
 
 
 def _gaps(above: Mean, below: Mean) -> tuple[set[int], int, list[float]]:

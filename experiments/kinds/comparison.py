@@ -9,8 +9,8 @@ from experiments.definition import Experiment, Options
 from experiments.jobs import final_numbers, training, with_estimate
 from experiments.tables import Column, Table
 
-_BLOCKS = 20  # that an estimate at the end is the mean of
-# Key of a row: the paper's row that it takes the place of.
+_BLOCKS = 20  # number of blocks whose mean is the final estimate
+# Key of a row: the label of the paper's row whose numbers are shown next to it.
 _STANDS_FOR = "stands_for"
 _NUMBERS = ("log_evidence", "log_likelihood", "accuracy")
 
@@ -51,17 +51,18 @@ class Comparison(Experiment):
 
     def cases(self) -> list[Case]:
         """Return a training for each block, data set, row and seed."""
-        found = []
+        cases = []
         for name, block in self.blocks.items():
             for data_set, data in self.data_sets.items():
                 for label, row in block.rows.items():
-                    options = (self.training, block.training, {"data": data}, _own(row))
+                    row_options = _training_options(row)
+                    options = (self.training, block.training, {"data": data}, row_options)
                     for seed in block.seeds or self.seeds:
                         trained = training(*options, seed=seed)
                         keys = {"block": name, "data_set": data_set, "label": label}
                         jobs = with_estimate(trained, _BLOCKS)
-                        found.append(Case(keys, seed, jobs, final_numbers))
-        return found
+                        cases.append(Case(keys, seed, jobs, final_numbers))
+        return cases
 
     def with_seeds(self, seeds: Sequence[int]) -> Self:
         """Return the experiment with other seeds, also in blocks with their own seeds."""
@@ -70,17 +71,18 @@ class Comparison(Experiment):
 
     def own_settings(self) -> list[tuple[str, Options]]:
         """Return the settings of the blocks and of their rows."""
-        found = []
+        settings = []
         for name, block in self.blocks.items():
-            found += [(name, block.training), *((n, _own(row)) for n, row in block.rows.items())]
-        return found
+            settings.append((name, block.training))
+            settings += [(label, _training_options(row)) for label, row in block.rows.items()]
+        return settings
 
     def table(self, rows: list[Row]) -> Table:
         """Return a row per method, with our numbers and the paper's for each data set.
 
         Methods that only the paper has come last in their block.
         """
-        found = {(row["block"], row["data_set"], row["label"]): row for row in rows}
+        rows_by_key = {(row["block"], row["data_set"], row["label"]): row for row in rows}
         data_sets = list(dict.fromkeys(row["data_set"] for row in rows))
         standards = {n: block.yardstick or self.yardstick for n, block in self.blocks.items()}
         named = ", ".join(dict.fromkeys(name for name in standards.values() if name))
@@ -99,19 +101,19 @@ class Comparison(Experiment):
             ours = {
                 label: row.get(_STANDS_FOR, label)
                 for label, row in block.rows.items()
-                if any((name, data_set, label) in found for data_set in data_sets)
+                if any((name, data_set, label) in rows_by_key for data_set in data_sets)
             }
             theirs = dict.fromkeys(
-                m for of_set in self.paper.get(name, {}).values() for m in of_set
+                m for methods in self.paper.get(name, {}).values() for m in methods
             )
             others = {label: label for label in theirs if label not in ours.values()}
             for label, paper_label in (ours | others if ours else {}).items():
-                of_row = [found.get((name, data_set, label)) for data_set in data_sets]
-                weights = max((row["weights"].mean for row in of_row if row), default=None)
+                method_rows = [rows_by_key.get((name, data_set, label)) for data_set in data_sets]
+                weights = max((row["weights"].mean for row in method_rows if row), default=None)
                 line = [name, label, None if weights is None else f"{weights:,.0f}"]
-                for data_set, row in zip(data_sets, of_row, strict=True):
+                for data_set, row in zip(data_sets, method_rows, strict=True):
                     line += [row and row[number] for number in _NUMBERS]
-                    yardstick = found.get((name, data_set, standards[name] or ""))
+                    yardstick = rows_by_key.get((name, data_set, standards[name] or ""))
                     line.append(_time(row, standards[name], yardstick))
                     line.append(self._of_the_paper(name, data_set, paper_label))
                 cells.append(line)
@@ -123,20 +125,20 @@ class Comparison(Experiment):
 
     def remarks(self, rows: list[Row]) -> list[str]:
         """Return remarks on bold numbers, on the evidence, and on omitted data sets."""
-        found = [
+        remarks = [
             "Each estimator reports its own log evidence. Looser bounds report lower values.",
             "Bold: the best of a block, and all that overlap with it within standard errors."
             " Results of one seed have no standard error and are not bold.",
         ]
-        of_paper = dict.fromkeys(
+        paper_data_sets = dict.fromkeys(
             data_set for block in self.blocks for data_set in self.paper.get(block, {})
         )
-        if left := [name for name in of_paper if name not in self.data_sets]:
-            found.append(f"Not run: {', '.join(left)}.")
-        return found
+        if left := [name for name in paper_data_sets if name not in self.data_sets]:
+            remarks.append(f"Not run: {', '.join(left)}.")
+        return remarks
 
 
-def _own(row: Options) -> Options:
+def _training_options(row: Options) -> Options:
     return {key: value for key, value in row.items() if key != _STANDS_FOR}
 
 

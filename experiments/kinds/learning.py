@@ -42,61 +42,61 @@ class Learning(Experiment):
 
     def cases(self) -> list[Case]:
         """Return a training and its final estimate for each group, estimator and seed."""
-        found = []
+        cases = []
         for group, estimators in self.groups.items():
             for name, label in estimators.items():
                 options = (self.training, {"estimator": name}, self.exceptions.get(name, {}))
                 keys = {"group": group, "estimator": name, "label": label or name}
                 for seed in self.seeds:
                     jobs = with_estimate(training(*options, seed=seed), BLOCKS)
-                    found.append(Case(keys, seed, jobs, self._read))
-        return found
+                    cases.append(Case(keys, seed, jobs, self._read))
+        return cases
 
     def remarks(self, rows: list[Row]) -> list[str]:
         """Return remarks on the log evidence, and on estimators with other settings."""
-        found = []
+        remarks = []
         for group in self.groups:
-            own = [r for r in rows if r["group"] == group and r["estimator"] in self.exceptions]
-            if own:
-                labels = ", ".join(row["label"] for row in own)
-                found.append(f"Estimators with other settings in *{group}*: {labels}.")
+            in_group = [row for row in rows if row["group"] == group]
+            labels = [row["label"] for row in in_group if row["estimator"] in self.exceptions]
+            if labels:
+                remarks.append(f"Estimators with other settings in *{group}*: {', '.join(labels)}.")
         if "log_evidence" in self.quantities:
-            found.append(
+            remarks.append(
                 "The figure shows the mean log evidence over the steps of a round, without the"
                 " lowest values. The table shows the estimate after training, over at most"
                 f" {BLOCKS} subsets. It is exact for estimators on all data."
             )
-        return found
+        return remarks
 
     def own_settings(self) -> list[tuple[str, Options]]:
         """Return the settings of the exceptions."""
-        known = {name for estimators in self.groups.values() for name in estimators}
-        return [item for item in self.exceptions.items() if item[0] in known]
+        drawn = {name for estimators in self.groups.values() for name in estimators}
+        return [item for item in self.exceptions.items() if item[0] in drawn]
 
     def _read(self, results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         trained = results["train"]
-        found: dict[str, Any] = {"final": trained["test"]["log_likelihood"]}
-        found |= {"seconds": trained["seconds"]}
+        numbers: dict[str, Any] = {"final": trained["test"]["log_likelihood"]}
+        numbers |= {"seconds": trained["seconds"]}
         if "estimate" in results:
-            found["estimate"] = results["estimate"]["per_datum"]
-            found[OVER_SUBSETS] = results["estimate"]["sem"]
+            numbers["estimate"] = results["estimate"]["per_datum"]
+            numbers[OVER_SUBSETS] = results["estimate"]["sem"]
         for name, column in trained["history"].items():
             if name in self.quantities:
-                # Epochs may differ between seeds, as where a step was skipped.
-                found[name] = np.full(trained["epochs"], np.nan)
-                found[name][np.array(column["epoch"]) - 1] = column["value"]
-        return found
+                # Epochs may differ between seeds, for example if a step was skipped.
+                numbers[name] = np.full(trained["epochs"], np.nan)
+                numbers[name][np.array(column["epoch"]) - 1] = column["value"]
+        return numbers
 
     def figure(self, rows: list[Row]) -> "Figure":
         """Return groups side by side, with quantities below each other."""
-        columns = {group: [row for row in rows if row["group"] == group] for group in self.groups}
-        columns = {group: found for group, found in columns.items() if found}
+        groups = [group for group in self.groups if any(row["group"] == group for row in rows)]
+        columns = {group: [row for row in rows if row["group"] == group] for group in groups}
         grid = [
             [
                 figures.Panel(
                     group if down == 0 else "",
                     "epoch" if down == len(self.quantities) - 1 else "",
-                    "" if group != next(iter(columns)) else unit,
+                    "" if group != groups[0] else unit,
                     [
                         figures.Curve(
                             row["label"],
@@ -104,12 +104,12 @@ class Learning(Experiment):
                             row[name].mean,
                             row[name].error,
                         )
-                        for row in found
+                        for row in group_rows
                         if name in row
                     ],
                     clipped=name == "log_evidence",
                 )
-                for group, found in columns.items()
+                for group, group_rows in columns.items()
             ]
             for down, (name, unit) in enumerate(self.quantities.items())
         ]
@@ -145,5 +145,7 @@ def _last(value: Mean | None) -> Mean | None:
     """Return the last value of a curve that is known for all seeds."""
     if value is None:
         return None
-    known = np.flatnonzero(np.isfinite(value.mean))
-    return Mean(value.mean[known[-1]], value.error[known[-1]], value.count) if len(known) else None
+    finite = np.flatnonzero(np.isfinite(value.mean))
+    if not len(finite):
+        return None
+    return Mean(value.mean[finite[-1]], value.error[finite[-1]], value.count)

@@ -44,22 +44,22 @@ class Pareto(Experiment):
 
     def specs(self) -> dict[str, Estimator]:
         """Return the estimators to compare, by name."""
-        found = self.estimators
-        if isinstance(found, Names):
-            parts = product(found.structures, found.subsets, found.outputs)
-            found = ["-".join(map(str, each)) for each in parts] + found.more
-        if not found:
+        names = self.estimators
+        if isinstance(names, Names):
+            combinations = product(names.structures, names.subsets, names.outputs)
+            names = ["-".join(map(str, combination)) for combination in combinations] + names.more
+        if not names:
             raise ConfigurationError(f"The experiment {self.name} names no estimators.")
-        specs = map(Estimator.parse, found)
+        specs = map(Estimator.parse, names)
         return {spec.name: spec for spec in specs}
 
     def cases(self) -> list[Case]:
         """Return a training, its final estimate and its time for each estimator and seed."""
-        found = []
+        cases = []
         for name in self.specs():
             for seed in self.seeds:
-                own = self.exceptions.get(name, {})
-                trained = training(self.training, {"estimator": name}, own, seed=seed)
+                exception = self.exceptions.get(name, {})
+                trained = training(self.training, {"estimator": name}, exception, seed=seed)
                 jobs = {
                     "train": trained,
                     "estimate": evaluation(trained, blocks=BLOCKS),
@@ -67,17 +67,17 @@ class Pareto(Experiment):
                 }
                 if self.judge is not None:
                     jobs["judge"] = evaluation(trained, self.judge)
-                found.append(Case({"estimator": name}, seed, jobs, _read))
-        return found
+                cases.append(Case({"estimator": name}, seed, jobs, _read))
+        return cases
 
     def own_settings(self) -> list[tuple[str, Options]]:
         """Return the settings of the exceptions."""
-        known = self.specs()
-        return [item for item in self.exceptions.items() if item[0] in known]
+        compared = self.specs()
+        return [item for item in self.exceptions.items() if item[0] in compared]
 
     def figure(self, rows: list[Row]) -> "Figure":
         """Return a point for each estimator, and the frontier. Full-batch estimators are black."""
-        specs, found = self.specs(), []
+        specs, points = self.specs(), []
         families = [specs[row["estimator"]].family for row in rows]
         many = Counter(group for group, _ in families)
         for row, (group, size) in zip(rows, families, strict=True):
@@ -85,10 +85,12 @@ class Pareto(Experiment):
                 group += " (evigrad)"
             elif many[group] == 1:
                 group = row["estimator"]
-            x, y, own = row["seconds"], row["value"], row["estimator"] in self.exceptions
-            found.append(figures.Point(group, size, x.mean, y.mean, y_error=y.error, hollow=own))
+            x, y, hollow = row["seconds"], row["value"], row["estimator"] in self.exceptions
+            points.append(
+                figures.Point(group, size, x.mean, y.mean, y_error=y.error, hollow=hollow)
+            )
         return figures.points(
-            found,
+            points,
             self.title,
             "seconds per estimate with gradient",
             "− log evidence, own estimate\n(nats per example)",
@@ -127,16 +129,16 @@ class Pareto(Experiment):
 
     def remarks(self, rows: list[Row]) -> list[str]:
         """Return the estimators on the frontier, and remarks on points and times."""
-        found = [f"On the frontier, from fast to slow: {', '.join(self._front(rows))}."]
+        remarks = [f"On the frontier, from fast to slow: {', '.join(self._front(rows))}."]
         specs, names = self.specs(), [row["estimator"] for row in rows]
         if any(name in self.exceptions for name in names):
-            found.append("Hollow markers: trained with other settings, named below.")
+            remarks.append("Hollow markers: trained with other settings, named below.")
         if any(specs[name].anchored for name in names):
-            found.append(
+            remarks.append(
                 "Anchors are chosen every third round. The time of anchored rows includes their"
                 " share of the choice."
             )
-        return found
+        return remarks
 
     def _front(self, rows: list[Row]) -> list[str]:
         points = [(row["seconds"].mean, row["value"].mean) for row in rows]
@@ -145,7 +147,7 @@ class Pareto(Experiment):
 
 def _read(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     times = results["time"]
-    found = {
+    numbers = {
         "seconds": times["estimate_seconds"],
         "steps": times["estimate_seconds"] / times["step_seconds"],
         "value": -results["estimate"]["per_datum"],
@@ -153,6 +155,6 @@ def _read(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         "log_likelihood": results["train"]["test"]["log_likelihood"],
     }
     if "judge" in results:
-        found["judge"] = -results["judge"]["per_datum"]
+        numbers["judge"] = -results["judge"]["per_datum"]
     history = results["train"]["history"]
-    return found | {n: history[n]["value"][-1] for n in history if n.startswith(RANGE)}
+    return numbers | {n: history[n]["value"][-1] for n in history if n.startswith(RANGE)}

@@ -30,18 +30,18 @@ class Selection(Experiment):
 
     def cases(self) -> list[Case]:
         """Return a training and its log evidence by the judge for each architecture and seed."""
-        found = []
+        cases = []
         for family, architectures in self.architectures.items():
             for label, options in architectures.items():
                 for seed in self.seeds:
                     trained = training(self.training, options, seed=seed)
                     jobs = {"train": trained, "evidence": evaluation(trained, self.judge)}
-                    found.append(Case({"family": family, "label": label}, seed, jobs, _read))
-        return found
+                    cases.append(Case({"family": family, "label": label}, seed, jobs, _read))
+        return cases
 
     def figure(self, rows: list[Row]) -> "Figure":
         """Return a point for each architecture, with errors of both quantities."""
-        found = [
+        points = [
             figures.Point(
                 row["family"],
                 row["label"],
@@ -53,7 +53,7 @@ class Selection(Experiment):
             for row in rows
         ]
         across = f"log evidence by {self.judge} (nats per example)"
-        return figures.points(found, self.title, across, "test log likelihood (nats per example)")
+        return figures.points(points, self.title, across, "test log likelihood (nats per example)")
 
     def table(self, rows: list[Row]) -> Table:
         """Return both numbers for each architecture."""
@@ -73,19 +73,19 @@ class Selection(Experiment):
 
     def remarks(self, rows: list[Row]) -> list[str]:
         """Return what evidence and test data choose in each family, and their correlation."""
-        found = []
+        remarks = []
         for family in self.architectures:
             chosen = [row for row in rows if row["family"] == family]
             if len(chosen) < 3:
                 continue
             by_evidence, by_test = (max(chosen, key=lambda row: row[key].mean) for key in "xy")
             agreement = rank_correlation(*([row[key].mean for row in chosen] for key in "xy"))
-            found.append(
+            remarks.append(
                 f"{family}: the log evidence chooses {by_evidence['label']}, and the test data"
                 f" choose {by_test['label']}. Rank correlation {agreement:.2f} over {len(chosen)}"
                 " networks."
             )
-        return found
+        return remarks
 
 
 def _read(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from experiments.tables import Column, Table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_BLOCKS = 20  # that an estimate at the end is the mean of
-_APART = 0.12  # between methods that stand side by side, of the distance between variants
+_BLOCKS = 20  # number of blocks whose mean is the final estimate
+_APART = 0.12  # distance between neighboring methods, as a share of that between variants
 _QUANTITIES = {
     "log_evidence": "log evidence\n(nats per example)",
     "log_likelihood": "test log likelihood\n(nats per example)",
@@ -51,19 +51,19 @@ class Subsets(Experiment):
 
     def cases(self) -> list[Case]:
         """Return a training for each variant, row, size and seed."""
-        found = []
+        cases = []
         for variant, data in self.variants.items():
             for label, options in self.rows.items():
                 if variant not in self.only.get(label, [variant]):
                     continue
                 for size in self.sizes:
                     for seed in self.seeds:
-                        own = {"data": data, "subset": size}
-                        trained = training(self.training, options, own, seed=seed)
+                        data_options = {"data": data, "subset": size}
+                        trained = training(self.training, options, data_options, seed=seed)
                         keys = {"variant": variant, "label": label, "size": size}
                         jobs = with_estimate(trained, _BLOCKS)
-                        found.append(Case(keys, seed, jobs, final_numbers))
-        return found
+                        cases.append(Case(keys, seed, jobs, final_numbers))
+        return cases
 
     def own_settings(self) -> list[tuple[str, Options]]:
         """Return the settings of the rows."""
@@ -74,9 +74,8 @@ class Subsets(Experiment):
 
         With a single size, each quantity has one panel with the variants side by side.
         """
-        columns = {v: [row for row in rows if row["variant"] == v] for v in self.variants}
-        columns = {variant: found for variant, found in columns.items() if found}
-        variants = list(columns)
+        variants = [v for v in self.variants if any(row["variant"] == v for row in rows)]
+        columns = {v: [row for row in rows if row["variant"] == v] for v in variants}
         looks = {"reference": self.reference, "ordered": self.ordered}
         if len({row["size"] for row in rows}) == 1:
             grid = [
@@ -95,12 +94,12 @@ class Subsets(Experiment):
                     "training examples" if down == len(_QUANTITIES) - 1 else "",
                     "" if variant != variants[0] else unit,
                     [
-                        _curve(label, own, [row["size"] for row in own], name)
-                        for label, own in _by_label(of).items()
+                        _curve(label, method_rows, [row["size"] for row in method_rows], name)
+                        for label, method_rows in _by_label(variant_rows).items()
                     ],
                     log=True,
                 )
-                for variant, of in columns.items()
+                for variant, variant_rows in columns.items()
             ]
             for down, (name, unit) in enumerate(_QUANTITIES.items())
         ]
@@ -137,12 +136,12 @@ def _curve(label: str, rows: list[Row], places: list[float], name: str) -> figur
 def _beside(rows: list[Row], variants: list[str], name: str) -> list[figures.Curve]:
     """Return a quantity of each method over the variants, with methods slightly apart."""
     by_label = _by_label(rows)
-    found = []
-    for number, (label, own) in enumerate(by_label.items()):
+    curves = []
+    for number, (label, method_rows) in enumerate(by_label.items()):
         apart = _APART * (number - (len(by_label) - 1) / 2)
-        places = [variants.index(row["variant"]) + apart for row in own]
-        found.append(_curve(label, own, places, name))
-    return found
+        places = [variants.index(row["variant"]) + apart for row in method_rows]
+        curves.append(_curve(label, method_rows, places, name))
+    return curves
 
 
 def _by_label(rows: list[Row]) -> dict[str, list[Row]]:
