@@ -79,10 +79,13 @@ def main(arguments: list[str] | None = None) -> None:
                 temperature=TEMPERATURE,
             )
             for structure in STRUCTURES:
-                own = evidence.posterior((x, y), structure=structure)(test)
+                predictive = evidence.posterior((x, y), structure=structure)(test)
                 theirs = moments(model, task, structure, (x, y), test)
                 for what, mine, other in zip(
-                    ("mean", "covariance"), (own.mean, own.covariance), theirs, strict=True
+                    ("mean", "covariance"),
+                    (predictive.mean, predictive.covariance),
+                    theirs,
+                    strict=True,
                 ):
                     difference = float((mine - other).abs().max() / other.abs().max())
                     worst = max(worst, difference)

@@ -70,16 +70,16 @@ def main() -> None:
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--case", type=int, help="a single one")
     parser.add_argument("--kept", action="store_true")
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    if given.case is not None:
-        print(json.dumps(measure(CASES[given.case], given.kept, given.repeats)))
+    if arguments.case is not None:
+        print(json.dumps(measure(CASES[arguments.case], arguments.kept, arguments.repeats)))
         return
     print(machine())
     rows: list[dict[str, Any]] = []
     for number, (model, samples, count) in enumerate(CASES):
-        common = [f"--{k}={getattr(given, k)}" for k in ("repeats", "threads")]
+        common = [f"--{k}={getattr(arguments, k)}" for k in ("repeats", "threads")]
         common.append(f"--case={number}")
         usual = in_own_process(__file__, common, timeout=600)
         kept = in_own_process(__file__, [*common, "--kept"], timeout=600)
@@ -99,8 +99,8 @@ def main() -> None:
                 }
             )
             print({k: v for k, v in rows[-1].items() if k != "machine"}, flush=True)
-        if given.csv:
-            write_csv(given.csv, rows)
+        if arguments.csv:
+            write_csv(arguments.csv, rows)
 
 
 if __name__ == "__main__":

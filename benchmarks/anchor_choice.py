@@ -61,13 +61,13 @@ def choices(
 ) -> dict[str, tuple[str, dict[str, Any]]]:
     """Return the estimator and its settings for each column of the table."""
     name = f"ntk-{k}-rows-anchored"
-    found: dict[str, tuple[str, dict[str, Any]]] = {"ntk-k-1": (f"ntk-{k}-1", {})}
+    estimators: dict[str, tuple[str, dict[str, Any]]] = {"ntk-k-1": (f"ntk-{k}-1", {})}
     named = ("random", "k-centre", *(["score"] if data.is_classification else []))
-    ways = {each: Anchoring(choice=each) for each in named}
+    ways = {choice: Anchoring(choice=choice) for choice in named}
     ways |= {f"greedy, {words}": Anchoring(choice="greedy") for words in kernels}
-    found |= {w: (name, {"anchoring": how}) for w, how in ways.items()}
+    estimators |= {w: (name, {"anchoring": how}) for w, how in ways.items()}
     plain = Anchoring(choice="k-centre", grouped=False)
-    return found | {"k-centre, no groups": (name, {"anchoring": plain})}
+    return estimators | {"k-centre, no groups": (name, {"anchoring": plain})}
 
 
 def whitened(evidence: Evidence, data: DataSet) -> dict[str, Tensor]:
@@ -83,11 +83,11 @@ def whitened(evidence: Evidence, data: DataSet) -> dict[str, Tensor]:
         return jacrev(lambda w: functional_call(model, w, (point[None],))[0])(weights)
 
     jacobians = [of_one(point) for point in x]
-    found = {}
+    whitened_rows = {}
     for name, precision in evidence.prior.precisions().items():
-        j = torch.stack([each[name].flatten(1) for each in jacobians])
-        found[name] = (rows @ j).flatten(0, 1).detach() / precision.detach().sqrt()
-    return found
+        j = torch.stack([jacobian[name].flatten(1) for jacobian in jacobians])
+        whitened_rows[name] = (rows @ j).flatten(0, 1).detach() / precision.detach().sqrt()
+    return whitened_rows
 
 
 def grams(evidence: Evidence, data: DataSet) -> dict[str, Tensor]:
@@ -135,14 +135,14 @@ def one(name: str, seed: int, data: DataSet, rows: Sequence[int], count: int) ->
     trained = evigrad.fit(model, data.train, likelihood=likelihood, seed=seed, **grouped(TRAINING))
     dense = kernels(trained.evidence, data)
     exact = float(torch.linalg.slogdet(dense["all"] + torch.eye(len(dense["all"])).double())[1])
-    found = []
+    cases = []
     for k in rows:
         for choice, (estimator, settings) in choices(k, data, dense).items():
             evidence = trained.evidence.with_estimator(estimator, generator=seed, **settings)
             kernel = dense.get(choice.removeprefix("greedy, "))
             with nullcontext() if kernel is None else chosen_by(kernel):
                 ratios = [value / exact for value in draws(evidence, data, count)]
-            found.append(
+            cases.append(
                 {
                     "data": name,
                     "seed": seed,
@@ -153,21 +153,21 @@ def one(name: str, seed: int, data: DataSet, rows: Sequence[int], count: int) ->
                     "exact": exact,
                 }
             )
-            print(found[-1], flush=True)
-    return found
+            print(cases[-1], flush=True)
+    return cases
 
 
-def as_markdown(found: list[dict[str, Any]]) -> str:
+def as_markdown(cases: list[dict[str, Any]]) -> str:
     """Return a line for each data set and number of rows, with means over the seeds."""
-    columns = list(dict.fromkeys(each["choice"] for each in found))
+    columns = list(dict.fromkeys(case["choice"] for case in cases))
     lines = [
         f"| data | rows | {' | '.join(columns).replace('centre', 'center')} |",
         "|---|---" + "|---" * len(columns) + "|",
     ]
-    for data, rows in dict.fromkeys((each["data"], each["rows"]) for each in found):
+    for data, rows in dict.fromkeys((case["data"], case["rows"]) for case in cases):
         cells = []
         for choice in columns:
-            same = [f for f in found if (f["data"], f["rows"], f["choice"]) == (data, rows, choice)]
+            same = [f for f in cases if (f["data"], f["rows"], f["choice"]) == (data, rows, choice)]
             mean = statistics.mean(f["mean"] for f in same) if same else 0.0
             spread = statistics.mean(f["deviation"] for f in same) if same else 0.0
             cells.append(f"{mean:.2f} ± {spread:.2f}" if same else "–")
@@ -190,14 +190,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--page", type=Path, default=Path("docs/results.md"))
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    found: list[dict[str, Any]] = []
+    cases: list[dict[str, Any]] = []
     for name in options.data:
         for seed in options.seeds:
             subset = SUBSET.get(name)
             data = load(name, data_dir=options.data_dir, subset=subset, seed=seed)
-            found += one(name, seed, data, options.rows, options.draws)
-    write_csv(options.tables / "anchor_choice.csv", found)
-    text = f"{as_markdown(found)}\n\n{measured_on([machine()])}"
+            cases += one(name, seed, data, options.rows, options.draws)
+    write_csv(options.tables / "anchor_choice.csv", cases)
+    text = f"{as_markdown(cases)}\n\n{measured_on([machine()])}"
     print(text)
     if options.page.exists():
         insert(options.page, "anchor_choice", text)

@@ -142,8 +142,8 @@ class Problem:
         chosen = ranked[: count - drawn]
         others = torch.ones(self.scores.head.numel(), dtype=torch.bool)
         others[chosen] = False
-        rest = others.nonzero().squeeze(1)
-        extra = rest[torch.randperm(len(rest), generator=generator)[:drawn]]
+        unchosen = others.nonzero().squeeze(1)
+        extra = unchosen[torch.randperm(len(unchosen), generator=generator)[:drawn]]
         return torch.cat([chosen, extra]).sort().values
 
     def _ranked(self, how: str, count: int, among: int, generator: torch.Generator) -> Tensor:
@@ -175,25 +175,25 @@ class Problem:
         groups = Groups()
         if idea.blocks == "grouped":
 
-            def known(rows: Tensor) -> Tensor:
+            def last_layer_kernel(rows: Tensor) -> Tensor:
                 return self.kernels["last layer"][rows][:, rows]
 
-            groups = form_groups(self.scores.head, anchors, num_rows, known, generator)
-        made = AnchoredPartition.draw(anchors, self.scores, num_rows, generator, groups)
+            groups = form_groups(self.scores.head, anchors, num_rows, last_layer_kernel, generator)
+        partition = AnchoredPartition.draw(anchors, self.scores, num_rows, generator, groups)
         if idea.blocks in ("grouped", "stratified"):
-            return made.parts, list(made.keys), made.guesses
+            return partition.parts, list(partition.keys), partition.guesses
         if idea.blocks == "uniform":
-            rest = torch.cat(made.parts)
-            parts = list(rest[torch.randperm(len(rest), generator=generator)].split(size))
+            others = torch.cat(partition.parts)
+            parts = list(others[torch.randperm(len(others), generator=generator)].split(size))
         else:
             key = (idea.blocks, size, *anchors.tolist())
             if key not in self._grouped:
-                rest = torch.cat(made.parts)
-                both = torch.cat([anchors, rest])
+                others = torch.cat(partition.parts)
+                both = torch.cat([anchors, others])
                 left = conditional(self.kernels[idea.blocks][both][:, both], len(anchors))
                 assert left is not None
-                found, entropies = grouped(left, size)
-                self._grouped[key] = [rest[part] for part in found], entropies
+                positions, entropies = grouped(left, size)
+                self._grouped[key] = [others[part] for part in positions], entropies
             parts, guesses = self._grouped[key]
             return parts, [0] * len(parts), guesses
         flat = self.scores.head.flatten().double()
@@ -228,8 +228,8 @@ def measured(problem: Problem, idea: Idea, k: int, seed: int) -> dict[str, float
         anchors = problem.anchors(idea, count, generator)
         parts, _, _ = problem.blocks(idea, anchors, size, generator)
         of_anchors = problem.entropy(anchors)
-        given = [problem.entropy(torch.cat([anchors, part])) - of_anchors for part in parts]
-        bounds.append((of_anchors + sum(given)) / problem.exact)
+        increases = [problem.entropy(torch.cat([anchors, part])) - of_anchors for part in parts]
+        bounds.append((of_anchors + sum(increases)) / problem.exact)
     predictor, seen = EntropyPredictor(), Gradients()
     values, gradients = [], []
     for draw in range(WARM_UP + DRAWS):
@@ -252,11 +252,11 @@ def measured(problem: Problem, idea: Idea, k: int, seed: int) -> dict[str, float
                 torch.cat([anchors, parts[number]]),
                 idea.several * float(chances[number]),
             )
-            found, turned = problem.entropy(both) - of_anchors, problem.gradient(both) - slope
-            value += (found - float(base[number])) / weight
+            increase, turned = problem.entropy(both) - of_anchors, problem.gradient(both) - slope
+            value += (increase - float(base[number])) / weight
             gradient = gradient + (turned - slopes[number]) / weight
-            predictor.observe(keys[number], float(expected[number]), found)
-            seen.observe(keys[number], found, turned)
+            predictor.observe(keys[number], float(expected[number]), increase)
+            seen.observe(keys[number], increase, turned)
         if draw >= WARM_UP:
             values.append(value / problem.exact)
             gradients.append(gradient)
@@ -326,13 +326,13 @@ def main(arguments: list[str] | None = None) -> None:
         evidence = evidence_at(files[stage], data, seed, "ntk-400-rows-anchored")
         problem = Problem(evidence, data, grams(evidence, data))
         for k in options.rows:
-            found = []
+            rows_of_case = []
             for name, idea in IDEAS.items():
-                found.append(
+                rows_of_case.append(
                     {"seed": seed, "rows": k, "idea": name, **measured(problem, idea, k, seed)}
                 )
-                print(found[-1], flush=True)
-            kept[k].write_text(json.dumps(found, indent=1))
+                print(rows_of_case[-1], flush=True)
+            kept[k].write_text(json.dumps(rows_of_case, indent=1))
     results = [
         row for path in sorted(options.results.glob("case-*.json"))
         for row in json.loads(path.read_text())

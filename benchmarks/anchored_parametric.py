@@ -62,20 +62,20 @@ def measured(
     parts, _, _ = problem.blocks(NOW, anchors, k - count, generator)
     none = anchors[:0]
     plain = list(torch.randperm(len(squares), generator=generator).split(k))
-    found = []
+    rows = []
     for structure in STRUCTURES:
         values = {}
-        for name, given, blocks in (("anchored", anchors, parts), ("plain", none, plain)):
+        for name, anchor_rows, blocks in (("anchored", anchors, parts), ("plain", none, plain)):
             if structure == "diag":
-                values[name] = of_weights(squares, given, blocks)
+                values[name] = of_weights(squares, anchor_rows, blocks)
             else:
                 whole = [problem.kernels["all"]] if structure == "ntk" else problem.shares
-                values[name] = of_kernels(whole, given, blocks)
+                values[name] = of_kernels(whole, anchor_rows, blocks)
         assert exact[structure] * (1 - 1e-6) <= values["anchored"]
         relative = {name: value / problem.exact for name, value in values.items()}
-        own = exact[structure] / problem.exact
-        found.append({"seed": seed, "rows": k, "structure": structure, "exact": own, **relative})
-    return found
+        ratio = exact[structure] / problem.exact
+        rows.append({"seed": seed, "rows": k, "structure": structure, "exact": ratio, **relative})
+    return rows
 
 
 def as_markdown(rows: list[dict[str, Any]]) -> str:
@@ -86,9 +86,9 @@ def as_markdown(rows: list[dict[str, Any]]) -> str:
         "|---" * (2 + len(sizes)) + "|",
     ]
     for structure in STRUCTURES:
-        own = {row["rows"]: row for row in rows if row["structure"] == structure}
-        cells = [f"{own[k]['plain']:.2f}, {own[k]['anchored']:.2f}" for k in sizes]
-        lines.append(f"| {structure} | {own[sizes[0]]['exact']:.2f} | {' | '.join(cells)} |")
+        by_size = {row["rows"]: row for row in rows if row["structure"] == structure}
+        cells = [f"{by_size[k]['plain']:.2f}, {by_size[k]['anchored']:.2f}" for k in sizes]
+        lines.append(f"| {structure} | {by_size[sizes[0]]['exact']:.2f} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -115,11 +115,11 @@ def main(arguments: list[str] | None = None) -> None:
             "blockdiag": sum(map(entropy, problem.shares)),
             "diag": float(squares.sum(0, dtype=torch.float64).log1p().sum()),
         }
-        found = []
+        rows_of_seed = []
         for k in options.rows:
-            found += measured(problem, squares, exact, k, seed)
-            print(*found[-len(STRUCTURES) :], sep="\n", flush=True)
-        kept.write_text(json.dumps(found, indent=1))
+            rows_of_seed += measured(problem, squares, exact, k, seed)
+            print(*rows_of_seed[-len(STRUCTURES) :], sep="\n", flush=True)
+        kept.write_text(json.dumps(rows_of_seed, indent=1))
     results = [
         row for path in sorted(options.results.glob("case-*.json"))
         for row in json.loads(path.read_text())

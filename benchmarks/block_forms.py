@@ -47,12 +47,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--estimators", nargs="+", default=ESTIMATORS)
     parser.add_argument("--repeats", type=int, default=1)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     print(machine())
-    for name in given.estimators:
-        found = {form: gradient(name, by_rows) for form, by_rows in FORMS.items()}
-        times = paired({form: work for form, (work, _) in found.items()}, given.repeats, warmup=1)
-        words = [f"by {f} {times[f]:.3g} s, {found[f][1]:.3g} MiB" for f in FORMS]
+    for name in options.estimators:
+        gradients = {form: gradient(name, by_rows) for form, by_rows in FORMS.items()}
+        times = paired(
+            {form: work for form, (work, _) in gradients.items()}, options.repeats, warmup=1
+        )
+        words = [f"by {f} {times[f]:.3g} s, {gradients[f][1]:.3g} MiB" for f in FORMS]
         print(f"{name}: {'; '.join(words)}; {times['H'] / times['rows']:.3g} x", flush=True)
 
 

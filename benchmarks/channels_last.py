@@ -62,10 +62,10 @@ def works_of(
 def measure(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the times of all work on one network."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    made, settings, images = NETWORKS[name]
-    network = make_model(*made, seed=0, **settings).to(device)
-    x = torch.rand(images, *made[1], device=device)
-    y = torch.randint(made[2], (images,), device=device)
+    architecture, settings, images = NETWORKS[name]
+    network = make_model(*architecture, seed=0, **settings).to(device)
+    x = torch.rand(images, *architecture[1], device=device)
+    y = torch.randint(architecture[2], (images,), device=device)
     layouts = {}
     for layout, form in LAYOUTS.items():
         formed = copy.deepcopy(network).to(memory_format=form)

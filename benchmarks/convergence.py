@@ -274,22 +274,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
-    given = parse(parser, arguments)
-    results = Results(given.results / "convergence.csv", COLUMNS)
-    for name in given.sets:
-        for seed in range(5) if name == "sinusoid" and given.seeds else given.seeds:
-            for way in given.ways:
+    options = parse(parser, arguments)
+    results = Results(options.results / "convergence.csv", COLUMNS)
+    for name in options.sets:
+        for seed in range(5) if name == "sinusoid" and options.seeds else options.seeds:
+            for way in options.ways:
                 row = f"{name}: {way}"
                 if results.has(row, seed) or not is_possible(name, way):
                     continue
-                measured = run(name, way, seed, given.data_dir)
-                results.add({"row": row, "seed": seed, "threads": given.threads} | measured)
+                measured = run(name, way, seed, options.data_dir)
+                results.add({"row": row, "seed": seed, "threads": options.threads} | measured)
                 print(row, seed, {key: measured[key] for key in KEYS}, flush=True)
-    show("convergence", table_of(results.read()), given.pages)
-    show("student-t", student_table_of(results.read()), given.pages)
-    show("rare-ones", rare_table_of(results.read()), given.pages)
-    show("continued", continued_table_of(results.read()), given.pages)
-    show("best-round", best_table_of(results.read()), given.pages)
+    show("convergence", table_of(results.read()), options.pages)
+    show("student-t", student_table_of(results.read()), options.pages)
+    show("rare-ones", rare_table_of(results.read()), options.pages)
+    show("continued", continued_table_of(results.read()), options.pages)
+    show("best-round", best_table_of(results.read()), options.pages)
 
 
 if __name__ == "__main__":

@@ -129,13 +129,13 @@ def log_det(factor: Tensor) -> float:
     return 2 * float(factor.diagonal().log().sum())
 
 
-def covariance(root: Tensor, factor: Tensor, cross: Tensor, own: Tensor) -> Tensor:
+def covariance(root: Tensor, factor: Tensor, cross: Tensor, prior_covariance: Tensor) -> Tensor:
     """Return posterior covariances (m, C, C) of outputs, from their kernels."""
     n, c = root.shape[:2]
     weighed = torch.einsum("knc,ncd->knd", cross.view(-1, n, c), root).reshape(len(cross), -1)
     solved = torch.linalg.solve_triangular(factor, weighed.T, upper=False)
     parts = solved.T.reshape(-1, c, n * c)
-    return own - parts @ parts.mT
+    return prior_covariance - parts @ parts.mT
 
 
 def curvature(f: Tensor) -> Tensor:
@@ -163,23 +163,23 @@ def criteria(net: Linearised) -> dict[str, float]:
     n, c = net.f.shape
     labels = torch.arange(n), net.y
     fit = float(net.f.log_softmax(1)[labels].sum())
-    found = {"evidence": fit - 0.5 * net.square - 0.5 * log_det(net.factor)}
+    totals = {"evidence": fit - 0.5 * net.square - 0.5 * log_det(net.factor)}
     for t in TEMPERATURES:
         tempered = log_det(factor_of(net.root * t**-0.5, net.kernel))
-        found[f"tempered {t:g}"] = t * (fit / t - 0.5 * net.square - 0.5 * tempered)
-    averaged, factor, own = net.root, net.factor, blocks(net.kernel, c)
-    v = covariance(averaged, factor, net.kernel, own)
-    found["leave-one-out"] = left_out(net, v)
+        totals[f"tempered {t:g}"] = t * (fit / t - 0.5 * net.square - 0.5 * tempered)
+    averaged, factor, prior_covariance = net.root, net.factor, blocks(net.kernel, c)
+    v = covariance(averaged, factor, net.kernel, prior_covariance)
+    totals["leave-one-out"] = left_out(net, v)
     for _ in range(STEPS):
         mean = curvature(draws(net.f, v).flatten(0, 1)).view(DRAWS, n, c, c).mean(0)
         averaged = root_of(mean)
         factor = factor_of(averaged, net.kernel)
-        v = covariance(averaged, factor, net.kernel, own)
+        v = covariance(averaged, factor, net.kernel, prior_covariance)
     expected = float(draws(net.f, v).log_softmax(2)[:, labels[0], labels[1]].mean(0).sum())
     trace = float((averaged @ averaged * v).sum())
-    found["averaged"] = expected - 0.5 * net.square + 0.5 * trace - 0.5 * log_det(factor)
-    found["conditional"] = conditional(net)
-    return {name: value / n for name, value in found.items()}
+    totals["averaged"] = expected - 0.5 * net.square + 0.5 * trace - 0.5 * log_det(factor)
+    totals["conditional"] = conditional(net)
+    return {name: value / n for name, value in totals.items()}
 
 
 def left_out(net: Linearised, v: Tensor) -> float:
@@ -192,17 +192,17 @@ def left_out(net: Linearised, v: Tensor) -> float:
 
 
 def conditional(net: Linearised) -> float:
-    """Return twice the evidence of halves given the others, for the scale of all data."""
+    """Return twice the mean evidence of a half given the other half, on the scale of all data."""
     n, c = net.f.shape
     log_probs = net.f.log_softmax(1)[torch.arange(n), net.y]
-    whole, found = log_det(net.factor), []
+    whole, evidences = log_det(net.factor), []
     generator = torch.Generator().manual_seed(0)
     for _ in range(HALVES):
-        given, asked = torch.randperm(n, generator=generator).chunk(2)
-        kernel = net.kernel.view(n, c, n, c)[given][:, :, given].reshape(len(given) * c, -1)
-        part = log_det(factor_of(net.root[given], kernel))
-        found.append(float(log_probs[asked].sum()) - 0.5 * (whole - part))
-    return 2 * fmean(found)
+        context, asked = torch.randperm(n, generator=generator).chunk(2)
+        kernel = net.kernel.view(n, c, n, c)[context][:, :, context].reshape(len(context) * c, -1)
+        part = log_det(factor_of(net.root[context], kernel))
+        evidences.append(float(log_probs[asked].sum()) - 0.5 * (whole - part))
+    return 2 * fmean(evidences)
 
 
 def slopes(net: Linearised) -> dict[str, float]:
@@ -231,15 +231,15 @@ def slopes(net: Linearised) -> dict[str, float]:
 
 def posterior(net: Linearised, test: Pair) -> float:
     """Return the mean log likelihood of the test data by the linearized posterior."""
-    found = []
+    log_likelihoods = []
     for x, y in zip(test[0].double().split(AT_ONCE), test[1].split(AT_ONCE), strict=True):
         f, rows = net.passed(x, net.weights)
         scaled = rows / net.precision
-        own = blocks(rows @ scaled.T, f.shape[1])
-        v = covariance(net.root, net.factor, scaled @ net.rows.T, own)
+        prior_covariance = blocks(rows @ scaled.T, f.shape[1])
+        v = covariance(net.root, net.factor, scaled @ net.rows.T, prior_covariance)
         log_probs = draws(f, v).log_softmax(2)[:, torch.arange(len(y)), y]
-        found.append(log_probs.logsumexp(0) - math.log(DRAWS))
-    return float(torch.cat(found).mean())
+        log_likelihoods.append(log_probs.logsumexp(0) - math.log(DRAWS))
+    return float(torch.cat(log_likelihoods).mean())
 
 
 def run(data: DataSet, name: str, setting: str, seed: int) -> Result:
@@ -262,21 +262,23 @@ def run(data: DataSet, name: str, setting: str, seed: int) -> Result:
     )
     precisions = {n: p.item() for n, p in result.evidence.prior.precisions().items()}
     net = Linearised(model, precisions, data.train)
-    found = {
+    columns = {
         "plug-in": result.test_metrics["log_likelihood"],
         "posterior": posterior(net, data.test),
     }
-    found |= criteria(net) | slopes(net)
-    return found | {"accuracy": result.test_metrics["accuracy"]}
+    columns |= criteria(net) | slopes(net)
+    return columns | {"accuracy": result.test_metrics["accuracy"]}
 
 
 def correlation(runs: Sequence[Result], criterion: str, judge: str) -> float:
     """Return Spearman's rank correlation over the settings, the mean over seeds."""
-    found = []
+    correlations = []
     for seed in sorted({run["seed"] for run in runs}):
-        own = [run for run in runs if run["seed"] == seed]
-        found.append(spearmanr([r[criterion] for r in own], [r[judge] for r in own])[0])
-    return fmean(found)
+        runs_of_seed = [run for run in runs if run["seed"] == seed]
+        correlations.append(
+            spearmanr([r[criterion] for r in runs_of_seed], [r[judge] for r in runs_of_seed])[0]
+        )
+    return fmean(correlations)
 
 
 def chosen(runs: Sequence[Result], criterion: str) -> float:
@@ -304,10 +306,10 @@ def tables_of(runs: list[Result]) -> str:
     lines += ["", f"| data: setting | accuracy, % | {heads} |", "|---" * (len(KEYS) + 2) + "|"]
     for n in names:
         for setting in SETTINGS:
-            own = [run for run in of[n] if run["row"] == f"{n}: {setting}"]
-            if own:
-                values = [f"{fmean(run[key] for run in own):.3f}" for key in KEYS]
-                accuracy = f"{100 * fmean(run['accuracy'] for run in own):.1f}"
+            runs_of_setting = [run for run in of[n] if run["row"] == f"{n}: {setting}"]
+            if runs_of_setting:
+                values = [f"{fmean(run[key] for run in runs_of_setting):.3f}" for key in KEYS]
+                accuracy = f"{100 * fmean(run['accuracy'] for run in runs_of_setting):.1f}"
                 lines.append(f"| {n}: {setting} | {accuracy} | {' | '.join(values)} |")
     return "\n".join(lines)
 
@@ -318,19 +320,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sets", nargs="+", choices=list(IMAGES), default=SETS)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS)
     parser.add_argument("--subset", type=int, default=SUBSET)
-    given = parse(parser, arguments)
-    results = Results(given.results / "criteria.csv", COLUMNS)
-    for seed in given.seeds:
-        for name in given.sets:
-            data = load(name, given.data_dir, subset=given.subset, seed=seed)
+    options = parse(parser, arguments)
+    results = Results(options.results / "criteria.csv", COLUMNS)
+    for seed in options.seeds:
+        for name in options.sets:
+            data = load(name, options.data_dir, subset=options.subset, seed=seed)
             data = data.with_test_subset(min(TEST, len(data.test[0])), 0)
-            for setting in given.settings:
+            for setting in options.settings:
                 row = f"{name}: {setting}"
                 if not results.has(row, seed):
-                    found = run(data, name, setting, seed)
-                    results.add({"row": row, "seed": seed, "threads": given.threads} | found)
-                    print(row, seed, {k: round(found[k], 4) for k in KEYS}, flush=True)
-    show("criteria", tables_of(results.read()), given.pages)
+                    columns = run(data, name, setting, seed)
+                    results.add({"row": row, "seed": seed, "threads": options.threads} | columns)
+                    print(row, seed, {k: round(columns[k], 4) for k in KEYS}, flush=True)
+    show("criteria", tables_of(results.read()), options.pages)
 
 
 if __name__ == "__main__":

@@ -31,11 +31,11 @@ def run(name: str, seed: int, threads: int) -> dict[str, Result]:
     """Return the columns of both rows of a seed. RMSE is in miles per gallon."""
     with TemporaryDirectory() as folder:
         config = CONFIGURATIONS / f"{name}.yaml"
-        own = ["--seed", str(seed), "--run-dir", folder, "--threads", str(threads)]
-        if evigrad(["train", "--config", str(config), *own, "--no-progress"]):
+        options = ["--seed", str(seed), "--run-dir", folder, "--threads", str(threads)]
+        if evigrad(["train", "--config", str(config), *options, "--no-progress"]):
             raise SystemExit(f"{name}, seed {seed} failed.")
         results: dict[str, Any] = json.loads(Path(folder, "results.json").read_text())
-    found = {}
+    columns_by_way = {}
     for way, result in zip(WAYS, results.values(), strict=True):
         test, rmse = result["test"], None
         if "squared_error" in test:
@@ -43,8 +43,8 @@ def run(name: str, seed: int, threads: int) -> dict[str, Result]:
             assert std is not None
             rmse = math.sqrt(test["squared_error"]) * std.item()
         columns = {"log_likelihood": test["log_likelihood"], "accuracy": test.get("accuracy")}
-        found[way] = columns | {"rmse": rmse, "seconds": result["seconds"]}
-    return found
+        columns_by_way[way] = columns | {"rmse": rmse, "seconds": result["seconds"]}
+    return columns_by_way
 
 
 def table_of(runs: list[Result]) -> str:
@@ -55,11 +55,13 @@ def table_of(runs: list[Result]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for name, way in product(NAMES, WAYS):
-        own = [run for run in runs if run["row"] == f"{name}: {way}"]
-        if not own:
+        row_runs = [run for run in runs if run["row"] == f"{name}: {way}"]
+        if not row_runs:
             continue
-        key, factor, digits = ("accuracy", 100, 1) if own[0]["rmse"] is None else ("rmse", 1, 2)
-        (r,) = summaries(own, [f"{name}: {way}"], ("log_likelihood", key, "seconds"))
+        key, factor, digits = (
+            ("accuracy", 100, 1) if row_runs[0]["rmse"] is None else ("rmse", 1, 2)
+        )
+        (r,) = summaries(row_runs, [f"{name}: {way}"], ("log_likelihood", key, "seconds"))
         cells = [
             name,
             LABELS[way],
@@ -76,15 +78,15 @@ def main(arguments: list[str] | None = None) -> None:
     """Run what is missing, then print the table and insert it into the pages."""
     parser = make_parser(__doc__)
     parser.add_argument("--sets", nargs="+", choices=NAMES, default=NAMES)
-    given = parse(parser, arguments)
-    results = Results(given.results / "first_run.csv", COLUMNS)
-    for seed, name in product(given.seeds, given.sets):
+    options = parse(parser, arguments)
+    results = Results(options.results / "first_run.csv", COLUMNS)
+    for seed, name in product(options.seeds, options.sets):
         if results.has(f"{name}: {WAYS[-1]}", seed):
             continue
-        for way, columns in run(name, seed, given.threads).items():
-            common = {"row": f"{name}: {way}", "seed": seed, "threads": given.threads}
+        for way, columns in run(name, seed, options.threads).items():
+            common = {"row": f"{name}: {way}", "seed": seed, "threads": options.threads}
             results.add(common | columns)
-    show("first_run", table_of(results.read()), given.pages)
+    show("first_run", table_of(results.read()), options.pages)
 
 
 if __name__ == "__main__":

@@ -201,15 +201,15 @@ def main(arguments: list[str] | None = None) -> None:
     """Run what is missing, and print the table."""
     parser = add_data_and_rows(make_parser(__doc__), list(PROBLEMS), ROWS)
     parser.add_argument("--checkpoints", type=Path, default=Path("results/invariance_learning"))
-    given = parse(parser, arguments)
-    problem = PROBLEMS[given.data]
-    folder = given.checkpoints / given.data.replace(":", "_")
+    options = parse(parser, arguments)
+    problem = PROBLEMS[options.data]
+    folder = options.checkpoints / options.data.replace(":", "_")
     run = partial(run_row, problem, folder)
 
     def tidy(seed: int, row: str) -> None:
         shutil.rmtree(run_dir(folder, seed, row))
 
-    run_and_show("invariance_learning", given, COLUMNS, problem.subset, run, table_of, tidy)
+    run_and_show("invariance_learning", options, COLUMNS, problem.subset, run, table_of, tidy)
 
 
 if __name__ == "__main__":

@@ -144,9 +144,9 @@ def soak(arguments: argparse.Namespace, options: Sequence[str], scratch: Path) -
             if (folder / "config.yaml").exists():
                 again = ["--resume", str(folder)]
         seen["finished"] += 1
-        found = list(differences(expected, contents(folder), ""))
-        seen["identical"] += not found
-        words = f" DIFFERENT in {', '.join(found[:5])}" if found else ""
+        places = list(differences(expected, contents(folder), ""))
+        seen["identical"] += not places
+        words = f" DIFFERENT in {', '.join(places[:5])}" if places else ""
         print(", ".join(f"{count} {name}" for name, count in seen.items()) + words, flush=True)
         shutil.rmtree(folder)
     print(f"{(time.monotonic() - began) / 60:.1f} minutes")
@@ -201,7 +201,7 @@ def differences(one: Any, other: Any, where: str) -> Iterator[str]:
 
 def contents(folder: Path) -> dict[str, Any]:
     """Return all results of a run, except times."""
-    found: dict[str, Any] = {}
+    by_file: dict[str, Any] = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         if path.name == "checkpoint_before.pt":  # which one is the last depends on times
             continue
@@ -211,15 +211,15 @@ def contents(folder: Path) -> dict[str, Any]:
             column = state["history"]["columns"].index(TIMES)
             for row in state["history"]["rows"]:
                 row[column] = None
-            found[name] = state
+            by_file[name] = state
         elif path.suffix == ".csv":
             with path.open(newline="") as file:
-                found[name] = [{**row, TIMES: ""} for row in csv.DictReader(file)]
+                by_file[name] = [{**row, TIMES: ""} for row in csv.DictReader(file)]
         elif path.suffix == ".json":
-            found[name] = json.loads(path.read_text())
+            by_file[name] = json.loads(path.read_text())
         else:
-            found[name] = path.read_text().replace(str(folder), "RUN")
-    return found
+            by_file[name] = path.read_text().replace(str(folder), "RUN")
+    return by_file
 
 
 def main() -> int:
@@ -272,9 +272,9 @@ def main() -> int:
                 moments.append(f"{moment:.2f} s ({progress(folder)})")
                 again = ["--resume", str(folder)]
             finish(start(["--resume", str(folder)]))
-            found = list(differences(expected, contents(folder), ""))
-            same += not found
-            verdict = "identical" if not found else f"DIFFERENT in {', '.join(found[:5])}"
+            places = list(differences(expected, contents(folder), ""))
+            same += not places
+            verdict = "identical" if not places else f"DIFFERENT in {', '.join(places[:5])}"
             print(f"{trial:3d}  killed after {', '.join(moments)}: {verdict}", flush=True)
     print(f"{same} of {arguments.trials} identical")
     return 0 if same == arguments.trials else 1

@@ -132,11 +132,11 @@ def make_parser(
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options and set the threads. There are no seeds with --table."""
-    given = parser.parse_args(arguments)
-    if given.table:
-        given.seeds = []
-    torch.set_num_threads(given.threads)
-    return given
+    options = parser.parse_args(arguments)
+    if options.table:
+        options.seeds = []
+    torch.set_num_threads(options.threads)
+    return options
 
 
 def add_data_and_rows(
@@ -150,7 +150,7 @@ def add_data_and_rows(
 
 def run_and_show(
     name: str,
-    given: argparse.Namespace,
+    options: argparse.Namespace,
     columns: Sequence[str],
     subset: int | None,
     run_row: Callable[[DataSet, int, str], Result],
@@ -161,25 +161,25 @@ def run_and_show(
 
     Args:
         name: Name of the table.
-        given: Options of ``make_parser`` and ``add_data_and_rows``.
+        options: Options of ``make_parser`` and ``add_data_and_rows``.
         columns: Columns of the results.
         subset: Number of training examples to draw.
         run_row: Function that runs a row for a seed. Row, seed and threads are added to its result.
         table_of: Function that returns the table as Markdown.
         tidy: Function that is called with seed and row after a run was stored.
     """
-    results = Results(given.results / f"{name}_{given.data.replace(':', '_')}.csv", columns)
-    for seed in given.seeds:
-        data = load(given.data, data_dir=given.data_dir, subset=subset, seed=seed)
-        for row in given.rows:
+    results = Results(options.results / f"{name}_{options.data.replace(':', '_')}.csv", columns)
+    for seed in options.seeds:
+        data = load(options.data, data_dir=options.data_dir, subset=subset, seed=seed)
+        for row in options.rows:
             if results.has(row, seed):
                 continue
-            run = {"row": row, "seed": seed, "threads": given.threads, **run_row(data, seed, row)}
+            run = {"row": row, "seed": seed, "threads": options.threads, **run_row(data, seed, row)}
             results.add(run)
             if tidy is not None:
                 tidy(seed, row)
             print({k: v for k, v in run.items() if not isinstance(v, dict)}, flush=True)
-    found = results.read()
-    if not found:
+    runs = results.read()
+    if not runs:
         raise SystemExit(f"There are no runs in {results.path}.")
-    show(f"{name} {given.data}", table_of(found), given.pages)
+    show(f"{name} {options.data}", table_of(runs), options.pages)

@@ -52,7 +52,7 @@ class Encoder(nn.Module):
 
 def blocks(lengths: list[int]) -> list[tuple[dict[str, Tensor], Tensor]]:
     """Return one block of data for each maximum length."""
-    made = []
+    data_blocks = []
     for number, length in enumerate(lengths):
         generator = torch.Generator().manual_seed(number)
         ids = torch.randint(WORDS, (ROWS, length), generator=generator)
@@ -60,8 +60,8 @@ def blocks(lengths: list[int]) -> list[tuple[dict[str, Tensor], Tensor]]:
         ends[0] = length
         mask = torch.arange(length) < ends[:, None]
         y = torch.randint(CLASSES, (ROWS,), generator=generator)
-        made.append(({"ids": ids * mask, "mask": mask}, y))
-    return made
+        data_blocks.append(({"ids": ids * mask, "mask": mask}, y))
+    return data_blocks
 
 
 def measured(estimator: str, repeats: int) -> dict[str, Any]:
@@ -70,24 +70,24 @@ def measured(estimator: str, repeats: int) -> dict[str, Any]:
     ]
     lengths = (drawn + SHORTEST).tolist()
     mean = round(statistics.fmean(lengths))
-    given = {"different": blocks(lengths), "equal": blocks([mean] * BLOCKS)}
+    blocks_by_kind = {"different": blocks(lengths), "equal": blocks([mean] * BLOCKS)}
     evidences = {}
-    for kind in given:
+    for kind in blocks_by_kind:
         torch.manual_seed(0)
         prior = GaussianPrior("layerwise", precision=10.0)
         evidences[kind] = Evidence(
             Encoder(), Categorical(), prior, estimator=estimator, num_data=10_000, generator=0
         )
-    times: dict[str, list[float]] = {kind: [] for kind in given}
+    times: dict[str, list[float]] = {kind: [] for kind in blocks_by_kind}
     with kept_memory():
         for repeat in range(repeats + 1):
-            for kind, data in given.items():
+            for kind, data in blocks_by_kind.items():
                 start = time.perf_counter()
                 for x, y in data:
                     evidences[kind].backward(x, y)
                 if repeat:  # the first round makes the first plan
                     times[kind].append(time.perf_counter() - start)
-    medians = {kind: statistics.median(each) for kind, each in times.items()}
+    medians = {kind: statistics.median(seconds) for kind, seconds in times.items()}
     return {
         "estimator": estimator,
         "ratio": medians["different"] / medians["equal"],
@@ -103,13 +103,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     rows = []
     for estimator in ESTIMATORS:
-        rows.append(measured(estimator, given.repeats))
+        rows.append(measured(estimator, arguments.repeats))
         print(rows[-1], flush=True)
-    if given.out is not None:
-        write_csv(given.out, rows)
+    if arguments.out is not None:
+        write_csv(arguments.out, rows)
 
 
 if __name__ == "__main__":

@@ -91,14 +91,14 @@ def measured(evidence: Evidence, data: DataSet, name: str, count: int) -> dict[s
     }
 
 
-def as_markdown(found: list[dict[str, Any]]) -> str:
+def as_markdown(rows: list[dict[str, Any]]) -> str:
     """Return a line for each estimator."""
-    tightest = min(row["mean"] for row in found)
+    tightest = min(row["mean"] for row in rows)
     lines = [
         "| estimator | estimate, × the tightest | share of the anchors, ℓ(Z) | seconds per step |",
         "|---|---|---|---|",
     ]
-    for row in found:
+    for row in rows:
         held = f"{row['anchors'] / tightest:.2f}" if row["anchors"] else "–"
         spread = f"{row['mean'] / tightest:.2f} ± {row['deviation'] / tightest:.2f}"
         lines.append(f"| {row['estimator']} | {spread} | {held} | {row['seconds']:.2f} |")
@@ -126,14 +126,14 @@ def main(arguments: list[str] | None = None) -> None:
     evidence = trained(data, options.epochs, options.results / "weights.pt")
     names = [name.format(k=k) for k in options.rows for name in ESTIMATORS]
     kept = options.results / "found.json"
-    found = json.loads(kept.read_text()) if kept.exists() else []
+    rows = json.loads(kept.read_text()) if kept.exists() else []
     for name in names:
-        if name not in {row["estimator"] for row in found}:
-            found.append(measured(evidence, data, name, options.draws))
-            print(found[-1], flush=True)
-            kept.write_text(json.dumps(found, indent=1))
-    write_csv(options.tables / "many_data.csv", found)
-    text = f"{as_markdown(found)}\n\n{measured_on([machine()])}"
+        if name not in {row["estimator"] for row in rows}:
+            rows.append(measured(evidence, data, name, options.draws))
+            print(rows[-1], flush=True)
+            kept.write_text(json.dumps(rows, indent=1))
+    write_csv(options.tables / "many_data.csv", rows)
+    text = f"{as_markdown(rows)}\n\n{measured_on([machine()])}"
     print(text)
     if options.page.exists():
         insert(options.page, "many_data", text)

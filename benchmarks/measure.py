@@ -196,13 +196,13 @@ def with_error(mean: float, error: float, digits: int) -> str:
 
 def spans(numbers: Iterable[int]) -> str:
     """Return integers as ranges, ``0-2, 5``."""
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for number in sorted(numbers):
-        if found and found[-1][-1] == number - 1:
-            found[-1].append(number)
+        if ranges and ranges[-1][-1] == number - 1:
+            ranges[-1].append(number)
         else:
-            found.append([number])
-    return ", ".join(f"{each[0]}-{each[-1]}" if len(each) > 1 else f"{each[0]}" for each in found)
+            ranges.append([number])
+    return ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in ranges)
 
 
 def summaries(
@@ -212,29 +212,29 @@ def summaries(
 
     None does not count, such as the seconds of a suspended run. ``seed_spans`` are the seeds.
     """
-    found = []
+    averaged_rows = []
     for row in rows:
         runs = [r for r in results if r["row"] == row]
         if runs:
-            found_spans = spans(r["seed"] for r in runs)
-            summary: dict[str, Any] = {"row": row, "seeds": len(runs), "seed_spans": found_spans}
+            seed_spans = spans(r["seed"] for r in runs)
+            summary: dict[str, Any] = {"row": row, "seeds": len(runs), "seed_spans": seed_spans}
             for key in keys:
-                known = [r[key] for r in runs if r[key] is not None]
-                summary[key], summary[f"{key}_error"] = mean_and_error(known)
-            found.append(summary)
-    return found
+                numbers = [r[key] for r in runs if r[key] is not None]
+                summary[key], summary[f"{key}_error"] = mean_and_error(numbers)
+            averaged_rows.append(summary)
+    return averaged_rows
 
 
 def means(
     results: Sequence[Mapping[str, Any]], keys: Sequence[str], names: Sequence[str]
 ) -> list[dict[str, Any]]:
     """Return the means of ``names`` over the seeds, for all distinct values of ``keys``."""
-    found = []
+    averaged_rows = []
     for values in dict.fromkeys(tuple(r[key] for key in keys) for r in results):
         same = [r for r in results if tuple(r[key] for key in keys) == values]
         averages = {name: statistics.mean(r[name] for r in same) for name in names}
-        found.append(dict(zip(keys, values, strict=True)) | averages | {"seeds": len(same)})
-    return found
+        averaged_rows.append(dict(zip(keys, values, strict=True)) | averages | {"seeds": len(same)})
+    return averaged_rows
 
 
 def machine() -> str:
@@ -270,10 +270,10 @@ def measured_on(machines: Iterable[str]) -> str:
 
 def insert(page: Path, marker: str, text: str) -> None:
     """Replace the text between two markers of a page. A page without them stays as it is."""
-    before, found, rest = page.read_text().partition(f"<!-- {marker} -->\n")
-    if found:
-        _, end, after = rest.partition(f"<!-- end {marker} -->")
-        page.write_text(f"{before}{found}{with_minus(text)}\n{end}{after}")
+    before, opening, following = page.read_text().partition(f"<!-- {marker} -->\n")
+    if opening:
+        _, end, after = following.partition(f"<!-- end {marker} -->")
+        page.write_text(f"{before}{opening}{with_minus(text)}\n{end}{after}")
 
 
 def show(marker: str, text: str, pages: Sequence[Path]) -> None:

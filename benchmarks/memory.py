@@ -94,22 +94,22 @@ def main() -> None:
                 case += ["--width", str(arguments.width)] if arguments.width else []
                 case += ["--limit", str(arguments.limit)] if arguments.limit else []
                 case += ["--bfloat16-rows"] if arguments.bfloat16_rows else []
-                found = in_own_process(__file__, case, arguments.timeout)
+                measurement = in_own_process(__file__, case, arguments.timeout)
                 row = {"structure": structure, "way": way, "m": m, "samples": arguments.samples}
                 row |= {"micro_batch": arguments.micro_batch if way == "two-pass" else m}
-                if "failed" in found:
-                    out_of_memory = "allocate memory" in found["failed"]
-                    note = "does not fit" if out_of_memory else found["failed"]
+                if "failed" in measurement:
+                    out_of_memory = "allocate memory" in measurement["failed"]
+                    note = "does not fit" if out_of_memory else measurement["failed"]
                     row |= {"MiB": "", "rows_MiB": "", "note": note}
                 else:
-                    held = 4 * m * found["weights"] / MIB if structure == "ntk" else 0.0
-                    row |= {"MiB": f"{found['bytes'] / MIB:.0f}", "rows_MiB": f"{held:.0f}"}
+                    held = 4 * m * measurement["weights"] / MIB if structure == "ntk" else 0.0
+                    row |= {"MiB": f"{measurement['bytes'] / MIB:.0f}", "rows_MiB": f"{held:.0f}"}
                 row["machine"] = machine()
                 rows.append(row)
                 print(row, flush=True)
                 if arguments.csv:
                     write_csv(arguments.csv, rows)
-                if "failed" in found:
+                if "failed" in measurement:
                     break  # larger ones fail too
 
 

@@ -72,16 +72,16 @@ def table_of(runs: list[Result]) -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Run what is missing, then print the table and insert it into the pages."""
     parser = make_parser(__doc__)
-    given = parse(parser, arguments)
-    results = Results(given.results / "noise_models.csv", COLUMNS)
-    for seed in given.seeds:
+    options = parse(parser, arguments)
+    results = Results(options.results / "noise_models.csv", COLUMNS)
+    for seed in options.seeds:
         for num_data in SIZES:
             for method in METHODS:
                 row = f"{num_data}: {method}"
                 if not results.has(row, seed):
                     run = run_row(num_data, method, seed)
-                    results.add({"row": row, "seed": seed, "threads": given.threads} | run)
-    show("noise models", table_of(results.read()), given.pages)
+                    results.add({"row": row, "seed": seed, "threads": options.threads} | run)
+    show("noise models", table_of(results.read()), options.pages)
 
 
 if __name__ == "__main__":

@@ -42,13 +42,13 @@ def table_of(runs: list[Result]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for name in SETS:
-        found = {way: {r["seed"]: r for r in runs if r["row"] == f"{name}: {way}"} for way in WAYS}
-        for way, own in found.items():
-            if own:
-                cells = [_mean([r[key] for r in own.values()]) for key in KEYS[:2]]
-                cells += [f"{max(r['rmse'] for r in own.values()):.3f}", spans(own)]
+        by_way = {way: {r["seed"]: r for r in runs if r["row"] == f"{name}: {way}"} for way in WAYS}
+        for way, by_seed in by_way.items():
+            if by_seed:
+                cells = [_mean([r[key] for r in by_seed.values()]) for key in KEYS[:2]]
+                cells += [f"{max(r['rmse'] for r in by_seed.values()):.3f}", spans(by_seed)]
                 lines.append(f"| {name} | {way} | {' | '.join(cells)} |")
-        first, second = found.values()
+        first, second = by_way.values()
         if both := sorted(first.keys() & second.keys()):
             cells = [_mean([first[s][key] - second[s][key] for s in both]) for key in KEYS[:2]]
             lines.append(f"| {name} | *difference* | {' | '.join(cells)} | – | {spans(both)} |")
@@ -63,17 +63,17 @@ def main(arguments: list[str] | None = None) -> None:
     """Run what is missing, then print the table and insert it into the pages."""
     parser = make_parser(__doc__, seeds=None)
     parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
-    given = parse(parser, arguments)
-    results = Results(given.results / "noise_steps.csv", COLUMNS)
-    for name, way in product(given.sets, WAYS):
+    options = parse(parser, arguments)
+    results = Results(options.results / "noise_steps.csv", COLUMNS)
+    for name, way in product(options.sets, WAYS):
         row = f"{name}: {way}"
-        for seed in SEEDS[name] if given.seeds is None else given.seeds:
+        for seed in SEEDS[name] if options.seeds is None else options.seeds:
             if results.has(row, seed):
                 continue
-            found = run(name, way, seed, given.data_dir)
-            results.add({"row": row, "seed": seed, "threads": given.threads} | found)
-            print(row, seed, {key: found[key] for key in KEYS}, flush=True)
-    show("noise_steps", table_of(results.read()), given.pages)
+            columns = run(name, way, seed, options.data_dir)
+            results.add({"row": row, "seed": seed, "threads": options.threads} | columns)
+            print(row, seed, {key: columns[key] for key in KEYS}, flush=True)
+    show("noise_steps", table_of(results.read()), options.pages)
 
 
 if __name__ == "__main__":

@@ -74,9 +74,9 @@ def memory(rows: Sequence[Row]) -> str:
     columns = [(s, way) for way in ("two-pass", "one-graph") for s in ("kfac", "ntk")]
     lines = []
     for m in dict.fromkeys(r["m"] for r in rows):
-        found = {(r["structure"], r["way"]): r for r in rows if r["m"] == m}
-        cells = [found[c]["MiB"] or found[c]["note"] if c in found else "–" for c in columns]
-        held = found.get(("ntk", "two-pass"), {}).get("rows_MiB", "")
+        peaks = {(r["structure"], r["way"]): r for r in rows if r["m"] == m}
+        cells = [peaks[c]["MiB"] or peaks[c]["note"] if c in peaks else "–" for c in columns]
+        held = peaks.get(("ntk", "two-pass"), {}).get("rows_MiB", "")
         lines.append([m, cells[0], cells[1], held, *cells[2:]])
     header = ["m", "kfac", "ntk", "ntk: of which rows", "kfac, one graph", "ntk, one graph"]
     return markdown(header, lines)
@@ -177,12 +177,12 @@ def read(path: Path) -> list[Row]:
 
 
 def main() -> None:
-    for marker, (name, wanted, table) in TABLES.items():
+    for marker, (name, required_values, table) in TABLES.items():
         paths = sorted((DOCS / "results").glob(f"{name}.csv"))
         if not paths:
             print(f"{name}.csv is missing. Its table does not change")
             continue
-        rows = [r for path in paths for r in read(path) if wanted.items() <= r.items()]
+        rows = [r for path in paths for r in read(path) if required_values.items() <= r.items()]
         machines = measured_on(row["machine"] for row in rows)
         insert(DOCS / "performance.md", marker, f"{table(rows)}\n\n{machines}")
 

@@ -74,19 +74,19 @@ def covered(predictive: evigrad.Predictive, y: Tensor, epistemic: bool) -> Resul
     noise = predictive.noise_variance
     assert noise is not None
     variance = (predictive.variance if epistemic else noise).double()
-    found = {"rmse": float(error.square().mean().sqrt())}
+    metrics = {"rmse": float(error.square().mean().sqrt())}
     if epistemic:
-        found["log_likelihood"] = float(predictive.log_prob(y).double().mean())
-        found["epistemic_std"] = float(predictive.epistemic_variance.double().mean().sqrt())
+        metrics["log_likelihood"] = float(predictive.log_prob(y).double().mean())
+        metrics["epistemic_std"] = float(predictive.epistemic_variance.double().mean().sqrt())
     else:
         logs = predictive.likelihood.log_prob(predictive.outputs, y)
-        found["log_likelihood"] = float(logs.double().mean())
+        metrics["log_likelihood"] = float(logs.double().mean())
     for percent in INTERVALS:
         width = NormalDist().inv_cdf(0.5 + percent / 200)
-        found[f"coverage_{percent}"] = 100 * float(
+        metrics[f"coverage_{percent}"] = 100 * float(
             (error.abs() <= width * variance.sqrt()).double().mean()
         )
-    return found
+    return metrics
 
 
 def digits(training: str, seed: int) -> Iterator[tuple[str, Result]]:
@@ -95,14 +95,14 @@ def digits(training: str, seed: int) -> Iterator[tuple[str, Result]]:
     model = make_model("digitsnet", data.input_shape, data.num_outputs, seed)
     result = evigrad.fit(model, data.train, seed=seed, progress=False, **TRAININGS[training])
     y = data.test[1]
-    for number, (name, found, times) in enumerate(
+    for number, (name, predictive, times) in enumerate(
         predictions(result, data.train, data.test, OF_DIGITS)
     ):
         if not number:
-            plain = classified(replace(found, link="plug-in"), y)
+            plain = classified(replace(predictive, link="plug-in"), y)
             yield "plug-in", plain | {"epistemic_std": None}
         for link in ("monte-carlo", "probit"):
-            averaged = replace(found, link=link, num_samples=1000)
+            averaged = replace(predictive, link=link, num_samples=1000)
             yield f"{name}, {link}", classified(averaged, y) | times
 
 
@@ -122,12 +122,12 @@ def table(
         progress=False,
     )
     structures = {n: o for n, o in OF_TABLES.items() if n != "ntk" or name not in LARGE}
-    for number, (row, found, times) in enumerate(
+    for number, (row, predictive, times) in enumerate(
         predictions(result, data.train, data.test, structures)
     ):
         if not number:
-            yield "plug-in", covered(found, data.test[1], epistemic=False)
-        yield row, covered(found, data.test[1], epistemic=True) | times
+            yield "plug-in", covered(predictive, data.test[1], epistemic=False)
+        yield row, covered(predictive, data.test[1], epistemic=True) | times
 
 
 def table_of(runs: list[Result], prefix: str, keys: dict[str, tuple[str, int]]) -> str:
@@ -151,20 +151,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser = make_parser(__doc__, seeds=(0, 1))
     parser.add_argument("--tables", nargs="*", choices=TABLES, default=list(TABLES))
     parser.add_argument("--trainings", nargs="*", choices=list(TRAININGS), default=list(TRAININGS))
-    given = parse(parser, arguments)
-    results = Results(given.results / "posterior.csv", COLUMNS)
-    for seed in given.seeds:
-        works = {f"digits, {each}": digits(each, seed) for each in given.trainings}
+    options = parse(parser, arguments)
+    results = Results(options.results / "posterior.csv", COLUMNS)
+    for seed in options.seeds:
+        works = {f"digits, {training}": digits(training, seed) for training in options.trainings}
         works |= {
-            each + suffix: table(each, seed, given.data_dir, likelihood)
-            for each in given.tables
+            name + suffix: table(name, seed, options.data_dir, likelihood)
+            for name in options.tables
             for likelihood, suffix in SUFFIXES.items()
-            if each in SMALL or not suffix
+            if name in SMALL or not suffix
         }
         for prefix, rows in works.items():
             if not results.has(f"{prefix}: plug-in", seed):
-                for row, found in list(rows):
-                    whole = dict.fromkeys(COLUMNS) | found
+                for row, metrics in list(rows):
+                    whole = dict.fromkeys(COLUMNS) | metrics
                     results.add(whole | {"row": f"{prefix}: {row}", "seed": seed})
     runs = results.read()
     of_digits = {"log_likelihood": ("test log likelihood", 3), "accuracy": ("accuracy, %", 1)}
@@ -172,8 +172,10 @@ def main(arguments: list[str] | None = None) -> None:
     of_tables |= {f"coverage_{p}": (f"in {p} % intervals, %", 1) for p in INTERVALS}
     for marker, columns in (("digits", of_digits), ("tables", of_tables)):
         kind = "digits, " if marker == "digits" else ""
-        own = [run for run in runs if run["row"].startswith("digits, ") == (marker == "digits")]
-        show(marker, table_of(own, kind, columns), given.pages)
+        runs_of_kind = [
+            run for run in runs if run["row"].startswith("digits, ") == (marker == "digits")
+        ]
+        show(marker, table_of(runs_of_kind, kind, columns), options.pages)
 
 
 if __name__ == "__main__":

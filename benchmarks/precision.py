@@ -54,7 +54,7 @@ def network(name: str, num_data: int) -> tuple[nn.Module, Tensor, Tensor]:
 
 def measure(model_name: str, structure: str, num_data: int, repeats: int) -> list[dict[str, str]]:
     """Return the errors of all variants on one block with equal noise."""
-    found: dict[str, tuple[float, dict[str, Tensor], float]] = {}
+    by_variant: dict[str, tuple[float, dict[str, Tensor], float]] = {}
     model, x, y = network(model_name, num_data)
     for variant, settings in VARIANTS.items():
         if "rows_dtype" in settings and structure != "ntk":
@@ -78,10 +78,10 @@ def measure(model_name: str, structure: str, num_data: int, repeats: int) -> lis
             assert parameter.grad is not None
             gradients[name] = parameter.grad.double()
         taken = seconds(lambda e=evidence, i=inputs: e.backward(i, y), repeats, warmup=3)
-        found[variant] = estimate.log_det, gradients, taken
-    log_det, exact, _ = found.pop("float64")
+        by_variant[variant] = estimate.log_det, gradients, taken
+    log_det, exact, _ = by_variant.pop("float64")
     rows = []
-    for variant, (value, gradients, taken) in found.items():
+    for variant, (value, gradients, taken) in by_variant.items():
         errors = {name: gradients[name] - exact[name] for name in exact}
         rows.append(
             {
@@ -91,7 +91,7 @@ def measure(model_name: str, structure: str, num_data: int, repeats: int) -> lis
                 "log-determinant": f"{abs(value / log_det - 1):.1e}",
                 "gradient_of_precisions": _relative(errors, exact, "prior."),
                 "gradient_of_ranges": _relative(errors, exact, "model."),
-                "seconds_over_float32": f"{taken / found['float32'][2]:.2f}",
+                "seconds_over_float32": f"{taken / by_variant['float32'][2]:.2f}",
                 "machine": machine(),
             }
         )

@@ -160,10 +160,10 @@ def table_of(runs: list[Result]) -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Run what is missing, and print the table."""
     parser = add_data_and_rows(make_parser(__doc__), sorted(PROBLEMS), ROWS)
-    given = parse(parser, arguments)
-    problem = PROBLEMS[given.data]
+    options = parse(parser, arguments)
+    problem = PROBLEMS[options.data]
     run = partial(run_row, problem)
-    run_and_show("prior_learning", given, COLUMNS, problem.subset, run, table_of)
+    run_and_show("prior_learning", options, COLUMNS, problem.subset, run, table_of)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def crossed(names: Iterable[str] = NAMES, **axes: Iterable[Any]) -> Iterator[Cas
 
 def options(**values: Iterable[Any]) -> list[dict[str, Any]]:
     """Return all combinations of values by name."""
-    return [dict(zip(values, some, strict=True)) for some in product(*values.values())]
+    return [dict(zip(values, choice, strict=True)) for choice in product(*values.values())]
 
 
 def posteriors() -> Iterator[Case]:

@@ -232,10 +232,10 @@ def best_scale(f: Tensor, y: Tensor) -> float:
 def cross_fitted(f: Tensor, y: Tensor) -> float:
     """Return the log likelihood with the best logit scale of the other half of the data."""
     halves = [(f[0::2], y[0::2]), (f[1::2], y[1::2])]
-    found = 0.0
-    for own, other in (halves, halves[::-1]):
-        found += len(own[0]) * log_likelihood(own[0] * best_scale(*other), own[1], None)
-    return found / len(f)
+    total = 0.0
+    for half, other in (halves, halves[::-1]):
+        total += len(half[0]) * log_likelihood(half[0] * best_scale(*other), half[1], None)
+    return total / len(f)
 
 
 def calibration_error(f: Tensor, y: Tensor) -> float:
@@ -249,10 +249,10 @@ def calibration_error(f: Tensor, y: Tensor) -> float:
 
 def metrics(f: Tensor, y: Tensor, noise: float | None = None) -> Result:
     """Return all columns that evaluate outputs on the test set."""
-    found: Result = {"log_likelihood": log_likelihood(f, y, noise)}
+    columns: Result = {"log_likelihood": log_likelihood(f, y, noise)}
     if noise is not None:
-        return found | {"rmse": float((f - y).square().mean().sqrt()), "noise": noise}
-    return found | {
+        return columns | {"rmse": float((f - y).square().mean().sqrt()), "noise": noise}
+    return columns | {
         "accuracy": float((f.argmax(1) == y).double().mean()),
         "ece": calibration_error(f, y),
         "scaled": cross_fitted(f, y),
@@ -292,10 +292,12 @@ def train(
         progress=False,
         **options,
     )
-    found = result.evidence.likelihood
+    fitted_likelihood = result.evidence.likelihood
     return Fitted(
         result.model,
-        float(found.log_noise.detach().exp()) if isinstance(found, Gaussian) else None,
+        float(fitted_likelihood.log_noise.detach().exp())
+        if isinstance(fitted_likelihood, Gaussian)
+        else None,
         {name: float(value) for name, value in result.evidence.weight_decay().items()},
         result.evidence,
     )
@@ -320,7 +322,7 @@ class Search:
         with self.clock:
             networks = [train(self.task, part, **settings) for part, _ in self.folds]
             pairs = zip(networks, self.folds, strict=True)
-            score = fmean(network.log_likelihood(rest) for network, (_, rest) in pairs)
+            score = fmean(network.log_likelihood(held_out) for network, (_, held_out) in pairs)
         if score > self.score:
             self.best, self.score = settings, score
             self._judged = fmean(n.log_likelihood(self.task.data.test) for n in networks)
@@ -331,10 +333,10 @@ class Search:
         """Return the columns after training on all data with the best settings so far."""
         with Clock() as clock:
             fitted = train(self.task, **self.best)
-        found = judged(self.task, fitted) | self.best
+        columns = judged(self.task, fitted) | self.best
         seconds = self.clock.seconds + clock.seconds
-        trace = [*self.trace, [seconds, found["log_likelihood"]]]
-        return found | {"seconds": seconds, "trace": trace}
+        trace = [*self.trace, [seconds, columns["log_likelihood"]]]
+        return columns | {"seconds": seconds, "trace": trace}
 
 
 def run_usual(task: Task) -> Result:
@@ -360,8 +362,8 @@ def run_default_posterior(task: Task) -> list[Result]:
     assert fitted.evidence is not None
     with clock:
         predictive = fitted.evidence.posterior(task.data.train, structure="full")(x)
-    found = float(predictive.log_prob(y).double().mean())
-    return [columns, columns | {"log_likelihood": found, "seconds": clock.seconds}]
+    mean_log_prob = float(predictive.log_prob(y).double().mean())
+    return [columns, columns | {"log_likelihood": mean_log_prob, "seconds": clock.seconds}]
 
 
 def run_grid(task: Task) -> Result:
@@ -394,7 +396,7 @@ def study(search: Search, names: Sequence[str], lowest: float, highest: float) -
     import optuna  # pyright: ignore[reportMissingImports]
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    found = []
+    runs = []
     with search.clock:
         sampler = optuna.samplers.TPESampler(seed=search.task.seed)
         trials = optuna.create_study(direction="maximize", sampler=sampler)
@@ -405,8 +407,8 @@ def study(search: Search, names: Sequence[str], lowest: float, highest: float) -
         score = search.trial(decay=decay)
         with search.clock:
             trials.tell(trial, score)
-        found += [search.finish() for wanted in TRIALS.values() if wanted == count]
-    return found
+        runs += [search.finish() for milestone in TRIALS.values() if milestone == count]
+    return runs
 
 
 def run_temperature(task: Task) -> Result:
@@ -416,17 +418,17 @@ def run_temperature(task: Task) -> Result:
         fitted = train(task, part, decay=USUAL)
         scale = best_scale(fitted.outputs(x), y)
     test_x, test_y = task.data.test
-    found = metrics(fitted.outputs(test_x) * scale, test_y)
-    return found | {"seconds": clock.seconds, "decay": USUAL, "temperature": 1 / scale}
+    columns = metrics(fitted.outputs(test_x) * scale, test_y)
+    return columns | {"seconds": clock.seconds, "decay": USUAL, "temperature": 1 / scale}
 
 
 def run_early(task: Task) -> Result:
     """Return the result without decay, at the best epoch on held-out data."""
-    part, rest = task.held_out()
+    part, held_out = task.held_out()
     if not task.data.is_classification:
         with Clock() as clock:
-            found = stop_early(task.network(), task.data.train, task.data.test, task.seed)
-        return {key: found[key] for key in ("log_likelihood", "rmse", "epochs")} | {
+            columns = stop_early(task.network(), task.data.train, task.data.test, task.seed)
+        return {key: columns[key] for key in ("log_likelihood", "rmse", "epochs")} | {
             "seconds": clock.seconds
         }
     best, kept = -math.inf, {}
@@ -434,7 +436,7 @@ def run_early(task: Task) -> Result:
 
     def keep(_: object) -> None:
         nonlocal best, kept
-        score = Fitted(model).log_likelihood(rest)
+        score = Fitted(model).log_likelihood(held_out)
         if score > best:
             best, kept = score, copy.deepcopy(model.state_dict())
 
@@ -450,9 +452,9 @@ def run_ensemble(task: Task) -> Result:
         seeds = [task.seed + OTHER_MEMBER * member for member in range(MEMBERS)]
         networks = [train(task, decay=USUAL, seed=seed) for seed in seeds]
     x, y = task.data.test
-    each = torch.stack([network.outputs(x).double().log_softmax(1) for network in networks])
-    found = metrics(each.logsumexp(0) - math.log(MEMBERS), y)
-    return found | {"seconds": clock.seconds, "decay": USUAL}
+    log_probs = torch.stack([network.outputs(x).double().log_softmax(1) for network in networks])
+    columns = metrics(log_probs.logsumexp(0) - math.log(MEMBERS), y)
+    return columns | {"seconds": clock.seconds, "decay": USUAL}
 
 
 class Batches(Sampler[Tensor]):
@@ -518,8 +520,8 @@ def run_laplace_posterior(task: Task) -> list[Result]:
     with clock:
         mean, variance = laplace(x, pred_type="glm", link_approx="probit")
     deviation = (variance[:, :, 0] + fitted.noise**2).sqrt()
-    found = float(torch.distributions.Normal(mean, deviation).log_prob(y).double().mean())
-    return [columns, columns | {"log_likelihood": found, "seconds": clock.seconds}]
+    mean_log_prob = float(torch.distributions.Normal(mean, deviation).log_prob(y).double().mean())
+    return [columns, columns | {"log_likelihood": mean_log_prob, "seconds": clock.seconds}]
 
 
 # Each returns the columns of its row, or of all rows that share it, in their order.
@@ -585,9 +587,9 @@ def ways_of(name: str) -> dict[str, Callable[[Task], Any]]:
 
 def columns_of(ways: Mapping[str, Callable[[Any], Any]], task: Task, row: str) -> dict[str, Result]:
     """Return the columns of a row and of the rows that share its training."""
-    made = [other for other, way in ways.items() if way is ways[row]]
-    found = ways[row](task)
-    return dict(zip(made, found if len(made) > 1 else [found], strict=True))
+    shared_rows = [other for other, way in ways.items() if way is ways[row]]
+    columns = ways[row](task)
+    return dict(zip(shared_rows, columns if len(shared_rows) > 1 else [columns], strict=True))
 
 
 def run_way(task: Task, row: str) -> dict[str, Result]:
@@ -606,13 +608,13 @@ def run_way(task: Task, row: str) -> dict[str, Result]:
     }
 
 
-def missing_runs(given: argparse.Namespace) -> Iterator[tuple[str, int, str]]:
+def missing_runs(options: argparse.Namespace) -> Iterator[tuple[str, int, str]]:
     """Yield data set, seed and row of each missing run, in the order of the runs."""
-    for name in given.sets:
-        results = Results(path_of(given.results, name), COLUMNS)
-        for seed in SEEDS[name] if given.seeds is None else given.seeds:
+    for name in options.sets:
+        results = Results(path_of(options.results, name), COLUMNS)
+        for seed in SEEDS[name] if options.seeds is None else options.seeds:
             for row in ways_of(name):
-                if (given.rows is None or row in given.rows) and not results.has(row, seed):
+                if (options.rows is None or row in options.rows) and not results.has(row, seed):
                     yield name, seed, row
 
 
@@ -641,11 +643,11 @@ def likelihoods_of(runs: list[Result], name: str) -> dict[int, float]:
 
 def difference(runs: list[Result], row: str, reference: str) -> str:
     """Return the gain of a row over a reference, for the seeds that both have."""
-    own, other = likelihoods_of(runs, row), likelihoods_of(runs, reference)
-    shared = sorted(own.keys() & other.keys())
+    likelihoods, other = likelihoods_of(runs, row), likelihoods_of(runs, reference)
+    shared = sorted(likelihoods.keys() & other.keys())
     if row == reference or not shared:
         return "–"
-    ahead, error = mean_and_error([own[seed] - other[seed] for seed in shared])
+    ahead, error = mean_and_error([likelihoods[seed] - other[seed] for seed in shared])
     return f"{'+' if ahead >= 0 else ''}{with_error(ahead, error, 3)}"
 
 
@@ -697,7 +699,7 @@ def head_of(table: bool) -> list[str]:
 
 
 def draw(
-    found: Mapping[str, list[Result]],
+    runs_by_set: Mapping[str, list[Result]],
     references: Sequence[str],
     rows: Iterable[str],
     path: Path,
@@ -709,20 +711,20 @@ def draw(
     differences to a reference, seed by seed. A point outside of the panel is left out.
 
     Args:
-        found: Runs of each data set, a panel for each.
+        runs_by_set: Runs of each data set, a panel for each.
         references: Row of each data set that the gains refer to.
         rows: Rows that may be drawn.
         path: Path of the PNG.
         labels: Names of rows in the figure. Default: the names of this comparison.
     """
-    columns = min(2, len(found))
-    height = -(-len(found) // columns)
+    columns = min(2, len(runs_by_set))
+    height = -(-len(runs_by_set) // columns)
     figure = new_figure(5.2 * columns, 3.9 * height)
     rows = list(dict.fromkeys(rows))
     every = list(dict.fromkeys(row.removesuffix(BY_POSTERIOR) for row in rows))
     others = [row for row in every if row != "default"]
     panels: list[tuple[Any, list[tuple[str, float, float, str]]]] = []
-    for place, (name, runs) in enumerate(found.items()):
+    for place, (name, runs) in enumerate(runs_by_set.items()):
         axes, reference = figure.add_subplot(height, columns, place + 1), references[place]
         named = labels.get(reference, reference)
         title = TITLES.get(name, name)
@@ -732,27 +734,27 @@ def draw(
         levels = likelihoods_of(runs, reference)
         ends, points = [0.0], []
         for row in rows:
-            own = [run for run in runs if run["row"] == row and run["seed"] in levels]
-            if not own:
+            row_runs = [run for run in runs if run["row"] == row and run["seed"] in levels]
+            if not row_runs:
                 continue
             method = row.removesuffix(BY_POSTERIOR)
             color = LIGHT.ink
             if method != "default":
                 color = COLORS[others.index(method) % len(COLORS)]
             mean, error = mean_and_error(
-                [run["log_likelihood"] - levels[run["seed"]] for run in own]
+                [run["log_likelihood"] - levels[run["seed"]] for run in row_runs]
             )
             error = 0.0 if math.isnan(error) else error
-            seconds = fmean(run["seconds"] for run in own)
+            seconds = fmean(run["seconds"] for run in row_runs)
             marker = "*" if method == "default" else "D" if row != method else "o"
             size = 11 if marker == "*" else 6
             style = {"color": color, "marker": marker, "markersize": size, "elinewidth": 1.2}
             axes.errorbar(seconds, mean, error, linestyle="", zorder=3, **style)
             ends += [mean - error, mean + error]
             points.append((labels.get(row, row), seconds, mean, color))
-            if own[0]["trace"] and row != "tpe-12":  # its trials are the first of tpe-36
-                traces = torch.tensor([run["trace"] for run in own], dtype=torch.float64)
-                traces[:, :, 1] -= torch.tensor([levels[run["seed"]] for run in own])[:, None]
+            if row_runs[0]["trace"] and row != "tpe-12":  # its trials are the first of tpe-36
+                traces = torch.tensor([run["trace"] for run in row_runs], dtype=torch.float64)
+                traces[:, :, 1] -= torch.tensor([levels[run["seed"]] for run in row_runs])[:, None]
                 axes.plot(*traces.mean(0).T.tolist(), color=color, linewidth=1.2, alpha=0.7)
         lowest, highest = min(end for end in ends if end >= LOWEST_SHOWN), max(ends)
         margin = 0.12 * (highest - lowest) or 0.01
@@ -796,27 +798,29 @@ def _name_points(axes: Any, points: Sequence[tuple[str, float, float, str]]) -> 
     )
 
 
-def show(given: argparse.Namespace) -> None:
+def show(options: argparse.Namespace) -> None:
     """Print the tables of all runs, and insert them into the pages with the figure."""
-    found = {name: Results(path_of(given.results, name), COLUMNS).read() for name in SEEDS}
-    found = {name: runs for name, runs in found.items() if runs}
-    if not found:
-        raise SystemExit(f"There are no runs in {given.results}.")
+    runs_by_set = {name: Results(path_of(options.results, name), COLUMNS).read() for name in SEEDS}
+    runs_by_set = {name: runs for name, runs in runs_by_set.items() if runs}
+    if not runs_by_set:
+        raise SystemExit(f"There are no runs in {options.results}.")
     tables = {
         f"rivals {name}": "\n".join([*head_of(False), *table_of(name, runs)])
-        for name, runs in found.items()
+        for name, runs in runs_by_set.items()
         if name not in UCI
     }
-    lines = [line for name in UCI if name in found for line in table_of(name, found[name])]
+    lines = [
+        line for name in UCI if name in runs_by_set for line in table_of(name, runs_by_set[name])
+    ]
     if lines:
         tables["rivals uci"] = "\n".join([*head_of(True), *lines])
     for marker, table in tables.items():
         print(f"{marker}\n{table}\n")
-        for page in given.pages:
+        for page in options.pages:
             insert(page, marker, table)
-    shown = {name: found[name] for name in FIGURE_SETS if name in found} or found
+    shown = {name: runs_by_set[name] for name in FIGURE_SETS if name in runs_by_set} or runs_by_set
     references = [(TABLE_REFERENCES if name in UCI else REFERENCES)[0] for name in shown]
-    for page in given.pages:
+    for page in options.pages:
         draw(shown, references, [*WAYS, *TABLE_WAYS], page.parent / FIGURE)
 
 
@@ -835,23 +839,23 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sets", nargs="+", choices=list(SEEDS), default=list(SEEDS))
     parser.add_argument("--rows", nargs="+", choices=rows, default=None)
     parser.add_argument("--estimate", action="store_true", help="only print the estimated time")
-    given = parse(parser, arguments)
-    left = list(missing_runs(given))
+    options = parse(parser, arguments)
+    left = list(missing_runs(options))
     check_extras([row for _, _, row in left])
     for name in dict.fromkeys(name for name, _, _ in left):
         rows = [row for other, _, row in left if other == name]
-        seconds = estimated(name, rows, given.data_dir)
+        seconds = estimated(name, rows, options.data_dir)
         print(f"{name}: {len(rows)} rows, about {seconds / 60:.0f} minutes", flush=True)
-    if given.estimate:
+    if options.estimate:
         return
     for name, seed, row in left:
-        results = Results(path_of(given.results, name), COLUMNS)
+        results = Results(path_of(options.results, name), COLUMNS)
         if results.has(row, seed):  # some methods return two rows
             continue
-        for run in run_way(make_task(name, seed, given.data_dir), row).values():
+        for run in run_way(make_task(name, seed, options.data_dir), row).values():
             results.add(run)
             print({key: run[key] for key in ("row", "seed", *METRICS, "seconds")}, flush=True)
-    show(given)
+    show(options)
 
 
 if __name__ == "__main__":

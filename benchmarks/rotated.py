@@ -40,7 +40,7 @@ from experiments.augerino import fit_augerino
 DATA, MODEL, SUBSET = "mnist:rotated180", "mininet", 1000
 RANGES = ("none", "fixed", "augerino", "learned")
 WAYS = ("5e-4", "grid", "learned")
-ROWS = tuple(f"{found}, {way}" for found in RANGES for way in WAYS)
+ROWS = tuple(f"{rotations}, {way}" for rotations in RANGES for way in WAYS)
 # The reward is that of its authors for rotated MNIST. Each batch has a step on the range.
 REWARD, AUGERINO = 0.1, Optimization(hyper_lr=0.05, hyper_lr_min=0.005)
 KEYS = ("log_likelihood", "accuracy", "rotation", "seconds")
@@ -84,8 +84,8 @@ def judged(result: evigrad.FitResult, test: Pair) -> Result:
     model = result.model
     if isinstance(model, Averaged):
         model.num_samples = TEST_SAMPLES
-    found = test_metrics(model, result.evidence, test)
-    columns = {key: found[key] for key in ("log_likelihood", "accuracy")}
+    metrics = test_metrics(model, result.evidence, test)
+    columns = {key: metrics[key] for key in ("log_likelihood", "accuracy")}
     return columns | {"rotation": rotation_of(model)}
 
 
@@ -108,16 +108,16 @@ def run_row(data: DataSet, seed: int, row: str, earlier: dict[str, Result]) -> R
         if way == "grid" and rotations in ("none", "fixed"):
             decay = search(data, seed, rotations)
         elif way == "grid":
-            found = earlier["fixed, grid"]
-            decay, before = found["decay"], found["seconds"]
+            finished = earlier["fixed, grid"]
+            decay, before = finished["decay"], finished["seconds"]
         elif row == "augerino, learned":
-            found = earlier["augerino, 5e-4"]
-            start, before = found["rotation"], found["seconds"]
+            finished = earlier["augerino, 5e-4"]
+            start, before = finished["rotation"], finished["seconds"]
             rotations = "fixed"
         result = train(data, seed, rotations, decay, start)
-    found = judged(result, data.test) | {"seconds": before + clock.seconds}
+    columns = judged(result, data.test) | {"seconds": before + clock.seconds}
     learned = {name: float(value) for name, value in result.evidence.weight_decay().items()}
-    return found | {"decay": decay or learned, "epochs": len(result.history)}
+    return columns | {"decay": decay or learned, "epochs": len(result.history)}
 
 
 def table_of(runs: Sequence[Result]) -> str:
@@ -150,19 +150,19 @@ def main(arguments: list[str] | None = None) -> None:
     """Run what is missing, then print the table and insert it into the pages."""
     parser = make_parser(__doc__)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS)
-    given = parse(parser, arguments)
-    results = Results(given.results / "rotated.csv", COLUMNS)
-    for seed in given.seeds:
+    options = parse(parser, arguments)
+    results = Results(options.results / "rotated.csv", COLUMNS)
+    for seed in options.seeds:
         data = None
-        for row in given.rows:
+        for row in options.rows:
             if results.has(row, seed):
                 continue
-            data = data or load(DATA, given.data_dir, subset=SUBSET, seed=seed)
+            data = data or load(DATA, options.data_dir, subset=SUBSET, seed=seed)
             earlier = {run["row"]: run for run in results.read() if run["seed"] == seed}
-            found = run_row(data, seed, row, earlier)
-            results.add({"row": row, "seed": seed, "threads": given.threads} | found)
-            print(row, seed, {key: found[key] for key in (*KEYS, "decay")}, flush=True)
-    show("rotated", table_of(results.read()), given.pages)
+            columns = run_row(data, seed, row, earlier)
+            results.add({"row": row, "seed": seed, "threads": options.threads} | columns)
+            print(row, seed, {key: columns[key] for key in (*KEYS, "decay")}, flush=True)
+    show("rotated", table_of(results.read()), options.pages)
 
 
 if __name__ == "__main__":

@@ -71,8 +71,8 @@ Table = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 def read_table(name: str, seed: int, data_dir: str | None) -> Table:
     """Return training data and targets, test data and targets."""
     if name in UCI:
-        found = load(f"uci/{name}", data_dir, seed=seed)
-        (x, y), (test_x, test_y) = found.train, found.test
+        data = load(f"uci/{name}", data_dir, seed=seed)
+        (x, y), (test_x, test_y) = data.train, data.test
         return x.numpy(), y[:, 0].numpy(), test_x.numpy(), test_y[:, 0].numpy()
     x, y = CLASSES[name](return_X_y=True)
     x, test_x, y, test_y = train_test_split(
@@ -101,12 +101,12 @@ def held_out_score(model: Any, x: np.ndarray, y: np.ndarray, seed: int) -> float
 
 def judged(model: Any, noise: Any, x: np.ndarray, y: np.ndarray) -> Result:
     """Return score and log likelihood on the test set. ``noise`` is the noise of a regression."""
-    found = {"score": float(model.score(x, y))}
+    columns = {"score": float(model.score(x, y))}
     if is_classifier(model):
         probabilities = model.predict_proba(x)
-        return found | {"log_likelihood": -float(log_loss(y, probabilities))}
+        return columns | {"log_likelihood": -float(log_loss(y, probabilities))}
     densities = norm.logpdf(y, model.predict(x), noise)
-    return found | {"log_likelihood": float(densities.mean())}
+    return columns | {"log_likelihood": float(densities.mean())}
 
 
 def run_evidence(table: Table, classifies: bool, seed: int) -> Result:
@@ -126,8 +126,8 @@ def run_grid(table: Table, classifies: bool, seed: int) -> Result:
         }
         alpha = max(scores, key=lambda a: scores[a])
         model = make_mlp(classifies, seed, alpha=alpha).fit(x, y)
-    found = judged(model, -scores[alpha], test_x, test_y)
-    return found | {"seconds": clock.seconds, "settings": {"alpha": alpha}, "trials": len(ALPHAS)}
+    columns = judged(model, -scores[alpha], test_x, test_y)
+    return columns | {"seconds": clock.seconds, "settings": {"alpha": alpha}, "trials": len(ALPHAS)}
 
 
 def run_optuna(table: Table, classifies: bool, seed: int, budget: float) -> Result:
@@ -151,8 +151,8 @@ def run_optuna(table: Table, classifies: bool, seed: int, budget: float) -> Resu
         study.tell(trial, held_out_score(model, x, y, seed))
     model = make_mlp(classifies, seed, **settings_of(study.best_params)).fit(x, y)
     seconds = time.process_time() - start
-    found = judged(model, -study.best_value, test_x, test_y)
-    return found | {
+    columns = judged(model, -study.best_value, test_x, test_y)
+    return columns | {
         "seconds": seconds,
         "settings": study.best_params,
         "trials": len(study.trials),
@@ -174,17 +174,19 @@ def run_row(name: str, method: str, seed: int, data_dir: str | None, results: Re
     classifies = name in CLASSES
     size = {"num_data": len(table[0]), "num_features": table[0].shape[1]}
     if method == "evidence":
-        found = run_evidence(table, classifies, seed)
+        columns = run_evidence(table, classifies, seed)
     elif method == "MLP, grid":
-        found = run_grid(table, classifies, seed)
+        columns = run_grid(table, classifies, seed)
     elif method == "MLP, Optuna":
-        own = [r for r in results.read() if (r["row"], r["seed"]) == (f"{name}: evidence", seed)]
-        if not own:
+        runs_of_evidence = [
+            r for r in results.read() if (r["row"], r["seed"]) == (f"{name}: evidence", seed)
+        ]
+        if not runs_of_evidence:
             raise SystemExit("MLP, Optuna gets the time of evidence. Run that method first.")
-        found = run_optuna(table, classifies, seed, own[0]["seconds"])
+        columns = run_optuna(table, classifies, seed, runs_of_evidence[0]["seconds"])
     else:
-        found = run_boosting(table, classifies, seed)
-    return {"settings": None, "trials": None} | size | found
+        columns = run_boosting(table, classifies, seed)
+    return {"settings": None, "trials": None} | size | columns
 
 
 def table_of(runs: list[Result]) -> str:
@@ -216,21 +218,21 @@ def main(arguments: list[str] | None = None) -> None:
     tables = (*UCI, *CLASSES)
     parser.add_argument("--tables", nargs="+", choices=tables, default=tables)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    given = parse(parser, arguments)
-    if "MLP, Optuna" in given.methods and find_spec("optuna") is None:
+    options = parse(parser, arguments)
+    if "MLP, Optuna" in options.methods and find_spec("optuna") is None:
         raise SystemExit("MLP, Optuna needs optuna. Install it with pip, or use other --methods.")
     warnings.simplefilter("ignore", ConvergenceWarning)  # the number of epochs is set above
-    results = Results(given.results / "sklearn_tables.csv", COLUMNS)
-    with threadpool_limits(given.threads):
-        for seed in given.seeds:
-            for name in given.tables:
-                for method in given.methods:
+    results = Results(options.results / "sklearn_tables.csv", COLUMNS)
+    with threadpool_limits(options.threads):
+        for seed in options.seeds:
+            for name in options.tables:
+                for method in options.methods:
                     row = f"{name}: {method}"
                     if not results.has(row, seed):
-                        run = run_row(name, method, seed, given.data_dir, results)
-                        results.add({"row": row, "seed": seed, "threads": given.threads} | run)
+                        run = run_row(name, method, seed, options.data_dir, results)
+                        results.add({"row": row, "seed": seed, "threads": options.threads} | run)
                         print(row, seed, {key: run[key] for key in KEYS}, flush=True)
-    show("sklearn_tables", table_of(results.read()), given.pages)
+    show("sklearn_tables", table_of(results.read()), options.pages)
 
 
 if __name__ == "__main__":

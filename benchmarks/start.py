@@ -79,13 +79,13 @@ def run(name: str, way: str, start: float, seed: int, data_dir: str | None) -> R
             seed=seed,
             progress=False,
         )
-    found = result.test_metrics
+    metrics = result.test_metrics
     precisions = result.evidence.prior.precisions()
-    squared = found.get("squared_error")
+    squared = metrics.get("squared_error")
     return {
         "log_evidence": evaluate_evidence(result.evidence, train, exact(model, train)).per_datum,
-        "log_likelihood": found["log_likelihood"],
-        "accuracy": found.get("accuracy"),
+        "log_likelihood": metrics["log_likelihood"],
+        "accuracy": metrics.get("accuracy"),
         "rmse": None if squared is None else math.sqrt(squared),
         "seconds": clock.seconds,
         "precisions": {key: value.item() for key, value in precisions.items()},
@@ -105,12 +105,12 @@ def row_of(name: str, way: str, start: float) -> str:
 
 def spread(runs: Sequence[Result], rows: Sequence[str], key: str) -> tuple[float, float]:
     """Return the largest difference between rows of a seed, with mean and error over seeds."""
-    found = []
+    differences = []
     for seed in sorted({run["seed"] for run in runs}):
         values = [run[key] for run in runs if run["seed"] == seed and run["row"] in rows]
         if len(values) == len(rows):
-            found.append(max(values) - min(values))
-    return mean_and_error(found) if found else (math.nan, math.nan)
+            differences.append(max(values) - min(values))
+    return mean_and_error(differences) if differences else (math.nan, math.nan)
 
 
 def table_of(runs: list[Result]) -> str:
@@ -123,18 +123,18 @@ def table_of(runs: list[Result]) -> str:
     for name, (way, starts) in product(SETS, WAYS.items()):
         rows = [row_of(name, way, start) for start in starts]
         for start, row in zip(starts, rows, strict=True):
-            own = [run for run in runs if run["row"] == row]
-            if not own:
+            runs_of_start = [run for run in runs if run["row"] == row]
+            if not runs_of_start:
                 continue
             evidence, likelihood = (
-                with_error(*mean_and_error([run[key] for run in own]), 3)
+                with_error(*mean_and_error([run[key] for run in runs_of_start]), 3)
                 for key in ("log_evidence", "log_likelihood")
             )
-            if own[0]["rmse"] is None:
-                third = f"{100 * fmean(run['accuracy'] for run in own):.1f}"
+            if runs_of_start[0]["rmse"] is None:
+                third = f"{100 * fmean(run['accuracy'] for run in runs_of_start):.1f}"
             else:
-                third = f"{fmean(run['rmse'] for run in own):.3f}"
-            seeds = spans(run["seed"] for run in own)
+                third = f"{fmean(run['rmse'] for run in runs_of_start):.3f}"
+            seeds = spans(run["seed"] for run in runs_of_start)
             cells = [name, way, f"{start:g}", evidence, likelihood, third, seeds]
             lines.append(f"| {' | '.join(cells)} |")
         differences = [spread(runs, rows, key) for key in ("log_evidence", "log_likelihood")]
@@ -152,16 +152,18 @@ def precisions_of(runs: list[Result]) -> str:
     lines = ["| data | update | start | prior precisions of the weights |", "|---|---|---|---|"]
     for name, (way, starts) in product(SETS, WAYS.items()):
         for start in starts:
-            own = [r["precisions"] for r in runs if r["row"] == row_of(name, way, start)]
-            if not own:
+            precisions = [r["precisions"] for r in runs if r["row"] == row_of(name, way, start)]
+            if not precisions:
                 continue
-            found = {
-                layer.removesuffix(".weight"): geometric_mean(each[layer] for each in own)
-                for layer in own[0]
+            layer_means = {
+                layer.removesuffix(".weight"): geometric_mean(
+                    by_layer[layer] for by_layer in precisions
+                )
+                for layer in precisions[0]
                 if layer.endswith(".weight")
             }
             words = ", ".join(
-                f"{layer} {float(f'{value:.2g}'):g}" for layer, value in found.items()
+                f"{layer} {float(f'{value:.2g}'):g}" for layer, value in layer_means.items()
             )
             lines.append(f"| {name} | {way} | {start:g} | {words} |")
     return "\n".join(lines)
@@ -172,19 +174,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
-    given = parse(parser, arguments)
-    results = Results(given.results / "start.csv", COLUMNS)
-    runs = product(given.seeds, given.sets, given.ways)
+    options = parse(parser, arguments)
+    results = Results(options.results / "start.csv", COLUMNS)
+    runs = product(options.seeds, options.sets, options.ways)
     for seed, name, way in runs:
         for start in WAYS[way]:
             row = row_of(name, way, start)
             if results.has(row, seed):
                 continue
-            found = run(name, way, start, seed, given.data_dir)
-            results.add({"row": row, "seed": seed, "threads": given.threads} | found)
-            print(row, seed, {key: found[key] for key in KEYS}, flush=True)
-    show("start", table_of(results.read()), given.pages)
-    show("start precisions", precisions_of(results.read()), given.pages)
+            columns = run(name, way, start, seed, options.data_dir)
+            results.add({"row": row, "seed": seed, "threads": options.threads} | columns)
+            print(row, seed, {key: columns[key] for key in KEYS}, flush=True)
+    show("start", table_of(results.read()), options.pages)
+    show("start precisions", precisions_of(results.read()), options.pages)
 
 
 if __name__ == "__main__":

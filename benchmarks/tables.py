@@ -45,8 +45,8 @@ Pair = tuple[Tensor, Tensor]
 def read_table(name: str, seed: int, data_dir: str | None) -> tuple[Pair, Pair]:
     """Return standardized training and test data of a seed."""
     if name in UCI:
-        found = load(f"uci/{name}", data_dir, seed=seed)
-        return found.train, found.test
+        data = load(f"uci/{name}", data_dir, seed=seed)
+        return data.train, data.test
     if name == "diabetes":
         x, y = load_diabetes(return_X_y=True)
     else:
@@ -151,16 +151,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--tables", nargs="+", choices=(*UCI, *MADE), default=[*UCI, *MADE])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    given = parse(parser, arguments)
-    results = Results(given.results / "tables.csv", COLUMNS)
-    for seed in given.seeds:
-        for name in given.tables:
-            for method in given.methods:
+    options = parse(parser, arguments)
+    results = Results(options.results / "tables.csv", COLUMNS)
+    for seed in options.seeds:
+        for name in options.tables:
+            for method in options.methods:
                 row = f"{name}: {method}"
                 if not results.has(row, seed):
-                    found = run_row(name, method, seed, given.data_dir)
-                    results.add({"row": row, "seed": seed, "threads": given.threads} | found)
-    show("tables", table_of(results.read()), given.pages)
+                    columns = run_row(name, method, seed, options.data_dir)
+                    results.add({"row": row, "seed": seed, "threads": options.threads} | columns)
+    show("tables", table_of(results.read()), options.pages)
 
 
 if __name__ == "__main__":

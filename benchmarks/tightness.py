@@ -145,28 +145,28 @@ def one_case(
     seed: int,
     rows: list[int],
     count: int,
-    known: dict[str, Any],
+    earlier: dict[str, Any],
     again: list[str],
 ) -> dict[str, Any]:
-    """Return all estimators at one checkpoint, except for known results."""
-    found = dict(known)
-    if "exact" not in known:
+    """Return the results of all estimators at one checkpoint, with the earlier ones kept."""
+    case = dict(earlier)
+    if "exact" not in earlier:
         start = time.perf_counter()
         exact = evidence_at(path, data, seed, "ntk-N-C").estimate(*data.train).log_det
-        found |= {"exact": exact, "exact_seconds": time.perf_counter() - start}
-    exact = found["exact"]
+        case |= {"exact": exact, "exact_seconds": time.perf_counter() - start}
+    exact = case["exact"]
     for k in rows:
         for row, name in names(k).items():
-            if f"{row} {k}" in known and row not in again:
+            if f"{row} {k}" in earlier and row not in again:
                 continue
             values = draws(evidence_at(path, data, seed, name), data.train, count)
             ratios = [value / exact for value in values]
-            found[f"{row} {k}"] = {
+            case[f"{row} {k}"] = {
                 "mean": statistics.mean(ratios),
                 "deviation": statistics.stdev(ratios),
             }
-            print(seed, path.stem, name, found[f"{row} {k}"], flush=True)
-    return found
+            print(seed, path.stem, name, case[f"{row} {k}"], flush=True)
+    return case
 
 
 def timings(path: Path, data: DataSet, seed: int, rows: list[int], repeats: int) -> dict[str, Any]:
@@ -177,15 +177,15 @@ def timings(path: Path, data: DataSet, seed: int, rows: list[int], repeats: int)
     anchored bound share the pass over their anchors. The cost of a step with its own pass, as for
     hyperparameters of the model, is timed too.
     """
-    found: dict[str, Any] = {}
+    seconds: dict[str, Any] = {}
     rounds = Anchoring().refresh
     for k in rows:
-        wanted = names(k) | {ALONE: f"ntk-{k}-rows-anchored"}
-        made = {row: evidence_at(path, data, seed, name) for row, name in wanted.items()}
-        times: dict[str, list[float]] = {row: [] for row in made}
-        counts: dict[str, list[int]] = {row: [] for row in made}
+        estimators = names(k) | {ALONE: f"ntk-{k}-rows-anchored"}
+        evidences = {row: evidence_at(path, data, seed, name) for row, name in estimators.items()}
+        times: dict[str, list[float]] = {row: [] for row in evidences}
+        counts: dict[str, list[int]] = {row: [] for row in evidences}
         for turn in range(repeats + 1):
-            for row, evidence in made.items():
+            for row, evidence in evidences.items():
                 start, count = time.perf_counter(), 0
                 for _ in range(rounds):
                     for block in steps_of_a_round(evidence, data, alone=row == ALONE):
@@ -197,8 +197,8 @@ def timings(path: Path, data: DataSet, seed: int, rows: list[int], repeats: int)
         for row, taken in times.items():
             # Of k rows: a partition's last block may be smaller.
             per_row = [t / c for t, c in zip(taken, counts[row], strict=True)]
-            found[f"{row} {k}"] = k * statistics.median(per_row)
-    return found
+            seconds[f"{row} {k}"] = k * statistics.median(per_row)
+    return seconds
 
 
 def steps_of_a_round(
@@ -321,14 +321,14 @@ def main(arguments: list[str] | None = None) -> None:
         last = max(files)
         if options.time or not (folder / "times.json").exists():
             with evigrad.kept_memory():  # as in training
-                found = timings(files[last], data, seed, options.rows, TIMED)
-            (folder / "times.json").write_text(json.dumps({"machine": machine(), **found}))
+                seconds = timings(files[last], data, seed, options.rows, TIMED)
+            (folder / "times.json").write_text(json.dumps({"machine": machine(), **seconds}))
         for stage, path in files.items() if not options.time else ():
             kept = folder / f"case-{seed}-{stage}.json"
             if not kept.exists() or options.again:
-                known = json.loads(kept.read_text()) if kept.exists() else {}
-                wanted = options.rows, options.draws, known, options.again
-                case = one_case(path, data, seed, *wanted)
+                earlier = json.loads(kept.read_text()) if kept.exists() else {}
+                settings = options.rows, options.draws, earlier, options.again
+                case = one_case(path, data, seed, *settings)
                 kept.write_text(json.dumps({"seed": seed, "stage": stage, **case}, indent=1))
     cases = sorted(folder.glob("case-*.json"))
     if not (folder / "times.json").exists() or not (cases or options.time):

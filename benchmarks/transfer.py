@@ -194,12 +194,12 @@ def run_learned(task: Transfer, structure: Any) -> list[Result]:
     assert fitted.evidence is not None
     with clock:
         predictive = fitted.evidence.posterior(task.data.train, structure="last-layer")(x)
-    found = {
+    posterior_columns = {
         "log_likelihood": float(predictive.log_prob(y).double().mean()),
         "accuracy": float((predictive.probabilities.argmax(1) == y).double().mean()),
         "seconds": clock.seconds,
     }
-    return [columns, columns | found]
+    return [columns, columns | posterior_columns]
 
 
 # Each returns the columns of its row, or of all rows that share it, in their order.
@@ -247,7 +247,7 @@ def run_way(task: Transfer, row: str) -> list[Result]:
 
 def table_of(size: int, runs: Sequence[Result]) -> str:
     """Return the means over the subsets, as Markdown."""
-    found = {row: likelihoods_of(list(runs), row) for row in WAYS}
+    likelihoods = {row: likelihoods_of(list(runs), row) for row in WAYS}
     lines = [
         "| N | method | test log likelihood | gain over grid search | accuracy, % | seconds"
         " | time, × grid search | subsets |",
@@ -256,8 +256,8 @@ def table_of(size: int, runs: Sequence[Result]) -> str:
     rows = summaries(runs, list(WAYS), (*METRICS, "seconds"))
     grid = next((r["seconds"] for r in rows if r["row"] == "grid"), None)
     for r in rows:
-        shared = sorted(found[r["row"]].keys() & found["grid"].keys())
-        ahead = [found[r["row"]][seed] - found["grid"][seed] for seed in shared]
+        shared = sorted(likelihoods[r["row"]].keys() & likelihoods["grid"].keys())
+        ahead = [likelihoods[r["row"]][seed] - likelihoods["grid"][seed] for seed in shared]
         cells = [
             f"{size:,}",
             LABELS[r["row"]],
@@ -278,17 +278,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sizes", nargs="+", type=int, choices=SIZES, default=SIZES)
     parser.add_argument("--rows", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--backbone", type=Path, default=Path("results/transfer.pt"))
-    given = parse(parser, arguments)
-    results = {size: Results(given.results / f"transfer_{size}.csv", COLUMNS) for size in SIZES}
+    options = parse(parser, arguments)
+    results = {size: Results(options.results / f"transfer_{size}.csv", COLUMNS) for size in SIZES}
     left = [
         (size, seed, row)
-        for size, seed, row in product(given.sizes, given.seeds, given.rows)
+        for size, seed, row in product(options.sizes, options.seeds, options.rows)
         if not results[size].has(row, seed)
     ]
     check_extras([row for _, _, row in left])
     if left:
-        data = read(given.data_dir)
-        weights = pretrained(of_classes(data, old=True), given.backbone)
+        data = read(options.data_dir)
+        weights = pretrained(of_classes(data, old=True), options.backbone)
         data = of_classes(data, old=False)
         for size, seed, row in left:
             if results[size].has(row, seed):  # some methods return two rows
@@ -296,14 +296,14 @@ def main(arguments: list[str] | None = None) -> None:
             for run in run_way(make_task(data, size, seed, weights), row):
                 if results[size].has(run["row"], seed):
                     continue
-                results[size].add(run | {"threads": given.threads})
+                results[size].add(run | {"threads": options.threads})
                 print({key: run[key] for key in ("row", "seed", *METRICS, "seconds")}, flush=True)
     for size in SIZES:
-        show(f"transfer {size}", table_of(size, results[size].read()), given.pages)
-    found = {f"{size:,} images": results[size].read() for size in SIZES}
-    found = {name: runs for name, runs in found.items() if runs}
-    for page in given.pages:
-        draw(found, ["grid"] * len(found), WAYS, page.parent / FIGURE, LABELS)
+        show(f"transfer {size}", table_of(size, results[size].read()), options.pages)
+    runs_by_size = {f"{size:,} images": results[size].read() for size in SIZES}
+    runs_by_size = {name: runs for name, runs in runs_by_size.items() if runs}
+    for page in options.pages:
+        draw(runs_by_size, ["grid"] * len(runs_by_size), WAYS, page.parent / FIGURE, LABELS)
 
 
 if __name__ == "__main__":

@@ -107,15 +107,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for tied in (False, True):
         for estimator in ESTIMATORS:
-            for row in measured(estimator, tied, given.repeats):
+            for row in measured(estimator, tied, arguments.repeats):
                 print(row, flush=True)
                 rows.append(row)
-    if given.out is not None:
-        write_csv(given.out, rows)
+    if arguments.out is not None:
+        write_csv(arguments.out, rows)
 
 
 if __name__ == "__main__":
