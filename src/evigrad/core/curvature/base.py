@@ -156,7 +156,7 @@ class Curvature(ABC, Generic[StatisticT]):
         self.check_conditioning(conditioning)
         try:
             value = self.log_det(statistic, precisions)
-        except torch._C._LinAlgError as error:
+        except torch.linalg.LinAlgError as error:  # pyright: ignore[reportPrivateImportUsage]
             raise NotPositiveDefiniteError(
                 f"{type(self).__name__}.log_det failed: {error} Check the precisions and the"
                 " curvature for huge, tiny or NaN entries, and compute the matrix in float64. Or"
