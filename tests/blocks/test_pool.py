@@ -50,24 +50,24 @@ def rows_of(block: Block) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]
     """Rows (datum, output) of the anchors, and all others."""
     assert block.columns is not None and block.anchored is not None
     places = (block.columns >= 0).nonzero()
-    found: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+    rows: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
     for datum, k in places.tolist():
         row = (int(block.indices[datum]), int(block.columns[datum, k]))
-        found[int(block.anchored.labels[datum, k]) > 0].append(row)
-    return found
+        rows[int(block.anchored.labels[datum, k]) > 0].append(row)
+    return rows
 
 
 @pytest.mark.usefixtures("few")
 def test_each_datum_has_one_place() -> None:
-    made = Pool(N)
-    inside, outside = made.data(torch.arange(8)), made.others(torch.arange(N - 8))
+    pool = Pool(N)
+    inside, outside = pool.data(torch.arange(8)), pool.others(torch.arange(N - 8))
     assert sorted([*inside.tolist(), *outside.tolist()]) == list(range(N))
     asked = torch.arange(N).flip(0)
-    found, places = made.find(asked)
-    assert torch.equal(asked[found], made.data(places)) and len(places) == len(made) == 8
+    positions, places = pool.find(asked)
+    assert torch.equal(asked[positions], pool.data(places)) and len(places) == len(pool) == 8
     assert torch.equal(Pool(N).data(torch.arange(8)), inside)  # also in the next run
     with pytest.raises(InputError, match="Positions"):
-        made.find(torch.tensor([N]))
+        pool.find(torch.tensor([N]))
 
 
 @pytest.mark.usefixtures("few")
@@ -79,10 +79,10 @@ def test_every_row_is_an_anchor_of_the_pool_or_in_one_part(grouped: bool) -> Non
     blocks = evidence.blocks(data)
     estimates, others, anchors = [], Counter[tuple[int, int]](), set[tuple[int, int]]()
     for block in blocks.epoch():
-        own, rest = rows_of(block)
-        anchors = anchors or set(own)
-        assert set(own) == anchors and len(own) == 5
-        others.update(rest)
+        anchor_rows, part_rows = rows_of(block)
+        anchors = anchors or set(anchor_rows)
+        assert set(anchor_rows) == anchors and len(anchor_rows) == 5
+        others.update(part_rows)
         estimates.append(evidence.estimate(block))
     assert {n for n, _ in anchors} <= set(Pool(N).data(torch.arange(8)).tolist())
     # The last column of a categorical root is zero.
@@ -124,9 +124,9 @@ def test_parts_are_drawn_as_their_weights_say() -> None:
 
 def test_an_epoch_of_all_data_is_a_permutation() -> None:
     order = torch.randperm(N, generator=stream(7, "shuffle", 3))
-    found = list(batches(7, 3, N, N, 8))
-    assert all(map(torch.equal, found, order.tensor_split(4)))
-    assert [len(batch) for batch in found] == [8, 8, 7, 7]
+    epoch_batches = list(batches(7, 3, N, N, 8))
+    assert all(map(torch.equal, epoch_batches, order.tensor_split(4)))
+    assert [len(batch) for batch in epoch_batches] == [8, 8, 7, 7]
 
 
 @pytest.mark.parametrize("written", [2**24, 8])
@@ -134,9 +134,9 @@ def test_epochs_of_a_part_go_on_where_the_last_one_ended(
     written: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("evigrad.core.permutation.WRITTEN", written)
-    found = [torch.cat(list(batches(0, epoch, N, 12, 5))) for epoch in range(1, 6)]
-    assert [len(each) for each in found] == [12] * 5
-    whole = torch.cat(found)
+    epochs = [torch.cat(list(batches(0, epoch, N, 12, 5))) for epoch in range(1, 6)]
+    assert [len(epoch) for epoch in epochs] == [12] * 5
+    whole = torch.cat(epochs)
     for one in (whole[:N], whole[N:]):
         assert sorted(one.tolist()) == list(range(N))
     assert not torch.equal(whole[:N], whole[N:])
@@ -145,19 +145,19 @@ def test_epochs_of_a_part_go_on_where_the_last_one_ended(
 def test_more_groups_than_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evigrad.core.partition.WRITTEN", 3)
     monkeypatch.setattr("evigrad.core.permutation.WRITTEN", 3)
-    made = Partition(Estimator.parse("ntk-4-8"), N, 16)
+    partition = Partition(Estimator.parse("ntk-4-8"), N, 16)
     seen = Counter[tuple[int, int]]()
     orders = set[tuple[int, ...]]()
-    for block in made.blocks(torch.Generator().manual_seed(0)):
+    for block in partition.blocks(torch.Generator().manual_seed(0)):
         assert block.columns is not None
         seen.update(
             (n, c)
-            for n, own in zip(block.indices.tolist(), block.columns.tolist(), strict=True)
-            for c in own
+            for n, columns in zip(block.indices.tolist(), block.columns.tolist(), strict=True)
+            for c in columns
         )
         orders.update(map(tuple, block.columns.tolist()))
     assert seen == Counter((n, c) for n in range(N) for c in range(16))
-    assert len(orders) == made.num_blocks == 16  # no two groups of data split outputs alike
+    assert len(orders) == partition.num_blocks == 16  # no two groups of data split outputs alike
 
 
 class Endless:

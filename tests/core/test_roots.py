@@ -60,11 +60,11 @@ class PlainPoisson(Likelihood):
         return (y * rate - rate.exp() - torch.lgamma(y + 1)).sum(dim=1)
 
 
-def in_pairs(made: type[Likelihood]) -> Callable[[int], Likelihood]:
+def in_pairs(likelihood_class: type[Likelihood]) -> Callable[[int], Likelihood]:
     def make(num_outputs: int) -> Likelihood:
         if num_outputs % 2:
             reject()
-        return made()
+        return likelihood_class()
 
     return make
 
@@ -439,8 +439,8 @@ def test_a_root_of_many_classes(three_turned: int, c: int) -> None:
     listed = likelihood.root(f, columns, "eigen").vectors
     for n, row in enumerate(columns.tolist()):
         for j, column in enumerate(row):
-            wanted = whole[n, column] if column >= 0 else torch.zeros(c).double()
-            torch.testing.assert_close(listed[n, j], wanted)
+            vector = whole[n, column] if column >= 0 else torch.zeros(c).double()
+            torch.testing.assert_close(listed[n, j], vector)
 
 
 @pytest.mark.parametrize("c", [4, 7])
@@ -449,29 +449,29 @@ def test_the_derivative_of_a_root_of_many_classes(three_turned: int, c: int) -> 
     likelihood, f = Categorical(), random_outputs(1, 3, c).requires_grad_()
     weights = random_outputs(2, 3 * c, c).reshape(3, c, c)
     rows = likelihood.root(f, every(f), "eigen").vectors
-    (found,) = torch.autograd.grad((weights * (rows.mT @ rows)).sum(), f)
-    (wanted,) = torch.autograd.grad((weights * likelihood.hessian(f)).sum(), f)
-    torch.testing.assert_close(found, wanted)
+    (slope,) = torch.autograd.grad((weights * (rows.mT @ rows)).sum(), f)
+    (expected,) = torch.autograd.grad((weights * likelihood.hessian(f)).sum(), f)
+    torch.testing.assert_close(slope, expected)
 
 
 @pytest.mark.parametrize("kind", ["fisher", "eigen"])
 @pytest.mark.parametrize("c", [2, 3, 4, 8])
 def test_norms_of_rows(three_turned: int, kind: str, c: int) -> None:
     likelihood, f = Categorical(), random_outputs(3, 6, c)
-    wanted = likelihood.root(f, every(f), kind).vectors.square().sum(-1)
-    torch.testing.assert_close(likelihood.row_norms(f, kind), wanted, atol=1e-12, rtol=1e-6)
+    norms = likelihood.root(f, every(f), kind).vectors.square().sum(-1)
+    torch.testing.assert_close(likelihood.row_norms(f, kind), norms, atol=1e-12, rtol=1e-6)
     condensed = likelihood.condensed(f, kind)
     head, tail = likelihood.row_scores(condensed, kind)
     if kind == "eigen" and c > three_turned:
         # Nearly so: what is left of the others is only their probability together.
         assert condensed.shape == (6, three_turned + 1)
-        torch.testing.assert_close(head, wanted[:, :three_turned], atol=0.05, rtol=0.3)
+        torch.testing.assert_close(head, norms[:, :three_turned], atol=0.05, rtol=0.3)
         assert tail is not None
-        torch.testing.assert_close(tail, wanted[:, three_turned:].sum(1), atol=0.05, rtol=0.5)
+        torch.testing.assert_close(tail, norms[:, three_turned:].sum(1), atol=0.05, rtol=0.5)
     else:
-        torch.testing.assert_close(head, wanted[:, : head.shape[1]], atol=1e-12, rtol=1e-6)
+        torch.testing.assert_close(head, norms[:, : head.shape[1]], atol=1e-12, rtol=1e-6)
         # Columns that are left out are zero for certain.
-        assert float(wanted[:, head.shape[1] :].abs().sum()) < 1e-10
+        assert float(norms[:, head.shape[1] :].abs().sum()) < 1e-10
         assert tail is None
 
 
@@ -480,9 +480,9 @@ def test_norms_of_rows_of_other_likelihoods(name: str) -> None:
     likelihood, f = LIKELIHOODS[name](4), random_outputs(3, 6, 4)
     root = likelihood.root(f, torch.arange(4).expand(6, -1), "eigen")
     scale = 1.0 if root.scale is None else root.scale.detach()
-    wanted = (root.vectors.square().sum(-1) * scale**2).detach()
+    norms = (root.vectors.square().sum(-1) * scale**2).detach()
     head, tail = likelihood.row_scores(likelihood.condensed(f, "eigen"), "eigen")
-    torch.testing.assert_close(head, wanted)
+    torch.testing.assert_close(head, norms)
     assert tail is None
 
 
@@ -506,8 +506,8 @@ def test_eigenvalues_are_taken_in_float64_where_float32_fails(monkeypatch) -> No
 
     fails_always = False
     monkeypatch.setattr(torch.linalg, "eigh", failing)
-    found = Categorical().root(f, columns, "eigen").vectors
-    torch.testing.assert_close(found.abs(), expected.abs(), rtol=1e-4, atol=1e-5)
+    actual = Categorical().root(f, columns, "eigen").vectors
+    torch.testing.assert_close(actual.abs(), expected.abs(), rtol=1e-4, atol=1e-5)
     fails_always = True
     with pytest.raises(NotFiniteError, match="outputs are too large"):
         Categorical().root(f, columns, "eigen")

@@ -194,15 +194,15 @@ def check_folded(model: Any, x: Tensor, word: str | None) -> Any:
     """Right rows, inner products and spot checks, by this closed form."""
     model = model.double().eval()
     weights = weights_of(model, ["gate"])
-    made = plan(model, weights, x[:3])
-    words = set(made.describe().values())
+    jacobian_plan = plan(model, weights, x[:3])
+    words = set(jacobian_plan.describe().values())
     if word is not None:
         assert words == {word}
     jac = jacobian(model, weights, x)
     for m, k in ((len(x), 1), (2, 3), (1, 1)):
         vectors = random(m, k, 2, seed=k)
-        linearization = Linearization(model, weights, x[:m], made, differentiable=False)
-        assert all(linearization.is_closed(name) for name in made.uses)
+        linearization = Linearization(model, weights, x[:m], jacobian_plan, differentiable=False)
+        assert all(linearization.is_closed(name) for name in jacobian_plan.uses)
         expected = rows({name: j[:m] for name, j in jac.items()}, vectors)
         assert any(e.norm() > 1e-3 for e in expected.values())
         assert_rows(linearization.rows(vectors), expected)
@@ -210,4 +210,4 @@ def check_folded(model: Any, x: Tensor, word: str | None) -> Any:
         value = sum((e * cotangents[name]).sum() for name, e in expected.items())
         torch.testing.assert_close(linearization.inner(vectors, cotangents), value)
         assert not spot_check(linearization, vectors, m - 1)
-    return made
+    return jacobian_plan

@@ -52,19 +52,22 @@ def test_bfloat16(samples: int, inside: bool) -> None:
     """Rows, factors and inner products, asked for inside of autocast or outside."""
     model = Net(samples).eval()
     weights, x = weights_of(model, ["gate"]), random(M, 2, 6, 6).float()
-    made = plan(model, weights, x)
-    assert not any(word.startswith("generic") for word in made.describe().values())
+    jacobian_plan = plan(model, weights, x)
+    assert not any(word.startswith("generic") for word in jacobian_plan.describe().values())
     vectors = random(M, 2, C).float()
     cotangents = {n: 1e-12 * random(M, 2, *w.shape).float() for n, w in weights.items()}
 
-    exact = Linearization(model, weights, x, made, differentiable=True)
+    exact = Linearization(model, weights, x, jacobian_plan, differentiable=True)
     with torch.autocast("cpu", torch.bfloat16):
-        coarse = Linearization(model, weights, x, made, differentiable=True)
+        coarse = Linearization(model, weights, x, jacobian_plan, differentiable=True)
     assert coarse.mixed and not exact.mixed
     assert coarse.outputs.dtype == torch.float32
     assert all(coarse.is_closed(name) for name in weights)
     with torch.autocast("cpu", torch.bfloat16, enabled=inside):
-        rows, factors = coarse.rows(vectors), coarse.factors(vectors, sorted(made.kronecker))
+        rows, factors = (
+            coarse.rows(vectors),
+            coarse.factors(vectors, sorted(jacobian_plan.kronecker)),
+        )
         inner = coarse.inner(vectors, cotangents)
     expected = exact.rows(vectors)
     for name, row in rows.items():
@@ -73,11 +76,11 @@ def test_bfloat16(samples: int, inside: bool) -> None:
     right = torch.stack([(rows[n] * c).sum() for n, c in cotangents.items()])
     assert abs(inner - right.sum()) < 0.02 * right.norm()
     (slope,) = torch.autograd.grad(inner, model.gate, retain_graph=True)
-    (found,) = torch.autograd.grad(right.sum(), model.gate, retain_graph=True)
+    (expected_slope,) = torch.autograd.grad(right.sum(), model.gate, retain_graph=True)
     parts = [torch.autograd.grad(r, model.gate, retain_graph=True)[0] for r in right[1:]]
-    assert abs(slope - found) < 0.05 * torch.stack(parts).norm()
+    assert abs(slope - expected_slope) < 0.05 * torch.stack(parts).norm()
 
-    for name, uses in exact.factors(vectors, sorted(made.kronecker)).items():
+    for name, uses in exact.factors(vectors, sorted(jacobian_plan.kronecker)).items():
         for use, of_coarse in zip(uses, factors[name], strict=True):
             pairs: list[tuple[Any, Any]] = [
                 (of_coarse.inputs, use.inputs),
@@ -96,19 +99,19 @@ def test_bfloat16(samples: int, inside: bool) -> None:
 def test_a_plan_under_autocast_is_the_same() -> None:
     model = Net(2).eval()
     weights, x = weights_of(model, ["gate"]), random(M, 2, 6, 6).float()
-    made = plan(model, weights, x)
+    jacobian_plan = plan(model, weights, x)
     with torch.autocast("cpu", torch.bfloat16):
-        assert plan(model, weights, x) == made
+        assert plan(model, weights, x) == jacobian_plan
 
 
 def test_spot_checks_are_exact() -> None:
     """Rounding raises no alarm."""
     model = Net(2).eval()
     weights, x = weights_of(model, ["gate"]), random(M, 2, 6, 6).float()
-    made = plan(model, weights, x)
+    jacobian_plan = plan(model, weights, x)
     vectors = random(M, 2, C).float()
     with torch.autocast("cpu", torch.bfloat16):
-        linearization = Linearization(model, weights, x, made, differentiable=False)
+        linearization = Linearization(model, weights, x, jacobian_plan, differentiable=False)
         assert not spot_check(linearization, vectors, 3)
     assert not spot_check(linearization, vectors, 3)
 
@@ -116,12 +119,12 @@ def test_spot_checks_are_exact() -> None:
 def test_generic_rows_are_exact() -> None:
     model = nn.Sequential(nn.ConvTranspose2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(75, C))
     weights, x = weights_of(model), random(M, 2, 4, 4).float()
-    made = plan(model, weights, x)
-    assert made.describe()["0.weight"].startswith("generic")
+    jacobian_plan = plan(model, weights, x)
+    assert jacobian_plan.describe()["0.weight"].startswith("generic")
     vectors = random(M, 2, C).float()
     with torch.autocast("cpu", torch.bfloat16):
-        rows = Linearization(model, weights, x, made, False).rows(vectors)
-    expected = Linearization(model, weights, x, made, False).rows(vectors)
+        rows = Linearization(model, weights, x, jacobian_plan, False).rows(vectors)
+    expected = Linearization(model, weights, x, jacobian_plan, False).rows(vectors)
     for name, row in rows.items():
         assert relative(row, expected[name]) < (1e-6 if name.startswith("0") else 0.04), name
 

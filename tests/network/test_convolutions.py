@@ -84,8 +84,10 @@ def test_rows_inner_and_derivatives(
         inner = convolution_inner(given_x, gradient, cotangent, geometry)
         torch.testing.assert_close(inner, value)
         for a in (inner, (rows * cotangent).sum()):
-            for found, slope in zip(torch.autograd.grad(a, [x, gradient]), slopes, strict=True):
-                torch.testing.assert_close(found, slope)
+            for actual_slope, slope in zip(
+                torch.autograd.grad(a, [x, gradient]), slopes, strict=True
+            ):
+                torch.testing.assert_close(actual_slope, slope)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -169,7 +169,7 @@ def pair() -> tuple[nn.Module, dict[str, nn.Parameter], Tensor]:
 
 def evidence(estimator: str) -> dict[str, Any]:
     """The log evidence and its gradients."""
-    made = Evidence(
+    pair_evidence = Evidence(
         Pair().double(),
         Gaussian(),
         GaussianPrior("layerwise"),
@@ -178,8 +178,8 @@ def evidence(estimator: str) -> dict[str, Any]:
         hyperparameters=["scale"],
         generator=0,
     )
-    value = made.backward(random(5, 3), random(5, 2, seed=1)).log_evidence
-    return {"value": value} | {n: p.grad for n, p in made.hyperparameters().items()}
+    value = pair_evidence.backward(random(5, 3), random(5, 2, seed=1)).log_evidence
+    return {"value": value} | {n: p.grad for n, p in pair_evidence.hyperparameters().items()}
 
 
 def test_a_right_rule(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,9 +187,9 @@ def test_a_right_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     without = [evidence(name) for name in names]
     monkeypatch.setitem(RULES, F.bilinear, Bilinear())
     model, weights, x = pair()
-    made = plan(model, weights, x)
-    assert made.words["mixed.weight"] == made.words["mixed.bias"] == "bilinear"
-    assert "mixed.weight" in made.kronecker
+    jacobian_plan = plan(model, weights, x)
+    assert jacobian_plan.words["mixed.weight"] == jacobian_plan.words["mixed.bias"] == "bilinear"
+    assert "mixed.weight" in jacobian_plan.kronecker
     for name, before in zip(names, without, strict=True):
         after = evidence(name)
         if name != "kfac-N-C":  # without factors, kfac has the exact block
@@ -221,12 +221,12 @@ def test_a_wrong_rule(
     model, weights, x = pair()
     monkeypatch.setitem(RULES, F.bilinear, kind())
     with pytest.warns(EvigradWarning, match=rf"mixed\.weight \(bilinear: .*{reason}"):
-        made = plan(model, weights, x)
-    assert made.words["mixed.weight"] == "generic: vmap"
-    assert made.words["first.weight"] == made.words["out.weight"] == "linear"
-    assert made.kronecker == {"first.weight", "out.weight"}
+        jacobian_plan = plan(model, weights, x)
+    assert jacobian_plan.words["mixed.weight"] == "generic: vmap"
+    assert jacobian_plan.words["first.weight"] == jacobian_plan.words["out.weight"] == "linear"
+    assert jacobian_plan.kronecker == {"first.weight", "out.weight"}
     vectors = random(5, 2, 2)
-    linearization = Linearization(model, weights, x, made, False)
+    linearization = Linearization(model, weights, x, jacobian_plan, False)
     assert_rows(linearization.rows(vectors), rows(jacobian(model, weights, x), vectors))
 
 
@@ -239,11 +239,11 @@ def test_a_rule_that_becomes_wrong(
     model, weights, x = pair()
     model, x = model.to(dtype), x.to(dtype)
     monkeypatch.setitem(RULES, F.bilinear, Bilinear())
-    made = plan(model, weights, x)
+    jacobian_plan = plan(model, weights, x)
     vectors = random(5, 1, 2).to(dtype)
 
     def wrong() -> set[str]:
-        return spot_check(Linearization(model, weights, x, made, False), vectors, 3)
+        return spot_check(Linearization(model, weights, x, jacobian_plan, False), vectors, 3)
 
     assert wrong() == set()
     monkeypatch.setitem(RULES, F.bilinear, kind())
@@ -269,9 +269,9 @@ def test_the_package_s_rules_pass(
     compared = mock.Mock(wraps=Reference.reason_against)
     monkeypatch.setattr(Reference, "reason_against", lambda *arguments: compared(*arguments))
     model = Folded(Called(function, case), parts, tokens=case.tokens).double().eval()
-    made = plan(model, weights_of(model, ["gate"]), case.inputs(3))  # without a warning
-    assert set(made.words.values()) == {RULES[function].name}
-    assert compared.call_count == len(made.words)
+    jacobian_plan = plan(model, weights_of(model, ["gate"]), case.inputs(3))  # without a warning
+    assert set(jacobian_plan.words.values()) == {RULES[function].name}
+    assert compared.call_count == len(jacobian_plan.words)
 
 
 def assert_terms(linearization: Linearization) -> set[str]:
@@ -326,8 +326,8 @@ def test_a_wrong_rule_in_a_model_that_fails_while_it_is_recorded(
 
     model = Checked().double().eval()
     with pytest.warns(EvigradWarning, match="all parameters of the call as slots"):
-        made = plan(model, weights_of(model, ["scale"]), random(3, 3))
-    assert set(made.words.values()) == {"generic: vmap"}
+        jacobian_plan = plan(model, weights_of(model, ["scale"]), random(3, 3))
+    assert set(jacobian_plan.words.values()) == {"generic: vmap"}
 
 
 def test_a_parameter_with_another_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,6 +340,6 @@ def test_a_parameter_with_another_use(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Twice().double().eval()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the rule is right
-        made = plan(model, weights_of(model, ["scale"]), random(3, 3))
-    assert made.words["mixed.weight"] == "generic: vmap"
-    assert made.words["mixed.bias"] == "bilinear"
+        jacobian_plan = plan(model, weights_of(model, ["scale"]), random(3, 3))
+    assert jacobian_plan.words["mixed.weight"] == "generic: vmap"
+    assert jacobian_plan.words["mixed.bias"] == "bilinear"

@@ -128,9 +128,11 @@ def behind(function: Any) -> Callable[[Net, Tensor], Tensor]:
 
 def gradient(evidence: Evidence, x: Tensor, y: Tensor) -> Tensor:
     evidence.backward(x, y)
-    (found,) = (p.grad for n, p in evidence.hyperparameters().items() if n == "model.scale")
-    assert found is not None
-    return found
+    (scale_gradient,) = (
+        p.grad for n, p in evidence.hyperparameters().items() if n == "model.scale"
+    )
+    assert scale_gradient is not None
+    return scale_gradient
 
 
 @pytest.mark.parametrize("estimator", ["ntk-N-C", "kfac-N-C", "ntk-3-1"])
@@ -188,8 +190,8 @@ def test_scores_that_depend_on_a_learned_noise(function: Any) -> None:
     settings: Any = {"estimator": "ntk-N-1-ef", "hyperparameters": []}
     if function is DetachedSquare:  # linear in its cotangent, and right
         values = []
-        for each in (function, Square):
-            evidence = build(behind(each.apply), likelihood=Gaussian(0.5), **settings)
+        for square in (function, Square):
+            evidence = build(behind(square.apply), likelihood=Gaussian(0.5), **settings)
             evidence.backward(x, y)
             values.append([p.grad for p in evidence.hyperparameters().values()])
         assert all(torch.allclose(a, b) for a, b in zip(*values, strict=True))
@@ -204,11 +206,11 @@ def test_a_function_before_all_weights_is_right(function: Any) -> None:
     x, y = data()
     values = [
         gradient(
-            build(lambda net, x, f=each: net.last(torch.tanh(net.first(f.apply(x * net.scale))))),
+            build(lambda net, x, f=square: net.last(torch.tanh(net.first(f.apply(x * net.scale))))),
             x,
             y,
         )
-        for each in (function, Square)
+        for square in (function, Square)
     ]
     assert torch.equal(*values)
 
@@ -239,7 +241,7 @@ def test_a_head_that_starts_at_zero_hides_nothing() -> None:
 
 def test_the_check_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(sweep, "check_rows", lambda *given: calls.append(given[3]))
+    monkeypatch.setattr(sweep, "check_rows", lambda *arguments: calls.append(arguments[3]))
     x, y = data()
     evidence = build(behind(Square.apply), memory=Memory(micro_batch=2))
     for _ in range(3):

@@ -24,8 +24,8 @@ def functional(parts: dict[str, Tensor]) -> Tensor:
 
 
 def gradients(value: Tensor, arguments: Sequence[Tensor]) -> list[Tensor]:
-    found = torch.autograd.grad(value, arguments, retain_graph=True, allow_unused=True)
-    return [torch.zeros_like(a) if g is None else g for a, g in zip(arguments, found, strict=True)]
+    slopes = torch.autograd.grad(value, arguments, retain_graph=True, allow_unused=True)
+    return [torch.zeros_like(a) if g is None else g for a, g in zip(arguments, slopes, strict=True)]
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
@@ -34,13 +34,13 @@ def test_gradients_equal_those_of_the_dense_rows(case: str) -> None:
     model, x = CASES[case].build(4)
     model.eval()
     weights = weights_of(model, HYPERPARAMETERS)
-    made = plan(model, weights, x)
+    jacobian_plan = plan(model, weights, x)
     vectors = random(4, 2, 3).requires_grad_()
     arguments = [vectors, *(p for n, p in model.named_parameters() if n in HYPERPARAMETERS)]
     if x.is_floating_point():
         arguments.append(x.requires_grad_())
 
-    linearization = Linearization(model, weights, x, made, differentiable=True)
+    linearization = Linearization(model, weights, x, jacobian_plan, differentiable=True)
     actual = linearization.rows(vectors)
     expected = rows(jacobian(model, weights, x, graph=True), vectors)
     torch.testing.assert_close(functional(actual), functional(expected), rtol=1e-10, atol=0)
@@ -68,9 +68,9 @@ def test_gradients_equal_finite_differences(case: str) -> None:
     model, x = CASES[case].build(3)
     model.eval()
     weights = weights_of(model, HYPERPARAMETERS)
-    made = plan(model, weights, x)
+    jacobian_plan = plan(model, weights, x)
     vectors = random(3, 2, 3)
-    value = functional(Linearization(model, weights, x, made, True).rows(vectors))
+    value = functional(Linearization(model, weights, x, jacobian_plan, True).rows(vectors))
     names = [n for n in HYPERPARAMETERS if hasattr(model, n)]
     for name, gradient in zip(
         names, gradients(value, [getattr(model, n) for n in names]), strict=True
@@ -81,7 +81,9 @@ def test_gradients_equal_finite_differences(case: str) -> None:
         for step in (1e-5, -1e-5):
             with torch.no_grad():
                 hyperparameter += step * direction
-            values.append(functional(Linearization(model, weights, x, made, False).rows(vectors)))
+            values.append(
+                functional(Linearization(model, weights, x, jacobian_plan, False).rows(vectors))
+            )
             with torch.no_grad():
                 hyperparameter -= step * direction
         slope = (values[0] - values[1]) / 2e-5
@@ -94,10 +96,10 @@ def test_convolution_rows_have_right_derivatives_both_ways(columns: int) -> None
     body = nn.Sequential(nn.Conv2d(2, 4, 3, stride=2, padding=1, groups=2), nn.Tanh())
     model = nn.Sequential(body, nn.Flatten(), nn.Linear(4 * 16, 3)).double()
     weights, x = weights_of(model), random(3, 2, 8, 8).requires_grad_()
-    made = plan(model, weights, x)
-    assert made.describe()["0.0.weight"] == "conv2d"
+    jacobian_plan = plan(model, weights, x)
+    assert jacobian_plan.describe()["0.0.weight"] == "conv2d"
     vectors = random(3, columns, 3)
-    actual = functional(Linearization(model, weights, x, made, True).rows(vectors))
+    actual = functional(Linearization(model, weights, x, jacobian_plan, True).rows(vectors))
     expected = functional(rows(jacobian(model, weights, x, graph=True), vectors))
     torch.testing.assert_close(*(gradients(v, [x])[0] for v in (actual, expected)))
 
@@ -123,21 +125,21 @@ def test_first_derivatives_do_not_vouch_for_second_ones() -> None:
     for name, e in expected.items():
         a = actual[name]
         torch.testing.assert_close(a, e)
-        for found, right in zip(
+        for slope, right in zip(
             gradients(functional({name: a}), [x]) if a.requires_grad else [torch.zeros_like(x)],
             gradients(functional({name: e}), [x]) if e.requires_grad else [torch.zeros_like(x)],
             strict=True,
         ):
-            torch.testing.assert_close(found, right, msg=name)
+            torch.testing.assert_close(slope, right, msg=name)
 
 
 def test_factors_have_the_derivatives_of_the_rows() -> None:
     model, x = CASES["conv2d"].build(3)
     model.eval()
     weights = weights_of(model, HYPERPARAMETERS)
-    made = plan(model, weights, x)
+    jacobian_plan = plan(model, weights, x)
     vectors = random(3, 2, 3)
-    linearization = Linearization(model, weights, x, made, differentiable=True)
+    linearization = Linearization(model, weights, x, jacobian_plan, differentiable=True)
     name, arguments = "body.weight", [model.gate, model.input_scale]
     (use,) = linearization.factors(vectors, [name])[name]
     product = torch.einsum("nkgto,ngti->nkgoi", use.gradients, use.inputs)
@@ -156,12 +158,14 @@ def test_without_derivatives_everything_is_detached(case: str) -> None:
     model, x = CASES[case].build(3)
     model.eval()
     weights = weights_of(model, HYPERPARAMETERS)
-    made = plan(model, weights, x)
-    linearization = Linearization(model, weights, x.requires_grad_(), made, differentiable=False)
+    jacobian_plan = plan(model, weights, x)
+    linearization = Linearization(
+        model, weights, x.requires_grad_(), jacobian_plan, differentiable=False
+    )
     vectors = random(3, 2, 3).requires_grad_()
     assert not linearization.outputs.requires_grad
     assert not any(r.requires_grad for r in linearization.rows(vectors).values())
-    for uses in linearization.factors(vectors, sorted(made.kronecker)).values():
+    for uses in linearization.factors(vectors, sorted(jacobian_plan.kronecker)).values():
         assert not any(u.inputs.requires_grad or u.gradients.requires_grad for u in uses)
 
 
@@ -173,8 +177,8 @@ def test_inside_no_grad(differentiable: bool) -> None:
     weights, vectors = weights_of(model, HYPERPARAMETERS), random(3, 2, 3)
     expected = rows(jacobian(model, weights, x), vectors)
     with torch.no_grad():
-        made = plan(model, weights, x)
-        linearization = Linearization(model, weights, x, made, differentiable)
+        jacobian_plan = plan(model, weights, x)
+        linearization = Linearization(model, weights, x, jacobian_plan, differentiable)
         actual = linearization.rows(vectors)
     for name, e in expected.items():
         torch.testing.assert_close(actual[name], e)

@@ -57,8 +57,8 @@ def test_gradient_of_inputs_with_few_channels(settings, channels, layout, monkey
 def test_layout_is_that_of_the_input(channels: int, layout: torch.memory_format) -> None:
     x = random(2, channels, 6, 6).clone(memory_format=layout)
     weight = random(6, channels, 3, 3).clone(memory_format=torch.channels_last)
-    found = fixed_convolution(x, weight, None, GEOMETRIES["same"])
-    assert found.is_contiguous(memory_format=layout)
+    outputs = fixed_convolution(x, weight, None, GEOMETRIES["same"])
+    assert outputs.is_contiguous(memory_format=layout)
 
 
 class Branches(nn.Module):
@@ -77,8 +77,8 @@ def test_rows_never_share_memory() -> None:
     """What keeps rows may write over them."""
     model = Branches().eval()
     weights, x = dict(model.named_parameters()), random(4, 3)
-    made = plan(model, weights, x)
-    rows = Linearization(model, weights, x, made, False).rows(random(4, 1, 3))
+    jacobian_plan = plan(model, weights, x)
+    rows = Linearization(model, weights, x, jacobian_plan, False).rows(random(4, 1, 3))
     kept = rows["second"].clone()
     rows["first"].zero_()
     torch.testing.assert_close(rows["second"], kept)

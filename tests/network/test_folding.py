@@ -29,8 +29,8 @@ def test_any_number_of_parts(parts: int) -> None:
 @pytest.mark.parametrize("body", ["linear", "conv2d", "mul", "group_norm"])
 def test_parts_of_all_data_side_by_side_are_found_out(body: str) -> None:
     layer, shape = called(body)
-    made = check_folded(Folded(layer, 3, major="samples"), random(M, *shape), None)
-    assert all(word.startswith("generic") for word in made.describe().values())
+    jacobian_plan = check_folded(Folded(layer, 3, major="samples"), random(M, *shape), None)
+    assert all(word.startswith("generic") for word in jacobian_plan.describe().values())
 
 
 def test_a_length_that_does_not_grow_with_the_data() -> None:
@@ -48,20 +48,22 @@ def test_a_length_that_does_not_grow_with_the_data() -> None:
     torch.manual_seed(0)
     model, x = Table().double(), random(6, 3)
     weights = weights_of(model)
-    made = plan(model, weights, x[:3])
-    assert made.describe()["inner.weight"].startswith("generic")
+    jacobian_plan = plan(model, weights, x[:3])
+    assert jacobian_plan.describe()["inner.weight"].startswith("generic")
     for m in (6, 3, 2, 1):
         vectors = random(m, 2, 2)
         expected = rows(jacobian(model, weights, x[:m]), vectors)
-        assert_rows(Linearization(model, weights, x[:m], made, False).rows(vectors), expected)
+        assert_rows(
+            Linearization(model, weights, x[:m], jacobian_plan, False).rows(vectors), expected
+        )
 
 
 def test_another_number_of_parts_than_planned_is_not_closed() -> None:
     model, x = Folded(nn.Linear(3, 2), 3).double(), random(M, 3)
     weights = weights_of(model, ["gate"])
-    made = plan(model, weights, x)
+    jacobian_plan = plan(model, weights, x)
     model.parts = 2
-    linearization = Linearization(model, weights, x, made, False)
+    linearization = Linearization(model, weights, x, jacobian_plan, False)
     assert not linearization.is_closed("body.weight")
     vectors = random(M, 2, 2)
     assert_rows(linearization.rows(vectors), rows(jacobian(model, weights, x), vectors))
@@ -71,11 +73,11 @@ def test_derivatives() -> None:
     model: Any = Folded(nn.Conv2d(2, 2, 2), 3).double()
     x, vectors = random(M, 2, 3, 3), random(M, 2, 2).requires_grad_()
     weights = weights_of(model, ["gate"])
-    made = plan(model, weights, x)
+    jacobian_plan = plan(model, weights, x)
     arguments = [vectors, model.gate]
     cotangents = {name: random(M, 2, *w.shape, seed=4) for name, w in weights.items()}
     expected = rows(jacobian(model, weights, x, graph=True), vectors)
-    linearization = Linearization(model, weights, x, made, True)
+    linearization = Linearization(model, weights, x, jacobian_plan, True)
     actual = linearization.rows(vectors)
     values = [
         sum(((r[name] * c).sum() for name, c in cotangents.items()), start=torch.zeros(()))
@@ -83,8 +85,8 @@ def test_derivatives() -> None:
     ]
     values.append(linearization.inner(vectors, cotangents))
     slopes = [torch.autograd.grad(v, arguments, retain_graph=True) for v in values]
-    for found in slopes[1:]:
-        for a, e in zip(found, slopes[0], strict=True):
+    for actual_slopes in slopes[1:]:
+        for a, e in zip(actual_slopes, slopes[0], strict=True):
             torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-12)
 
 
@@ -95,9 +97,9 @@ def test_factors_over_samples(body: str, index: int, parts: int, samples: int) -
     layer, shape = called(body, index)
     model: Any = Folded(layer, parts, samples).double()
     x, vectors, weights = random(M, *shape), random(M, 2, 2), weights_of(model, ["gate"])
-    made = plan(model, weights, x)
-    assert "body.weight" in made.kronecker
-    linearization = Linearization(model, weights, x, made, False)
+    jacobian_plan = plan(model, weights, x)
+    assert "body.weight" in jacobian_plan.kronecker
+    linearization = Linearization(model, weights, x, jacobian_plan, False)
     (use,) = linearization.factors(vectors, ["body.weight"])["body.weight"]
     seen: list[Tensor] = []
     handle = model.body.register_forward_hook(lambda _, args, out: seen.extend((args[0], out)))

@@ -26,9 +26,10 @@ def test_generic_rows(case: str, k: int) -> None:
             continue
         with model_run(model):
             assert_rows(compute(model, weights, list(weights), x, vectors, False), expected)
-            some = list(weights)[1:]
+            all_but_first = list(weights)[1:]
             assert_rows(
-                compute(model, weights, some, x, vectors, False), {n: expected[n] for n in some}
+                compute(model, weights, all_but_first, x, vectors, False),
+                {n: expected[n] for n in all_but_first},
             )
 
 
@@ -37,7 +38,7 @@ def test_loop_against_finite_differences() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     weights, x, vectors = weights_of(model), random(3, 3), random(3, 2, 2, seed=1)
-    found = loop_rows(model, weights, list(weights), x, vectors, False)
+    looped_rows = loop_rows(model, weights, list(weights), x, vectors, False)
     for name, w in weights.items():
         direction = random(*w.shape, seed=2)
         outputs = []
@@ -47,5 +48,5 @@ def test_loop_against_finite_differences() -> None:
                 outputs.append(model(x))
                 w -= step * direction
         slope = torch.einsum("nkc,nc->nk", vectors, (outputs[0] - outputs[1]) / 2e-6)
-        product = (found[name] * direction).flatten(2).sum(2)
+        product = (looped_rows[name] * direction).flatten(2).sum(2)
         torch.testing.assert_close(product, slope, rtol=1e-7, atol=1e-8)

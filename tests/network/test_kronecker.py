@@ -46,18 +46,18 @@ def check(use: KroneckerUse, inputs: Tensor, source: Tensor) -> None:
     (slope,) = torch.autograd.grad(value, source, retain_graph=True)
     inner = use.inner_input_gram(cotangent)
     torch.testing.assert_close(inner, value, **tolerances)
-    for found in (inner, (cotangent * gram).sum()):
-        (actual,) = torch.autograd.grad(found, source, retain_graph=True)
+    for product in (inner, (cotangent * gram).sum()):
+        (actual,) = torch.autograd.grad(product, source, retain_graph=True)
         torch.testing.assert_close(actual, slope, **tolerances)
 
     total = inputs.sum(2)
     torch.testing.assert_close(use.input_sum(), total)
     weights = random(*total.shape, seed=6)
-    found, right = (
+    sum_slope, right = (
         torch.autograd.grad((weights * t).sum(), source, retain_graph=True)[0]
         for t in (use.input_sum(), total)
     )
-    torch.testing.assert_close(found, right)
+    torch.testing.assert_close(sum_slope, right)
 
     detached = use.detach()
     assert type(detached) is type(use)
@@ -200,8 +200,8 @@ def test_of_a_linearization(way: str) -> None:
     model = nn.Sequential(nn.PReLU(), model, nn.Flatten(), nn.Linear(2 * 16, 3)).double()
     weights = weights_of(model, ["0.weight"])
     x, vectors = random(3, 2, 4, 4), random(3, 2, 3)
-    made = plan(model, weights, x)
-    linearization = Linearization(model, weights, x, made, differentiable=True)
+    jacobian_plan = plan(model, weights, x)
+    linearization = Linearization(model, weights, x, jacobian_plan, differentiable=True)
     name, slopes, values = "1.2.weight", [], []
     with mock.patch.dict(vars(patch_grams), WAYS[way]):
         (use,) = linearization.factors(vectors, [name])[name]

@@ -54,25 +54,25 @@ def check(layer: nn.Module, x: Tensor, word: str, *, k: int = K, first: bool = F
         features = layer(x).flatten(1).shape[1]
     model = Wrapped(layer, features, first or not x.is_floating_point())
     weights = weights_of(model)
-    made = plan(model, weights, x[:3])
-    words = {name: w for name, w in made.describe().items() if name.startswith("layer.")}
+    jacobian_plan = plan(model, weights, x[:3])
+    words = {name: w for name, w in jacobian_plan.describe().items() if name.startswith("layer.")}
     assert words and set(words.values()) == {word}
     vectors = random(len(x), k, C, seed=1)
     expected = rows(jacobian(model, weights, x), vectors)
     assert any(e.norm() > 1e-3 for name, e in expected.items() if name in words)
-    linearization = Linearization(model, weights, x, made, differentiable=False)
+    linearization = Linearization(model, weights, x, jacobian_plan, differentiable=False)
     assert_rows(linearization.rows(vectors), expected)
-    check_factors(linearization, made, vectors, expected)
+    check_factors(linearization, jacobian_plan, vectors, expected)
 
 
 def check_factors(
     linearization: Linearization,
-    made: JacobianPlan,
+    jacobian_plan: JacobianPlan,
     vectors: Tensor,
     expected: Mapping[str, Tensor],
 ) -> None:
     """Σ_T gradients ⊗ inputs, summed over the uses, are the rows."""
-    factors = linearization.factors(vectors, sorted(made.kronecker))
+    factors = linearization.factors(vectors, sorted(jacobian_plan.kronecker))
     for name, uses in factors.items():
         e = expected[name]
         products = [torch.einsum("nkgto,ngti->nkgoi", u.gradients, u.inputs) for u in uses]
@@ -100,14 +100,14 @@ def test_every_closed_form(function: Callable[..., Tensor], case: Case, parts: i
     rule = RULES[function]
     model = Folded(Called(function, case), parts, tokens=case.tokens)
     x = case.inputs(M)
-    made = check_folded(model, x, rule.name)
+    jacobian_plan = check_folded(model, x, rule.name)
     weights = weights_of(model, ["gate"])
-    assert made.kronecker == {f"body.{slot}" for slot in rule.kronecker}
+    assert jacobian_plan.kronecker == {f"body.{slot}" for slot in rule.kronecker}
     vectors = random(M, K, 2)
-    linearization = Linearization(model, weights, x, made, differentiable=False)
+    linearization = Linearization(model, weights, x, jacobian_plan, differentiable=False)
     expected = rows(jacobian(model, weights, x), vectors)
-    check_factors(linearization, made, vectors, expected)
-    for name, (use,) in matrix_uses(made, weights).items():
+    check_factors(linearization, jacobian_plan, vectors, expected)
+    for name, (use,) in matrix_uses(jacobian_plan, weights).items():
         ((inputs, gradients),) = linearization.products(vectors, [name])[name]
         if use.looked_up:
             rows_of, columns = weights[name].shape
@@ -123,10 +123,10 @@ def check_ownership(model: nn.Module, x: Tensor) -> None:
     """The graph alone tells the data of each call, those in front of the layer's too."""
     with Recorder(weights_of(model), len(x)) as recorder:
         outputs = model(x)
-    found, nodes, _ = traced(outputs, recorder.calls)
-    known = {"AccumulateGrad", *(f"{operation}Backward0" for operation in (*_STEPS, *_VIEWS))}
-    unknown = sorted({node.name() for node in nodes} - known)
-    assert len(found) == len(recorder.calls), f"ownership has no step for one of {unknown}"
+    owned_ids, nodes, _ = traced(outputs, recorder.calls)
+    supported = {"AccumulateGrad", *(f"{operation}Backward0" for operation in (*_STEPS, *_VIEWS))}
+    unknown = sorted({node.name() for node in nodes} - supported)
+    assert len(owned_ids) == len(recorder.calls), f"ownership has no step for one of {unknown}"
 
 
 @st.composite
@@ -198,9 +198,9 @@ def test_a_sparse_embedding() -> None:
     weights, vectors = weights_of(model), random(M, K, C, seed=1)
     expected = rows(jacobian(model, weights, x), vectors)
     layer.sparse = True
-    made = plan(model, weights, x)
-    assert made.describe()["layer.weight"] == "embedding"
-    assert_rows(Linearization(model, weights, x, made, False).rows(vectors), expected)
+    jacobian_plan = plan(model, weights, x)
+    assert jacobian_plan.describe()["layer.weight"] == "embedding"
+    assert_rows(Linearization(model, weights, x, jacobian_plan, False).rows(vectors), expected)
 
 
 class Operator(nn.Module):
@@ -268,5 +268,5 @@ class BothWays(nn.Module):
 
 def test_a_weight_used_in_both_directions_has_no_kronecker_factors() -> None:
     model = randomised(BothWays())
-    made = plan(model, weights_of(model), random(M, 3))
-    assert made.describe() == {"weight": "matmul + linear"} and not made.kronecker
+    jacobian_plan = plan(model, weights_of(model), random(M, 3))
+    assert jacobian_plan.describe() == {"weight": "matmul + linear"} and not jacobian_plan.kronecker

@@ -23,8 +23,8 @@ def check(model: Any, x: Tensor, expected_words: dict[str, str] | None = None) -
     """Right rows for all weights, by the expected paths."""
     model = model.double().eval()
     weights = weights_of(model, HYPERPARAMETERS)
-    made = plan(model, weights, x[:3])
-    words = made.describe()
+    jacobian_plan = plan(model, weights, x[:3])
+    words = jacobian_plan.describe()
     assert list(words) == list(weights)
     for name, word in (expected_words or {}).items():
         assert words[name] == word, name
@@ -32,12 +32,15 @@ def check(model: Any, x: Tensor, expected_words: dict[str, str] | None = None) -
     jac = jacobian(model, weights, x)
     for m, k in ((len(x), 1), (2, 4), (1, 2)):
         vectors = random(m, k, f.shape[1], seed=k)
-        linearization = Linearization(model, weights, x[:m], made, differentiable=False)
+        linearization = Linearization(model, weights, x[:m], jacobian_plan, differentiable=False)
         torch.testing.assert_close(linearization.outputs, f[:m], rtol=1e-12, atol=1e-12)
         expected = rows({name: j[:m] for name, j in jac.items()}, vectors)
         assert_rows(linearization.rows(vectors), expected)
-        some = list(weights)[::2]
-        assert_rows(linearization.rows(vectors, some), {name: expected[name] for name in some})
+        every_second = list(weights)[::2]
+        assert_rows(
+            linearization.rows(vectors, every_second),
+            {name: expected[name] for name in every_second},
+        )
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
@@ -149,9 +152,9 @@ def test_recurrent(rnn: Callable[..., nn.RNNBase], batch_first: bool) -> None:
         h = self.rnn(x if batch_first else x.transpose(0, 1))[0]
         return self.head(h[:, -1] if batch_first else h[-1])
 
-    made: Any = rnn(batch_first=batch_first)
-    width = (made.proj_size or made.hidden_size) * (2 if made.bidirectional else 1)
-    net: Any = Net(forward, embed=nn.Linear(2, 2), rnn=made, head=nn.Linear(width, 2))
+    recurrent: Any = rnn(batch_first=batch_first)
+    width = (recurrent.proj_size or recurrent.hidden_size) * (2 if recurrent.bidirectional else 1)
+    net: Any = Net(forward, embed=nn.Linear(2, 2), rnn=recurrent, head=nn.Linear(width, 2))
     check(
         net,
         random(4, 5, 2),
@@ -449,10 +452,10 @@ def test_float32() -> None:
     net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(3 * 16, 4)).eval()
     x = random(5, 1, 6, 6).float()
     weights = weights_of(net)
-    made = plan(net, weights, x)
-    assert set(made.describe().values()) == {"conv2d", "linear"}
+    jacobian_plan = plan(net, weights, x)
+    assert set(jacobian_plan.describe().values()) == {"conv2d", "linear"}
     vectors = random(5, 2, 4).float()
-    actual = Linearization(net, weights, x, made, False).rows(vectors)
+    actual = Linearization(net, weights, x, jacobian_plan, False).rows(vectors)
     expected = rows(jacobian(net, weights, x), vectors)
     for name, e in expected.items():
         assert actual[name].dtype == torch.float32
@@ -467,8 +470,8 @@ def test_autocast_inside_is_not_recorded() -> None:
 
     net: Any = Net(forward, a=nn.Linear(3, 3), b=nn.Linear(3, 2)).eval()
     x = random(5, 3).float()
-    made = plan(net, weights_of(net), x)
-    words = made.describe()
+    jacobian_plan = plan(net, weights_of(net), x)
+    words = jacobian_plan.describe()
     assert words["a.weight"].startswith("generic") and words["b.weight"] == LINEAR
 
 

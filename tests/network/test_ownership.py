@@ -148,13 +148,13 @@ def test_rows_of_data_in_any_order(way: Any, differentiable: bool) -> None:
     torch.manual_seed(0)
     model = Net(way).eval()
     weights = weights_of(model, ["gate"])
-    made = plan(model, weights, sorted_input(3, seed=2))
+    jacobian_plan = plan(model, weights, sorted_input(3, seed=2))
     x = random(7, 3, seed=1)
     jac = jacobian(model, weights, x)
     for order in (torch.arange(7), x[:, 0].argsort(), x[:, 0].argsort(descending=True)):
         for m in (1, 2, 4, 7):
             vectors, part = random(m, 2, 3), order[:m]
-            pass_ = Linearization(model, weights, x[part], made, differentiable)
+            pass_ = Linearization(model, weights, x[part], jacobian_plan, differentiable)
             expected = rows({name: of[part] for name, of in jac.items()}, vectors)
             assert_rows({n: r.detach() for n, r in pass_.rows(vectors).items()}, expected)
 
@@ -171,10 +171,10 @@ def test_ordinary_networks_are_known_by_their_graph(
     calls = [call for uses in uses_of(recorder.calls).values() for call, _ in uses if call.parts]
     everyone = {id(call) for call in calls}
     assert traced(f, calls)[0] <= probed(f, calls, False) <= everyone
-    made = plan(model, weights, x[:3])
+    jacobian_plan = plan(model, weights, x[:3])
     monkeypatch.setattr(linearizing, "probed", lambda *_: pytest.fail("not known by the graph"))
-    pass_ = Linearization(model, weights, x, made, True)
-    assert all(map(pass_.is_closed, made.uses)) and not pass_.may_mix
+    pass_ = Linearization(model, weights, x, jacobian_plan, True)
+    assert all(map(pass_.is_closed, jacobian_plan.uses)) and not pass_.may_mix
 
 
 def evidence_of(model: nn.Module, estimator: str, n: int, micro_batch: int | None) -> Evidence:
@@ -208,10 +208,10 @@ def issue_tokens() -> Tensor:
 @pytest.mark.parametrize("is_own", [True, False])
 def test_one_position_of_each_datum_is_known_by_the_graph(is_own: bool) -> None:
     def forward(net: Net, h: Tensor, x: Tensor) -> Tensor:
-        own, places = torch.arange(len(x)), x[:, 0, 0].abs().mul(9).long() % x.shape[1]
+        data_numbers, places = torch.arange(len(x)), x[:, 0, 0].abs().mul(9).long() % x.shape[1]
         if is_own:
-            return net.act(h)[own, places]
-        return net.act(h)[own.roll(1), places.roll(1)].roll(-1, 0)
+            return net.act(h)[data_numbers, places]
+        return net.act(h)[data_numbers.roll(1), places.roll(1)].roll(-1, 0)
 
     net, x = Net(forward), random(4, 3, 3)
     weights = weights_of(net, ["gate"])
@@ -219,9 +219,9 @@ def test_one_position_of_each_datum_is_known_by_the_graph(is_own: bool) -> None:
     with recorder:
         f = net(x)
     layers = {call.names["weight"]: id(call) for call in recorder.calls if "weight" in call.names}
-    found = traced(f, recorder.calls)[0]
-    assert layers["last.weight"] in found
-    assert (layers["layer.weight"] in found) == (layers["first.weight"] in found) == is_own
+    owned_ids = traced(f, recorder.calls)[0]
+    assert layers["last.weight"] in owned_ids
+    assert (layers["layer.weight"] in owned_ids) == (layers["first.weight"] in owned_ids) == is_own
     vectors = random(4, 2, 3)
     linearization = Linearization(net, weights, x, plan(net, weights, x), differentiable=False)
     assert_rows(linearization.rows(vectors), rows(jacobian(net, weights, x), vectors))
@@ -250,7 +250,8 @@ def test_any_packing(lengths: list[int], size: int) -> None:
     x[torch.arange(4) >= torch.tensor(lengths)[:, None]] = 0
     y = torch.arange(5) % 3
     values = [
-        float(evidence_of(model, "ntk-N-C", 5, each).estimate(x, y).log_det) for each in (1, size)
+        float(evidence_of(model, "ntk-N-C", 5, micro_batch).estimate(x, y).log_det)
+        for micro_batch in (1, size)
     ]
     assert values[0] == pytest.approx(values[1], rel=1e-9)
 
@@ -307,10 +308,14 @@ def test_close_decisions_are_no_mixing(dtype: torch.dtype) -> None:
         noise = 1e-7 * len(x) if x.dtype == dtype else 0.0
         return torch.where((x[:, :1] + noise > 3e-7), h, -h)
 
-    model, x, own = Net(tied).to(dtype), random(8, 3).to(dtype), torch.Generator().manual_seed(0)
+    model, x, generator = (
+        Net(tied).to(dtype),
+        random(8, 3).to(dtype),
+        torch.Generator().manual_seed(0),
+    )
     x[:, 0] = 0.0
     if dtype == torch.float32:
-        check_separate(model, x, model(x), own)
+        check_separate(model, x, model(x), generator)
         return
     with pytest.raises(ConfigurationError, match="with the other examples of"):
-        check_separate(model, x, model(x), own)
+        check_separate(model, x, model(x), generator)

@@ -29,10 +29,10 @@ class Function(nn.Module):
         return self.function(self.model, x)
 
 
-def check_rows(model: nn.Module, made: Any, x: Tensor) -> None:
+def check_rows(model: nn.Module, jacobian_plan: Any, x: Tensor) -> None:
     weights, vectors = weights_of(model), random(len(x), 2, 2)
     expected = rows(jacobian(model, weights, x), vectors)
-    assert_rows(Linearization(model, weights, x, made, False).rows(vectors), expected)
+    assert_rows(Linearization(model, weights, x, jacobian_plan, False).rows(vectors), expected)
 
 
 class Doubled(Linear):
@@ -70,37 +70,39 @@ def test_a_wrong_closed_form_is_not_used(
     monkeypatch.setitem(RULES, F.linear, rule())
     model, x = two_layers(), random(5, 3)
     with pytest.warns(EvigradWarning, match=rf"0\.weight \(linear: .*{reason}"):
-        made = plan(model, weights_of(model), x)
-    assert made.describe()["0.weight"] == weight
-    assert made.describe()["0.bias"] == bias
-    check_rows(model, made, x)
+        jacobian_plan = plan(model, weights_of(model), x)
+    assert jacobian_plan.describe()["0.weight"] == weight
+    assert jacobian_plan.describe()["0.bias"] == bias
+    check_rows(model, jacobian_plan, x)
 
 
 @pytest.mark.parametrize("probe", [1, 2, 3, 7])
 def test_any_number_of_probes(probe: int) -> None:
     model, x = two_layers(), random(7, 3)
-    made = plan(model, weights_of(model), x[:probe])
-    assert set(made.describe().values()) == {"linear"}
-    assert made.kronecker == {"0.weight", "2.weight"}
+    jacobian_plan = plan(model, weights_of(model), x[:probe])
+    assert set(jacobian_plan.describe().values()) == {"linear"}
+    assert jacobian_plan.kronecker == {"0.weight", "2.weight"}
     for m in (1, 2, 7):
-        check_rows(model, made, x[:m])
+        check_rows(model, jacobian_plan, x[:m])
 
 
 def test_names_keep_the_order_of_the_weights() -> None:
     model, x = two_layers(), random(4, 3)
     weights = dict(reversed(weights_of(model).items()))
-    made = plan(model, weights, x)
-    linearization = Linearization(model, weights, x, made, False)
-    assert list(made.describe()) == list(linearization.rows(random(4, 1, 2))) == list(weights)
+    jacobian_plan = plan(model, weights, x)
+    linearization = Linearization(model, weights, x, jacobian_plan, False)
+    assert (
+        list(jacobian_plan.describe()) == list(linearization.rows(random(4, 1, 2))) == list(weights)
+    )
 
 
 def test_subset_of_the_weights() -> None:
     model, x = two_layers(), random(4, 3)
     weights = {"0.weight": model.get_parameter("0.weight")}
-    made = plan(model, weights, x)
+    jacobian_plan = plan(model, weights, x)
     vectors = random(4, 2, 2)
     expected = rows(jacobian(model, weights, x), vectors)
-    assert_rows(Linearization(model, weights, x, made, False).rows(vectors), expected)
+    assert_rows(Linearization(model, weights, x, jacobian_plan, False).rows(vectors), expected)
 
 
 def test_parameter_used_otherwise_than_planned() -> None:
@@ -114,11 +116,11 @@ def test_parameter_used_otherwise_than_planned() -> None:
         return model(x)
 
     model, x = Function(two_layers(), forward), random(4, 3) / 4
-    made = plan(model, weights_of(model), x)
-    assert made.describe()["model.0.weight"] == "linear"
+    jacobian_plan = plan(model, weights_of(model), x)
+    assert jacobian_plan.describe()["model.0.weight"] == "linear"
     for shift in (0, 200, -200):
-        check_rows(model, made, x + shift)
-    linearization = Linearization(model, weights_of(model), x + 200, made, False)
+        check_rows(model, jacobian_plan, x + shift)
+    linearization = Linearization(model, weights_of(model), x + 200, jacobian_plan, False)
     linearization.factors(random(4, 1, 2), ["model.2.weight"])
     with pytest.raises(InputError, match="uses this parameter differently than in the plan"):
         linearization.factors(random(4, 1, 2), ["model.0.weight"])
@@ -133,9 +135,9 @@ def test_inputs_of_another_shape_than_planned() -> None:
         )
 
     model = Function(two_layers(), forward)
-    made = plan(model, weights_of(model), random(3, 3))
-    assert made.describe()["model.0.weight"] == "linear"
-    check_rows(model, made, random(4, 4, 3))
+    jacobian_plan = plan(model, weights_of(model), random(3, 3))
+    assert jacobian_plan.describe()["model.0.weight"] == "linear"
+    check_rows(model, jacobian_plan, random(4, 4, 3))
 
 
 @pytest.mark.parametrize("k", [1, 3])
@@ -153,9 +155,9 @@ def test_one_forward_pass_where_everything_is_closed() -> None:
     passes = []
     model, x = two_layers(), random(4, 3)
     weights = weights_of(model)
-    made = plan(model, weights, x)
+    jacobian_plan = plan(model, weights, x)
     model.register_forward_hook(lambda *_: passes.append(1))
-    linearization = Linearization(model, weights, x, made, False)
+    linearization = Linearization(model, weights, x, jacobian_plan, False)
     linearization.rows(random(4, 2, 2))
     linearization.factors(random(4, 2, 2), ["0.weight"])
     assert len(passes) == 1
@@ -187,10 +189,10 @@ def test_outputs_of_another_shape(forward: Callable, message: str) -> None:
     with pytest.raises(InputError, match=message):
         plan(model, weights_of(model), random(5, 3))
     model.function, made_of = lambda model, x: model(x), model.function
-    made = plan(model, weights_of(model), random(5, 3))
+    jacobian_plan = plan(model, weights_of(model), random(5, 3))
     model.function = made_of
     with pytest.raises(InputError, match=message):
-        Linearization(model, weights_of(model), random(5, 3), made, False)
+        Linearization(model, weights_of(model), random(5, 3), jacobian_plan, False)
 
 
 @pytest.mark.parametrize(
@@ -223,28 +225,28 @@ def test_no_data() -> None:
 
 def test_weights_that_are_none() -> None:
     model, x = two_layers(), random(4, 3)
-    made = plan(model, weights_of(model), x)
+    jacobian_plan = plan(model, weights_of(model), x)
     for weights in (
         {"0.wieght": model.get_parameter("0.weight")},
         {"0.weight": nn.Parameter(model.get_parameter("0.weight").detach())},
     ):
         for call in (
             lambda w: plan(model, w, x),
-            lambda w: Linearization(model, w, x, made, False),
+            lambda w: Linearization(model, w, x, jacobian_plan, False),
         ):
             with pytest.raises(ConfigurationError, match="not the model.s current parameter"):
                 call(weights)
     weights = weights_of(model)
     weights["0.weight"].requires_grad_(False)
     with pytest.raises(ConfigurationError, match="requires a gradient"):
-        Linearization(model, weights, x, made, False)
+        Linearization(model, weights, x, jacobian_plan, False)
 
 
 def test_no_gradients_in_inference_mode() -> None:
     model, x = two_layers(), random(4, 3)
-    made = plan(model, weights_of(model), x)
+    jacobian_plan = plan(model, weights_of(model), x)
     with torch.inference_mode(), pytest.raises(ConfigurationError, match="inference_mode"):
-        Linearization(model, weights_of(model), x, made, False)
+        Linearization(model, weights_of(model), x, jacobian_plan, False)
 
 
 def test_hook_on_a_gradient() -> None:

@@ -45,10 +45,10 @@ def by_name(net: Any, x: Tensor) -> Tensor:
     return net.head(torch.tanh(product(net.first(x), net.w)))
 
 
-def check_rows(model: nn.Module, made: Any, x: Tensor) -> None:
+def check_rows(model: nn.Module, jacobian_plan: Any, x: Tensor) -> None:
     weights, vectors = weights_of(model), random(len(x), 2, 3)
     expected = rows(jacobian(model, weights, x), vectors)
-    assert_rows(Linearization(model, weights, x, made, False).rows(vectors), expected)
+    assert_rows(Linearization(model, weights, x, jacobian_plan, False).rows(vectors), expected)
 
 
 @pytest.mark.parametrize(
@@ -57,15 +57,15 @@ def check_rows(model: nn.Module, made: Any, x: Tensor) -> None:
 def test_zero_head_says_nothing_about_the_rows_before_it(forward: Callable, word: str) -> None:
     model, x = Net(forward), random(5, 3)
     state, before = torch.get_rng_state(), [p.detach().clone() for p in model.parameters()]
-    made = plan(model, weights_of(model), x[:3])
-    assert made.words["w"] == word
-    assert made.words["first.weight"] == made.words["head.weight"] == "linear"
+    jacobian_plan = plan(model, weights_of(model), x[:3])
+    assert jacobian_plan.words["w"] == word
+    assert jacobian_plan.words["first.weight"] == jacobian_plan.words["head.weight"] == "linear"
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-    check_rows(model, made, x)
+    check_rows(model, jacobian_plan, x)
     with torch.no_grad():
         model.head.weight.normal_()
-    check_rows(model, made, x)
+    check_rows(model, jacobian_plan, x)
 
 
 def test_zero_head_hides_no_wrong_closed_form(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,8 +76,8 @@ def test_zero_head_hides_no_wrong_closed_form(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(RULES, F.linear, Doubled())
     model = Net(by_name)
     with pytest.warns(EvigradWarning, match=r"rows\(\.\.\.\) disagrees with automatic"):
-        made = plan(model, weights_of(model), random(3, 3))
-    assert made.words["first.weight"] == "generic: vmap"
+        jacobian_plan = plan(model, weights_of(model), random(3, 3))
+    assert jacobian_plan.words["first.weight"] == "generic: vmap"
 
 
 class Uncopied:
@@ -94,12 +94,12 @@ def test_model_that_cannot_be_copied(how: str) -> None:
     else:  # a copy that still works with the original's parameters
         original = model
         model._forward = lambda net, x: by_name(original, x)
-    made = plan(model, weights_of(model), random(3, 3))
-    assert made.words["first.weight"] == "linear"
-    assert made.words["w"] == "generic: loop"
+    jacobian_plan = plan(model, weights_of(model), random(3, 3))
+    assert jacobian_plan.words["first.weight"] == "linear"
+    assert jacobian_plan.words["w"] == "generic: loop"
     with torch.no_grad():
         model.head.weight.normal_()
-    check_rows(model, made, random(5, 3))
+    check_rows(model, jacobian_plan, random(5, 3))
 
 
 def test_hyperparameter_that_must_not_be_moved() -> None:
@@ -135,9 +135,9 @@ def test_equal_data_are_made_different() -> None:
     """Among equal data nobody sees that they are sorted."""
     model, x = Net(sorting), random(5, 3)
     for probe in (x[:1], x[:1].expand(3, 3), torch.stack([x[0], x[0], x[1]]), torch.zeros(2, 3)):
-        made = plan(model, weights_of(model), probe.double())
-        assert made.words["first.weight"] != "linear"
-        check_rows(model, made, x)
+        jacobian_plan = plan(model, weights_of(model), probe.double())
+        assert jacobian_plan.words["first.weight"] != "linear"
+        check_rows(model, jacobian_plan, x)
 
 
 def tokens(m: int) -> Tensor:
@@ -147,9 +147,9 @@ def tokens(m: int) -> Tensor:
 def test_equal_tokens_are_made_different() -> None:
     model: Any = Net(sorting)
     model.embed = nn.Embedding(9, 3).double()
-    made = plan(model, weights_of(model), tokens(1))
-    assert made.words["first.weight"] != "linear"
-    check_rows(model, made, tokens(5))
+    jacobian_plan = plan(model, weights_of(model), tokens(1))
+    assert jacobian_plan.words["first.weight"] != "linear"
+    check_rows(model, jacobian_plan, tokens(5))
 
 
 @pytest.mark.parametrize("probe", [random(1, 3), tokens(1)])
@@ -166,9 +166,9 @@ def test_data_that_cannot_be_told_apart_take_the_loop() -> None:
     """All tokens are 0: there is no other that is sure to exist."""
     model: Any = Net(sorting)
     model.embed = nn.Embedding(9, 3).double()
-    made = plan(model, weights_of(model), torch.zeros(3, 4, dtype=torch.long))
-    assert set(made.words.values()) == {"generic: loop"}
-    check_rows(model, made, tokens(5))
+    jacobian_plan = plan(model, weights_of(model), torch.zeros(3, 4, dtype=torch.long))
+    assert set(jacobian_plan.words.values()) == {"generic: loop"}
+    check_rows(model, jacobian_plan, tokens(5))
 
 
 def test_data_that_mix_are_noticed_with_one_datum() -> None:
@@ -207,10 +207,10 @@ def test_memory_side_by_side_and_the_same_parameter_twice_are_fine() -> None:
     model[0].weight = nn.Parameter(whole[:, :3])
     model[2].weight = nn.Parameter(whole[:, 3:])
     model[3].weight = model[2].weight
-    made = plan(model, weights_of(model), random(3, 3))
-    assert made.words["0.weight"] == "linear"
-    assert "3.weight" not in made.words
-    check_rows(model, made, random(5, 3))
+    jacobian_plan = plan(model, weights_of(model), random(3, 3))
+    assert jacobian_plan.words["0.weight"] == "linear"
+    assert "3.weight" not in jacobian_plan.words
+    check_rows(model, jacobian_plan, random(5, 3))
 
 
 @pytest.mark.parametrize("through", ["data", "layer"])

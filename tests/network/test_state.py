@@ -20,7 +20,7 @@ from evigrad.network.modes import model_run
 
 def snapshot(model: nn.Module) -> list[tuple[str, str, int, str]]:
     """Every attribute of every module, and what the containers among them hold, by identity."""
-    found = []
+    identities = []
     for name, module in model.named_modules():
         for key, value in sorted(module.__dict__.items()):
             held = ""
@@ -28,8 +28,8 @@ def snapshot(model: nn.Module) -> list[tuple[str, str, int, str]]:
                 held = str([(k, id(v)) for k, v in value.items()])
             elif isinstance(value, list | set):
                 held = str([id(v) for v in value])
-            found.append((name, key, id(value), held))
-    return found
+            identities.append((name, key, id(value), held))
+    return identities
 
 
 def global_state() -> tuple[Any, ...]:
@@ -71,8 +71,8 @@ class Talkative(nn.Module):
 
 def run(model: nn.Module, x: Tensor, differentiable: bool) -> None:
     weights = weights_of(model, HYPERPARAMETERS)
-    made = plan(model, weights, x)
-    linearization = Linearization(model, weights, x, made, differentiable)
+    jacobian_plan = plan(model, weights, x)
+    linearization = Linearization(model, weights, x, jacobian_plan, differentiable)
     parts = linearization.rows(random(len(x), 2, linearization.outputs.shape[1]))
     if differentiable:
         targets = [p for n, p in model.named_parameters() if n in HYPERPARAMETERS]
@@ -119,13 +119,13 @@ def test_model_is_as_before(case: str, differentiable: bool) -> None:
 def test_model_is_as_before_after_an_exception() -> None:
     model, x = Talkative().double().eval(), random(4, 3)
     weights = weights_of(model)
-    made = plan(model, weights, x)
+    jacobian_plan = plan(model, weights, x)
     model.fail = True
     before, around = snapshot(model), global_state()
     for call in (
         lambda: plan(model, weights, x),
-        lambda: Linearization(model, weights, x, made, False),
-        lambda: Linearization(model, weights, x, made, True),
+        lambda: Linearization(model, weights, x, jacobian_plan, False),
+        lambda: Linearization(model, weights, x, jacobian_plan, True),
     ):
         with pytest.raises(InputError, match="on the way"):
             call()

@@ -17,21 +17,23 @@ M, T, D = 3, 4, 6
 def compared(model: nn.Module, *args: Any, **kwargs: Any) -> set[str]:
     """Asserts outputs and gradients of the fused function; gives the names that were recorded."""
     model = model.double().eval()
-    leaves = [each for each in args if isinstance(each, Tensor) and each.requires_grad]
+    leaves = [
+        argument for argument in args if isinstance(argument, Tensor) and argument.requires_grad
+    ]
 
     def results() -> list[Tensor]:
-        found = [t for t in tensors(model(*args, **kwargs)) if t.is_floating_point()]
-        total = sum(t.sin().sum() for t in found if t.requires_grad)
+        outputs = [t for t in tensors(model(*args, **kwargs)) if t.is_floating_point()]
+        total = sum(t.sin().sum() for t in outputs if t.requires_grad)
         assert isinstance(total, Tensor)
-        return [*found, *torch.autograd.grad(total, leaves)]
+        return [*outputs, *torch.autograd.grad(total, leaves)]
 
     expected = results()
     recorder = Recorder(dict(model.named_parameters()), M)
     with recorder:
-        found = results()
-    for value, wanted in zip(found, expected, strict=True):
-        assert value.shape == wanted.shape
-        torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12)
+        recorded = results()
+    for value, right in zip(recorded, expected, strict=True):
+        assert value.shape == right.shape
+        torch.testing.assert_close(value, right, rtol=1e-12, atol=1e-12)
     assert all(call.parts == 1 for call in recorder.calls)
     return {name for call in recorder.calls for name in call.names.values()}
 
@@ -39,7 +41,7 @@ def compared(model: nn.Module, *args: Any, **kwargs: Any) -> set[str]:
 def tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    return [] if value is None else [t for each in value for t in tensors(each)]
+    return [] if value is None else [t for part in value for t in tensors(part)]
 
 
 ALLOWED = torch.ones(T, T, dtype=torch.bool).tril()
@@ -127,9 +129,9 @@ def test_packed_sequences_take_the_loop() -> None:
 
     model, x = Packed().double().eval(), random(M, T, 2)
     weights = dict(model.named_parameters())
-    made = plan(model, weights, x)
-    assert made.describe()["rnn.weight_hh_l0"] == "generic: loop"
+    jacobian_plan = plan(model, weights, x)
+    assert jacobian_plan.describe()["rnn.weight_hh_l0"] == "generic: loop"
     vectors = random(M, 1, 2)
-    rows = Linearization(model, weights, x, made, differentiable=False).rows(vectors)
+    rows = Linearization(model, weights, x, jacobian_plan, differentiable=False).rows(vectors)
     (expected,) = torch.autograd.grad(model(x[:1]), [weights["rnn.weight_hh_l0"]], vectors[:1, 0])
     torch.testing.assert_close(rows["rnn.weight_hh_l0"][0, 0], expected)

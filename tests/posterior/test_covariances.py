@@ -19,8 +19,10 @@ def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
     torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
 
 
-def found(own: Case, structure: str, **options) -> torch.Tensor:
-    return own.evidence.posterior(own.train, structure=structure, **options)(own.test).covariance
+def found(small_case: Case, structure: str, **options) -> torch.Tensor:
+    return small_case.evidence.posterior(small_case.train, structure=structure, **options)(
+        small_case.test
+    ).covariance
 
 
 @pytest.mark.parametrize(
@@ -28,35 +30,35 @@ def found(own: Case, structure: str, **options) -> torch.Tensor:
     (("categorical", "scalar"), ("gaussian", "diagonal"), ("bernoulli", "layerwise")),
 )
 def test_full_and_kernel_are_exact(likelihood, prior):
-    own = case(likelihood, structure=prior, temperature=0.5)
-    expected = own.covariance(own.hessian())
+    small_case = case(likelihood, structure=prior, temperature=0.5)
+    expected = small_case.covariance(small_case.hessian())
     for structure in ("full", "ntk"):
-        assert_close(found(own, structure), expected)
+        assert_close(found(small_case, structure), expected)
 
 
 def test_diag_is_that_of_the_diagonal():
-    own = case(structure="diagonal")
-    expected = own.covariance(own.hessian().diagonal().diag())
-    assert_close(found(own, "diag"), expected)
+    small_case = case(structure="diagonal")
+    expected = small_case.covariance(small_case.hessian().diagonal().diag())
+    assert_close(found(small_case, "diag"), expected)
 
 
-def kronecker(own: Case) -> torch.Tensor:
+def kronecker(small_case: Case) -> torch.Tensor:
     """H of kfac for normal noise: B ⊗ A / count of each matrix, and exact blocks of the others."""
-    exact, model = own.hessian(), own.evidence.model
+    exact, model = small_case.hessian(), small_case.evidence.model
     assert isinstance(model, nn.Sequential)
     hessian = torch.zeros_like(exact)
-    for name in own.weights:
-        span = own.span([name])
+    for name in small_case.weights:
+        span = small_case.span([name])
         block = exact[span[:, None], span]
         if name in ("0.weight", "4.weight"):
             seen: list[torch.Tensor] = []
             handle = model[int(name[0])].register_forward_hook(
                 lambda _, inputs, output, seen=seen: seen.extend((*inputs, output))
             )
-            f = model(own.train[0])
+            f = model(small_case.train[0])
             handle.remove()
             a, z = seen
-            noise = own.evidence.likelihood.get_parameter("log_noise").exp()
+            noise = small_case.evidence.likelihood.get_parameter("log_noise").exp()
             g = torch.stack(
                 [
                     torch.autograd.grad(r.sum(), z, retain_graph=True)[0]
@@ -73,8 +75,8 @@ def kronecker(own: Case) -> torch.Tensor:
 
 
 def test_kfac_is_the_kronecker_product_with_the_prior_added_to_it():
-    own = case("gaussian")
-    assert_close(found(own, "kfac"), own.covariance(kronecker(own)))
+    small_case = case("gaussian")
+    assert_close(found(small_case, "kfac"), small_case.covariance(kronecker(small_case)))
 
 
 def grouped() -> nn.Module:
@@ -104,22 +106,22 @@ class Transposed(nn.Module):
     ),
 )
 def test_kfac_is_exact_for_one_datum_and_no_shared_weights(likelihood, build):
-    own = case(likelihood, model=build(), num_data=1)
-    hessian = own.hessian()
+    small_case = case(likelihood, model=build(), num_data=1)
+    hessian = small_case.hessian()
     parts = torch.zeros_like(hessian)
-    for name in own.weights:  # weight and bias are blocks of their own
-        span = own.span([name])
+    for name in small_case.weights:  # weight and bias are blocks of their own
+        span = small_case.span([name])
         parts[span[:, None], span] = hessian[span[:, None], span]
-    assert_close(found(own, "kfac"), own.covariance(parts))
+    assert_close(found(small_case, "kfac"), small_case.covariance(parts))
 
 
 def test_last_layer_holds_the_others_constant():
-    own = case(parameter_partition=[["0"], ["3", "4"]])
-    posterior = own.evidence.posterior(own.train, structure="last-layer")
+    small_case = case(parameter_partition=[["0"], ["3", "4"]])
+    posterior = small_case.evidence.posterior(small_case.train, structure="last-layer")
     assert posterior.parameters == ["4.weight", "4.bias"]
-    expected = own.covariance(own.hessian(), posterior.parameters)
-    assert_close(posterior(own.test).covariance, expected)
-    assert all(weight.requires_grad for weight in own.weights.values())
+    expected = small_case.covariance(small_case.hessian(), posterior.parameters)
+    assert_close(posterior(small_case.test).covariance, expected)
+    assert all(weight.requires_grad for weight in small_case.weights.values())
 
 
 class OutOfOrder(nn.Module):
@@ -136,24 +138,24 @@ class OutOfOrder(nn.Module):
 
 
 def test_last_layer_is_the_one_called_last():
-    own = case(model=OutOfOrder())
-    posterior = own.evidence.posterior(own.train, structure="last-layer")
-    assert posterior.parameters == [name for name in own.weights if name.startswith("last.")]
-    expected = own.covariance(own.hessian(), posterior.parameters)
-    assert_close(posterior(own.test).covariance, expected)
+    small_case = case(model=OutOfOrder())
+    posterior = small_case.evidence.posterior(small_case.train, structure="last-layer")
+    assert posterior.parameters == [name for name in small_case.weights if name.startswith("last.")]
+    expected = small_case.covariance(small_case.hessian(), posterior.parameters)
+    assert_close(posterior(small_case.test).covariance, expected)
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_fewer_rows_leave_more_variance_and_all_of_them_the_exact_one(likelihood):
-    own = case(likelihood)
-    exact = own.covariance(own.hessian())
-    prior = own.covariance(torch.zeros_like(own.hessian()))
+    small_case = case(likelihood)
+    exact = small_case.covariance(small_case.hessian())
+    prior = small_case.covariance(torch.zeros_like(small_case.hessian()))
     for rows in (1, 8, 14):
-        some = found(own, "ntk", rows=rows)
-        for lower, upper in ((exact, some), (some, prior)):
+        approximate = found(small_case, "ntk", rows=rows)
+        for lower, upper in ((exact, approximate), (approximate, prior)):
             assert torch.linalg.eigvalsh(upper - lower).min() > -1e-10
-        assert (some - exact).abs().max() > 1e-4
-    assert_close(found(own, "ntk", rows=100), exact)
+        assert (approximate - exact).abs().max() > 1e-4
+    assert_close(found(small_case, "ntk", rows=100), exact)
 
 
 @settings(max_examples=6)
@@ -176,11 +178,11 @@ def test_micro_batches_change_nothing(structure):
 
 @pytest.mark.parametrize("structure", ("full", "ntk", "kfac"))
 def test_float32_weights_lose_no_more_than_their_own_digits(structure):
-    own = case()
-    own.lower_precisions()  # H + P0 would not be positive in float32
-    expected = found(own, structure)
-    own.evidence.model.float()
-    narrow = case(model=own.evidence.model, dtype=torch.float32)
+    small_case = case()
+    small_case.lower_precisions()  # H + P0 would not be positive in float32
+    expected = found(small_case, structure)
+    small_case.evidence.model.float()
+    narrow = case(model=small_case.evidence.model, dtype=torch.float32)
     narrow.lower_precisions()
     result = found(narrow, structure)
     assert result.dtype == torch.float32
@@ -192,11 +194,11 @@ def test_a_model_that_draws_has_the_same_draws_in_every_call():
     model = Averaged(
         nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), AffineInvariance({"rotation": 0.5}), 3
     )
-    own = case(model=model, hyperparameters=["invariance"], num_data=6, memory=Memory(2))
-    own.train, own.test = (images, own.train[1]), images[:5]
+    small_case = case(model=model, hyperparameters=["invariance"], num_data=6, memory=Memory(2))
+    small_case.train, small_case.test = (images, small_case.train[1]), images[:5]
     for structure in ("full", "kfac", "last-layer"):
-        posterior = own.evidence.posterior(own.train, structure=structure)
-        one, two = posterior(own.test), posterior(own.test)
+        posterior = small_case.evidence.posterior(small_case.train, structure=structure)
+        one, two = posterior(small_case.test), posterior(small_case.test)
         assert torch.equal(one.mean, two.mean) and torch.equal(one.covariance, two.covariance)
 
 
@@ -222,7 +224,7 @@ def test_few_examples_of_a_large_matrix_have_few_eigenvectors(wide, high, transp
 
 
 def test_eigenvectors_are_computed_when_first_needed(monkeypatch):
-    own = case()
+    small_case = case()
     calls = []
 
     def counted(*arguments, psd_eigen=covariances.psd_eigen):
@@ -230,21 +232,21 @@ def test_eigenvectors_are_computed_when_first_needed(monkeypatch):
         return psd_eigen(*arguments)
 
     monkeypatch.setattr(covariances, "psd_eigen", counted)
-    posterior = own.evidence.posterior(own.train, structure="kfac")
+    posterior = small_case.evidence.posterior(small_case.train, structure="kfac")
     assert not calls
-    own.lower_precisions()  # the posterior is the one of the precisions at its start
-    one = posterior(own.test).covariance
+    small_case.lower_precisions()  # the posterior is the one of the precisions at its start
+    one = posterior(small_case.test).covariance
     count = len(calls)
-    assert count and torch.equal(posterior(own.test).covariance, one) and len(calls) == count
-    state = own.evidence.posterior(state=posterior.state_dict())
-    assert torch.equal(state(own.test).covariance, one) and len(calls) == count
+    assert count and torch.equal(posterior(small_case.test).covariance, one) and len(calls) == count
+    state = small_case.evidence.posterior(state=posterior.state_dict())
+    assert torch.equal(state(small_case.test).covariance, one) and len(calls) == count
 
 
 def test_a_curvature_that_is_not_finite_is_refused_before_it_is_needed():
-    own = case("gaussian")
+    small_case = case("gaussian")
     statistic = covariances.KfacStatistic(
         {"0.weight": Factors(torch.full((1, 2, 2), torch.nan), torch.eye(2)[None], 1, 1)}
     )
-    precisions = own.evidence.prior.precisions()
+    precisions = small_case.evidence.prior.precisions()
     with pytest.raises(NotPositiveDefiniteError, match="the curvature is NaN or infinite"):
-        covariances.covariance_of(statistic, precisions, own.weights, torch.float64)
+        covariances.covariance_of(statistic, precisions, small_case.weights, torch.float64)

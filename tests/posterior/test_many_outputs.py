@@ -46,25 +46,25 @@ def local_case(likelihood: Likelihood, num_data: int = 9, **options) -> Case:
     return Case(evidence, (x, (x.flatten(1) > 0).double()), test)
 
 
-def curvature(own: Case, posterior) -> Kfac:
+def curvature(small_case: Case, posterior) -> Kfac:
     """The curvature that collected the posterior's statistic."""
     problem = posterior._problem
-    found = problem.curvature(problem.network.plan(own.train[0]))
-    assert isinstance(found, Kfac)
-    return found
+    kfac = problem.curvature(problem.network.plan(small_case.train[0]))
+    assert isinstance(kfac, Kfac)
+    return kfac
 
 
-def kronecker(own: Case) -> Tensor:
+def kronecker(small_case: Case) -> Tensor:
     """H of kfac: B ⊗ A / count of each convolution, and exact blocks of the biases."""
-    exact, (x, y) = own.hessian(), own.train
-    model = own.evidence.model
+    exact, (x, y) = small_case.hessian(), small_case.train
+    model = small_case.evidence.model
     assert isinstance(model, nn.Sequential)
     hessian = torch.zeros_like(exact)
-    for name in own.weights:
-        span = own.span([name])
+    for name in small_case.weights:
+        span = small_case.span([name])
         hessian[span[:, None], span] = exact[span[:, None], span]
-    root = own.evidence.likelihood.hessian(model(x)).detach().diagonal(dim1=1, dim2=2).sqrt()
-    weights = own.evidence.likelihood.weights(y)
+    root = small_case.evidence.likelihood.hessian(model(x)).detach().diagonal(dim1=1, dim2=2).sqrt()
+    weights = small_case.evidence.likelihood.weights(y)
     root = root if weights is None else root * weights.sqrt()
     for number in (0, 2):
         layers = list(model)
@@ -81,7 +81,7 @@ def kronecker(own: Case) -> Tensor:
         of_inputs = torch.einsum("nitk,njtl->ikjl", patches, patches)
         of_inputs = of_inputs.reshape(2 * [a.shape[1] * 3])
         of_outputs = torch.einsum("dnot,dnpt->op", g, g)
-        span = own.span([f"{number}.weight"])
+        span = small_case.span([f"{number}.weight"])
         block = torch.kron(of_outputs, of_inputs) / (len(x) * LENGTH)
         hessian[span[:, None], span] = block
     return hessian
@@ -89,11 +89,13 @@ def kronecker(own: Case) -> Tensor:
 
 @pytest.mark.parametrize("likelihood", [Gaussian(0.5), Bernoulli(), Poisson()])
 def test_shared_passes_give_the_kfac_of_every_output(likelihood, parts):
-    own = local_case(likelihood)
-    posterior = own.evidence.posterior(own.train)
-    reach = curvature(own, posterior)._reach
+    small_case = local_case(likelihood)
+    posterior = small_case.evidence.posterior(small_case.train)
+    reach = curvature(small_case, posterior)._reach
     assert reach.num_records == 1
-    assert_close(posterior(own.test).covariance, own.covariance(kronecker(own)))
+    assert_close(
+        posterior(small_case.test).covariance, small_case.covariance(kronecker(small_case))
+    )
 
 
 def passes_of(monkeypatch) -> list[int]:
@@ -120,12 +122,12 @@ def test_an_image_for_each_image_takes_few_passes(dtype, bias, monkeypatch):
     for shares in (True, False):
         if not shares:
             monkeypatch.setattr(Kfac, "_may_share", lambda *_: False)
-        own = Evidence(
+        evidence = Evidence(
             model, Gaussian(0.5), GaussianPrior("layerwise"), num_data=10,
             memory=Memory(micro_batch=5),
         )  # fmt: skip
         counts = passes_of(monkeypatch)
-        posterior = own.posterior((x, x.flatten(1)))
+        posterior = evidence.posterior((x, x.flatten(1)))
         # 144 outputs of four examples, then 9 colors of the other six.
         per_batch = [9, 9] if shares else [64, 64, 16, 64, 64, 16]
         assert counts[-len(per_batch) :] == per_batch
@@ -191,8 +193,8 @@ def test_outputs_of_a_dense_layer_share_nothing(monkeypatch):
     x, y = torch.randn(8, 3).double(), torch.randn(8, 100).double()
     evidence = Evidence(model, Gaussian(), GaussianPrior(), num_data=8)
     posterior = evidence.posterior((x, y))
-    own = Case(evidence, (x, y), x[:2])
-    reach = curvature(own, posterior)._reach
+    dense_case = Case(evidence, (x, y), x[:2])
+    reach = curvature(dense_case, posterior)._reach
     assert not reach.is_local and reach.coloring is None and reach.num_records == 0
     monkeypatch.setattr(Kfac, "_may_share", lambda *_: False)
     assert_close(posterior(x[:2]).covariance, evidence.posterior((x, y))(x[:2]).covariance)
@@ -204,30 +206,33 @@ def test_outputs_of_a_dense_layer_share_nothing(monkeypatch):
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("likelihood", ["gaussian", "categorical", "poisson"])
 def test_parts_of_the_outputs_change_nothing(structure, likelihood, monkeypatch):
-    own = case(likelihood)
-    expected = own.evidence.posterior(own.train, structure=structure)(own.test)
+    small_case = case(likelihood)
+    expected = small_case.evidence.posterior(small_case.train, structure=structure)(small_case.test)
     for at_once in (1, 2):
         with monkeypatch.context() as patched:
             for owner in (Kfac, Diagonal, BlockDiagonal):
                 patched.setattr(owner, "rows_at_once", at_once)
             for module in (covariances, of_posterior):
                 patched.setattr(module, "ROWS_AT_ONCE", at_once)
-            posterior = own.evidence.posterior(own.train, structure=structure)
+            posterior = small_case.evidence.posterior(small_case.train, structure=structure)
             for budget in (1, 2**20):  # one group for each block, and one for all
                 patched.setattr(covariances, "ROOT_BYTES", budget)
-                result = posterior(own.test)
+                result = posterior(small_case.test)
                 assert_close(result.covariance, expected.covariance)
                 assert torch.equal(result.outputs, expected.outputs)
-            variances = posterior(own.test, correlated=False)
+            variances = posterior(small_case.test, correlated=False)
             assert variances.covariance.shape == (5, 3)
             assert_close(variances.covariance, expected.covariance.diagonal(dim1=1, dim2=2))
 
 
 @pytest.mark.parametrize("likelihood", ["gaussian", "poisson", "bernoulli", "categorical"])
 def test_outputs_without_correlations(likelihood):
-    own = case(likelihood)
-    posterior, y = own.evidence.posterior(own.train, structure="full"), own.train[1][:5]
-    result, whole = posterior(own.test, correlated=False), posterior(own.test)
+    small_case = case(likelihood)
+    posterior, y = (
+        small_case.evidence.posterior(small_case.train, structure="full"),
+        small_case.train[1][:5],
+    )
+    result, whole = posterior(small_case.test, correlated=False), posterior(small_case.test)
     assert not result.correlated and whole.correlated
     assert_close(result.mean, whole.mean)
     assert_close(result.std, whole.std)
@@ -250,8 +255,8 @@ def test_outputs_without_correlations(likelihood):
         assert_close(result.probabilities, drawn.mean(0))
     else:
         assert result.noise_variance is not None
-    probit = posterior(own.test, correlated=False, link="plug-in")
-    assert_close(probit.log_prob(y), posterior(own.test, link="plug-in").log_prob(y))
+    probit = posterior(small_case.test, correlated=False, link="plug-in")
+    assert_close(probit.log_prob(y), posterior(small_case.test, link="plug-in").log_prob(y))
 
 
 def test_missing_targets_without_correlations():

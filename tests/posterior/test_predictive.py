@@ -30,29 +30,31 @@ def predictive(likelihood: Likelihood, link: str = "monte-carlo", size: float = 
 
 
 def test_regression_is_normal_with_noise_added():
-    own = predictive(Gaussian([0.5, 1.0, 2.0]).double())
+    prediction = predictive(Gaussian([0.5, 1.0, 2.0]).double())
     noise, y = torch.tensor([0.25, 1.0, 4.0]).double(), torch.randn(4, 3).double()
-    variance = own.covariance.diagonal(dim1=1, dim2=2)
-    torch.testing.assert_close(own.epistemic_variance, variance)
-    torch.testing.assert_close(own.noise_variance, noise.expand(4, 3))
-    torch.testing.assert_close(own.variance, variance + noise)
-    torch.testing.assert_close(own.std.square(), variance + noise)
-    expected = MultivariateNormal(own.mean, own.covariance + noise.diag()).log_prob(y)
-    torch.testing.assert_close(own.log_prob(y), expected)
+    variance = prediction.covariance.diagonal(dim1=1, dim2=2)
+    torch.testing.assert_close(prediction.epistemic_variance, variance)
+    torch.testing.assert_close(prediction.noise_variance, noise.expand(4, 3))
+    torch.testing.assert_close(prediction.variance, variance + noise)
+    torch.testing.assert_close(prediction.std.square(), variance + noise)
+    expected = MultivariateNormal(prediction.mean, prediction.covariance + noise.diag()).log_prob(y)
+    torch.testing.assert_close(prediction.log_prob(y), expected)
     with pytest.raises(ConfigurationError, match="Gaussian has no class probabilities"):
-        _ = own.probabilities
+        _ = prediction.probabilities
 
 
 @pytest.mark.parametrize("likelihood", (Categorical(), Bernoulli()))
 @pytest.mark.parametrize("link", ("monte-carlo", "probit", "plug-in"))
 def test_links_agree_where_nothing_is_uncertain(likelihood, link):
-    own = predictive(likelihood, link, size=1e-7)
+    prediction = predictive(likelihood, link, size=1e-7)
     y = torch.tensor([0, 1, 2, 0])
     y = y if isinstance(likelihood, Categorical) else torch.eye(3)[y].double()
-    expected = likelihood.probabilities(own.mean)
-    torch.testing.assert_close(own.probabilities, expected, atol=1e-6, rtol=0)
-    torch.testing.assert_close(own.log_prob(y), likelihood.log_prob(own.mean, y))
-    assert own.noise_variance is None and torch.equal(own.variance, own.epistemic_variance)
+    expected = likelihood.probabilities(prediction.mean)
+    torch.testing.assert_close(prediction.probabilities, expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(prediction.log_prob(y), likelihood.log_prob(prediction.mean, y))
+    assert prediction.noise_variance is None and torch.equal(
+        prediction.variance, prediction.epistemic_variance
+    )
 
 
 def test_samples_come_to_the_integral_and_probit_comes_near():
@@ -69,37 +71,42 @@ def test_samples_come_to_the_integral_and_probit_comes_near():
     }  # fmt: skip
     torch.testing.assert_close(by_link["monte-carlo"].probabilities, expected, atol=3e-3, rtol=0)
     torch.testing.assert_close(by_link["probit"].probabilities, expected, atol=2e-2, rtol=0)
-    for own in by_link.values():
-        log_prob = own.log_prob(torch.ones(2, 1).double())
-        torch.testing.assert_close(log_prob.exp(), own.probabilities[:, 0])
+    for prediction in by_link.values():
+        log_prob = prediction.log_prob(torch.ones(2, 1).double())
+        torch.testing.assert_close(log_prob.exp(), prediction.probabilities[:, 0])
 
 
 def test_probabilities_of_samples_add_up_and_are_less_sure():
-    own, sure = predictive(Categorical(), num_samples=500), predictive(Categorical(), "plug-in")
-    torch.testing.assert_close(own.probabilities.sum(1), torch.ones(4).double())
-    assert bool((own.probabilities.amax(1) < sure.probabilities.amax(1)).all())
+    prediction, sure = (
+        predictive(Categorical(), num_samples=500),
+        predictive(Categorical(), "plug-in"),
+    )
+    torch.testing.assert_close(prediction.probabilities.sum(1), torch.ones(4).double())
+    assert bool((prediction.probabilities.amax(1) < sure.probabilities.amax(1)).all())
     y = torch.tensor([0, 1, 2, 0])
-    expected = own.probabilities.gather(1, y[:, None]).squeeze(1).log()
-    torch.testing.assert_close(own.log_prob(y), expected)
+    expected = prediction.probabilities.gather(1, y[:, None]).squeeze(1).log()
+    torch.testing.assert_close(prediction.log_prob(y), expected)
 
 
 def test_samples_have_the_moments_and_their_generator_decides():
-    own = predictive(Categorical())
-    f = own.sample(100_000, 3)
-    torch.testing.assert_close(f.mean(0), own.mean, atol=0.03, rtol=0.02)
+    prediction = predictive(Categorical())
+    f = prediction.sample(100_000, 3)
+    torch.testing.assert_close(f.mean(0), prediction.mean, atol=0.03, rtol=0.02)
     centred = f - f.mean(0)
     covariance = torch.einsum("nmc,nmd->mcd", centred, centred) / len(f)
-    torch.testing.assert_close(covariance, own.covariance, atol=0.05, rtol=0.05)
-    assert torch.equal(own.sample(5), own.sample(5))
-    assert torch.equal(own.sample(5, 1), own.sample(5, torch.Generator().manual_seed(1)))
-    assert not torch.equal(own.sample(5, 1), own.sample(5, 2))
+    torch.testing.assert_close(covariance, prediction.covariance, atol=0.05, rtol=0.05)
+    assert torch.equal(prediction.sample(5), prediction.sample(5))
+    assert torch.equal(
+        prediction.sample(5, 1), prediction.sample(5, torch.Generator().manual_seed(1))
+    )
+    assert not torch.equal(prediction.sample(5, 1), prediction.sample(5, 2))
 
 
 def test_a_posterior_draws_by_its_generator():
-    own = case()
-    posterior = own.evidence.posterior(own.train, structure="full")
+    small_case = case()
+    posterior = small_case.evidence.posterior(small_case.train, structure="full")
     state = torch.get_rng_state()
-    x = own.test
+    x = small_case.test
     for draw in (
         lambda g: posterior(x, generator=g).probabilities,
         lambda g: posterior.sample(x, 4, g),
@@ -114,24 +121,26 @@ def test_a_posterior_draws_by_its_generator():
 def test_moments_of_targets_are_those_of_samples(likelihood):
     torch.manual_seed(1)
     root = 0.4 * torch.randn(3, 4, 4).double()
-    own = Predictive(0.5 * torch.randn(3, 4).double(), root @ root.mT, likelihood, "plug-in")
-    f = own.sample(400_000, 2).flatten(0, 1)
+    prediction = Predictive(0.5 * torch.randn(3, 4).double(), root @ root.mT, likelihood, "plug-in")
+    f = prediction.sample(400_000, 2).flatten(0, 1)
     mean, none, noise = likelihood.moments(f, torch.zeros_like(f).diag_embed())
     y = likelihood.sample(f, torch.Generator().manual_seed(0)).unflatten(0, (-1, 3))
-    mean, noise = (each.unflatten(0, (-1, 3)) for each in (mean, noise))
-    assert not none.count_nonzero() and own.noise_variance is not None
-    torch.testing.assert_close(own.mean, mean.mean(0), atol=0.01, rtol=0.01)
-    torch.testing.assert_close(own.epistemic_variance, mean.var(0), atol=0.02, rtol=0.03)
-    torch.testing.assert_close(own.noise_variance, noise.mean(0), atol=0.02, rtol=0.02)
-    torch.testing.assert_close(own.mean, y.mean(0), atol=0.02, rtol=0.02)
-    torch.testing.assert_close(own.std, y.std(0), atol=0.02, rtol=0.03)
+    mean, noise = (moment.unflatten(0, (-1, 3)) for moment in (mean, noise))
+    assert not none.count_nonzero() and prediction.noise_variance is not None
+    torch.testing.assert_close(prediction.mean, mean.mean(0), atol=0.01, rtol=0.01)
+    torch.testing.assert_close(prediction.epistemic_variance, mean.var(0), atol=0.02, rtol=0.03)
+    torch.testing.assert_close(prediction.noise_variance, noise.mean(0), atol=0.02, rtol=0.02)
+    torch.testing.assert_close(prediction.mean, y.mean(0), atol=0.02, rtol=0.02)
+    torch.testing.assert_close(prediction.std, y.std(0), atol=0.02, rtol=0.03)
 
 
 def test_the_means_of_a_heteroscedastic_network_are_its_own():
     mean, root = torch.randn(5, 6).double(), torch.randn(5, 6, 6).double()
-    own = Predictive(mean, root @ root.mT, HeteroscedasticGaussian())
-    assert torch.equal(own.mean, mean[:, :3]) and own.std.shape == (5, 3)
-    assert torch.equal(own.epistemic_variance, own.covariance.diagonal(dim1=1, dim2=2)[:, :3])
+    prediction = Predictive(mean, root @ root.mT, HeteroscedasticGaussian())
+    assert torch.equal(prediction.mean, mean[:, :3]) and prediction.std.shape == (5, 3)
+    assert torch.equal(
+        prediction.epistemic_variance, prediction.covariance.diagonal(dim1=1, dim2=2)[:, :3]
+    )
 
 
 @pytest.mark.parametrize("likelihood", (HeteroscedasticGaussian(), Poisson()))
@@ -139,17 +148,21 @@ def test_densities_of_numbers_are_averaged_over_the_outputs(likelihood):
     """Two outputs: the integral over a grid of both."""
     y = torch.tensor([[2.0, 1.0]] if isinstance(likelihood, Poisson) else [[2.0]]).double()
     f, covariance = torch.tensor([[0.5, -0.4]]), torch.tensor([[[0.3, 0.1], [0.1, 0.2]]])
-    own = Predictive(f.double(), covariance.double(), likelihood, num_samples=100_000)
+    prediction = Predictive(f.double(), covariance.double(), likelihood, num_samples=100_000)
     points = torch.linspace(-5, 5, 400).double()
     grid = torch.cartesian_prod(points, points)
-    weights = MultivariateNormal(own.outputs[0], own.covariance[0]).log_prob(grid).softmax(0)
+    weights = (
+        MultivariateNormal(prediction.outputs[0], prediction.covariance[0])
+        .log_prob(grid)
+        .softmax(0)
+    )
     density = likelihood.log_prob(grid, y.expand(len(grid), -1)).exp()
     expected = (weights * density).sum().log().item()
-    assert own.log_prob(y).item() == pytest.approx(expected, abs=0.01)
-    plain = Predictive(own.outputs, own.covariance, likelihood, "plug-in")
-    torch.testing.assert_close(plain.log_prob(y), likelihood.log_prob(own.outputs, y))
+    assert prediction.log_prob(y).item() == pytest.approx(expected, abs=0.01)
+    plain = Predictive(prediction.outputs, prediction.covariance, likelihood, "plug-in")
+    torch.testing.assert_close(plain.log_prob(y), likelihood.log_prob(prediction.outputs, y))
     with pytest.raises(ConfigurationError, match="probit' needs a classification likelihood"):
-        Predictive(own.outputs, own.covariance, likelihood, "probit").log_prob(y)
+        Predictive(prediction.outputs, prediction.covariance, likelihood, "probit").log_prob(y)
 
 
 class Counts(Likelihood):
@@ -165,19 +178,19 @@ class Laplacian(Gaussian):
 
 
 def test_a_density_of_ones_own_is_averaged_over_samples():
-    own, y = predictive(Counts(), num_samples=1000), torch.ones(4, 3).double()
-    f = own.sample(1000)
-    each = torch.stack([Counts().log_prob(one, y) for one in f])
-    torch.testing.assert_close(own.log_prob(y), each.logsumexp(0) - math.log(1000))
+    prediction, y = predictive(Counts(), num_samples=1000), torch.ones(4, 3).double()
+    f = prediction.sample(1000)
+    log_probs = torch.stack([Counts().log_prob(one, y) for one in f])
+    torch.testing.assert_close(prediction.log_prob(y), log_probs.logsumexp(0) - math.log(1000))
     with pytest.raises(ConfigurationError, match="Counts has no class probabilities"):
-        _ = own.probabilities
+        _ = prediction.probabilities
 
 
 def test_an_inherited_noise_is_that_of_another_density():
-    own = predictive(Laplacian().double())
-    assert own.noise_variance is None
+    prediction = predictive(Laplacian().double())
+    assert prediction.noise_variance is None
     with pytest.raises(InputError, match="shape of the outputs"):
-        own.log_prob(torch.zeros(4).double())
+        prediction.log_prob(torch.zeros(4).double())
 
 
 def test_arrays_and_targets_without_a_column_as_fit_takes_them() -> None:

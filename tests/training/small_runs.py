@@ -126,5 +126,5 @@ def train(case: str, data: Any, folder: Path, *, seed: int = 0, **changes: Any) 
         warnings.filterwarnings("ignore", "The model has normalization", EvigradWarning)
         if settings.get("likelihood") == "gaussian":
             data = [(x, x[:, 1:].square()) for x, _ in data]
-        given = {"run_dir": folder, "test": data[1], **SMALL, **settings, **changes}
-        return fit(make(seed), data[0], **grouped(given))
+        options = {"run_dir": folder, "test": data[1], **SMALL, **settings, **changes}
+        return fit(make(seed), data[0], **grouped(options))

@@ -13,11 +13,11 @@ from evigrad.training.settings import grouped
 @pytest.mark.parametrize("estimator", [None, "kfac-20-1", "ntk-20-rows-anchored"])
 def test_bounds_on_the_evidence_of_any_run(blobs, estimator, monkeypatch):
     monkeypatch.setattr(history, "BRACKET_ROWS", 60)
-    given = {**SMALL, "estimator": estimator, "bracket_every": 4}
-    result = fit(net(), blobs[0], **grouped(given))
-    known = [row for row in result.history if row["bracket_lower"] is not None]
+    options = {**SMALL, "estimator": estimator, "bracket_every": 4}
+    result = fit(net(), blobs[0], **grouped(options))
+    bracketed = [row for row in result.history if row["bracket_lower"] is not None]
     last = result.history[-1]
-    assert [int(row["epoch"] or 0) for row in known] == sorted(
+    assert [int(row["epoch"] or 0) for row in bracketed] == sorted(
         {*range(4, 10**3, 4)} & {int(row["epoch"] or 0) for row in result.history}
         | {int(last["epoch"] or 0)}
     )
@@ -31,9 +31,9 @@ def test_bounds_on_the_evidence_of_any_run(blobs, estimator, monkeypatch):
 
 def test_bounds_change_nothing_in_a_run(blobs, monkeypatch):
     monkeypatch.setattr(history, "BRACKET_ROWS", 20)
-    given = {**SMALL, "estimator": "ntk-20-rows-anchored"}
-    plain = fit(net(), blobs[0], **grouped(given)).history
-    beside = fit(net(), blobs[0], **grouped(dict(**given, bracket_every=1))).history
+    options = {**SMALL, "estimator": "ntk-20-rows-anchored"}
+    plain = fit(net(), blobs[0], **grouped(options)).history
+    beside = fit(net(), blobs[0], **grouped(dict(**options, bracket_every=1))).history
     for one, other in zip(plain, beside, strict=True):
         assert {n: v for n, v in one.items() if n != "seconds"} == {
             n: v for n, v in other.items() if n != "seconds" and "bracket" not in n
@@ -41,12 +41,12 @@ def test_bounds_change_nothing_in_a_run(blobs, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("options", "words"),
     [
         ({"bracket_every": -1}, "bracket_every must be an integer of at least 0"),
         ({"bracket_every": 2, "estimator": "diag-20-1-ef"}, "got 'ef'"),
     ],
 )
-def test_what_cannot_be(blobs, given, words):
+def test_what_cannot_be(blobs, options, words):
     with pytest.raises(ConfigurationError, match=words):
-        fit(net(), blobs[0], **grouped({**SMALL, **given}))
+        fit(net(), blobs[0], **grouped({**SMALL, **options}))

@@ -72,20 +72,26 @@ def test_log_evidence_is_averaged_over_three_rounds() -> None:
 
 def test_cycles_are_half_as_long_and_end_at_the_most() -> None:
     moving = [row(0.1 * epoch) for epoch in range(100)]
-    made = Cycles(Schedule(epochs=10, max_epochs=22))
-    ends = [made.end(moving[:count]) for count in range(23)]
+    training_cycles = Cycles(Schedule(epochs=10, max_epochs=22))
+    ends = [training_cycles.end(moving[:count]) for count in range(23)]
     assert ends == [10] * 10 + [15] * 5 + [20] * 5 + [22] * 3
-    starts = [epoch for epoch in range(1, 23) if made.progress(epoch) == 0]
+    starts = [epoch for epoch in range(1, 23) if training_cycles.progress(epoch) == 0]
     assert starts == [1, 11, 16, 21]
-    assert made.progress(22) == 0.5
-    assert made.progress(15) == 0.8
+    assert training_cycles.progress(22) == 0.5
+    assert training_cycles.progress(15) == 0.8
     still = [row()] * 100
-    assert [made.end(still[:count]) for count in (9, 10, 14, 15, 16)] == [10, 15, 15, 15, 15]
+    assert [training_cycles.end(still[:count]) for count in (9, 10, 14, 15, 16)] == [
+        10,
+        15,
+        15,
+        15,
+        15,
+    ]
 
 
 def test_without_a_maximum_nothing_changes() -> None:
-    made = Cycles(Schedule(epochs=10))
-    assert made.end([row(0.1 * epoch) for epoch in range(10)]) == 10
+    training_cycles = Cycles(Schedule(epochs=10))
+    assert training_cycles.end([row(0.1 * epoch) for epoch in range(10)]) == 10
 
 
 def test_a_run_continues_where_the_shorter_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,8 +103,8 @@ def test_a_run_continues_where_the_shorter_one_ends(monkeypatch: pytest.MonkeyPa
         assert {name: one[name] for name in columns} == {name: other[name] for name in columns}
     later = [r["lr"] for r in long.history[4:]]
     assert later[:2] == later[2:] == pytest.approx([0.001, (0.001 + 1e-6) / 2])
-    known = [r["epoch"] for r in long.history if r["mode_gap"] is not None]
-    assert known == [4, 6, 8]  # the ends of cycles
+    gap_epochs = [r["epoch"] for r in long.history if r["mode_gap"] is not None]
+    assert gap_epochs == [4, 6, 8]  # the ends of cycles
     assert long.mode_gap == long.history[-1]["mode_gap"]
 
 
@@ -119,8 +125,8 @@ def test_a_run_resumes_in_any_cycle(
     changes: dict[str, Any] = {"max_epochs": 8, "checkpoint_every": 1}
     train(tmp_path / "whole", **changes)
 
-    def stop(found: Any) -> None:
-        if found["epoch"] == last:
+    def stop(row: Any) -> None:
+        if row["epoch"] == last:
             raise Killed
 
     assert killed(lambda: train(tmp_path / "cut", callbacks=[stop], **changes))

@@ -22,10 +22,10 @@ N = 300
 class Augmented(Dataset):
     """Items that draw from every global generator, or from one of their own."""
 
-    def __init__(self, seed: int = 0, own: bool = False) -> None:
+    def __init__(self, seed: int = 0, own_generator: bool = False) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.x = torch.randn(N, 4, generator=generator).half()  # not the type of the items
-        self.own = torch.Generator() if own else None
+        self.own = torch.Generator() if own_generator else None
         self.read: list[int] = []
         self.calls = 0
 
@@ -61,11 +61,11 @@ def test_an_epoch_reads_each_item_once_and_blocks_their_own():
     def look(row: Any) -> None:
         reads.append(len(data.read))
         data.read.clear()
-        largest.append(max(o.numel() for o in tensors() if id(o) not in known))
+        largest.append(max(o.numel() for o in tensors() if id(o) not in other_ids))
 
     # Those of other tests, held so that none of the run's takes the place of one.
     others_own = tensors()
-    known = {id(tensor) for tensor in others_own}
+    other_ids = {id(tensor) for tensor in others_own}
     before = state()
     changed = {"epochs": 6, "estimator": "ntk-8-1", "eval_every": 0}
     fit(net(), data, callbacks=[look], **grouped(SMALL | changed))
@@ -121,16 +121,16 @@ def test_random_items_are_the_same_after_an_interruption(tmp_path, estimator):
         ConfigurationError, match="training data differ from the data of the run in .* in values"
     ):
         fit(net(), Augmented(2), **grouped(dict(**resumed, **settings)))
-    found = fit(net(), Augmented(), **grouped(dict(**resumed, **settings)))
-    for row, expected in zip(found.history, whole.history, strict=True):
+    continued = fit(net(), Augmented(), **grouped(dict(**resumed, **settings)))
+    for row, expected in zip(continued.history, whole.history, strict=True):
         assert row | {"seconds": 0} == expected | {"seconds": 0}
-    for name, weight in found.evidence.weights().items():
+    for name, weight in continued.evidence.weights().items():
         assert torch.equal(weight, whole.evidence.weights()[name])
 
 
 def test_items_that_cannot_be_repeated_do_not_hinder_resuming(tmp_path):
     settings = SMALL | {"run_dir": tmp_path / "run", "resume": True, "estimator": None}
-    data = Augmented(own=True)
+    data = Augmented(own_generator=True)
 
     def stop(row: Any) -> None:
         raise KeyboardInterrupt

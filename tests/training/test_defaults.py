@@ -51,8 +51,8 @@ def regression(num_data: int = 12, **options: Any) -> FitResult:
 def test_epochs_follow_from_steps_and_the_rest_from_epochs(num_data, named, planned):
     epochs, burn_in, every = named
     schedule = Schedule(epochs=epochs, burn_in=burn_in, every=every)
-    found = plan_schedule(schedule, num_data)
-    assert (found.epochs, found.burn_in, found.every) == planned
+    planned_schedule = plan_schedule(schedule, num_data)
+    assert (planned_schedule.epochs, planned_schedule.burn_in, planned_schedule.every) == planned
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_there_are_two_starts_if_any_noise_is_learned(likelihood, starts):
 def test_more_rows_than_there_are_is_all_of_them(name: str, likelihood: type[Likelihood]):
     x, y = (part.double() for part in data_of(3))
     data = (x, y if likelihood is Gaussian else y.argmax(1))
-    found = []
+    values_and_gradients = []
     for estimator in (name, "ntk-N-C"):
         model = net(3).double()
         evidence = Evidence(
@@ -87,8 +87,8 @@ def test_more_rows_than_there_are_is_all_of_them(name: str, likelihood: type[Lik
         named = evidence.hyperparameters().values()
         gradients = [p.grad.flatten() for p in named if p.grad is not None]
         values = (estimate.log_evidence, estimate.log_likelihood, estimate.log_det)
-        found.append(torch.cat([torch.tensor(values).double(), *gradients]))
-    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
+        values_and_gradients.append(torch.cat([torch.tensor(values).double(), *gradients]))
+    torch.testing.assert_close(*values_and_gradients, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("epochs", [1, 5])

@@ -58,7 +58,7 @@ def always(call: int) -> Callable[[int], bool]:
 
 
 def refusing(error: Exception) -> Callable[..., Any]:
-    def refuse(*given: Any, **keywords: Any) -> Any:
+    def refuse(*arguments: Any, **keywords: Any) -> Any:
         raise error
 
     return refuse
@@ -73,8 +73,8 @@ def spoil_gradient(loss: Tensor) -> Tensor:
     return loss
 
 
-def spoil_estimates(found: Any) -> Any:
-    estimates, gradients = found
+def spoil_estimates(estimates_and_gradients: Any) -> Any:
+    estimates, gradients = estimates_and_gradients
     return estimates, [None if g is None else g * float("nan") for g in gradients]
 
 
@@ -98,10 +98,10 @@ def test_a_batch_without_a_finite_loss_or_gradient_is_skipped_and_counted(fault,
     rows = read_metrics(tmp_path / "run" / "metrics.csv")
     assert [row["skipped_batches"] for row in rows] == [0, 1, 0, 0, 0]
 
-    def skip(optimizer: Any, *given: Any) -> Any:
+    def skip(optimizer: Any, *arguments: Any) -> Any:
         nonlocal taken
         taken += 1
-        return None if taken == 4 else step(optimizer, *given)
+        return None if taken == 4 else step(optimizer, *arguments)
 
     step, taken = torch.optim.Adam.step, 0
     with patch.object(torch.optim.Adam, "step", skip):
@@ -120,8 +120,8 @@ def test_the_mean_loss_is_that_of_the_batches_that_count(blobs, tmp_path):
         at_call(Evidence, "map_loss", always(1), second_is_bad),
         pytest.warns(EvigradWarning, match="Epoch 1"),
     ):
-        found = train("map", blobs, tmp_path / "run", epochs=1, batch_size=30)
-    assert [row["loss"] for row in found.history] == losses[:1]
+        trained = train("map", blobs, tmp_path / "run", epochs=1, batch_size=30)
+    assert [row["loss"] for row in trained.history] == losses[:1]
 
 
 @pytest.mark.parametrize("changes", [{}, {"batch_size": 60}])
@@ -165,8 +165,8 @@ def test_an_estimate_that_is_not_finite_ends_its_round_and_is_counted(update, bl
         pytest.warns(EvigradWarning, match="skipped 2 of 3 hyperparameter steps"),
     ):
         result = train("ntk", blobs, tmp_path / "run", steps=3, prior_update=update)
-    found = counts(result)["skipped_steps"]
-    assert (sum(found), result.history[-1]["hyper_steps"]) == (2, 4)
+    skipped_steps = counts(result)["skipped_steps"]
+    assert (sum(skipped_steps), result.history[-1]["hyper_steps"]) == (2, 4)
     assert all(value.isfinite().all() for value in result.evidence.prior.precisions().values())
 
 
@@ -185,17 +185,17 @@ def test_a_round_that_failed_is_remembered_by_the_run_that_goes_on(blobs, tmp_pa
     def fault() -> AbstractContextManager[object]:
         return at_call(evidence, "estimates_and_gradients", once(1), spoil_estimates)
 
-    given: dict[str, Any] = {"steps": 3, "burn_in": 2, "every": 1}
+    options: dict[str, Any] = {"steps": 3, "burn_in": 2, "every": 1}
     with fault(), pytest.warns(EvigradWarning, match="3 of 3"):
-        train("ntk", blobs, tmp_path / "whole", **given)
+        train("ntk", blobs, tmp_path / "whole", **options)
 
     def stop(row: Any) -> None:
         if row["epoch"] == 3:
             raise Killed
 
     with fault(), pytest.warns(EvigradWarning, match="3 of 3"):
-        assert killed(lambda: train("ntk", blobs, tmp_path / "cut", callbacks=[stop], **given))
-    train("ntk", blobs, tmp_path / "cut", resume=True, **given)
+        assert killed(lambda: train("ntk", blobs, tmp_path / "cut", callbacks=[stop], **options))
+    train("ntk", blobs, tmp_path / "cut", resume=True, **options)
     assert_same_runs(tmp_path / "cut", tmp_path / "whole")
 
 
@@ -259,22 +259,22 @@ def test_a_cholesky_that_keeps_failing_ends_training_with_a_message(case, blobs,
     ("allocator", "micro_batch"), [("GPU", None), ("CPU", 20), ("CPU", "auto")]
 )
 def test_a_pass_that_does_not_fit_is_halved_and_says_so(allocator, micro_batch, blobs, tmp_path):
-    given: dict[str, Any] = {"epochs": 2}
-    expected = train("ntk", blobs, tmp_path / "whole", **given)
+    options: dict[str, Any] = {"epochs": 2}
+    expected = train("ntk", blobs, tmp_path / "whole", **options)
     error = ALLOCATORS[allocator]
     with at_call(MicroBatchSweep, "linearize", once(2), refusing(error)):
         if micro_batch == "auto":
-            found = train("ntk", blobs, tmp_path / "run", micro_batch=micro_batch, **given)
+            halved = train("ntk", blobs, tmp_path / "run", micro_batch=micro_batch, **options)
         else:
             with pytest.warns(
                 EvigradWarning,
                 match="over 20 examples did not fit .* take 10",
             ):
-                found = train("ntk", blobs, tmp_path / "run", micro_batch=micro_batch, **given)
-    assert 10 in found.evidence.state_dict()["micro_batches"].values() or micro_batch == "auto"
-    last, wanted = found.history[-1], expected.history[-1]
+                halved = train("ntk", blobs, tmp_path / "run", micro_batch=micro_batch, **options)
+    assert 10 in halved.evidence.state_dict()["micro_batches"].values() or micro_batch == "auto"
+    last, expected_last = halved.history[-1], expected.history[-1]
     for name in ("loss", "log_evidence", "precision/0.weight"):
-        assert last[name] == pytest.approx(wanted[name], rel=1e-4)
+        assert last[name] == pytest.approx(expected_last[name], rel=1e-4)
 
 
 @pytest.mark.parametrize("allocator", ALLOCATORS)
@@ -298,17 +298,17 @@ def test_memory_that_never_suffices_ends_training_with_what_is_cheaper(allocator
 def test_an_evaluation_that_does_not_fit_takes_half_of_the_data(blobs, make_net):
     likelihood, sizes = Categorical(), list[int]()
 
-    def narrow(model: nn.Module, x: Any, **given: Any) -> Tensor:
+    def narrow(model: nn.Module, x: Any, **options: Any) -> Tensor:
         sizes.append(len(x))
         if len(x) > 16:
             raise ALLOCATORS["CPU"]
-        return outputs(model, x, **given)
+        return outputs(model, x, **options)
 
     outputs = metrics.model_outputs
     expected = metrics.evaluate(make_net(), likelihood, blobs[0])
     with patch.object(metrics, "model_outputs", narrow):
-        found = metrics.evaluate(make_net(), likelihood, blobs[0])
-    assert found == pytest.approx(expected, rel=1e-6)
+        split_metrics = metrics.evaluate(make_net(), likelihood, blobs[0])
+    assert split_metrics == pytest.approx(expected, rel=1e-6)
     assert sizes == [60, 30, 15, 15, 15, 15]
 
 

@@ -220,8 +220,8 @@ def test_the_run_directory(blobs, make_net, tmp_path, capsys):
     rows = read_metrics(tmp_path / "run" / "metrics.csv")
     assert [row["epoch"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert list(rows[0]) == list(result.history[0])
-    for row, known in zip(rows, result.history, strict=True):
-        for name, value in known.items():
+    for row, history_row in zip(rows, result.history, strict=True):
+        for name, value in history_row.items():
             assert row[name] == (None if value is None else pytest.approx(value, rel=1e-5))
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["estimator"] == "ntk-20-1"
@@ -404,9 +404,12 @@ def test_learning_raises_the_log_evidence(blobs, make_net, precision):
 
 
 def test_learning_by_default_does_not_depend_on_the_precision_given(blobs, make_net):
-    given = [{}, {"precision": 1e-3}, {"precision": 1e3}]
-    given += [{"prior": GaussianPrior(precision=7.0)}]
-    states = [state_of(fit(make_net(), blobs[0], **options, **grouped(SMALL))) for options in given]
+    prior_choices = [{}, {"precision": 1e-3}, {"precision": 1e3}]
+    prior_choices += [{"prior": GaussianPrior(precision=7.0)}]
+    states = [
+        state_of(fit(make_net(), blobs[0], **options, **grouped(SMALL)))
+        for options in prior_choices
+    ]
     for state in states[1:]:
         assert torch.equal(state, states[0])
 

@@ -43,15 +43,15 @@ def make(estimator: str = "full-N-C", prior: Any = "layerwise", **settings: Any)
 
 
 def log_precision(evidence: Evidence) -> nn.Parameter:
-    found = evidence.prior.log_precision
-    assert found is not None
-    return found
+    parameter = evidence.prior.log_precision
+    assert parameter is not None
+    return parameter
 
 
 def gradient_of(evidence: Evidence) -> Tensor:
-    found = log_precision(evidence).grad
-    assert found is not None
-    return found
+    gradient = log_precision(evidence).grad
+    assert gradient is not None
+    return gradient
 
 
 def sums_by_group(evidence: Evidence, values: Tensor) -> Tensor:
@@ -174,8 +174,8 @@ def test_the_start_keeps_to_a_mean(structure: Any) -> None:
     FixedPoint(evidence).start(2.0, 30.0)
     grouped = structure == "scalar"  # one group, of which a part has a mean
     for name, precision in prior.precisions().items():
-        wanted = 30.0 if grouped or name.startswith("0") else 2.0
-        assert torch.allclose(precision, torch.tensor(wanted, dtype=precision.dtype)), name
+        expected = 30.0 if grouped or name.startswith("0") else 2.0
+        assert torch.allclose(precision, torch.tensor(expected, dtype=precision.dtype)), name
 
 
 def test_it_is_where_many_steps_of_adam_lead() -> None:
@@ -321,18 +321,18 @@ def test_each_step_needs_a_gradient_of_its_own() -> None:
 def test_groups_that_are_not_learned(estimator: str) -> None:
     """The others are as they would be with all of them learned, given the same precisions."""
     groups = {"first": ["0"], "last": ["2"]}
-    some, every = (
+    last_only, every = (
         make(estimator, GaussianPrior(groups, precision=3.0, learnable=learnable))
         for learnable in ({"first": False}, True)
     )
     x, y = data(N if estimator == "full-N-C" else 6)
-    for evidence in (some, every):
+    for evidence in (last_only, every):
         evidence.backward(x, y)
-    torch.testing.assert_close(gradient_of(some), gradient_of(every)[1:])
-    updates = FixedPoint(some), FixedPoint(every)
-    found, whole = (update.effective_parameters() for update in updates)
-    torch.testing.assert_close(found, whole[1:])
+    torch.testing.assert_close(gradient_of(last_only), gradient_of(every)[1:])
+    updates = FixedPoint(last_only), FixedPoint(every)
+    effective, whole = (update.effective_parameters() for update in updates)
+    torch.testing.assert_close(effective, whole[1:])
     for update in updates:
         update.step()
-    torch.testing.assert_close(log_precision(some), log_precision(every)[1:])
-    assert some.prior.precisions()["0.weight"].item() == pytest.approx(3.0)
+    torch.testing.assert_close(log_precision(last_only), log_precision(every)[1:])
+    assert last_only.prior.precisions()["0.weight"].item() == pytest.approx(3.0)

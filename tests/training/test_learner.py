@@ -72,13 +72,13 @@ def test_a_loop_by_hand_is_fit(blobs, make_net, update, own_loss):
             else:
                 evidence.map_loss(x[batch], y[batch], indices=batch).backward()
             optimizer.step()
-        found = learner.step()
-        estimates += [] if found is None else found.estimates
+        learned_round = learner.step()
+        estimates += [] if learned_round is None else learned_round.estimates
     assert learner.hyper_steps == len(estimates) == 9
     pairs = zip(parameters_of(evidence), parameters_of(fitted.evidence), strict=True)
-    for own, theirs in pairs:
+    for parameter, theirs in pairs:
         error = 1e-3 if own_loss else 0.0
-        torch.testing.assert_close(own, theirs, rtol=error, atol=error)
+        torch.testing.assert_close(parameter, theirs, rtol=error, atol=error)
 
 
 @pytest.mark.parametrize("prior", PRIORS)
@@ -121,8 +121,8 @@ def test_it_is_what_optimisers_that_add_it_to_the_gradient_call_weight_decay(blo
             if net is nets[0]:
                 evidence.add_weight_decay()
             optimizer.step()
-    for own, theirs in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
-        torch.testing.assert_close(own, theirs)
+    for weight, theirs in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(weight, theirs)
 
 
 def test_a_step_of_sgd_does_not_pass_the_mean(make_net):
@@ -217,13 +217,13 @@ def test_a_loop_that_is_resumed_gives_the_same_numbers(blobs, make_net, estimato
             evidence.map_loss(x, y).backward()
             optimizer.step()
             learner.step()
-        found = {"net": net, "optimizer": optimizer, "learner": learner}
-        return copy.deepcopy({name: each.state_dict() for name, each in found.items()})
+        parts = {"net": net, "optimizer": optimizer, "learner": learner}
+        return copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
 
     whole = train(make_net(), range(EPOCHS), None)
     again = train(make_net(seed=1), range(3), train(make_net(), range(3), None))
     torch.testing.assert_close(again["net"], whole["net"], rtol=0, atol=0)
-    states = [each["learner"]["evidence"]["prior"]["log_precision"] for each in (again, whole)]
+    states = [saved["learner"]["evidence"]["prior"]["log_precision"] for saved in (again, whole)]
     assert torch.equal(*states)
     assert again["learner"]["hyper_steps"] == whole["learner"]["hyper_steps"] == [9]
 
@@ -235,8 +235,8 @@ def test_the_burn_in_of_many_data_has_no_stronger_prior_than_that_of_few(
     x, y = (part.repeat(-(-number // 60), *[1] * (part.ndim - 1))[:number] for part in blobs[0])
     evidence = evidence_of(make_net(), num_data=number)
     Learner(evidence, (x, y), Schedule(epochs=10))
-    for each in evidence.prior.precisions().values():
-        assert each.item() == pytest.approx(precision)
+    for group_precision in evidence.prior.precisions().values():
+        assert group_precision.item() == pytest.approx(precision)
 
 
 def test_the_unit_of_the_schedule_is_a_call(blobs, make_net):
@@ -251,11 +251,11 @@ def test_the_unit_of_the_schedule_is_a_call(blobs, make_net):
 def test_rounds_are_kept_and_shown_in_a_line(blobs, make_net):
     learner = Learner(evidence_of(make_net()), blobs[0], SCHEDULE)
     rounds = [learner.step() for _ in range(EPOCHS)]
-    learned = [each for each in rounds if each is not None]
+    learned = [outcome for outcome in rounds if outcome is not None]
     assert len(learner.history) == len(learned) > 1
-    steps = [count for count, each in enumerate(rounds, 1) if each is not None]
+    steps = [count for count, outcome in enumerate(rounds, 1) if outcome is not None]
     assert [row["step"] for row in learner.history] == steps
-    last = statistics.fmean(each.per_datum for each in learned[-1].estimates)
+    last = statistics.fmean(estimate.per_datum for estimate in learned[-1].estimates)
     assert learner.history[-1]["log_evidence"] == pytest.approx(last)
     assert "precision/0.weight" in learner.history[-1]
     assert repr(learned[-1]).startswith(f"Round(log evidence {last:.4g} nats per example, ")

@@ -30,17 +30,18 @@ def same(a: Any, b: Any) -> bool:
 def test_a_run_of_fit_is_filled_into_a_network(case, blobs, tmp_path):
     result = train(case, blobs, tmp_path / "run")
     other = CASES[case][0](5)
-    found = load(tmp_path / "run", model=other)
-    assert found.model is other and not other.training
+    loaded = load(tmp_path / "run", model=other)
+    assert loaded.model is other and not other.training
     assert same(other.state_dict(), result.model.state_dict())
-    assert same(found.evidence.state_dict(), result.evidence.state_dict())
-    assert found.history == result.history
-    assert (found.epoch, found.settings["epochs"], found.settings["batch_size"]) == (5, 5, 20)
-    assert list(found.evidence.hyperparameters()) == list(result.evidence.hyperparameters())
-    assert repr(found).startswith("LoadedRun(") and repr(found).endswith(", epoch 5 of 5)")
+    assert same(loaded.evidence.state_dict(), result.evidence.state_dict())
+    assert loaded.history == result.history
+    assert (loaded.epoch, loaded.settings["epochs"], loaded.settings["batch_size"]) == (5, 5, 20)
+    assert list(loaded.evidence.hyperparameters()) == list(result.evidence.hyperparameters())
+    assert repr(loaded).startswith("LoadedRun(") and repr(loaded).endswith(", epoch 5 of 5)")
     if case == "anchored":  # what is drawn next is the same
         drawn = [
-            next(iter(each.blocks(blobs[0]))).indices for each in (found.evidence, result.evidence)
+            next(iter(evidence.blocks(blobs[0]))).indices
+            for evidence in (loaded.evidence, result.evidence)
         ]
         assert torch.equal(*drawn)
 
@@ -52,10 +53,10 @@ def test_an_interrupted_run_is_loaded_at_its_checkpoint(blobs, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         train("ntk", blobs, tmp_path / "run", callbacks=[stop])
-    found = load(tmp_path / "run", net(5))
+    loaded = load(tmp_path / "run", net(5))
     with pytest.raises(ConfigurationError, match=r"Call describe\(x\) with a few inputs"):
-        found.evidence.describe()
-    assert found.epoch == len(found.history) == 2
+        loaded.evidence.describe()
+    assert loaded.epoch == len(loaded.history) == 2
 
 
 def test_a_run_of_the_command_line_is_loaded_without_its_data(tmp_path, capsys, monkeypatch):
@@ -64,14 +65,14 @@ def test_a_run_of_the_command_line_is_loaded_without_its_data(tmp_path, capsys, 
     run = ["train", *options.split(), *image.split(), "--run-dir", str(tmp_path / "run")]
     assert main([*run, "--no-progress", "--no-figures", "--compare-map", "--device", "cpu"]) == 0
     monkeypatch.setattr("evigrad.data.load", None)
-    found = load(tmp_path / "run")
+    loaded = load(tmp_path / "run")
     state = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
-    assert same(dict(found.model.state_dict()), dict(state["model"]))
+    assert same(dict(loaded.model.state_dict()), dict(state["model"]))
     x = torch.randn(2, 1, 8, 8)
-    assert found.model(x).shape == (2, 10)
-    assert "model.invariance.rotation" in found.evidence.hyperparameters()
+    assert loaded.model(x).shape == (2, 10)
+    assert "model.invariance.rotation" in loaded.evidence.hyperparameters()
     learned = json.loads((tmp_path / "run" / "results.json").read_text())["kfac-20-1"]
-    precision = found.evidence.prior.precisions()["model.output.weight"]
+    precision = loaded.evidence.prior.precisions()["model.output.weight"]
     named = learned["hyperparameters"]["precision/model.output.weight"]
     assert precision.detach().mean().item() == pytest.approx(named)
     assert load(tmp_path / "run" / "map").settings["estimator"] is None
@@ -85,10 +86,10 @@ def test_objects_of_a_run_are_asked_for(blobs, tmp_path):
         load(folder, net(5))
     with pytest.raises(ConfigurationError, match=r"used a custom prior.*prior=\.\.\."):
         load(folder, net(5), likelihood=Categorical())
-    own = GaussianPrior({"first": ["0"], "last": ["3"]})
-    found = load(folder, net(5), likelihood=Categorical(), prior=own)
-    assert same(dict(own.state_dict()), dict(prior.state_dict()))
-    assert same(found.evidence.state_dict(), run.evidence.state_dict())
+    fresh_prior = GaussianPrior({"first": ["0"], "last": ["3"]})
+    loaded = load(folder, net(5), likelihood=Categorical(), prior=fresh_prior)
+    assert same(dict(fresh_prior.state_dict()), dict(prior.state_dict()))
+    assert same(loaded.evidence.state_dict(), run.evidence.state_dict())
 
 
 def test_what_does_not_fit_is_refused_and_nothing_changes(blobs, tmp_path):

@@ -26,13 +26,13 @@ from evigrad.training.settings import grouped
 @pytest.fixture(scope="module")
 def whole(blobs, tmp_path_factory) -> Callable[[str], Path]:
     """The run of a case without any interruption, trained once."""
-    found: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
 
     def of(case: str) -> Path:
-        if case not in found:
-            found[case] = tmp_path_factory.mktemp("whole") / "run"
-            train(case, blobs, found[case])
-        return found[case]
+        if case not in folders:
+            folders[case] = tmp_path_factory.mktemp("whole") / "run"
+            train(case, blobs, folders[case])
+        return folders[case]
 
     return of
 
@@ -66,8 +66,8 @@ def test_groups_that_are_not_learned_keep_their_precision(estimator, update, blo
         prior = GaussianPrior(
             groups, precision={"first": 2.0, "last": 3.0}, learnable={"first": False}
         )
-        given = {"prior": prior, "estimator": estimator, "prior_update": update}
-        return train("ntk", blobs, folder, **given, **changes)
+        options = {"prior": prior, "estimator": estimator, "prior_update": update}
+        return train("ntk", blobs, folder, **options, **changes)
 
     result = run(tmp_path / "whole")
     learned = result.evidence.hyperparameters()["prior.log_precision"]
@@ -84,8 +84,8 @@ def test_groups_that_are_not_learned_keep_their_precision(estimator, update, blo
 @pytest.mark.parametrize("update", ["adam", "fixed_point"])
 def test_a_mean_of_initial_weights_is_that_of_the_beginning(update, blobs, tmp_path):
     def run(folder: Path, mean: Any = None, **changes: Any) -> FitResult:
-        given = {"prior": GaussianPrior(mean=mean or {"0": "initial"}), "prior_update": update}
-        return train("ntk", blobs, folder, **given, **changes)
+        options = {"prior": GaussianPrior(mean=mean or {"0": "initial"}), "prior_update": update}
+        return train("ntk", blobs, folder, **options, **changes)
 
     run(tmp_path / "whole")
     for seed, moment in enumerate(MOMENTS):  # a network that goes on has the weights of its seed
@@ -97,7 +97,7 @@ def test_a_mean_of_initial_weights_is_that_of_the_beginning(update, blobs, tmp_p
     for evidence in (result.evidence, loaded.evidence):
         means = evidence.prior.means()
         assert list(means) == ["0.weight", "0.bias"]
-        assert all(torch.equal(each, net(0).get_parameter(n)) for n, each in means.items())
+        assert all(torch.equal(mean, net(0).get_parameter(n)) for n, mean in means.items())
     with pytest.raises(ConfigurationError, match="mean"):
         run(tmp_path / "cut", mean="initial", resume=True)
 
@@ -111,8 +111,8 @@ def test_a_run_from_before_there_were_means_goes_on_with_mean_zero(blobs, tmp_pa
     del state["settings"]["prior_mean"], state["evidence"]["prior"]["_extra_state"]["mean_of"]
     RunDirectory(tmp_path / "cut", resume=True).write_checkpoint(state)
     assert load(tmp_path / "cut", net(3)).evidence.prior.means() == {}
-    given = {name: value for name, value in SMALL.items() if name != "progress"}
-    settings = Settings(**grouped({**state["settings"], **given, "prior_mean": "initial"}))
+    options = {name: value for name, value in SMALL.items() if name != "progress"}
+    settings = Settings(**grouped({**state["settings"], **options, "prior_mean": "initial"}))
     with pytest.raises(ConfigurationError, match="for no weight, and this prior for '0.weight'"):
         prepare(net(), blobs[0], settings, test=blobs[1]).train(tmp_path / "cut", resume=True)
     train("ntk", blobs, tmp_path / "cut", seed=3, resume=True)
@@ -243,11 +243,13 @@ def test_callbacks_belong_to_the_epoch_that_is_saved(blobs, tmp_path):
         )
 
     run(tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt) as found:
+    with pytest.raises(KeyboardInterrupt) as interruption:
         run(tmp_path / "run", dies=True)
     assert dead
-    assert "To resume from the last checkpoint, make the same call" in found.value.__notes__[0]
-    assert "resume=True" in found.value.__notes__[0]
+    assert (
+        "To resume from the last checkpoint, make the same call" in interruption.value.__notes__[0]
+    )
+    assert "resume=True" in interruption.value.__notes__[0]
     run(tmp_path / "run", resume=True)
     assert_same_runs(tmp_path / "run", tmp_path / "whole")
 
@@ -256,12 +258,12 @@ def test_stopping_after_an_epoch_leaves_its_checkpoint(blobs, tmp_path, whole):
     rows: list[Any] = []
 
     def make(seed: int) -> Any:
-        given = {name: value for name, value in SMALL.items() if name != "progress"}
+        options = {name: value for name, value in SMALL.items() if name != "progress"}
         defaults = state_of(whole("ntk"))["settings"]
         return prepare(
             net(seed),
             blobs[0],
-            Settings(**grouped({**defaults, **given, "checkpoint_every": 100})),
+            Settings(**grouped({**defaults, **options, "checkpoint_every": 100})),
             test=blobs[1],
         )
 

@@ -39,9 +39,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 )
 def test_other_settings_are_refused_by_name(changes, words, blobs, begun):
     before = contents(begun)
-    given = {"test": blobs[1], **SMALL, **changes}
+    options = {"test": blobs[1], **SMALL, **changes}
     with pytest.raises(ConfigurationError, match=words):
-        fit(net(changes.get("seed", 0)), blobs[0], run_dir=begun, resume=True, **grouped(given))
+        fit(net(changes.get("seed", 0)), blobs[0], run_dir=begun, resume=True, **grouped(options))
     assert contents(begun) == before
 
 

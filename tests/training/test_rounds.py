@@ -107,14 +107,14 @@ def test_steps_on_kept_blocks_are_steps_on_their_data(
         6,
     )
     # By hand: the mean of the gradients on the blocks themselves.
-    found = twin.hyperparameters()
-    optimizer = make_hyper_optimizer(found, trainer.settings.optimization)
+    parameters = twin.hyperparameters()
+    optimizer = make_hyper_optimizer(parameters, trainer.settings.optimization)
     fixed_point = FixedPoint(twin)
     for step in range(6):
-        for p in found.values():
+        for p in parameters.values():
             p.grad = None
         values = [twin.backward(block).log_evidence for block in seen]
-        for p in found.values():
+        for p in parameters.values():
             assert p.grad is not None
             p.grad /= 2
         assert learned.estimates[step].log_evidence == pytest.approx(sum(values) / 2, rel=1e-9)
@@ -124,7 +124,7 @@ def test_steps_on_kept_blocks_are_steps_on_their_data(
         if update == "fixed_point":
             fixed_point.rate = cosine(step / 12, 0.5, 0.05)
             fixed_point.step()
-    by_hand = torch.cat([p.detach().flatten() for p in found.values()])
+    by_hand = torch.cat([p.detach().flatten() for p in parameters.values()])
     torch.testing.assert_close(hyperparameters_of(trainer), by_hand, rtol=1e-8, atol=1e-10)
     assert all(p.grad is None for p in trainer.evidence.hyperparameters().values())
 
@@ -203,38 +203,40 @@ def test_steps_share_the_pass_over_their_anchors(
     assert len(draws) == (prior_blocks or 4)
     assert learned.is_shared == (prior_blocks is not None)
     # By hand: each draw's own block.
-    found = twin.hyperparameters()
-    optimizer = make_hyper_optimizer(found, trainer.settings.optimization)
+    parameters = twin.hyperparameters()
+    optimizer = make_hyper_optimizer(parameters, trainer.settings.optimization)
     for step in range(4):
-        for p in found.values():
+        for p in parameters.values():
             p.grad = None
-        own = [step] if prior_blocks is None else range(len(draws))
-        values = [twin.backward(block.of_draw(number)).log_evidence for number in own]
-        for p in found.values():
+        numbers = [step] if prior_blocks is None else range(len(draws))
+        values = [twin.backward(block.of_draw(number)).log_evidence for number in numbers]
+        for p in parameters.values():
             assert p.grad is not None
-            p.grad /= len(own)
-        mean = sum(values) / len(own)
+            p.grad /= len(numbers)
+        mean = sum(values) / len(numbers)
         assert learned.estimates[step].log_evidence == pytest.approx(mean, rel=1e-9)
         for group in optimizer.param_groups:
             group["lr"] = cosine(step / 8, group["lr_first"], group["lr_last"])
         optimizer.step()
-    by_hand = torch.cat([p.detach().flatten() for p in found.values()])
+    by_hand = torch.cat([p.detach().flatten() for p in parameters.values()])
     torch.testing.assert_close(hyperparameters_of(trainer), by_hand, rtol=1e-8, atol=1e-10)
 
 
 def test_what_fits_makes_no_difference_to_what_is_drawn(make_net, regression, monkeypatch):
     """Fewer draws in a pass, the same draws; also in the rounds after it, and with OOM errors."""
-    net, found = make_net(), {}
+    net, runs = make_net(), {}
     for most in (6, 2, 1):
         settings = {"likelihood": Gaussian(0.7), "estimator": "ntk-20-rows-anchored", "steps": 6}
         trainer = prepared(copy.deepcopy(net), regression, **settings)
-        collect, tried, made = trainer.evidence.collect, [], []
+        collect, tried, collected = trainer.evidence.collect, [], []
 
-        def limited(block: Block, collect=collect, tried=tried, made=made, most=most, **keywords):
+        def limited(
+            block: Block, collect=collect, tried=tried, collected=collected, most=most, **keywords
+        ):
             tried.append(block.num_draws)
             if block.num_draws > most:
                 raise torch.OutOfMemoryError("rows") if most > 1 else MemoryBudgetError("rows")
-            made.append(block)
+            collected.append(block)
             return collect(block, **keywords)
 
         monkeypatch.setattr(trainer.evidence, "collect", limited)
@@ -242,18 +244,18 @@ def test_what_fits_makes_no_difference_to_what_is_drawn(make_net, regression, mo
             estimate for epoch in (2, 4) for estimate in learner_of(trainer).learn(epoch).estimates
         ]
         assert tried[:5] == {6: [6, 6], 2: [6, 3, 2, 2, 2], 1: [6, 3, 2, 1, 1]}[most][:5]
-        draws = [draw.weight for block in made for draw in block.anchored.draws]
-        found[most] = (
+        draws = [draw.weight for block in collected for draw in block.anchored.draws]
+        runs[most] = (
             draws,
             [e.log_evidence for e in learned],
             trainer.evidence.generator.get_state(),
         )
-    draws, values, state = found[6]
+    draws, values, state = runs[6]
     assert len(values) == 12
     for most in (2, 1):
-        assert found[most][0] == pytest.approx(draws, rel=1e-4)
-        assert found[most][1] == pytest.approx(values, rel=1e-4)
-        assert torch.equal(found[most][2], state)
+        assert runs[most][0] == pytest.approx(draws, rel=1e-4)
+        assert runs[most][1] == pytest.approx(values, rel=1e-4)
+        assert torch.equal(runs[most][2], state)
 
 
 def test_a_later_pass_that_does_not_fit_is_cut_too(make_net, regression, monkeypatch):
@@ -297,8 +299,8 @@ def test_ratios_are_learned_from_rounds_as_from_single_blocks(blobs, make_net, p
     assert evidence.anchors is not None
 
     def spread() -> Tensor:
-        found = [evidence.estimate(block).log_det for block in evidence.blocks(data).take(40)]
-        return torch.tensor(found).std()
+        log_dets = [evidence.estimate(block).log_det for block in evidence.blocks(data).take(40)]
+        return torch.tensor(log_dets).std()
 
     before = spread()
     ratios = dict(evidence.anchors._predictor._ratios)
@@ -422,14 +424,16 @@ def test_the_rate_of_the_fixed_point_follows_its_cosine(make_net, blobs, monkeyp
 @pytest.mark.parametrize("start", [0.1, 1.0])
 def test_the_fixed_point_finds_what_adam_finds(make_net, blobs, start):
     """All data in one block, trained for long: both end at the same precisions."""
-    found = {}
+    log_precisions = {}
     for update in ("adam", "fixed_point"):
         settings = small(estimator="ntk-N-C", epochs=35, burn_in=5, every=2, lr_min=1e-4)
         settings |= {"prior_update": update, "precision": start, "steps": 6, "prior_lr": 0.3}
         result = fit(make_net(), blobs[0], **grouped(settings))
-        found[update] = result.evidence.prior.log_precision
+        log_precisions[update] = result.evidence.prior.log_precision
         assert result.history[-1]["log_evidence"] is not None
-    assert float((found["adam"] - found["fixed_point"]).detach().abs().max()) < 0.2
+    assert (
+        float((log_precisions["adam"] - log_precisions["fixed_point"]).detach().abs().max()) < 0.2
+    )
 
 
 def test_noise_and_the_models_own_keep_adam(regression):
@@ -446,9 +450,9 @@ def test_noise_and_the_models_own_keep_adam(regression):
 
 
 def test_the_standard_error_is_of_independent_steps(make_net, blobs):
-    for changes, known in (({}, True), ({"prior_blocks": 2}, False), ({"steps": 1}, False)):
+    for changes, has_error in (({}, True), ({"prior_blocks": 2}, False), ({"steps": 1}, False)):
         result = fit(make_net(), blobs[0], **grouped(small(**changes)))
-        assert (result.history[-1]["log_evidence_sem"] is not None) == known
+        assert (result.history[-1]["log_evidence_sem"] is not None) == has_error
         assert result.history[-1]["log_evidence"] is not None
 
 

@@ -94,8 +94,8 @@ def test_steps_on_overflown_inputs_are_skipped_and_a_second_round_ends_by_name(e
         pytest.warns(EvigradWarning, match="is 1e\\+04 and started at 0.1"),
         pytest.warns(EvigradWarning, match=f"{NAME} = 1e.* skipped 2 of 2 hyperparameter steps"),
     ):
-        found = learner.step()
-    assert found is not None and (found.skipped, found.estimates) == (2, [])
+        failed_round = learner.step()
+    assert failed_round is not None and (failed_round.skipped, failed_round.estimates) == (2, [])
     with pytest.raises(NotFiniteError, match=f"Hyperparameter step after epoch 3.*{NAME} = 1e"):
         learner.step()
 

@@ -79,10 +79,10 @@ def test_each_has_its_epochs_its_steps_and_its_cosine(images):
     epoch = 0
 
     def record(optimizer, *_: Any) -> None:
-        prior, own = optimizer.param_groups
+        prior, model_group = optimizer.param_groups
         is_own = all(p.grad is None for p in prior["params"])
-        assert is_own != all(p.grad is None for p in own["params"])
-        rates.append((epoch, is_own, (own if is_own else prior)["lr"]))
+        assert is_own != all(p.grad is None for p in model_group["params"])
+        rates.append((epoch, is_own, (model_group if is_own else prior)["lr"]))
 
     learner_of(trainer).hyper_optimizer.register_step_pre_hook(record)
     taken = []
@@ -103,13 +103,13 @@ def test_each_has_its_epochs_its_steps_and_its_cosine(images):
 
 
 def test_what_is_left_away_is_that_of_the_prior(images):
-    for changes, own in (
+    for changes, every_and_steps in (
         ({"hyper_every": None}, (2, 3)),
         ({"hyper_steps": None}, (1, 2)),
     ):
         first, second = learner_of(prepared(images, **changes)).step_groups
         assert (first.every, first.steps) == (2, 2)
-        assert (second.every, second.steps) == own
+        assert (second.every, second.steps) == every_and_steps
         assert all(name.startswith("model.") for name in second.names)
         assert not any(name.startswith("model.") for name in first.names)
     (together,) = learner_of(prepared(images, hyper_every=None, hyper_steps=None)).step_groups
@@ -128,19 +128,22 @@ def test_steps_are_those_of_two_optimisers_on_parts_of_the_gradient(images):
     trainer = prepared(images)
     twin = copy.deepcopy(trainer.evidence)
     learner_of(trainer).learn(2)
-    found = twin.hyperparameters()
-    own = {n: p for n, p in found.items() if n.startswith("model.")}
-    rest = {n: p for n, p in found.items() if n not in own}
-    for part, steps, total, first, last in ((rest, 2, 6, 0.1, 0.01), (own, 3, 18, 0.04, 0.01)):
+    parameters = twin.hyperparameters()
+    model_parameters = {n: p for n, p in parameters.items() if n.startswith("model.")}
+    other_parameters = {n: p for n, p in parameters.items() if n not in model_parameters}
+    for part, steps, total, first, last in (
+        (other_parameters, 2, 6, 0.1, 0.01),
+        (model_parameters, 3, 18, 0.04, 0.01),
+    ):
         optimizer = torch.optim.Adam(part.values())
         for step, block in enumerate(twin.blocks(images).take(steps)):
-            for p in found.values():
+            for p in parameters.values():
                 p.grad = None
             twin.backward(block)
             optimizer.param_groups[0]["lr"] = cosine(step / total, first, last)
             optimizer.step()
     for name, value in values_of(trainer).items():
-        torch.testing.assert_close(value, found[name].detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(value, parameters[name].detach(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("changes", [{}, {"estimator": "ntk-10-rows-anchored"}])

@@ -62,8 +62,8 @@ def test_the_best_start_continues_as_if_it_were_alone(decays):
 def test_scores_are_means_over_the_last_rounds():
     result = train(0.01, 1.0)
     values = [row["log_evidence"] for row in result.history[:COMPARED]]
-    known = [value for value in values if value is not None][-3:]
-    assert result.starts[0.01] == pytest.approx(sum(known) / 3)
+    last_three = [value for value in values if value is not None][-3:]
+    assert result.starts[0.01] == pytest.approx(sum(last_three) / 3)
 
 
 def test_the_time_of_all_trials_counts():

@@ -210,8 +210,8 @@ def test_learning_rates_follow_their_cosines(blobs, make_net):
 def test_an_optimiser_of_the_users_own(blobs, make_net):
     def slow_biases(weights):
         biases = [w for name, w in weights.items() if name.endswith("bias")]
-        rest = [w for name, w in weights.items() if not name.endswith("bias")]
-        groups = [{"params": biases, "lr": 0.001}, {"params": rest}]
+        others = [w for name, w in weights.items() if not name.endswith("bias")]
+        groups = [{"params": biases, "lr": 0.001}, {"params": others}]
         return torch.optim.SGD(groups, lr=0.01)
 
     trainer = make_trainer(make_net(), blobs[0], optimizer=slow_biases)
@@ -238,10 +238,10 @@ def test_batches_cover_the_data_once_and_are_about_as_large(blobs, make_net, mon
     seen = []
     map_loss = trainer.evidence.map_loss
 
-    def record(x, y, **given):
+    def record(x, y, **options):
         seen.append(x)
-        assert torch.equal(x, blobs[0][0][given["indices"]])
-        return map_loss(x, y, **given)
+        assert torch.equal(x, blobs[0][0][options["indices"]])
+        return map_loss(x, y, **options)
 
     monkeypatch.setattr(trainer.evidence, "map_loss", record)
     trainer.train_weights(1)

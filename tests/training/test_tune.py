@@ -40,9 +40,9 @@ def best_precisions(model: nn.Module, x: Tensor) -> Tensor:
     curvature = torch.einsum("nci,ncd,ndj->ij", rows, hessian, rows)
     sizes = torch.tensor([w.numel() for w in weights.values()])
     squares = torch.stack([w.detach().square().sum() for w in weights.values()])
-    found = torch.zeros(len(weights), dtype=torch.float64, requires_grad=True)
+    log_precisions = torch.zeros(len(weights), dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS(
-        [found],
+        [log_precisions],
         max_iter=500,
         tolerance_grad=1e-12,
         tolerance_change=0,
@@ -51,14 +51,14 @@ def best_precisions(model: nn.Module, x: Tensor) -> Tensor:
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        prior = found.exp().repeat_interleave(sizes)
+        prior = log_precisions.exp().repeat_interleave(sizes)
         log_det = torch.logdet(curvature + prior.diag()) - prior.log().sum()
-        value = 0.5 * (found.exp() * squares).sum() + 0.5 * log_det
+        value = 0.5 * (log_precisions.exp() * squares).sum() + 0.5 * log_det
         value.backward()
         return value
 
     optimizer.step(loss)
-    return found.detach()
+    return log_precisions.detach()
 
 
 @pytest.mark.parametrize(("update", "error"), [("fixed_point", 1e-4), ("adam", 0.02)])
@@ -74,15 +74,17 @@ def test_precisions_reach_the_optimum_and_the_weights_stay(trained, update, erro
         optimization=Optimization(prior_update="adam") if update == "adam" else None,
     )
     best = best_precisions(model, data[0])
-    found = result.evidence.prior.log_precision
-    assert found is not None
-    assert (found.detach() - best).abs().max() < error
+    log_precision = result.evidence.prior.log_precision
+    assert log_precision is not None
+    assert (log_precision.detach() - best).abs().max() < error
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert torch.equal(torch.get_rng_state(), state)
     evidence = [float(row["log_evidence"] or 0) for row in result.history]
     assert len(evidence) == 20 and evidence[-1] > evidence[0]
-    assert result.history[-1]["precision/0.weight"] == pytest.approx(found.detach()[0].exp().item())
+    assert result.history[-1]["precision/0.weight"] == pytest.approx(
+        log_precision.detach()[0].exp().item()
+    )
     assert len(repr(result)) < 200 and "20 rounds, log evidence" in repr(result)
 
 

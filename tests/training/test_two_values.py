@@ -36,9 +36,9 @@ def warnings_of(x: Tensor, y: Any, likelihood: str | Likelihood, num_outputs: in
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(nn.Linear(3, num_outputs), (x, y), likelihood=likelihood, **grouped(SETTINGS))
-    assert all(issubclass(each.category, EvigradWarning) for each in caught)
-    assert all(each.filename == __file__ for each in caught)  # not a file of evigrad
-    return [str(each.message) for each in caught]
+    assert all(issubclass(warning.category, EvigradWarning) for warning in caught)
+    assert all(warning.filename == __file__ for warning in caught)  # not a file of evigrad
+    return [str(warning.message) for warning in caught]
 
 
 @pytest.mark.parametrize(("likelihood", "num_outputs"), [("gaussian", 1), ("heteroscedastic", 2)])
@@ -64,18 +64,20 @@ def test_other_warnings_name_the_caller_too() -> None:
     loader = DataLoader(TensorDataset(x, y), batch_size=7, drop_last=True)
     with pytest.warns(EvigradWarning, match="omits 4 examples") as caught:
         fit(nn.Linear(3, 1), loader, likelihood="gaussian", **grouped(SETTINGS))
-    assert [each.filename for each in caught] == [__file__]
+    assert [warning.filename for warning in caught] == [__file__]
     softmax = nn.Sequential(nn.Linear(3, 3), nn.Softmax(1))
     with pytest.warns(EvigradWarning, match="outputs are probabilities") as caught:
         fit(softmax, (x, torch.arange(N) % 3), **grouped(SETTINGS))
-    assert [each.filename for each in caught] == [__file__]
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_tune_names_its_caller() -> None:
     x, y = table(2)
     with pytest.warns(EvigradWarning, match="only two values") as caught:
         tune(nn.Linear(3, 1), (x, y), likelihood="gaussian", rounds=1, steps=1)
-    assert {each.filename for each in caught if "two values" in str(each.message)} == {__file__}
+    assert {warning.filename for warning in caught if "two values" in str(warning.message)} == {
+        __file__
+    }
 
 
 def test_two_values_with_weights_and_in_a_data_set() -> None:
@@ -127,7 +129,7 @@ def test_heads_and_conditional_targets_are_looked_at() -> None:
     targets = joint.targets({"kind": torch.arange(N) % 2, "flag": 1000 * x[:, :1]})
     (words,) = warnings_of(x, targets, joint, 3)
     assert words.startswith("The targets of 'flag' have a standard deviation of")
-    known = KnownNoise()
-    (words,) = warnings_of(x, known.targets(table(2)[1], noise=0.1), known)
+    known_noise = KnownNoise()
+    (words,) = warnings_of(x, known_noise.targets(table(2)[1], noise=0.1), known_noise)
     assert "Column 0 of the targets has only two values." in words
-    assert not warnings_of(x, known.targets(x[:, :1], noise=torch.arange(N) % 2), known)
+    assert not warnings_of(x, known_noise.targets(x[:, :1], noise=torch.arange(N) % 2), known_noise)

@@ -142,8 +142,8 @@ def test_as_many_positions_as_outputs():
 
 
 def entropy(kernel: Tensor, rows: list[int]) -> float:
-    own = kernel[rows][:, rows]
-    return float(torch.linalg.slogdet(own + torch.eye(len(rows), dtype=own.dtype))[1])
+    block = kernel[rows][:, rows]
+    return float(torch.linalg.slogdet(block + torch.eye(len(rows), dtype=block.dtype))[1])
 
 
 @given(
@@ -157,10 +157,10 @@ def test_each_pivot_adds_the_most(num_rows: int, rank: int, count: int, seed: in
     generator = torch.Generator().manual_seed(seed)
     a = 3 * torch.randn(num_rows, rank, generator=generator, dtype=torch.float64)
     kernel, count = a @ a.mT, min(count, num_rows)
-    found = pivots(kernel, count).tolist()
-    assert len(set(found)) == count
-    for step, row in enumerate(found):
-        before = found[:step]
+    chosen_rows = pivots(kernel, count).tolist()
+    assert len(set(chosen_rows)) == count
+    for step, row in enumerate(chosen_rows):
+        before = chosen_rows[:step]
         others = [r for r in range(num_rows) if r not in before]
         best = max(entropy(kernel, [*before, r]) for r in others)
         assert entropy(kernel, [*before, row]) == pytest.approx(best, rel=1e-9, abs=1e-9)
@@ -174,14 +174,14 @@ def test_the_candidates() -> None:
         return torch.diag(torch.arange(len(rows)).double())
 
     generator = torch.Generator().manual_seed(0)
-    found = choose(Anchoring(), scores(40), 5, generator, kernel=known)
+    anchors = choose(Anchoring(), scores(40), 5, generator, kernel=known)
     (rows,) = asked
     assert len(rows) == len(rows.unique()) == 20
     # Half of them have the largest scores, and the others come from anywhere.
     best = scores(40).flatten().argsort(descending=True)
     assert torch.equal(rows[:10], best[:10])
     assert not torch.equal(rows[10:], best[10:20])
-    assert torch.equal(found, rows[-5:].sort().values)  # the largest ones of a diagonal
+    assert torch.equal(anchors, rows[-5:].sort().values)  # the largest ones of a diagonal
     # Where all rows are anchors there is no choice, and where nothing is known scores make it.
     assert len(choose(Anchoring(), scores(40), 120, generator, kernel=known)) == 120
     assert len(choose(Anchoring(), scores(40), 0, generator, kernel=known)) == 0
@@ -205,7 +205,7 @@ def test_no_datum_is_further_than_twice_the_smallest_radius(seed: int, n: int, k
     x = torch.randn(n, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     chosen = first(x, k)
     assert chosen is not None and len(set(chosen.tolist())) == k
-    best = min(radius(x, torch.tensor(each)) for each in combinations(range(n), k))
+    best = min(radius(x, torch.tensor(subset)) for subset in combinations(range(n), k))
     assert radius(x, chosen) <= 2 * best + 1e-6
 
 
@@ -227,9 +227,9 @@ def test_more_centres_go_on_where_fewer_ended():
 
 def test_images_are_compared_by_a_projection():
     # Three far groups of images: each has one of the first three centres.
-    own = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     x = (
-        0.1 * torch.randn(60, 1, 28, 28, generator=own)
+        0.1 * torch.randn(60, 1, 28, 28, generator=generator)
         + torch.arange(3).repeat(20)[:, None, None, None]
     )
     chosen = first(x, 3)
@@ -261,10 +261,10 @@ def test_anchors_of_a_regression(num_outputs: int):
 
 
 def test_anchors_are_chosen_by_score_where_the_last_layer_has_no_numbers() -> None:
-    some = scores(9, 2)
-    found = [
-        choose(Anchoring(), some, 4, torch.Generator().manual_seed(0), kernel=kernel)
+    row_scores = scores(9, 2)
+    choices = [
+        choose(Anchoring(), row_scores, 4, torch.Generator().manual_seed(0), kernel=kernel)
         for kernel in (lambda rows: torch.inf * torch.eye(len(rows)), lambda _: None)
     ]
-    assert torch.equal(*found)
-    assert len(found[0].unique()) == 4
+    assert torch.equal(*choices)
+    assert len(choices[0].unique()) == 4

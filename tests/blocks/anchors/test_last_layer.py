@@ -51,12 +51,12 @@ def kernel(evidence: Evidence, x: Tensor, data: Tensor, columns: Tensor, root: s
     ask = LastLayerKernel(evidence.problem.last_layer, evidence.likelihood, root, source, 3)
     rows = 3 * data + columns
     ask(rows[: len(rows) // 2])  # some data are known already when the others are asked for
-    found = ask(rows)
+    matrix = ask(rows)
     again = ask(rows)
-    if found is None or again is None:
+    if matrix is None or again is None:
         return None
-    assert torch.equal(again, found)  # nothing is looked at twice
-    return found
+    assert torch.equal(again, matrix)  # nothing is looked at twice
+    return matrix
 
 
 @pytest.mark.parametrize("root", ["fisher", "eigen"])
@@ -69,20 +69,20 @@ def test_the_kernel_is_the_share_of_the_last_layer(root: str, temperature: float
             precision += 0.1 * torch.arange(precision.numel()).reshape(precision.shape) + number
     x = images(5)
     data, columns = torch.tensor([0, 0, 3, 4, 1, 2]), torch.tensor([0, 1, 0, 1, 0, 1])
-    found = kernel(evidence, x, data, columns, root)
+    actual = kernel(evidence, x, data, columns, root)
     weights = {n: w.detach() for n, w in evidence.weights().items()}
     f = model(x).detach()
     vectors = evidence.likelihood.root(f[data], columns[:, None], root).vectors[:, 0]
-    wanted = torch.zeros(6, 6, dtype=torch.float64)
+    expected = torch.zeros(6, 6, dtype=torch.float64)
     for name, precision in evidence.prior.precisions().items():
         if name.startswith("3."):
             j = jacrev(lambda w, n=name: functional_call(model, weights | {n: w}, (x,)))(
                 weights[name]
             )
             rows = torch.einsum("rc,rcp->rp", vectors, j[data].flatten(2))
-            wanted += (rows @ rows.mT / precision).detach() / temperature
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)
-    assert found.device.type == "cpu"
+            expected += (rows @ rows.mT / precision).detach() / temperature
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-5)
+    assert actual.device.type == "cpu"
 
 
 def test_the_features_of_samples_are_averaged() -> None:
@@ -97,13 +97,13 @@ def test_the_features_of_samples_are_averaged() -> None:
 
 @pytest.mark.parametrize("structure", ["scalar", "diagonal"])
 def test_precisions_of_all_kinds(structure: str) -> None:
-    found = kernel(
+    actual = kernel(
         evidence_of(net(), structure), images(3), torch.arange(3), torch.zeros(3).long(), "eigen"
     )
     layerwise = kernel(
         evidence_of(net()), images(3), torch.arange(3), torch.zeros(3).long(), "eigen"
     )
-    torch.testing.assert_close(found, layerwise)
+    torch.testing.assert_close(actual, layerwise)
 
 
 def test_networks_whose_outputs_come_from_elsewhere() -> None:
@@ -145,12 +145,12 @@ def test_greedy_anchors_hold_more_than_those_of_the_largest_scores() -> None:
         # The copies are what the network is least sure of.
         phi = model[:3](x[:1])[0]
         last.weight.mul_(0.05).add_(-torch.outer(bias, phi) / phi.square().sum())
-    found = {}
+    entropies = {}
     for choice in ("auto", "greedy", "score"):
         evidence = evidence_of(model, anchoring=Anchoring(0.5, choice))
         blocks = list(evidence.blocks((x, y)).epoch())
-        found[choice] = evidence.estimate(blocks[0]).entropies[0]
-    assert found["auto"] == found["greedy"] > 1.05 * found["score"]
+        entropies[choice] = evidence.estimate(blocks[0]).entropies[0]
+    assert entropies["auto"] == entropies["greedy"] > 1.05 * entropies["score"]
 
 
 def test_a_kernel_of_many_uncoupled_outputs_takes_the_columns_that_are_asked_for() -> None:

@@ -17,8 +17,8 @@ from evigrad.priors import GaussianPrior
 
 
 def entropy(kernel: Tensor, rows: Sequence[int] | Tensor) -> float:
-    own = kernel[rows][:, rows].double()
-    return float(torch.linalg.slogdet(own + torch.eye(len(own), dtype=own.dtype))[1])
+    block = kernel[rows][:, rows].double()
+    return float(torch.linalg.slogdet(block + torch.eye(len(block), dtype=block.dtype))[1])
 
 
 def kernel_of(num_rows: int, rank: int, seed: int) -> Tensor:
@@ -46,8 +46,8 @@ def test_entropies_given_the_anchors_are_differences(
     left = conditional(kernel, given_rows)
     assert left is not None
     everything, before = range(num_rows), range(given_rows)
-    wanted = entropy(kernel, [*everything]) - entropy(kernel, [*before])
-    assert entropy(left, [*range(len(left))]) == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+    difference = entropy(kernel, [*everything]) - entropy(kernel, [*before])
+    assert entropy(left, [*range(len(left))]) == pytest.approx(difference, rel=1e-9, abs=1e-9)
 
 
 @given(size=st.integers(1, 5), **problems)
@@ -59,8 +59,8 @@ def test_groups_are_a_partition_with_their_entropies(
     assert sorted(torch.cat(parts).tolist()) == [*range(num_rows)]
     assert all(len(part) == size for part in parts[:-1])
     assert entropies.dtype == torch.float64
-    wanted = [entropy(kernel, part) for part in parts]
-    assert entropies.tolist() == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+    expected = [entropy(kernel, part) for part in parts]
+    assert entropies.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
     # The first of each has most to tell of those that are left.
     for number, part in enumerate(parts):
         left = torch.cat(parts[number:])
@@ -82,11 +82,11 @@ def test_a_kernel_beyond_all_precision_groups_nothing() -> None:
     scores = torch.rand(6, 2, generator=seeded())
     anchors = torch.tensor([0, 1])
     for broken in (-1e3, torch.inf, torch.nan):
-        found = form_groups(
+        groups = form_groups(
             scores, anchors, 5, lambda rows, b=broken: b * torch.eye(len(rows)), seeded()
         )
-        assert not found.parts
-        assert not len(found.shares)
+        assert not groups.parts
+        assert not len(groups.shares)
 
 
 def test_rows_of_the_largest_scores_are_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,25 +100,25 @@ def test_rows_of_the_largest_scores_are_grouped(monkeypatch: pytest.MonkeyPatch)
         return torch.eye(len(rows))
 
     monkeypatch.setattr(partition, "ROWS_PER_ROW", 5)
-    found = form_groups(scores, anchors, 7, known, seeded())
+    groups = form_groups(scores, anchors, 7, known, seeded())
     (rows,) = asked
     assert torch.equal(rows[:3], anchors)
     others = [row for row in by_score.tolist() if row not in anchors.tolist()]
     assert rows[3:].tolist() == others[:35]
-    assert sorted(torch.cat(found.parts).tolist()) == sorted(others[:35])
-    assert [len(part) for part in found.parts] == [4] * 8 + [3]
-    assert found.shares.tolist() == pytest.approx([4 / 35] * 8 + [3 / 35])
+    assert sorted(torch.cat(groups.parts).tolist()) == sorted(others[:35])
+    assert [len(part) for part in groups.parts] == [4] * 8 + [3]
+    assert groups.shares.tolist() == pytest.approx([4 / 35] * 8 + [3 / 35])
     monkeypatch.setattr(partition, "MOST_ROWS", 22)
     assert len(torch.cat(form_groups(scores, anchors, 7, known, seeded()).parts)) == 22
 
 
 def test_equal_scores_let_expect_as_much_of_each_row() -> None:
     kernel = kernel_of(40, 6, 0)
-    found = form_groups(
+    groups = form_groups(
         torch.full((40, 1), 0.3), torch.arange(4), 9, lambda rows: kernel[rows][:, rows], seeded()
     )
-    assert [len(part) for part in found.parts] == [5] * 7 + [1]
-    assert found.shares.tolist() == pytest.approx([5 / 36] * 7 + [1 / 36])
+    assert [len(part) for part in groups.parts] == [5] * 7 + [1]
+    assert groups.shares.tolist() == pytest.approx([5 / 36] * 7 + [1 / 36])
 
 
 def test_nothing_is_grouped_where_that_is_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +193,6 @@ def test_a_tail_beyond_64_bits_is_a_partition() -> None:
     )
     data, columns = tail.rows(tail.count - 1)
     t = [*range(tail.num_rows - 4, tail.num_rows)]
-    wanted = [(tail.factor * each + tail.shift) % tail.num_rows for each in t]
-    assert data.tolist() == [each // tail.behind for each in wanted]
-    assert columns.tolist() == [16 + each % tail.behind for each in wanted]
+    numbers = [(tail.factor * position + tail.shift) % tail.num_rows for position in t]
+    assert data.tolist() == [number // tail.behind for number in numbers]
+    assert columns.tolist() == [16 + number % tail.behind for number in numbers]

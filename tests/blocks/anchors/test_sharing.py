@@ -33,8 +33,8 @@ def evidence(
     )
 
 
-def joint(made: Evidence, draws: int) -> Any:
-    stream = made.blocks(DATA)
+def joint(anchored_evidence: Evidence, draws: int) -> Any:
+    stream = anchored_evidence.blocks(DATA)
     assert isinstance(stream, AnchoredStream)
     (block,) = stream.drawn(draws).blocks(draws)
     return block
@@ -65,8 +65,8 @@ def test_no_more_rows_are_formed_at_once_than_for_a_single_draw(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And the check of the memory knows of them beside all that are kept."""
-    made = evidence("ntk-12-rows-anchored", anchoring=Anchoring(grouped=False))
-    block = joint(made, 8)
+    anchored_evidence = evidence("ntk-12-rows-anchored", anchoring=Anchoring(grouped=False))
+    block = joint(anchored_evidence, 8)
     assert block.num_rows > 12
     sizes: list[int] = []
     cotangents = Problem.cotangents
@@ -76,7 +76,7 @@ def test_no_more_rows_are_formed_at_once_than_for_a_single_draw(
         return cotangents(problem, f, batch)
 
     monkeypatch.setattr(Problem, "cotangents", counted)
-    kept = list(made.collect(block).draws())
+    kept = list(anchored_evidence.collect(block).draws())
     assert len(kept) == 8
     assert sum(sizes) == block.num_rows
     assert 0 < max(sizes) <= 12
@@ -88,5 +88,5 @@ def test_no_more_rows_are_formed_at_once_than_for_a_single_draw(
     monkeypatch.setattr("evigrad.passes.memory._free_bytes", lambda _: needed)
     monkeypatch.setattr("evigrad.passes.memory.available_bytes", lambda _: needed)
     with pytest.raises(MemoryBudgetError):
-        made.collect(block)
-    assert torch.isfinite(torch.tensor(made.estimate(kept[0]).log_det))
+        anchored_evidence.collect(block)
+    assert torch.isfinite(torch.tensor(anchored_evidence.estimate(kept[0]).log_det))

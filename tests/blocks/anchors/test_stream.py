@@ -28,14 +28,16 @@ def test_guesses_are_of_the_scores_over_the_least_anchors():
     head = torch.full((5, 3), 0.1)
     head[4, 0] = 0.5
     scores = Scores(head, torch.full((5,), 0.02), 4)
-    made = AnchoredPartition.draw(torch.tensor([12]), scores, 3, torch.Generator().manual_seed(0))
-    wanted = [len(part) * math.log1p(0.1 / 0.5) for part in made.parts]
+    partition = AnchoredPartition.draw(
+        torch.tensor([12]), scores, 3, torch.Generator().manual_seed(0)
+    )
+    guesses = [len(part) * math.log1p(0.1 / 0.5) for part in partition.parts]
     # The tail as a whole: four columns of each of five data.
-    wanted.append(5 * 4 * math.log1p(0.005 / 0.5))
-    assert made.guesses.tolist() == pytest.approx(wanted, rel=1e-6)
-    assert [tail.count for tail in made.tails] == [10]
-    assert made.keys[-1] == 3
-    assert made.num_parts == len(made.parts) + 10
+    guesses.append(5 * 4 * math.log1p(0.005 / 0.5))
+    assert partition.guesses.tolist() == pytest.approx(guesses, rel=1e-6)
+    assert [tail.count for tail in partition.tails] == [10]
+    assert partition.keys[-1] == 3
+    assert partition.num_parts == len(partition.parts) + 10
 
 
 def test_what_was_seen_of_a_column_is_expected_of_its_other_blocks():
@@ -71,10 +73,10 @@ def test_nothing_is_learned_from_nothing():
 
 
 def test_probabilities_have_a_floor():
-    found = probabilities(torch.tensor([3.0, 1.0, 0.0, 0.0], dtype=torch.float64))
-    assert float(found.sum()) == pytest.approx(1.0)
-    assert float(found.min()) == pytest.approx(FLOOR / 4)
-    assert float(found[0]) == pytest.approx((1 - FLOOR) * 0.75 + FLOOR / 4)
+    chances = probabilities(torch.tensor([3.0, 1.0, 0.0, 0.0], dtype=torch.float64))
+    assert float(chances.sum()) == pytest.approx(1.0)
+    assert float(chances.min()) == pytest.approx(FLOOR / 4)
+    assert float(chances[0]) == pytest.approx((1 - FLOOR) * 0.75 + FLOOR / 4)
     for useless in (torch.zeros(4), torch.full((4,), torch.inf)):
         assert probabilities(useless.double()).tolist() == [0.25] * 4
 
@@ -99,15 +101,17 @@ def problem(behind: int) -> tuple[AnchoredStream, AnchoredPartition]:
 def test_each_block_is_drawn_as_often_as_its_weight_says(
     behind: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream, made = problem(behind)
+    stream, partition = problem(behind)
     total, expected = 0.0, 0.0
     estimates: list[float] = []
-    for number in range(made.num_parts):
-        group = made.entry(number)
+    for number in range(partition.num_parts):
+        group = partition.entry(number)
         chances: list[Tensor] = []
 
-        def of_group(given: Tensor, *_: object, g: int = group, c: list = chances, **__: object):
-            c.append(given)
+        def of_group(
+            group_chances: Tensor, *_: object, g: int = group, c: list = chances, **__: object
+        ):
+            c.append(group_chances)
             return torch.tensor([g])
 
         with monkeypatch.context() as patch:
@@ -116,18 +120,20 @@ def test_each_block_is_drawn_as_often_as_its_weight_says(
             patch.setattr(
                 torch, "randint", lambda _, size, w=within, **__: torch.arange(*size) if size else w
             )
-            block = stream._builder(made, [stream._draw(made)])()
+            block = stream._builder(partition, [stream._draw(partition)])()
         assert block.anchored is not None
         (draw,) = block.anchored.draws
         (weight,) = block.anchored.weights
-        own = draw.guess * float(stream._predictor.expected([draw.key], torch.ones(1).double()))
+        prediction = draw.guess * float(
+            stream._predictor.expected([draw.key], torch.ones(1).double())
+        )
         # With the chance of its group, and within it as likely as the others.
-        chance = float(chances[0][group]) / float(made.counts[group])
+        chance = float(chances[0][group]) / float(partition.counts[group])
         assert 1 / weight == pytest.approx(chance)
-        assert weight <= made.num_parts / FLOOR * (1 + 1e-9)
+        assert weight <= partition.num_parts / FLOOR * (1 + 1e-9)
         total += chance
-        expected += own
-        estimates.append(own / chance)
+        expected += prediction
+        estimates.append(prediction / chance)
         assert block.columns is not None
         mine = block.anchored.labels == 1
         rows = list(
@@ -137,7 +143,7 @@ def test_each_block_is_drawn_as_often_as_its_weight_says(
                 strict=True,
             )
         )
-        data, columns = made.rows(number)
+        data, columns = partition.rows(number)
         assert sorted(rows) == sorted(zip(data.tolist(), columns.tolist(), strict=True))
     assert total == pytest.approx(1.0)
     # If the predictions are right, every draw estimates nearly the sum over all parts.

@@ -45,17 +45,17 @@ def test_value_and_derivative(name: str) -> None:
     parts, weights = CASES[name]
     conditioning = Conditioning(torch.tensor(parts), weights)
     matrix = gram().requires_grad_()
-    found = log_det_conditional(matrix, conditioning)
-    value = found.value
-    wanted = reference(matrix, conditioning)
-    torch.testing.assert_close(value, wanted)
-    entropies = found.entropies
-    (found,) = torch.autograd.grad(3.0 * value, matrix)
-    (gradient,) = torch.autograd.grad(3.0 * wanted, matrix)
-    torch.testing.assert_close(found, gradient)
+    log_det = log_det_conditional(matrix, conditioning)
+    value = log_det.value
+    expected = reference(matrix, conditioning)
+    torch.testing.assert_close(value, expected)
+    entropies = log_det.entropies
+    (slope,) = torch.autograd.grad(3.0 * value, matrix)
+    (gradient,) = torch.autograd.grad(3.0 * expected, matrix)
+    torch.testing.assert_close(slope, gradient)
     of_anchors, *of_parts = entropies
     total = of_anchors + sum(w * e for w, e in zip(weights, of_parts, strict=True))
-    assert total == pytest.approx(float(wanted.detach()))
+    assert total == pytest.approx(float(expected.detach()))
 
 
 def test_it_has_first_derivatives_only() -> None:

@@ -61,11 +61,11 @@ def build(name: str, weights, kind: str = "constant", **settings):
     if partition:
         settings["parameter_partition"] = GROUPS if partition == "groups" else partition
     constant = {n: n for n, p in precisions_of(kind).items() if p.ndim == 0 or not SHAPES[n]}
-    made = make_structure(structure, weights, precision_groups=constant, **settings)
+    curvature = make_structure(structure, weights, precision_groups=constant, **settings)
     if not form:
-        return made
-    assert isinstance(made, BlockDiagonal)
-    return BlockKernel(made, weights, constant, settings.get("gram_dtype"))
+        return curvature
+    assert isinstance(curvature, BlockDiagonal)
+    return BlockKernel(curvature, weights, constant, settings.get("gram_dtype"))
 
 
 def expected_log_det(fake: Fake, root: Root, precisions, parts) -> torch.Tensor:
@@ -420,5 +420,5 @@ def test_each_name_has_its_class():
 
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_a_structure_is_what_the_table_says(name: str) -> None:
-    made, facts = make_structure(name, weights_of(make_fake(M, C))), STRUCTURES[name]
-    assert made.keeps_rows == made.takes_anchors == facts.keeps_rows
+    curvature, facts = make_structure(name, weights_of(make_fake(M, C))), STRUCTURES[name]
+    assert curvature.keeps_rows == curvature.takes_anchors == facts.keeps_rows

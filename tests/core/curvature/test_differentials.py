@@ -44,18 +44,22 @@ def structures(fake: Fake) -> dict[str, Curvature]:
     groups = {"a.weight": 0, "a.bias": 0, "b.weight": 1}
     use = {"a.weight": MatrixUse(2, 3, 2).numbers}
     plan = {"a.weight"}
-    made: dict[str, Curvature] = {name: make_structure(name, weights, plan) for name in STRUCTURES}
-    made["kfac-reduce"] = make_structure("kfac", weights, plan, sharing="reduce")
-    made["ntk-groups"] = Ntk(weights, groups)
-    made["ntk-varying"] = Ntk(weights, {"b.weight": 0})
-    made["ntk-contracted"] = Ntk(weights, groups, contracted=use)
+    curvatures: dict[str, Curvature] = {
+        name: make_structure(name, weights, plan) for name in STRUCTURES
+    }
+    curvatures["kfac-reduce"] = make_structure("kfac", weights, plan, sharing="reduce")
+    curvatures["ntk-groups"] = Ntk(weights, groups)
+    curvatures["ntk-varying"] = Ntk(weights, {"b.weight": 0})
+    curvatures["ntk-contracted"] = Ntk(weights, groups, contracted=use)
     for partition in ("tensor", "module"):
         dense = BlockDiagonal(weights, partition_names(list(weights), partition))
-        made[f"blocks-{partition}"] = BlockKernel(dense, weights, groups)
-        made[f"blocks-{partition}-varying"] = BlockKernel(dense, weights, {"b.weight": 0})
-        made[f"blocks-{partition}-contracted"] = BlockKernel(dense, weights, groups, None, use)
-        made[f"dense-{partition}"] = dense
-    return made
+        curvatures[f"blocks-{partition}"] = BlockKernel(dense, weights, groups)
+        curvatures[f"blocks-{partition}-varying"] = BlockKernel(dense, weights, {"b.weight": 0})
+        curvatures[f"blocks-{partition}-contracted"] = BlockKernel(
+            dense, weights, groups, None, use
+        )
+        curvatures[f"dense-{partition}"] = dense
+    return curvatures
 
 
 NAMES = list(structures(linear_fake()))
@@ -63,11 +67,11 @@ NAMES = list(structures(linear_fake()))
 
 def precisions_of(name: str) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
     shared, other = (torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in (0.7, 2.0))
-    given = {"a.weight": shared, "a.bias": shared, "b.weight": other}
+    precisions = {"a.weight": shared, "a.bias": shared, "b.weight": other}
     if name.endswith("-varying"):
-        own = random(2, 3, seed=9).exp().requires_grad_()
-        return given | {"a.weight": own}, [shared, other, own]
-    return given, [shared, other]
+        varying = random(2, 3, seed=9).exp().requires_grad_()
+        return precisions | {"a.weight": varying}, [shared, other, varying]
+    return precisions, [shared, other]
 
 
 def roots(padded: bool) -> Root:
@@ -144,9 +148,9 @@ def test_the_cotangent_is_written_over_the_rows() -> None:
     statistic = structure.collect(None, fake, roots(False))
     precisions, leaves = precisions_of("ntk")
     differential = structure.differentiate(statistic, precisions, leaves)
-    for mine, given in zip(differential.cotangent.tensors(), statistic.tensors(), strict=True):
+    for mine, stored in zip(differential.cotangent.tensors(), statistic.tensors(), strict=True):
         if mine.ndim == 2:
-            assert mine.data_ptr() == given.data_ptr()
+            assert mine.data_ptr() == stored.data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -236,8 +240,8 @@ def test_tied_uses_against_rows(kinds: str, entries: int, k: int) -> None:
     cotangent = cotangent + cotangent.mT
     leaves = [t for pair in uses for t in pair if t.requires_grad]
     want = torch.autograd.grad((cotangent * (rows @ rows.mT)).sum(), leaves)
-    found = uses_cotangents([(a.detach(), g.detach()) for a, g in uses], cotangent)
-    got = [t for pair in found for t in pair if t is not None]
+    cotangents = uses_cotangents([(a.detach(), g.detach()) for a, g in uses], cotangent)
+    got = [t for pair in cotangents for t in pair if t is not None]
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w, rtol=1e-10, atol=1e-11)
 

@@ -166,13 +166,13 @@ class Pooled(PerPosition):
 def statistics_of(model: nn.Module, x: Tensor, structures, sizes=(), vectors=None):
     """ℓ of each structure on a real network, all its outputs, unit noise."""
     weights = dict(model.named_parameters())
-    made = plan(model, weights, x)
+    jacobian_plan = plan(model, weights, x)
     results = []
     for name, settings in structures:
-        structure = make_structure(name, weights, made.kronecker, **settings)
+        structure = make_structure(name, weights, jacobian_plan.kronecker, **settings)
         statistic = None
         for part in x.split(sizes or len(x)):
-            linearization = Linearization(model, weights, part, made, False)
+            linearization = Linearization(model, weights, part, jacobian_plan, False)
             outputs = linearization.outputs.shape[1]
             eye = torch.eye(outputs, dtype=x.dtype).expand(len(part), outputs, outputs)
             statistic = structure.collect(statistic, linearization, Root(eye))
@@ -365,8 +365,8 @@ def test_accumulate_does_not_change_the_statistic_it_is_given():
     first = structure.collect(None, fake, root)
     before, factors = [tensor.clone() for tensor in first.tensors()], dict(first.factors)
     structure.collect(first, fake, root)
-    assert {n: each.count for n, each in first.factors.items()} == {"w": M * 3, "v": M * 5}
-    assert all(first.factors[name] is each for name, each in factors.items())
+    assert {n: factor.count for n, factor in first.factors.items()} == {"w": M * 3, "v": M * 5}
+    assert all(first.factors[name] is factor for name, factor in factors.items())
     assert all(torch.equal(a, b) for a, b in zip(first.tensors(), before, strict=True))
 
 
@@ -375,9 +375,9 @@ def test_a_weight_that_was_not_used_adds_nothing():
     unused = Fake(fake.jacobian, {"w": fake.uses["w"], "v": []})
     root, precisions = Root(random(M, K, C, seed=20)), precisions_of(fake)
     values = []
-    for some in (fake, unused):
-        structure = build(some)
-        values.append(structure.log_det(accumulated(structure, some, root), precisions))
+    for fake_pass in (fake, unused):
+        structure = build(fake_pass)
+        values.append(structure.log_det(accumulated(structure, fake_pass, root), precisions))
     dropped = kronecker_formula(fake, root, "v", "expand", precisions["v"])
     torch.testing.assert_close(values[0] - values[1], dropped)
 

@@ -214,11 +214,11 @@ def test_eigenvalues_that_float32_makes_nan_are_those_of_float64(
     real = getattr(torch.linalg, name)
 
     def faulty(matrix: Tensor) -> Any:
-        found = real(matrix)
+        decomposition = real(matrix)
         if matrix.dtype == torch.float32:
-            for part in found if name == "eigh" else (found,):
+            for part in decomposition if name == "eigh" else (decomposition,):
                 part.detach().fill_(torch.nan)
-        return found
+        return decomposition
 
     rows = torch.randn(5, 9, generator=torch.Generator().manual_seed(0))
     matrix = rows.mT @ rows

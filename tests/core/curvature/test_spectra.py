@@ -34,16 +34,16 @@ def made(estimator: str, structure: str, m: int, dtype: torch.dtype = torch.floa
 
 
 def log_precision(evidence: evigrad.Evidence) -> nn.Parameter:
-    found = evidence.prior.log_precision
-    assert found is not None
-    return found
+    parameter = evidence.prior.log_precision
+    assert parameter is not None
+    return parameter
 
 
-def steps(evidence: evigrad.Evidence, given: list) -> Iterator[tuple[float, torch.Tensor]]:
+def steps(evidence: evigrad.Evidence, arguments: list) -> Iterator[tuple[float, torch.Tensor]]:
     for precision in PRECISIONS:
         log_precision(evidence).data.fill_(precision).log_()
         evidence.prior.zero_grad()
-        estimate = evidence.backward(*given)
+        estimate = evidence.backward(*arguments)
         slope = log_precision(evidence).grad
         assert slope is not None
         yield estimate.log_evidence, slope.clone()
@@ -84,14 +84,14 @@ def test_later_steps_factorise_nothing(
 
 def test_of_few_outer_products_only_their_span_is_diagonalised() -> None:
     rows = torch.randn(60, 4, dtype=torch.float64)
-    known = linalg.Spectra()
-    assert known.at_second_use("a", lambda: rows @ rows.mT, 4) is None
-    found = known.at_second_use("a", lambda: rows @ rows.mT, 4)
-    assert found is not None and len(found.values) == 4 + linalg.OVERSAMPLING
+    spectra = linalg.Spectra()
+    assert spectra.at_second_use("a", lambda: rows @ rows.mT, 4) is None
+    spectrum = spectra.at_second_use("a", lambda: rows @ rows.mT, 4)
+    assert spectrum is not None and len(spectrum.values) == 4 + linalg.OVERSAMPLING
     precision = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
-    value, exact = found.log_det(precision), linalg.log_det_dense(rows @ rows.mT, precision)
+    value, exact = spectrum.log_det(precision), linalg.log_det_dense(rows @ rows.mT, precision)
     torch.testing.assert_close(value, exact, rtol=1e-12, atol=0)
-    slopes = [torch.autograd.grad(each, precision) for each in (value, exact)]
+    slopes = [torch.autograd.grad(log_det, precision) for log_det in (value, exact)]
     torch.testing.assert_close(*slopes, rtol=1e-11, atol=0)
 
 
@@ -99,8 +99,8 @@ def test_several_precisions_of_a_block_factorise() -> None:
     evidence, x, y = made("ntk-8-C", "layerwise", 8)
     kept = evidence.collect(x, y)
     with mock.patch.object(torch.linalg, "eigvalsh", side_effect=AssertionError):
-        found, expected = list(steps(evidence, [kept])), list(steps(evidence, [x, y]))
-    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected])
+        actual, expected = list(steps(evidence, [kept])), list(steps(evidence, [x, y]))
+    assert [value for value, _ in actual] == pytest.approx([value for value, _ in expected])
 
 
 def test_rounding_is_said() -> None:
