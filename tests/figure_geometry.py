@@ -17,28 +17,28 @@ def problems(figure: Any) -> list[str]:
     words += [text for axes in figure.axes for text in axes.texts]
     boxes = {text: Text.get_window_extent(text) for text in words if text.get_text()}
     edge = figure.bbox.padded(1)
-    found = [
+    faults = [
         f"cut: {text.get_text()!r}"
         for text, box in boxes.items()
         if not (edge.x0 <= box.x0 and box.x1 <= edge.x1 and edge.y0 <= box.y0 and box.y1 <= edge.y1)
     ]
-    found += [
+    faults += [
         f"on each other: {a.get_text()!r}, {b.get_text()!r}"
         for a, b in combinations(boxes, 2)
         if boxes[a].overlaps(boxes[b])
     ]
-    found += [
+    faults += [
         f"on the axes: {text.get_text()!r}"
         for text in names
         for axes in figure.axes
         if boxes[text].overlaps(axes.bbox)
     ]
     arrows = [text.arrow_patch for axes in figure.axes for text in axes.texts if text.arrow_patch]
-    found += [
+    faults += [
         f"struck through: {text.get_text()!r}"
         for arrow in arrows
         for text, box in boxes.items()
         if arrow.get_path().transformed(arrow.get_transform()).intersects_bbox(box.padded(-2))
     ]
     small = [axes for axes in figure.axes if min(axes.bbox.width, axes.bbox.height) < 1.2 * 100]
-    return found + ["the axes are small"] * bool(small)
+    return faults + ["the axes are small"] * bool(small)

@@ -74,8 +74,8 @@ class Page(HTMLParser):
 
     def cell(self, row: str, column: int = 1) -> str:
         """The cell in the first row of a name."""
-        found = [cells for table in self.tables for cells in table if cells[0] == row]
-        return found[0][column]
+        rows = [cells for table in self.tables for cells in table if cells[0] == row]
+        return rows[0][column]
 
 
 def decode(address: str) -> np.ndarray:

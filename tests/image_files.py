@@ -32,12 +32,12 @@ def table(
 
     cells = [{"bytes": data, "path": None} for data in images]
     image_type = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    made = pa.table({columns[0]: pa.array(cells, image_type), columns[1]: pa.array(labels)})
+    arrow_table = pa.table({columns[0]: pa.array(cells, image_type), columns[1]: pa.array(labels)})
     if names is None:
-        return made
+        return arrow_table
     label = {"names": list(names), "_type": "ClassLabel"}
     info = {"info": {"features": {columns[0]: {"_type": "Image"}, columns[1]: label}}}
-    return made.replace_schema_metadata({"huggingface": json.dumps(info)})
+    return arrow_table.replace_schema_metadata({"huggingface": json.dumps(info)})
 
 
 def write(

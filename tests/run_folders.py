@@ -64,8 +64,8 @@ def write_run(
         writer = csv.DictWriter(file, [*rows[0]])
         writer.writeheader()
         writer.writerows(rows)
-    known = {"estimator": estimator, "epochs": len(rows), "num_data": 12345, "lr": 1e-3}
-    (folder / "config.json").write_text(json.dumps(known | settings), encoding="utf-8")
+    defaults = {"estimator": estimator, "epochs": len(rows), "num_data": 12345, "lr": 1e-3}
+    (folder / "config.json").write_text(json.dumps(defaults | settings), encoding="utf-8")
     if options is not None:
         # Every JSON is a YAML too.
         (folder / "config.yaml").write_text(json.dumps(options), encoding="utf-8")

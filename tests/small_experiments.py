@@ -36,6 +36,6 @@ def place_in(folder: Path) -> Place:
 
 
 def bounds(**changes: Any) -> Experiment:
-    made = make_experiment("small", BOUNDS | changes)
-    assert isinstance(made, Bounds)
-    return made
+    experiment = make_experiment("small", BOUNDS | changes)
+    assert isinstance(experiment, Bounds)
+    return experiment

@@ -80,9 +80,9 @@ def test_invariance_learning(monkeypatch, tmp_path, capsys):
     common += ["--pages", str(page), "--threads", str(torch.get_num_threads())]
     script.main([*common, "--seeds", "0", "1"])
     path = tmp_path / "invariance_learning_digits.csv"
-    found = runs_of(path)
-    assert list(found) == [(row, seed) for seed in (0, 1) for row in rows]
-    for (row, seed), run in found.items():
+    first_runs = runs_of(path)
+    assert list(first_runs) == [(row, seed) for seed in (0, 1) for row in rows]
+    for (row, seed), run in first_runs.items():
         fixed = {"map": 0.0, "fixed": 3.14159}.get(row)
         if fixed is None:
             assert abs(float(run["rotation"]) - script.START) > 1e-4, (row, seed)
@@ -96,10 +96,10 @@ def test_invariance_learning(monkeypatch, tmp_path, capsys):
     path.write_text("".join(line for line in lines if not line.startswith("fixed,1,")))
     script.main([*common, "--seeds", "0", "1"])
     again = runs_of(path)
-    assert list(again)[-1] == ("fixed", 1) and len(again) == len(found)
+    assert list(again)[-1] == ("fixed", 1) and len(again) == len(first_runs)
     for key, run in again.items():
         for column in script.COLUMNS:
-            same = run[column] == found[key][column]
+            same = run[column] == first_runs[key][column]
             assert same or (key == ("fixed", 1) and column == "seconds")
     assert not list((tmp_path / "checkpoints" / "digits").iterdir())
     text = page.read_text()
@@ -252,8 +252,8 @@ def test_rivals_of_other_packages(monkeypatch, tmp_path, capsys, row, package):
     monkeypatch.undo()
     script = short_rivals(monkeypatch)
     script.main([*common, "--threads", str(torch.get_num_threads())])
-    found = [name for name, _ in runs_of(tmp_path / "rivals_digits.csv")]
-    assert found == (["tpe-12", "tpe-36"] if row == "tpe-12" else [row])
+    methods = [name for name, _ in runs_of(tmp_path / "rivals_digits.csv")]
+    assert methods == (["tpe-12", "tpe-36"] if row == "tpe-12" else [row])
 
 
 def test_posterior(monkeypatch, tmp_path, capsys):
@@ -478,8 +478,8 @@ def test_sklearn_tables_by_optuna(monkeypatch, tmp_path):
     pytest.importorskip("optuna")
     script = load_script("sklearn_tables", monkeypatch)
     monkeypatch.setattr(script, "MAX_EPOCHS", 2)
-    found = script.run_optuna(script.read_table("wine", 0, None), True, 0, budget=0.0)
-    assert found["trials"] == 1 and found["settings"]["hidden_layer_sizes"] in script.LAYERS
+    trial = script.run_optuna(script.read_table("wine", 0, None), True, 0, budget=0.0)
+    assert trial["trials"] == 1 and trial["settings"]["hidden_layer_sizes"] in script.LAYERS
 
 
 def test_spans(monkeypatch):
@@ -493,8 +493,8 @@ def test_first_run(monkeypatch, tmp_path):
     pytest.importorskip("mlxtend")
     script = load_script("first_run", monkeypatch)
     short = "epochs: 3\ncompare_map: true\nestimator: ntk-20-1\nevaluate_with: ntk-20-1\n"
-    for name, own in {"mnist5k": "subset: 60\ntest_subset: 50\n", "autompg": ""}.items():
-        text = f"data: {name}\nmodel: mlp\n{own}{short}"
+    for name, subsets in {"mnist5k": "subset: 60\ntest_subset: 50\n", "autompg": ""}.items():
+        text = f"data: {name}\nmodel: mlp\n{subsets}{short}"
         (tmp_path / f"{name}.yaml").write_text(text)
     monkeypatch.setattr(script, "CONFIGURATIONS", tmp_path)
     (page := tmp_path / "page.md").write_text("<!-- first_run -->\n<!-- end first_run -->\n")
@@ -502,10 +502,10 @@ def test_first_run(monkeypatch, tmp_path):
     errors, real = [], json.loads
 
     def read(text):
-        found = real(text)
-        learned = list(found.values())[-1]["test"]
+        run_results = real(text)
+        learned = list(run_results.values())[-1]["test"]
         errors.extend([learned["squared_error"] ** 0.5] if "squared_error" in learned else [])
-        return found
+        return run_results
 
     monkeypatch.setattr(script, "json", SimpleNamespace(loads=read))
     script.main(arguments)
@@ -531,18 +531,23 @@ def test_start(monkeypatch, tmp_path):
     script.main([*arguments, "--pages", str(page)])
     runs = runs_of(tmp_path / "start.csv")
     assert len(runs) == 2 * (3 + 4)
-    found = {key: float(run["log_evidence"]) for key, run in runs.items()}
-    decays = [found["noisy table: fixed point from " + d, 1] for d in ("0.003", "0.01", "0.03")]
+    log_evidences = {key: float(run["log_evidence"]) for key, run in runs.items()}
+    decays = [
+        log_evidences["noisy table: fixed point from " + d, 1] for d in ("0.003", "0.01", "0.03")
+    ]
     assert len(set(decays)) == 3  # the burn-in's decay is taken
     lines = page.read_text().splitlines()
     spread = next(line for line in lines if "| fixed point | *spread* |" in line)
     both = [
-        max(v) - min(v) for v in (decays, [found[k, 0] for k, s in found if s and "fixed" in k])
+        max(v) - min(v)
+        for v in (decays, [log_evidences[k, 0] for k, s in log_evidences if s and "fixed" in k])
     ]
     assert float(spread.split("|")[4].split("±")[0]) == pytest.approx(sum(both) / 2, abs=1e-3)
     (precisions,) = [line for line in lines if "| fixed point | 0.003 | linear1 " in line]
-    own = [json.loads(runs[k]["precisions"])["linear1.weight"] for k in runs if "0.003" in k[0]]
-    rounded = float(f"{(own[0] * own[1]) ** 0.5:.2g}")
+    precisions_of_seeds = [
+        json.loads(runs[k]["precisions"])["linear1.weight"] for k in runs if "0.003" in k[0]
+    ]
+    rounded = float(f"{(precisions_of_seeds[0] * precisions_of_seeds[1]) ** 0.5:.2g}")
     assert f"linear1 {rounded:g}, " in precisions and "0-1" in page.read_text()
 
 
@@ -585,7 +590,7 @@ def test_criteria_of_a_linear_model(monkeypatch):
         return script.Linearised(data.trained(value), precisions, (data.x, data.y))
 
     net = linearised(precision)
-    found = script.criteria(net)
+    scores = script.criteria(net)
     evidence = Evidence(
         net.model,
         Categorical(),
@@ -594,7 +599,7 @@ def test_criteria_of_a_linear_model(monkeypatch):
         num_data=40,
     )
     exact = evaluate_evidence(evidence, (data.x, data.y), "full-N-C").per_datum
-    assert found["evidence"] == pytest.approx(exact, abs=1e-6)
+    assert scores["evidence"] == pytest.approx(exact, abs=1e-6)
     ends = [script.criteria(linearised(precision * math.exp(s)))["evidence"] for s in (step, -step)]
     slopes = script.slopes(net)
     total = (ends[0] - ends[1]) / (2 * step)
@@ -604,8 +609,8 @@ def test_criteria_of_a_linear_model(monkeypatch):
     for n in range(40):
         f = data.trained(precision, every[every != n])(data.x[n : n + 1])
         left_out += float(f.detach().log_softmax(1)[0, data.y[n]]) / 40
-    assert found["leave-one-out"] == pytest.approx(left_out, abs=0.05)
-    assert exact < found["averaged"] < found["leave-one-out"]
+    assert scores["leave-one-out"] == pytest.approx(left_out, abs=0.05)
+    assert exact < scores["averaged"] < scores["leave-one-out"]
 
 
 def test_criteria_is_a_table_of_its_runs(monkeypatch, tmp_path, capsys):
@@ -672,9 +677,9 @@ def test_transfer(monkeypatch, tmp_path):
     common = ["--seeds", "0", "--results", str(tmp_path), "--backbone", str(backbone)]
     drawn, real = [], script.draw
 
-    def draw(found, *rest):
-        drawn.append(found)
-        real(found, *rest)
+    def draw(runs_drawn, *arguments):
+        drawn.append(runs_drawn)
+        real(runs_drawn, *arguments)
 
     monkeypatch.setattr(script, "draw", draw)
     script.main([*common, "--sizes", "20", "--rows", *rows, "--pages", str(page)])

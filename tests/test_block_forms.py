@@ -62,8 +62,8 @@ def convolved() -> tuple[nn.Module, torch.Tensor]:
 )
 def test_every_likelihood_and_prior(structure: str, prior: str, likelihood: str) -> None:
     model, x = CASES["linear"].build(M)
-    made = LIKELIHOODS[likelihood](OUTPUTS)
-    assert_twins(model, made, x, f"{structure}-{M}-2", prior=prior, temperature=0.8)
+    density = LIKELIHOODS[likelihood](OUTPUTS)
+    assert_twins(model, density, x, f"{structure}-{M}-2", prior=prior, temperature=0.8)
 
 
 @pytest.mark.parametrize(
@@ -89,16 +89,16 @@ def test_the_two_forms_give_the_same(structure: str, outputs: str) -> None:
     """Also where one's own estimates alone are wanted, which take one pass."""
     model, x = convolved()
     y = targets(Categorical(), M)
-    found = []
+    outcomes = []
     for by_rows in (False, True):
         with forced(by_rows):
             evidence = evidence_of(model, Categorical(), f"{structure}-{M}-{outputs}")
-            found.append((result(evidence, x, y), evidence.estimate(x, y).log_evidence))
+            outcomes.append((result(evidence, x, y), evidence.estimate(x, y).log_evidence))
             kind = BlockKernel if by_rows else BlockDiagonal
             assert isinstance(structure_of(evidence), kind)
             words = {report.curvature for report in evidence.describe()}
             assert all(("by the Gram of its rows" in word) == by_rows for word in words)
-    (one, first), (other, second) = found
+    (one, first), (other, second) = outcomes
     assert one[0] == pytest.approx(other[0], rel=1e-11)
     assert first == pytest.approx(second, rel=1e-11)
     for name, gradient in one[1].items():

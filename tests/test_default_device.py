@@ -100,8 +100,8 @@ def assert_same(compute: Callable[[], Any]) -> None:
         warnings.simplefilter("ignore", EvigradWarning)
         expected = compute()
         with elsewhere():
-            found = compute()
-    assert flat(found) == flat(expected)
+            results = compute()
+    assert flat(results) == flat(expected)
     assert flat(expected)
 
 
@@ -184,7 +184,7 @@ def test_posteriors(structure: str) -> None:
 def test_other_passes() -> None:
     def compute() -> list[Any]:
         settings = [Memory(micro_batch=5), Memory(micro_batch="auto"), Memory(rows_device="cpu")]
-        estimates = [rounds(build("ntk-N-1", memory=each), (X, LABELS)) for each in settings]
+        estimates = [rounds(build("ntk-N-1", memory=memory), (X, LABELS)) for memory in settings]
         data = TensorDataset(X, LABELS)
         of_items = rounds(build("ntk-6-1"), data)
         # Not a loader, whose iteration reads a number of its own from the default device.

@@ -48,11 +48,11 @@ STEPS = {2: 2, 4: 1}  # that are compared
 
 
 def data(kind: str = "classes") -> tuple[Tensor, Tensor]:
-    own = torch.Generator().manual_seed(0)
-    x = torch.randn(N, SIZE, generator=own, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(N, SIZE, generator=generator, dtype=torch.float64)
     if kind == "classes":
         return x, torch.arange(N) % OUTPUTS
-    return x, torch.randn(N, OUTPUTS, generator=own, dtype=torch.float64)
+    return x, torch.randn(N, OUTPUTS, generator=generator, dtype=torch.float64)
 
 
 def network(noisy: bool = False) -> nn.Module:
@@ -91,10 +91,10 @@ def fields(estimate: Estimate) -> list[float]:
 
 
 def gradients(evidence: Evidence) -> list[Tensor]:
-    found = [p.grad for p in evidence.hyperparameters().values()]
+    collected = [p.grad for p in evidence.hyperparameters().values()]
     for parameter in evidence.hyperparameters().values():
         parameter.grad = None
-    return [torch.zeros(()) if g is None else g for g in found]
+    return [torch.zeros(()) if g is None else g for g in collected]
 
 
 # Estimators of every structure: blocks of a rank's own, where no two ranks have the same.
@@ -146,15 +146,15 @@ def of_ranks(case: str, group: Any) -> dict[str, Any]:
     """What a rank has of some steps: estimates, gradients, bytes, and the generator at the end."""
     evidence, options = made_for(case, group), EVERY[case]
     blocks = iter(evidence.blocks(data_of(options)))
-    found, sent = [], 0
+    pairs, sent = [], 0
     for block in islice(blocks, STEPS[evidence.ranks.count]):
         before = evidence.ranks.sent
-        given = [evidence.collect(block)] if "-kept" in case else block
-        estimate = evidence.backward(given)
-        found.append((fields(estimate), gradients(evidence)))
+        passes = [evidence.collect(block)] if "-kept" in case else block
+        estimate = evidence.backward(passes)
+        pairs.append((fields(estimate), gradients(evidence)))
         sent += evidence.ranks.sent - before
     value = fields(evidence.estimate(next(blocks)))
-    return {"steps": found, "sent": sent, "value": value, "state": evidence.generator.get_state()}
+    return {"steps": pairs, "sent": sent, "value": value, "state": evidence.generator.get_state()}
 
 
 def of_one(case: str, count: int) -> dict[str, Any]:
@@ -175,9 +175,9 @@ def of_one(case: str, count: int) -> dict[str, Any]:
         return [replace(b, seed=int(seed)) for b, seed in zip(blocks, seeds, strict=True)]
 
     stream = iter(evidence.blocks(data_of(options)))
-    found = [mean(drawn(stream)) for _ in range(STEPS[count])]
+    outcomes = [mean(drawn(stream)) for _ in range(STEPS[count])]
     value, _ = mean(drawn(stream), backward=False)
-    return {"steps": found, "value": value, "state": evidence.generator.get_state()}
+    return {"steps": outcomes, "value": value, "state": evidence.generator.get_state()}
 
 
 # ------------------------------------------------------------ what ranks run
@@ -199,13 +199,13 @@ def steps(group: Any) -> Any:
 @claim
 def whole_partitions(group: Any) -> Any:
     """Means over the blocks of one partition, of which the ranks may not have as many."""
-    found = {}
+    totals = {}
     for name in ("ntk-5-1", "ntk-12-rows-anchored"):  # 9 blocks, for one
         evidence = made(name, group)
         blocks = list(evidence.blocks(data()).epoch())
         total = sum(evidence.estimate(block).log_det * count_of(block, group) for block in blocks)
-        found[name] = (len(blocks), total / sum(count_of(block, group) for block in blocks))
-    return found
+        totals[name] = (len(blocks), total / sum(count_of(block, group) for block in blocks))
+    return totals
 
 
 def count_of(block: Block, group: Any) -> float:
@@ -216,10 +216,10 @@ def count_of(block: Block, group: Any) -> float:
 @claim
 def learning(group: Any) -> Any:
     """Hyperparameters after rounds of every kind: kept passes, few parts, one for each step."""
-    found = {}
+    hyperparameters = {}
     for name, settings in LEARNED.items():
-        found[name] = learned(name, group, settings)
-    return found
+        hyperparameters[name] = learned(name, group, settings)
+    return hyperparameters
 
 
 LEARNED: dict[str, dict[str, Any]] = {
@@ -246,17 +246,17 @@ def learned(case: str, group: Any, settings: Mapping[str, Any]) -> list[Tensor]:
 def given_data(group: Any) -> Any:
     """Data themselves: all of them at once or in batches, and each rank's own subset."""
     x, y = data()
-    found = {}
+    estimates = {}
     for name in ("kfac-N-C", "diag-N-1", "ntk-N-C"):
         pairs = [(x[i : i + 3], y[i : i + 3]) for i in range(0, N, 3)]
         evidence = made(name, group)
-        found[name] = [fields(evidence.estimate(x, y)), fields(evidence.estimate(pairs))]
-    own = slice(Ranks(group).rank, None, 4)
-    found["ntk-2-C"] = fields(made("ntk-2-C", group).estimate(x[own], y[own]))
+        estimates[name] = [fields(evidence.estimate(x, y)), fields(evidence.estimate(pairs))]
+    share = slice(Ranks(group).rank, None, 4)
+    estimates["ntk-2-C"] = fields(made("ntk-2-C", group).estimate(x[share], y[share]))
     evidence = made("ntk-2-1", group)
-    evidence.estimate(x[own], y[own])  # of other sizes on other ranks
-    found["state"] = evidence.generator.get_state()
-    return found
+    evidence.estimate(x[share], y[share])  # of other sizes on other ranks
+    estimates["state"] = evidence.generator.get_state()
+    return estimates
 
 
 @claim
@@ -362,7 +362,7 @@ def failures(group: Any) -> Any:
 @claim
 def differences(group: Any) -> Any:
     """What the error names, where the last rank has something else than the others."""
-    ranks, found = Ranks(group), []
+    ranks, messages = Ranks(group), []
     last = ranks.rank == ranks.count - 1
     (x, y), folded = data(), torch.arange(N).roll(1)
     order = folded if last else torch.arange(N)
@@ -390,8 +390,8 @@ def differences(group: Any) -> Any:
     }.items():
         with pytest.raises(ConfigurationError) as caught:
             call()
-        found.append((names, str(caught.value)))
-    return found
+        messages.append((names, str(caught.value)))
+    return messages
 
 
 def named_adam(weights: Mapping[str, Tensor]) -> torch.optim.Optimizer:
@@ -464,18 +464,18 @@ def fitted(name: str, group: Any, folder: Path | None = None, **options: Any) ->
     if name == "positions":
         y = (torch.arange(N)[:, None] + torch.arange(SIZE)) % OUTPUTS
         y[:5, 1:] = -100  # some have one target, others three
-    given = {"schedule": FEW, "run_dir": folder, "test": (x, y), **settings, **options}
+    arguments = {"schedule": FEW, "run_dir": folder, "test": (x, y), **settings, **options}
     if name == "norm":
         y, x = y.repeat(4), x.repeat(4, 1)
-        given["test"] = x, y
-    return fit(make(), (x, y), progress=False, process_group=group, **given)
+        arguments["test"] = x, y
+    return fit(make(), (x, y), progress=False, process_group=group, **arguments)
 
 
 def outcome(result: FitResult) -> dict[str, Any]:
     rows = [{k: v for k, v in row.items() if k != "seconds"} for row in result.history]
-    own = {n: p.detach().clone() for n, p in result.evidence.hyperparameters().items()}
+    hyperparameters = {n: p.detach().clone() for n, p in result.evidence.hyperparameters().items()}
     state = {name: value.clone() for name, value in result.model.state_dict().items()}
-    return {"rows": rows, "learned": own, "model": state, "test": result.test_metrics}
+    return {"rows": rows, "learned": hyperparameters, "model": state, "test": result.test_metrics}
 
 
 @claim
@@ -555,9 +555,9 @@ def training_in_shards(group: Any) -> Any:
 @claim
 def seam(group: Any) -> Any:
     """Sums and gathered tensors, and their bytes: by the count, and by the operating system."""
-    ranks, found = Ranks(group), []
-    own = torch.Generator().manual_seed(ranks.rank)
-    big = torch.randn(100_003, generator=own, dtype=torch.float64)
+    ranks, records = Ranks(group), []
+    generator = torch.Generator().manual_seed(ranks.rank)
+    big = torch.randn(100_003, generator=generator, dtype=torch.float64)
     calls: list[Callable[[], Any]] = [
         lambda: ranks.sum([big, torch.ones(2, 3), torch.tensor(ranks.rank)]),
         lambda: ranks.gather(big[: 10_000 * (ranks.rank + 1)].float()),
@@ -568,8 +568,8 @@ def seam(group: Any) -> Any:
         before, at = ranks.sent, written()
         value = call()
         distributed.barrier(group)
-        found.append((value, ranks.sent - before, written() - at))
-    return found
+        records.append((value, ranks.sent - before, written() - at))
+    return records
 
 
 def written() -> float:
@@ -583,8 +583,8 @@ def _rank(rank: int, folder: Path, port: int, count: int) -> None:
     warnings.simplefilter("ignore")
     os.environ["FOLDER"] = str(folder)
     begin(rank, port, count)
-    found = {name: own(distributed.group.WORLD) for name, own in CLAIMS.items()}
-    torch.save(found, folder / f"{rank}.pt")
+    claims = {name: run_claim(distributed.group.WORLD) for name, run_claim in CLAIMS.items()}
+    torch.save(claims, folder / f"{rank}.pt")
     distributed.destroy_process_group()
 
 
@@ -613,16 +613,16 @@ def ran(alone: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[
 
     Forked after one process has done the same, whose imports and checks of types they have.
     """
-    found = {}
+    by_count = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of forks, which save the time of imports
         for count in RANKS:
             folder = tmp_path_factory.mktemp(f"ranks{count}")
             arguments = (folder, free_port(), count)
             start_processes(_rank, arguments, nprocs=count, start_method="fork")
-            found[count] = [torch.load(folder / f"{rank}.pt") for rank in range(count)]
-            found[count][0]["folder"] = str(folder)
-    return found
+            by_count[count] = [torch.load(folder / f"{rank}.pt") for rank in range(count)]
+            by_count[count][0]["folder"] = str(folder)
+    return by_count
 
 
 def assert_equal(one: Any, other: Any) -> None:
@@ -638,9 +638,11 @@ def test_ranks_find_what_one_process_finds(
     for rank in ran[count]:
         several = rank["steps"][estimator]
         assert_equal(several["steps"], ran[count][0]["steps"][estimator]["steps"])
-        for (value, found), (expected, oracle) in zip(several["steps"], one["steps"], strict=True):
+        for (value, gradients_of_rank), (expected, oracle) in zip(
+            several["steps"], one["steps"], strict=True
+        ):
             torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
-            for got, true in zip(found, oracle, strict=True):
+            for got, true in zip(gradients_of_rank, oracle, strict=True):
                 scale = float(true.abs().max())
                 torch.testing.assert_close(got, true, rtol=0, atol=1e-12 * max(scale, 1e-3))
         torch.testing.assert_close(several["value"], one["value"], rtol=1e-12, atol=1e-12)
@@ -661,33 +663,33 @@ def test_a_partition_that_ranks_share_is_whole(ran: Any, count: int) -> None:
 @pytest.mark.parametrize("count", RANKS)
 @pytest.mark.parametrize("name", LEARNED)
 def test_ranks_learn_the_same(ran: Any, name: str, count: int) -> None:
-    found = [rank["learning"][name] for rank in ran[count]]
-    for rank in found[1:]:
-        assert_equal(rank, found[0])
+    hyperparameters = [rank["learning"][name] for rank in ran[count]]
+    for rank in hyperparameters[1:]:
+        assert_equal(rank, hyperparameters[0])
     start = made(name.split()[0], hyperparameters=[])
-    assert (found[0][0] != next(iter(start.hyperparameters().values()))).all()
+    assert (hyperparameters[0][0] != next(iter(start.hyperparameters().values()))).all()
     # All data, however many ranks.
     if name in ("kfac-N-C", "ntk-N-C", "ntk-40-rows-anchored"):
         alone = learned(name, None, LEARNED[name])
-        torch.testing.assert_close(found[0], alone, rtol=1e-12, atol=0)
+        torch.testing.assert_close(hyperparameters[0], alone, rtol=1e-12, atol=0)
     if name.endswith("few"):  # each part once, whoever has it, and a rank maybe none
         alone = learned(name, None, {"prior_blocks": 2 * count})
-        torch.testing.assert_close(found[0], alone, rtol=1e-12, atol=0)
+        torch.testing.assert_close(hyperparameters[0], alone, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("count", RANKS)
 def test_data_that_are_no_blocks(ran: Any, count: int) -> None:
     x, y = data()
     for rank in ran[count]:
-        found = rank["given_data"]
-        assert_equal(found["state"], ran[count][0]["given_data"]["state"])
+        estimates = rank["given_data"]
+        assert_equal(estimates["state"], ran[count][0]["given_data"]["state"])
         for name in ("kfac-N-C", "ntk-N-C"):
             one = fields(made(name).estimate(x, y))
-            torch.testing.assert_close(found[name], [one, one], rtol=1e-12, atol=0)
-        assert found["diag-N-1"] == ran[count][0]["given_data"]["diag-N-1"]
+            torch.testing.assert_close(estimates[name], [one, one], rtol=1e-12, atol=0)
+        assert estimates["diag-N-1"] == ran[count][0]["given_data"]["diag-N-1"]
         subsets = [made("ntk-2-C").estimate(x[r::4], y[r::4]) for r in range(count)]
         mean = torch.tensor([fields(e) for e in subsets], dtype=torch.float64).mean(0)
-        torch.testing.assert_close(found["ntk-2-C"], mean.tolist(), rtol=1e-12, atol=0)
+        torch.testing.assert_close(estimates["ntk-2-C"], mean.tolist(), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("count", RANKS)
@@ -736,17 +738,17 @@ def test_ranks_with_something_else_are_refused_by_name(ran: Any, count: int) -> 
 def test_sums_are_equal_on_all_ranks_and_their_bytes_are_counted(ran: Any, count: int) -> None:
     length, slack = 100_003, 4000  # of headers, and of the barrier
     generators = [torch.Generator().manual_seed(rank) for rank in range(count)]
-    own = [torch.randn(length, generator=g, dtype=torch.float64) for g in generators]
+    tensors = [torch.randn(length, generator=g, dtype=torch.float64) for g in generators]
     for number, rank in enumerate(ran[count]):
         of_calls = [(value, (sent, kernel)) for value, sent, kernel in rank["seam"]]
         (sums, of_sums), (parts, of_parts), (none, of_none), (plain, of_plain) = of_calls
         assert_equal(sums, ran[count][0]["seam"][0][0])
-        torch.testing.assert_close(sums[0], torch.stack(own).sum(0), rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(sums[0], torch.stack(tensors).sum(0), rtol=1e-13, atol=1e-13)
         assert sums[1].tolist() == [[count] * 3] * 2 and sums[2] == count * (count - 1) // 2
         assert [len(part) for part in parts] == [10_000 * (r + 1) for r in range(count)]
-        assert all(torch.equal(p, o[: len(p)].float()) for p, o in zip(parts, own, strict=True))
-        assert [tuple(each.shape) for each in none] == [(0, 2)] * count
-        assert torch.equal(plain["a"][0], own[0]) and plain["b"] == "text"
+        assert all(torch.equal(p, o[: len(p)].float()) for p, o in zip(parts, tensors, strict=True))
+        assert [tuple(tensor.shape) for tensor in none] == [(0, 2)] * count
+        assert torch.equal(plain["a"][0], tensors[0]) and plain["b"] == "text"
         # A ring: 2 (R - 1)/R of what is summed, R - 1 of the longest tensor that is gathered.
         assert of_sums[0] == sum(2 * n * (count - 1) // count for n in (8 * length, 24, 8))
         assert of_parts[0] == (count - 1) * (8 + 4 * 10_000 * count)
@@ -766,9 +768,9 @@ def test_a_step_sends_what_the_formula_says(ran: Any, count: int) -> None:
         options = OWN[name]
         numbers = 7 + sum(p.numel() for p in made(name, **options).hyperparameters().values())
         for rank in ran[count]:
-            each = 16 * others + 2 * 8 * numbers * others // count
-            each += others * (8 + 24) if "anchored" in name else 0  # one draw
-            assert rank["steps"][name]["sent"] == STEPS[count] * each
+            num_bytes = 16 * others + 2 * 8 * numbers * others // count
+            num_bytes += others * (8 + 24) if "anchored" in name else 0  # one draw
+            assert rank["steps"][name]["sent"] == STEPS[count] * num_bytes
     # Shares of all data: diagonals or blocks are summed up.
     for name in ("diag-N-C", "blockdiag-N-C", "full-N-C"):
         evidence = made_for(name)
@@ -776,9 +778,11 @@ def test_a_step_sends_what_the_formula_says(ran: Any, count: int) -> None:
         sizes = [w.numel() for w in evidence.weights().values()]
         squares = {"diag": sum(sizes), "full": sum(sizes) ** 2}
         of_data = 8 * squares.get(evidence.spec.structure, sum(size**2 for size in sizes))
-        each = 2 * 16 * others + 2 * 8 * numbers * others // count + 2 * of_data * others // count
+        num_bytes = (
+            2 * 16 * others + 2 * 8 * numbers * others // count + 2 * of_data * others // count
+        )
         for rank in ran[count]:
-            assert rank["steps"][name]["sent"] == STEPS[count] * each
+            assert rank["steps"][name]["sent"] == STEPS[count] * num_bytes
     # The counts of kfac are summed too.
     numbers = sum(size**2 for sizes in SIZES.values() for size in sizes)
     for rank in ran[count]:
@@ -807,12 +811,12 @@ def test_all_ranks_repeat_in_float64_what_one_has_to(ran: Any, count: int) -> No
 @pytest.mark.parametrize("name", FITS)
 def test_ranks_train_one_network(ran: Any, name: str, count: int) -> None:
     """Batches of four, which four ranks share unevenly; the sums are rounded differently."""
-    found = [rank["fits"][name] for rank in ran[count]]
-    for rank in found[1:]:
-        assert_equal(rank, found[0])
+    outcomes = [rank["fits"][name] for rank in ran[count]]
+    for rank in outcomes[1:]:
+        assert_equal(rank, outcomes[0])
     if name not in ("anchored", "norm"):  # others average other blocks, or other batch statistics
         one = outcome(fitted(name, None))
-        torch.testing.assert_close(found[0], one, rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(outcomes[0], one, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("count", RANKS)

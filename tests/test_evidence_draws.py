@@ -181,8 +181,8 @@ def check_blocks(
     log_lik, log_det, objective = expected_objective(evidence, blocks, x, y)
     assert value == pytest.approx(objective.item(), rel=1e-9)
     named = evidence.hyperparameters()
-    wanted = torch.autograd.grad(-objective / len(x), list(named.values()))
-    for (name, parameter), gradient in zip(named.items(), wanted, strict=True):
+    gradients = torch.autograd.grad(-objective / len(x), list(named.values()))
+    for (name, parameter), gradient in zip(named.items(), gradients, strict=True):
         assert parameter.grad is not None
         error = (parameter.grad / len(blocks) - gradient).norm() / gradient.norm()
         assert error < 1e-8, f"{name}: {error:.1e}"
@@ -267,13 +267,13 @@ def test_sampled_fisher_averages_to_the_fisher() -> None:
     # and one draw of the library is the log-determinant of one such set of rows
     state = evidence.generator.get_state()
     value = evidence.estimate(x, y).log_det
-    found = []
+    log_dets = []
     evidence.generator.set_state(state)
     for labels in torch.cartesian_prod(*[torch.arange(C)] * N):
         rows = torch.einsum("nc,ncp->np", nn.functional.one_hot(labels, C) - p, jac)
         gram = rows / reference.vector(evidence.prior.precisions(), weights) @ rows.T
-        found.append(torch.linalg.slogdet(torch.eye(N, dtype=f.dtype) + gram)[1].item())
-    assert min(abs(value - other) for other in found) < 1e-9 * abs(value)
+        log_dets.append(torch.linalg.slogdet(torch.eye(N, dtype=f.dtype) + gram)[1].item())
+    assert min(abs(value - other) for other in log_dets) < 1e-9 * abs(value)
 
 
 @pytest.mark.usefixtures("by_h")

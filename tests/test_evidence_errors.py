@@ -249,14 +249,14 @@ def test_kfac_refuses_a_precision_that_varies_inside_a_block() -> None:
 def test_objects_of_the_wrong_type() -> None:
     """In a process of its own, without the checker of annotations that the tests install."""
     here = Path(__file__).parent
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(here / "wrong_types.py")],
         env={**os.environ, "PYTHONPATH": str(here.parent / "src")},
         capture_output=True,
         text=True,
         check=True,
     )
-    lines = found.stdout.splitlines()
+    lines = process.stdout.splitlines()
     assert len(lines) > 20
     assert not [line for line in lines if not line.startswith("ok: ")]
 

@@ -95,8 +95,8 @@ def assert_gradients(evidence: Evidence, x: Tensor, y: Tensor, expected: Tensor)
     parts = estimate.log_likelihood + estimate.log_prior - 0.5 * estimate.log_det
     assert parts == pytest.approx(estimate.log_evidence, rel=1e-12)
     named = evidence.hyperparameters()
-    wanted = torch.autograd.grad(-expected / evidence.num_data, list(named.values()))
-    for (name, parameter), gradient in zip(named.items(), wanted, strict=True):
+    gradients = torch.autograd.grad(-expected / evidence.num_data, list(named.values()))
+    for (name, parameter), gradient in zip(named.items(), gradients, strict=True):
         assert parameter.grad is not None
         error = (parameter.grad - gradient).norm() / gradient.norm()
         assert error < TOLERANCE, f"{name}: {error:.1e}"
@@ -155,11 +155,11 @@ UNDER_A_MEAN = [(s, p) for s in [*DENSE, "kfac"] for p in PRIORS if (s, p) != ("
 def test_a_prior_with_a_mean(structure: str, prior: str) -> None:
     """Value, gradients and the training loss have the deviations from it."""
     groups: Any = {"body": ["body"], "head": ["head.*"]} if prior == "groups" else prior
-    for name, given in MEANS.items():
+    for name, mean_argument in MEANS.items():
         evidence, x, y = make(
             CASES["in-place"],
             Categorical(),
-            GaussianPrior(groups, precision=0.8, mean=given),
+            GaussianPrior(groups, precision=0.8, mean=mean_argument),
             f"{structure}-N-C",
             m=4,
             temperature=0.7,
@@ -186,18 +186,21 @@ def test_a_prior_with_a_mean(structure: str, prior: str) -> None:
                     zero.prior.parameters(), evidence.prior.parameters(), strict=True
                 ):
                     one.copy_(two)
-            found, other = evidence.estimate(x, y), zero.estimate(x, y)
-            assert found.log_prior == pytest.approx(-0.5 * quadratic.item())
-            assert (found.log_det, found.log_likelihood) == (other.log_det, other.log_likelihood)
+            estimate, other = evidence.estimate(x, y), zero.estimate(x, y)
+            assert estimate.log_prior == pytest.approx(-0.5 * quadratic.item())
+            assert (estimate.log_det, estimate.log_likelihood) == (
+                other.log_det,
+                other.log_likelihood,
+            )
         else:
             assert_gradients(evidence, x, y, dense(evidence, x, y, structure, mean=mean))
         loss = evidence.map_loss(x, y)
         nll = torch.nn.functional.cross_entropy(evidence.model(x), y)
         expected = nll + 0.7 / (2 * 4) * quadratic
         assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
-        wanted = torch.autograd.grad(expected, list(weights.values()))
+        gradients = torch.autograd.grad(expected, list(weights.values()))
         got = torch.autograd.grad(loss, list(weights.values()))
-        for one, two in zip(got, wanted, strict=True):
+        for one, two in zip(got, gradients, strict=True):
             torch.testing.assert_close(one, two)
 
 
@@ -218,8 +221,8 @@ def test_the_gradient_under_a_mean_by_finite_differences() -> None:
                 log_precision[index] += step
                 values.append(evidence.estimate(x, y).per_datum)
                 log_precision[index] -= step
-        found = log_precision.grad[index].item()
-        assert found == pytest.approx((values[1] - values[0]) / 2e-4, rel=1e-5, abs=1e-8)
+        slope = log_precision.grad[index].item()
+        assert slope == pytest.approx((values[1] - values[0]) / 2e-4, rel=1e-5, abs=1e-8)
 
 
 @pytest.mark.parametrize("structure", ["ntk", "diag"])
@@ -428,7 +431,7 @@ def test_kfac_gradient_on_every_module(name: str, sharing: str) -> None:
 @pytest.mark.parametrize("name", ["layer-norm", "bias-and-scale", "loose"])
 def test_kfac_without_kronecker_factors_is_exact_by_tensor(name: str) -> None:
     """What has no Kronecker form gets its exact dense block: ℓ differs in the head alone."""
-    found = {}
+    log_dets = {}
     for structure in ("kfac", "blockdiag"):
         prior = GaussianPrior("layerwise")
         evidence, x, y = make(CASES[name], Categorical(), prior, f"{structure}-N-C")
@@ -436,8 +439,8 @@ def test_kfac_without_kronecker_factors_is_exact_by_tensor(name: str) -> None:
             pinned = prior.group_of["head.weight"]
             assert prior.log_precision is not None
             prior.log_precision[pinned] = 60.0
-        found[structure] = evidence.estimate(x, y).log_det
-    assert found["kfac"] == pytest.approx(found["blockdiag"], rel=1e-9)
+        log_dets[structure] = evidence.estimate(x, y).log_det
+    assert log_dets["kfac"] == pytest.approx(log_dets["blockdiag"], rel=1e-9)
 
 
 def test_exact_hessian_of_a_weight_held_by_reference() -> None:
@@ -456,13 +459,13 @@ def test_exact_hessian_of_a_weight_held_by_reference() -> None:
         model = Holds().double()
     plain = nn.Sequential(model.inner, nn.Tanh(), model.head)
     x, y = torch.linspace(-1, 1, 12).double().reshape(4, 3), torch.arange(4) % 3
-    found = [
+    estimates = [
         Evidence(
             m, Categorical(), GaussianPrior(precision=8.0), estimator="full-N-C", num_data=4
         ).estimate(x, y)
         for m in (model, plain)
     ]
-    assert found[0].log_det == pytest.approx(found[1].log_det, rel=1e-12)
+    assert estimates[0].log_det == pytest.approx(estimates[1].log_det, rel=1e-12)
 
 
 @pytest.mark.parametrize("likelihood", [Gaussian, Categorical])

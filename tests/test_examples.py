@@ -45,16 +45,16 @@ def test_sequences(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 
 def test_fine_tuning(capsys: pytest.CaptureFixture[str]) -> None:
-    found = load_script("fine_tuning").main("--epochs 2 --old-epochs 1 --subset 30".split())
+    results = load_script("fine_tuning").main("--epochs 2 --old-epochs 1 --subset 30".split())
     assert capsys.readouterr().out.count("initial ") == 4
-    assert all(math.isfinite(value) for values in found.values() for value in values)
+    assert all(math.isfinite(value) for values in results.values() for value in values)
 
 
 def test_censored(capsys: pytest.CaptureFixture[str]) -> None:
     script = load_script("censored")
-    found = script.main("--epochs 2 --seeds 0 1".split())
-    assert set(found) == {"as recorded", "left out", "censored"}
-    assert all(math.isfinite(value) for values in found.values() for value in values)
+    results = script.main("--epochs 2 --seeds 0 1".split())
+    assert set(results) == {"as recorded", "left out", "censored"}
+    assert all(math.isfinite(value) for values in results.values() for value in values)
     assert capsys.readouterr().out.count(" censored ") == 3
 
 
@@ -89,8 +89,8 @@ def test_gallery(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) 
 def test_relevance_is_shown_for_each_column(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("pandas")
     script = load_script("relevance")
-    found = script.main("--folds 2 --epochs 2".split())
-    assert len(found) == 13 and set(script.RANDOM) < set(found)
+    relevances = script.main("--folds 2 --epochs 2".split())
+    assert len(relevances) == 13 and set(script.RANDOM) < set(relevances)
     assert capsys.readouterr().out.count("#") > 13
 
 
@@ -142,13 +142,13 @@ def test_the_rows_of_censored_targets_are_those_of_the_mean_hessian() -> None:
 
     limit = torch.full_like(f, 0.7)
     expected = likelihood.log_prob(f, limit).exp() * curvature(f, limit)[:, 0]
-    densities = [likelihood.log_prob(each.expand(len(grid), 1), grid).exp() for each in f]
-    each = [curvature(one[None].repeat(len(grid), 1), grid)[:, 0] for one in f]
+    densities = [likelihood.log_prob(output.expand(len(grid), 1), grid).exp() for output in f]
+    curvatures = [curvature(one[None].repeat(len(grid), 1), grid)[:, 0] for one in f]
     integral = torch.stack(
-        [torch.trapezoid(d * c, grid[:, 0]) for d, c in zip(densities, each, strict=True)]
+        [torch.trapezoid(d * c, grid[:, 0]) for d, c in zip(densities, curvatures, strict=True)]
     )
-    found = likelihood.hessian(f)[:, 0, 0]
-    torch.testing.assert_close(found, expected + integral, rtol=1e-3, atol=1e-4)
+    hessians = likelihood.hessian(f)[:, 0, 0]
+    torch.testing.assert_close(hessians, expected + integral, rtol=1e-3, atol=1e-4)
     assert torch.autograd.gradcheck(likelihood.hessian, (f,))
 
 
@@ -179,16 +179,16 @@ def test_limits_as_an_output_of_the_model(estimator: str) -> None:
 
     x = torch.randn(9, 3, generator=torch.Generator().manual_seed(0)).double()
     x[:, 2], y = 0.7, x[:, :1].clamp(max=0.7)
-    found = []
+    numbers = []
     for outputs, likelihood in ((1, censored(0.7)), (2, Limited(0.0))):
         torch.manual_seed(0)
         evidence = evigrad.Evidence(
             Model(outputs).double(), likelihood, GaussianPrior(), estimator=estimator, num_data=9
         )
-        found.append(evidence.backward(x, y).log_evidence)
+        numbers.append(evidence.backward(x, y).log_evidence)
         gradients = [p.grad for p in evidence.hyperparameters().values()]
-        found += [float(each.sum()) for each in gradients if each is not None]
-    assert found[: len(found) // 2] == pytest.approx(found[len(found) // 2 :], rel=1e-9)
+        numbers += [float(gradient.sum()) for gradient in gradients if gradient is not None]
+    assert numbers[: len(numbers) // 2] == pytest.approx(numbers[len(numbers) // 2 :], rel=1e-9)
 
 
 @pytest.mark.long

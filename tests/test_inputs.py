@@ -100,13 +100,18 @@ def evidence(model: nn.Module, estimator: str = "ntk-6-1", scale: str = "scale")
     )
 
 
-def results(own: Any, x: Any, y: Tensor) -> list[float]:
-    (scale,) = [p for name, p in own.hyperparameters().items() if name.endswith("scale")]
-    found = [own.map_loss(x, y).item()]
-    for block in own.blocks((x, y)).take(3):
-        found += [own.backward(block).log_evidence, own.estimate(block).log_evidence]
-        found.append(scale.grad.item())
-    return found
+def results(evidence_of_form: Any, x: Any, y: Tensor) -> list[float]:
+    (scale,) = [
+        p for name, p in evidence_of_form.hyperparameters().items() if name.endswith("scale")
+    ]
+    numbers = [evidence_of_form.map_loss(x, y).item()]
+    for block in evidence_of_form.blocks((x, y)).take(3):
+        numbers += [
+            evidence_of_form.backward(block).log_evidence,
+            evidence_of_form.estimate(block).log_evidence,
+        ]
+        numbers.append(scale.grad.item())
+    return numbers
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -122,7 +127,7 @@ def test_forms_of_inputs(form: str) -> None:
     x, y = data()
     ids, mask, numbers = x.values()
     expected = results(evidence(reader()), x, y)
-    model, given, scale = {
+    model, inputs, scale = {
         "mapping": (reader(), UserDict(x), "scale"),
         "dictionary": (OneDictionary(reader()), x, "reader.scale"),
         "tuple": (Nested(reader()), (Text(ids, mask), [numbers]), "reader.scale"),
@@ -132,18 +137,18 @@ def test_forms_of_inputs(form: str) -> None:
             "reader.scale",
         ),
     }[form]
-    assert results(evidence(model, scale=scale), given, y) == pytest.approx(expected, rel=1e-12)
+    assert results(evidence(model, scale=scale), inputs, y) == pytest.approx(expected, rel=1e-12)
 
 
 def test_one_subset_and_batches_of_all_data() -> None:
     x, y = data()
-    own = evidence(reader(), "kfac-N-C")
+    subset_evidence = evidence(reader(), "kfac-N-C")
     tree = as_inputs(x)
     assert isinstance(tree, Tree)
-    whole = own.estimate(x, y).log_evidence
+    whole = subset_evidence.estimate(x, y).log_evidence
     batches = [(tree[:5].value, y[:5]), (tree[5:].value, y[5:])]
-    assert own.estimate(batches).log_evidence == pytest.approx(whole, rel=1e-12)
-    rows = {report.name: report.rows for report in own.describe(x)}
+    assert subset_evidence.estimate(batches).log_evidence == pytest.approx(whole, rel=1e-12)
+    rows = {report.name: report.rows for report in subset_evidence.describe(x)}
     assert rows["words.weight"] == "embedding" and rows["inner.weight"] == "linear"
 
 
@@ -171,16 +176,16 @@ class Logits(nn.Module):
 @pytest.mark.parametrize("averaged", [False, True])
 @pytest.mark.filterwarnings("ignore:The training loss would learn")
 def test_outputs_that_are_an_object_with_logits(averaged: bool) -> None:
-    (x, y), found = data(), []
+    (x, y), outcomes = data(), []
     for boxed in (True, False):
         torch.manual_seed(0)
         model: nn.Module = Logits(boxed).double()
         if averaged:
             model = Averaged(model, AdditiveNoise(2), num_samples=2)
-        own = evidence(model, scale="model.scale" if averaged else "scale")
-        found.append(results(own, x["numbers"], y))
-        assert {r.rows for r in own.describe()} == {"linear", "generic: vmap"}
-    assert found[0] == found[1]
+        evidence_of_form = evidence(model, scale="model.scale" if averaged else "scale")
+        outcomes.append(results(evidence_of_form, x["numbers"], y))
+        assert {r.rows for r in evidence_of_form.describe()} == {"linear", "generic: vmap"}
+    assert outcomes[0] == outcomes[1]
 
 
 # ------------------------------------------------------------ data sets and loaders
@@ -204,8 +209,10 @@ class Sentences(Dataset[Any]):
 def padded(items: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
     ids = [x["ids"] for x, _ in items]
     size = max(map(len, ids))
-    mask = torch.stack([torch.arange(size) < len(each) for each in ids])
-    filled = torch.stack([torch.cat([each, each.new_zeros(size - len(each))]) for each in ids])
+    mask = torch.stack([torch.arange(size) < len(sentence) for sentence in ids])
+    filled = torch.stack(
+        [torch.cat([sentence, sentence.new_zeros(size - len(sentence))]) for sentence in ids]
+    )
     numbers = torch.stack([x["numbers"] for x, _ in items])
     return {"ids": filled, "mask": mask, "numbers": numbers}, torch.tensor([y for _, y in items])
 
@@ -215,16 +222,19 @@ def test_data_sets_and_loaders(workers: int, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("evigrad.blocks.sources._FOR_EACH_WORKER", 1)
     x, y = data()
     expected = results(evidence(reader()), x, y)
-    given = DataLoader(Sentences(), batch_size=4, num_workers=workers, shuffle=True)
-    own = evidence(reader())
+    loader = DataLoader(Sentences(), batch_size=4, num_workers=workers, shuffle=True)
+    loader_evidence = evidence(reader())
     before = torch.get_rng_state()
-    blocks = list(own.blocks(given).take(3))
+    blocks = list(loader_evidence.blocks(loader).take(3))
     assert torch.equal(before, torch.get_rng_state())
-    found = [own.map_loss(x, y).item()]
+    numbers = [loader_evidence.map_loss(x, y).item()]
     for block in blocks:
-        found += [own.backward(block).log_evidence, own.estimate(block).log_evidence]
-        found.append(own.hyperparameters()["model.scale"].grad.item())
-    assert found == pytest.approx(expected, rel=1e-12)
+        numbers += [
+            loader_evidence.backward(block).log_evidence,
+            loader_evidence.estimate(block).log_evidence,
+        ]
+        numbers.append(loader_evidence.hyperparameters()["model.scale"].grad.item())
+    assert numbers == pytest.approx(expected, rel=1e-12)
     plain = [block.indices for block in evidence(reader()).blocks(Sentences()).take(3)]
     assert all(torch.equal(a, b.indices) for a, b in zip(plain, blocks, strict=True))
 
@@ -233,14 +243,14 @@ def test_lengths_of_each_batch() -> None:
     """Padding is no part of the data: the value does not depend on the batch that a datum is in."""
     sentences = Sentences(ragged=True)
     loader = DataLoader(sentences, collate_fn=padded)
-    own = evidence(reader(), "ntk-N-C")
+    full_evidence = evidence(reader(), "ntk-N-C")
     whole = padded([sentences[n] for n in range(N)])
-    (block,) = own.blocks(loader).take(1)
-    expected = own.estimate(block).log_evidence
-    assert own.estimate(*whole).log_evidence == pytest.approx(expected, rel=1e-12)
+    (block,) = full_evidence.blocks(loader).take(1)
+    expected = full_evidence.estimate(block).log_evidence
+    assert full_evidence.estimate(*whole).log_evidence == pytest.approx(expected, rel=1e-12)
     parts = [padded([sentences[n] for n in range(i, i + 3)]) for i in range(0, N, 3)]
     assert len({x["ids"].shape for x, _ in parts}) > 1
-    assert own.estimate(parts).log_evidence == pytest.approx(expected, rel=1e-12)
+    assert full_evidence.estimate(parts).log_evidence == pytest.approx(expected, rel=1e-12)
 
 
 def test_fit_with_a_loader_and_its_checkpoint(tmp_path: Path) -> None:

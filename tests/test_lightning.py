@@ -145,15 +145,15 @@ def test_it_learns_what_a_plain_loop_learns(accumulate: int) -> None:
     for _ in range(3):
         for part in torch.arange(N).split(N // STEPS * accumulate):
             optimizer.zero_grad()
-            for some in part.split(N // STEPS):
-                (cross_entropy(other(x[some]), y[some]) / accumulate).backward()
+            for micro_batch in part.split(N // STEPS):
+                (cross_entropy(other(x[micro_batch]), y[micro_batch]) / accumulate).backward()
             evidence.add_weight_decay()
             optimizer.step()
             learner.step()
     torch.testing.assert_close(weights_of(module), weights_of(other))
-    own = evidence.prior.log_precision
-    assert own is not None
-    torch.testing.assert_close(log_precision_of(learned), own.detach())
+    log_precision = evidence.prior.log_precision
+    assert log_precision is not None
+    torch.testing.assert_close(log_precision_of(learned), log_precision.detach())
     assert [row["step"] for row in learned.history] == [steps, 2 * steps, 3 * steps]
     assert [row["hyper_steps"] for row in learned.history] == [2, 4, 6]
 
@@ -166,7 +166,7 @@ def test_a_run_from_a_checkpoint_gives_the_same_numbers(tmp_path: Path, every: i
         schedule = Schedule(burn_in=1, steps=2)
         return callback(estimator="ntk-20-rows-anchored", schedule=schedule)
 
-    whole, first, rest = (Plain("Adam", 0.02) for _ in range(3))
+    whole, first, continued = (Plain("Adam", 0.02) for _ in range(3))
     uninterrupted = learned()
     train(whole, uninterrupted, max_epochs=3)
     keep = pl.callbacks.ModelCheckpoint(
@@ -175,8 +175,8 @@ def test_a_run_from_a_checkpoint_gives_the_same_numbers(tmp_path: Path, every: i
     # The number of epochs is part of the schedule, so that the interrupted run has it too.
     train(first, learned(), keep, max_epochs=3, enable_checkpointing=True)
     resumed = learned()
-    train(rest, resumed, max_epochs=3, path=tmp_path / "kept.ckpt")
-    assert torch.equal(weights_of(rest), weights_of(whole))
+    train(continued, resumed, max_epochs=3, path=tmp_path / "kept.ckpt")
+    assert torch.equal(weights_of(continued), weights_of(whole))
     assert torch.equal(log_precision_of(resumed), log_precision_of(uninterrupted))
     assert resumed.history == uninterrupted.history
     assert torch.load(tmp_path / "kept.ckpt", weights_only=True)["callbacks"]
@@ -195,8 +195,8 @@ class Manual(Plain):
 def test_steps_that_the_module_takes_itself() -> None:
     modules = [Plain("Adam", 0.02), Manual("Adam", 0.02)]
     learned = [callback() for _ in modules]
-    for module, each in zip(modules, learned, strict=True):
-        train(module, each)
+    for module, learner in zip(modules, learned, strict=True):
+        train(module, learner)
     assert torch.equal(weights_of(modules[0]), weights_of(modules[1]))
     assert torch.equal(log_precision_of(learned[0]), log_precision_of(learned[1]))
 
@@ -391,8 +391,8 @@ class Kept(pl.Callback):
         self.folder, self.learned = folder, learned
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        found = [weights_of(pl_module), log_precision_of(self.learned)]
-        torch.save(found, self.folder / f"{trainer.global_rank}.pt")
+        weights = [weights_of(pl_module), log_precision_of(self.learned)]
+        torch.save(weights, self.folder / f"{trainer.global_rank}.pt")
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

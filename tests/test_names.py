@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # Participles and pronouns that stand for any value at all.
 VAGUE = {"found", "own", "each", "given", "known", "rest", "made", "some", "wanted"}
-FOLDERS = ("src", "experiments", "examples", "benchmarks")
+FOLDERS = ("src", "experiments", "examples", "benchmarks", "tests")
 FILES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
 
 

@@ -184,9 +184,9 @@ def test_rows_of_another_density_are_refused_before_anything_changes(kind: str) 
 
 def test_without_masked_data_it_is_the_density_that_it_looks_like() -> None:
     kept = MASKED != MASK
-    found = build(Masked(), "ntk-N-C", 9).estimate(X[kept], MASKED[kept])
+    estimate = build(Masked(), "ntk-N-C", 9).estimate(X[kept], MASKED[kept])
     expected = build(Categorical(), "ntk-N-C", 9).estimate(X[kept], MASKED[kept])
-    assert found.log_evidence == pytest.approx(expected.log_evidence, rel=1e-5)
+    assert estimate.log_evidence == pytest.approx(expected.log_evidence, rel=1e-5)
     # A subset without a mask passes, the next one does not.
     evidence = build(MaskedCategorical(), "ntk-4-1")
     evidence.estimate(X[:4], MASKED[:4])

@@ -174,7 +174,7 @@ def test_ways_to_make_the_outputs(settings: dict[str, Any]) -> None:
         (Gaussian(0.5), lambda f: f + 0.1),
         (Bernoulli(), lambda f: (f > 0).double()),
     ],
-    ids=lambda each: getattr(each, "name", ""),
+    ids=lambda argument: getattr(argument, "name", ""),
 )
 def test_likelihoods_with_a_number_for_each_output(likelihood: Likelihood, target: Any) -> None:
     x, _ = text()
@@ -257,10 +257,10 @@ def test_bound_over_all_draws(estimator: str) -> None:
     m = count if "rows" in estimator else 2
     for block in every_subset(partition, m):
         inputs, targets = stream._source.fetch(block.indices)
-        given = evigrad.Block(
+        plain_block = evigrad.Block(
             block.indices, block.columns, block.scale, block.likelihood_weights, inputs, targets
         )
-        estimates.append(one.estimate(given))
+        estimates.append(one.estimate(plain_block))
     mean = torch.tensor([e.log_det for e in estimates]).double().mean()
     exact = dense_log_det(model, x, y, PRECISION)
     assert mean >= exact - 1e-9
@@ -276,7 +276,7 @@ def test_long_tables_are_not_formed(
 ) -> None:
     x, y = text()
     model, count = tagger(tied=tied), int((y != -100).sum())
-    found = []
+    outcomes = []
     for formed in (False, True):
         every = {} if formed else {"words.weight": "every"}
         monkeypatch.setattr(
@@ -284,10 +284,10 @@ def test_long_tables_are_not_formed(
             lambda uses, *_, every=every: {n: u for n, u in uses.items() if n in every},
         )
         one = evidence(model, Categorical(), estimator, count)
-        found.append([results(one, block) for block in one.blocks((x, y)).take(3)])
+        outcomes.append([results(one, block) for block in one.blocks((x, y)).take(3)])
         words = {report.name: report.curvature for report in one.describe()}
         assert ("contracted" in words["words.weight"]) != formed
-    for a, b in zip(*found, strict=True):
+    for a, b in zip(*outcomes, strict=True):
         for one_value, other in zip(a, b, strict=True):
             torch.testing.assert_close(one_value, other, rtol=1e-9, atol=1e-9)
 
@@ -374,10 +374,10 @@ def test_loss_and_metrics() -> None:
     mean = cross_entropy(model(x).flatten(0, 1), y.flatten())
     decay = sum(w.square().sum() for w in one.weights().values()) * 0.5 * PRECISION / count
     torch.testing.assert_close(one.map_loss(x, y), mean + decay)
-    found = evaluate(model, Categorical(), (x, y), batch_size=2)
-    assert found["log_likelihood"] == pytest.approx(-mean.item())
+    metrics = evaluate(model, Categorical(), (x, y), batch_size=2)
+    assert metrics["log_likelihood"] == pytest.approx(-mean.item())
     right = (model(x).argmax(-1) == y)[y != -100].double().mean()
-    assert found["accuracy"] == pytest.approx(right.item())
+    assert metrics["accuracy"] == pytest.approx(right.item())
 
 
 def test_another_label_for_no_target() -> None:
@@ -423,15 +423,15 @@ def test_posterior(structure: str) -> None:
     one = evidence(model, Categorical(), "ntk-6-1", count)
     other = evidence(OnePosition(model), Categorical(), "ntk-6-1", count)
     posterior = one.posterior((x, y), structure=structure)
-    found = posterior(x, link="probit")
-    assert found.mean.shape == (N, LENGTH, WORDS)
-    assert found.covariance.shape == (N, LENGTH, WORDS, WORDS)
+    prediction = posterior(x, link="probit")
+    assert prediction.mean.shape == (N, LENGTH, WORDS)
+    assert prediction.covariance.shape == (N, LENGTH, WORDS, WORDS)
     expected = other.posterior(pairs, structure=structure)(pairs[0], link="probit")
     at = y != -100
-    torch.testing.assert_close(found.covariance[at], expected.covariance)
-    torch.testing.assert_close(found.probabilities[at], expected.probabilities)
-    torch.testing.assert_close(found.log_prob(y)[at], expected.log_prob(pairs[1]))
-    assert found.log_prob(y)[~at].isnan().all()
+    torch.testing.assert_close(prediction.covariance[at], expected.covariance)
+    torch.testing.assert_close(prediction.probabilities[at], expected.probabilities)
+    torch.testing.assert_close(prediction.log_prob(y)[at], expected.log_prob(pairs[1]))
+    assert prediction.log_prob(y)[~at].isnan().all()
     sampled = posterior(x)
     assert sampled.sample(3).shape == (3, N, LENGTH, WORDS)
     torch.testing.assert_close(sampled.probabilities.sum(-1), torch.ones(N, LENGTH).double())
@@ -464,11 +464,11 @@ def test_sequences_without_a_target_count_nothing(estimator: str) -> None:
     model, count = tagger(), int((y != -100).sum())
     one, other = (evidence(model, Categorical(), estimator, count) for _ in range(2))
     assert_same(one, with_empty(x, y), other, (x, y))
-    found = evaluate(model, Categorical(), with_empty(x, y), batch_size=1)
-    assert found == pytest.approx(evaluate(model, Categorical(), (x, y)))
+    metrics = evaluate(model, Categorical(), with_empty(x, y), batch_size=1)
+    assert metrics == pytest.approx(evaluate(model, Categorical(), (x, y)))
     posteriors = [
-        each.posterior(data, structure="kfac")(x)
-        for each, data in ((one, with_empty(x, y)), (other, (x, y)))
+        evidence_of_data.posterior(data, structure="kfac")(x)
+        for evidence_of_data, data in ((one, with_empty(x, y)), (other, (x, y)))
     ]
     torch.testing.assert_close(posteriors[0].covariance, posteriors[1].covariance)
 
@@ -602,8 +602,10 @@ def test_data_that_begin_without_targets() -> None:
     x, y = text()
     y[:2] = -100
     schedule = evigrad.Schedule(epochs=1, batch_size=N)
-    found = evigrad.fit(tagger().float(), (x, y), estimator=None, schedule=schedule, progress=False)
-    assert found.evidence.num_data == int((y != -100).sum())
+    fitted = evigrad.fit(
+        tagger().float(), (x, y), estimator=None, schedule=schedule, progress=False
+    )
+    assert fitted.evidence.num_data == int((y != -100).sum())
 
 
 def test_wrong_number_of_targets() -> None:

@@ -164,9 +164,9 @@ def test_the_density_around_a_mean_is_that_of_normals(structure) -> None:
     by_name = {"encoder.weight": shift, "head.bias": "initial"}
     for name, means in cases.items():
         prior = bound(structure, mean=by_name if name == "by name" else name)
-        found = prior.means()
-        assert list(found) == [n for n in w if n in means]
-        assert all(torch.equal(found[n], means[n]) for n in found)
+        bound_means = prior.means()
+        assert list(bound_means) == [n for n in w if n in means]
+        assert all(torch.equal(bound_means[n], means[n]) for n in bound_means)
         precisions = prior.precisions()
         oracle = sum(
             Normal(means.get(n, torch.zeros(())), precisions[n] ** -0.5).log_prob(w[n]).sum()
@@ -242,9 +242,9 @@ def test_a_mean_is_kept_in_the_state(structure) -> None:
     for other in (other_start, GaussianPrior(structure, mean=mean), copy.deepcopy(prior)):
         other.load_state_dict(state)
         other.bind(weights(seed=9))
-        found = other.means()
-        assert list(found) == ["encoder.weight", "encoder.bias", "gain"]
-        assert all(torch.equal(found[name], each) for name, each in prior.means().items())
+        loaded_means = other.means()
+        assert list(loaded_means) == ["encoder.weight", "encoder.bias", "gain"]
+        assert all(torch.equal(loaded_means[name], mean) for name, mean in prior.means().items())
     for other, words in (("zero", "this prior for no weight"), ("initial", "'head.weight_v'")):
         unlike = GaussianPrior(structure, mean=other)
         with pytest.raises(ConfigurationError, match=f"{words}.*Use the same mean="):
@@ -273,10 +273,10 @@ def test_initial_precision_of_each_group() -> None:
     prior = GaussianPrior("scalar", precision={"all": 3.0})
     prior.bind(weights())
     torch.testing.assert_close(parameter(prior).exp(), torch.tensor([3.0]).double())
-    wanted = {name: float(index + 1) for index, name in enumerate(weights())}
-    prior = GaussianPrior("layerwise", precision=wanted)
+    initial_precisions = {name: float(index + 1) for index, name in enumerate(weights())}
+    prior = GaussianPrior("layerwise", precision=initial_precisions)
     prior.bind(weights())
-    assert {n: p.item() for n, p in prior.precisions().items()} == pytest.approx(wanted)
+    assert {n: p.item() for n, p in prior.precisions().items()} == pytest.approx(initial_precisions)
 
 
 @pytest.mark.parametrize("precision", [0.0, -1.0, float("nan"), float("inf"), {"all": 0.0}])
@@ -380,8 +380,8 @@ SOME = {
 @pytest.mark.parametrize(("structure", "learnable", "learned"), SOME.values(), ids=list(SOME))
 def test_groups_that_are_learned(structure, learnable, learned) -> None:
     prior, whole = (GaussianPrior(structure, learnable=how) for how in (learnable, True))
-    for each in (prior, whole):
-        each.bind(weights())
+    for bound_prior in (prior, whole):
+        bound_prior.bind(weights())
     if learned is None:
         learned = [name for name in weights() if learnable.get(name, True)]
     assert parameter(prior).requires_grad is bool(learned)

@@ -27,13 +27,13 @@ class Page(html.parser.HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = {name: value or "" for name, value in attrs}
-        self.anchors |= {given[name] for name in ("id", "name") if name in given}
+        attributes = {name: value or "" for name, value in attrs}
+        self.anchors |= {attributes[name] for name in ("id", "name") if name in attributes}
         self._verbatim += tag in ("code", "script", "style")
-        if tag == "a" and "href" in given:
-            self.links.append(given["href"])
+        if tag == "a" and "href" in attributes:
+            self.links.append(attributes["href"])
         elif tag in ("script", "img", "link"):
-            self.loaded += [given[name] for name in ("src", "href") if name in given]
+            self.loaded += [attributes[name] for name in ("src", "href") if name in attributes]
 
     def handle_endtag(self, tag: str) -> None:
         self._verbatim -= tag in ("code", "script", "style")

@@ -126,7 +126,7 @@ class Relevances(nn.Module):
 
 def test_a_regressor_is_a_fit_of_the_standardised_table() -> None:
     X, y = made(50, 2)
-    found = EvidenceRegressor(**SHORT).fit(X, y)
+    regressor = EvidenceRegressor(**SHORT).fit(X, y)
 
     order = np.lexsort([*X.T, y])
     x, targets = torch.tensor(X[order]), torch.tensor(y[order])[:, None]
@@ -144,22 +144,24 @@ def test_a_regressor_is_a_fit_of_the_standardised_table() -> None:
     )
     evidence, pair = result.evidence, (inputs(x), outputs(targets))
     unit = float(outputs.std)
-    np.testing.assert_allclose(found.predict(X[order]), outputs.undo(model(pair[0]))[:, 0].detach())
+    np.testing.assert_allclose(
+        regressor.predict(X[order]), outputs.undo(model(pair[0]))[:, 0].detach()
+    )
     predictive = evidence.posterior(pair)(pair[0])
-    _, std = found.predict(X[order], return_std=True)
+    _, std = regressor.predict(X[order], return_std=True)
     np.testing.assert_allclose(std, unit * predictive.std[:, 0], rtol=1e-6)
     block = next(iter(evidence.blocks(pair)))  # of all rows
     exact = evidence.estimate(block).log_evidence - 50 * np.log(unit)
-    assert found.log_evidence_ == pytest.approx(exact)
+    assert regressor.log_evidence_ == pytest.approx(exact)
     learned = {name: value.detach() for name, value in evidence.hyperparameters().items()}
-    assert found.noise_ == pytest.approx(unit * float(learned["likelihood.log_noise"].exp()))
+    assert regressor.noise_ == pytest.approx(unit * float(learned["likelihood.log_noise"].exp()))
     scales = learned["model.0.raw"].sigmoid()
-    np.testing.assert_allclose(found.relevance_, scales / scales.max())
+    np.testing.assert_allclose(regressor.relevance_, scales / scales.max())
 
 
 def test_units_change_units_alone() -> None:
     X, y = made(40, 3)
-    one, other = (EvidenceRegressor(**SHORT).fit(X, each) for each in (y, 8.0 * y + 5.0))
+    one, other = (EvidenceRegressor(**SHORT).fit(X, target) for target in (y, 8.0 * y + 5.0))
     mean, std = one.predict(X, return_std=True)
     other_mean, other_std = other.predict(X, return_std=True)
     np.testing.assert_allclose(other_mean, 8.0 * mean + 5.0, rtol=1e-6)
@@ -195,7 +197,7 @@ def test_two_values_are_warned_of_without_standardized_numbers() -> None:
     X = np.linspace(-1, 1, 40)[:, None]
     with pytest.warns(EvigradWarning, match="has only two values. A Gaussian") as caught:
         EvidenceRegressor(**SHORT).fit(X, np.tile([0.0, 1.0], 20))
-    assert not [each for each in caught if "0.9" in str(each.message)]
+    assert not [warning for warning in caught if "0.9" in str(warning.message)]
 
 
 def test_several_targets() -> None:
@@ -389,17 +391,17 @@ def test_balanced_classes_have_the_same_total_weight(weighted: bool) -> None:
     rows = rows.astype(float)
     totals = {label: rows[y == label].sum() for label in ("rare", "usual")}
     weights = {label: rows.sum() / (2 * total) for label, total in totals.items()}
-    given = EvidenceClassifier(**SHORT, class_weight="balanced")
-    given.fit(X, y, sample_weight=rows if weighted else None)
+    classifier = EvidenceClassifier(**SHORT, class_weight="balanced")
+    classifier.fit(X, y, sample_weight=rows if weighted else None)
     by_hand = EvidenceClassifier(**SHORT)
     by_hand.fit(X, y, sample_weight=rows * np.array([weights[label] for label in y]))
-    np.testing.assert_array_equal(given.predict_proba(X), by_hand.predict_proba(X))
+    np.testing.assert_array_equal(classifier.predict_proba(X), by_hand.predict_proba(X))
     # Rows of weight zero and their classes do not count.
     extended = EvidenceClassifier(**SHORT, class_weight="balanced")
     more = np.concatenate([rows, [0.0]])
     extended.fit(np.concatenate([X, X[:1]]), [*y, "unseen"], sample_weight=more)
     assert list(extended.classes_) == ["rare", "usual"]
-    np.testing.assert_array_equal(extended.predict_proba(X), given.predict_proba(X))
+    np.testing.assert_array_equal(extended.predict_proba(X), classifier.predict_proba(X))
 
 
 def test_probabilities_refer_to_the_reweighted_classes() -> None:
@@ -501,9 +503,9 @@ def test_modules_of_ones_own() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(10, 4), nn.Tanh(), nn.Linear(4, 1))
     before = copy.deepcopy(module.state_dict())
-    given = EvidenceRegressor(**SHORT, module=module).fit(X, y)
+    regressor = EvidenceRegressor(**SHORT, module=module).fit(X, y)
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
-    assert given.inputs(X).dtype == torch.float32
+    assert regressor.inputs(X).dtype == torch.float32
     function = EvidenceRegressor(**SHORT, module=nn.Linear, relevance=False).fit(X, y)
     assert isinstance(function.result_.model, nn.Linear)
     assert not hasattr(function, "relevance_")

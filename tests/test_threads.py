@@ -59,7 +59,9 @@ def estimates(evidence: Evidence, count: int) -> list[float]:
     evidence.generator.manual_seed(0)
     other = evidence.with_estimator(f"ntk-{N}-C")
     return [
-        each.estimate(data(), LABELS).log_det for _ in range(count) for each in (evidence, other)
+        estimator.estimate(data(), LABELS).log_det
+        for _ in range(count)
+        for estimator in (evidence, other)
     ]
 
 
@@ -117,20 +119,20 @@ def at_once(*tasks: Callable[[], Any]) -> list[Any]:
 def test_estimates_in_threads_are_those_of_one_and_leave_no_trace() -> None:
     count, evidences = 5, [made(network) for network in (Recurrent, dropout, dropout)]
     expected, before = [estimates(evidence, count) for evidence in evidences], of_the_process()
-    found = at_once(*(lambda e=evidence: estimates(e, count) for evidence in evidences))
+    in_threads = at_once(*(lambda e=evidence: estimates(e, count) for evidence in evidences))
     assert of_the_process() == before
-    for of_one, wanted in zip(found, expected, strict=True):
-        assert of_one == pytest.approx(wanted, rel=1e-6)
+    for of_one, sequential in zip(in_threads, expected, strict=True):
+        assert of_one == pytest.approx(sequential, rel=1e-6)
 
 
 def test_training_with_dropout_beside_estimates() -> None:
     expected, before = trained(initial(), 10), of_the_process()
     evidences, model = [made(dropout), made(dropout)], initial()
-    found, *_ = at_once(
+    weights, *_ = at_once(
         lambda: trained(model, 10), *(lambda e=evidence: estimates(e, 10) for evidence in evidences)
     )
     assert of_the_process() == before
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
 
 
 def test_estimates_leave_the_random_states_alone_unless_the_model_draws() -> None:

@@ -38,29 +38,33 @@ def train(tracker: Tracker) -> Rows:
 
 def points(rows: Rows) -> Points:
     """What a reader should find."""
-    found: Points = {}
+    by_name: Points = {}
     for row in rows:
         for name, value in numbers(row).items():
-            found.setdefault(name, []).append((int(row["epoch"] or 0), value))
-    return found
+            by_name.setdefault(name, []).append((int(row["epoch"] or 0), value))
+    return by_name
 
 
-def assert_same(found: Points, rows: Rows) -> None:
-    wanted = points(rows)
-    assert {"loss", "log_evidence", "precision/weight"} <= set(wanted) == set(found)
-    for name, pairs in wanted.items():
-        assert [count for count, _ in found[name]] == [count for count, _ in pairs]
+def assert_same(tracked: Points, rows: Rows) -> None:
+    written = points(rows)
+    assert {"loss", "log_evidence", "precision/weight"} <= set(written) == set(tracked)
+    for name, pairs in written.items():
+        assert [count for count, _ in tracked[name]] == [count for count, _ in pairs]
         # TensorBoard has single precision.
-        assert [v for _, v in found[name]] == pytest.approx([v for _, v in pairs], rel=1e-6)
+        assert [v for _, v in tracked[name]] == pytest.approx([v for _, v in pairs], rel=1e-6)
 
 
 def test_tensorboard_has_the_history(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     rows = train(TensorBoard(tmp_path))
     reader: Any = import_module("tensorboard.backend.event_processing.event_accumulator")
-    found = reader.EventAccumulator(str(tmp_path)).Reload()
+    accumulator = reader.EventAccumulator(str(tmp_path)).Reload()
     assert_same(
-        {n: [(e.step, e.value) for e in found.Scalars(n)] for n in found.Tags()["scalars"]}, rows
+        {
+            n: [(e.step, e.value) for e in accumulator.Scalars(n)]
+            for n in accumulator.Tags()["scalars"]
+        },
+        rows,
     )
 
 
@@ -101,7 +105,7 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_weights_and_biases_has_the_history(offline: Path) -> None:
     rows = train(WandB(offline, project="digits", config={"width": 3}))
-    found: Points = {}
+    tracked: Points = {}
     config: dict[str, str] = {}
     codes: list[int] = []
     for record in logged(offline):
@@ -109,9 +113,9 @@ def test_weights_and_biases_has_the_history(offline: Path) -> None:
         items = {i.key or "/".join(i.nested_key): i.value_json for i in record.history.item}
         for name, value in items.items():
             if not name.startswith("_"):
-                found.setdefault(name, []).append((record.history.step.num, json.loads(value)))
+                tracked.setdefault(name, []).append((record.history.step.num, json.loads(value)))
         codes += [record.exit.exit_code] if record.HasField("exit") else []
-    assert_same(found, rows)
+    assert_same(tracked, rows)
     assert config["width"] == "3"
     assert codes == [0]
 
@@ -134,11 +138,11 @@ def test_mlflow_has_the_history(tmp_path: Path, mlflow: Any) -> None:
     rows = train(MLflow(tmp_path, experiment="digits", name="linear"))
     client = mlflow.MlflowClient(tracking_uri=tmp_path.as_uri())
     (run,) = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
-    found = {
+    tracked = {
         n: [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, n)]
         for n in run.data.metrics
     }
-    assert_same(found, rows)
+    assert_same(tracked, rows)
     assert (run.info.run_name, run.info.status) == ("linear", "FINISHED")
 
 

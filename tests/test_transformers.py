@@ -52,8 +52,8 @@ class LastWord(nn.Module):
         self.net = net
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        found = self.net(input_ids=input_ids, attention_mask=attention_mask, logits_to_keep=1)
-        return found.logits[:, 0]
+        output = self.net(input_ids=input_ids, attention_mask=attention_mask, logits_to_keep=1)
+        return output.logits[:, 0]
 
 
 def bert(attention: str) -> nn.Module:
@@ -161,9 +161,9 @@ class OfTree(nn.Module):
     def forward(self, x: Tree) -> Tensor:
         value = dict(x.value)
         place = value.pop("place", None)
-        found = self.net(**value)
-        found = found if isinstance(found, Tensor) else found.logits
-        return found if place is None else found[torch.arange(len(place)), place]
+        output = self.net(**value)
+        output = output if isinstance(output, Tensor) else output.logits
+        return output if place is None else output[torch.arange(len(place)), place]
 
 
 def kronecker(net: nn.Module, x: Tree, names: dict[str, nn.Module]) -> dict[str, Tensor]:
@@ -261,8 +261,8 @@ def test_value_and_gradient(name: str, attention: str, adapted: bool, structure:
     assert estimate.log_evidence == pytest.approx(expected.item(), rel=1e-9)
     named = evidence.hyperparameters()
     assert any(net.get_parameter(learned[0]) is p for p in named.values())
-    wanted = torch.autograd.grad(-expected / len(targets), list(named.values()))
-    for (key, parameter), gradient in zip(named.items(), wanted, strict=True):
+    gradients = torch.autograd.grad(-expected / len(targets), list(named.values()))
+    for (key, parameter), gradient in zip(named.items(), gradients, strict=True):
         assert parameter.grad is not None
         error = (parameter.grad - gradient).norm() / gradient.norm()
         assert error < 1e-8, f"{key}: {error:.1e}"

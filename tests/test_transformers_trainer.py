@@ -81,11 +81,11 @@ def text() -> Records:
 
     (Of GPT-2's the trainer counts the first labels too, although none of them has a loss.)
     """
-    found = sentences()
-    for record in found:
+    records = sentences()
+    for record in records:
         record["labels"] = record["input_ids"].masked_fill(record["attention_mask"] == 0, -100)
         record["labels"][0] = -100
-    return found
+    return records
 
 
 def callback(**changes: Any) -> Any:
@@ -101,7 +101,7 @@ def trainer_of(
     optimizer: Any = None,
     **settings: Any,
 ) -> Any:
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "output_dir": str(folder),
         "per_device_train_batch_size": N // STEPS,
         "num_train_epochs": 3,
@@ -116,7 +116,7 @@ def trainer_of(
     }
     return transformers.Trainer(
         model,
-        transformers.TrainingArguments(**given),
+        transformers.TrainingArguments(**arguments),
         train_dataset=data,
         callbacks=list(callbacks),
         optimizers=(optimizer, None),
@@ -142,16 +142,18 @@ def log_precision_of(learned: Any) -> Tensor:
 def test_the_decay_that_acts_is_that_of_the_prior(tmp_path: Path, kind: str, clip: float) -> None:
     """One step by hand, from the gradient of the MAP loss, which is clipped as a whole."""
     model, by_hand = bert(), bert()
-    for each in (model, by_hand):
-        each.classifier.bias.data += 1
-    given = None if kind == "AdamW" else torch.optim.SGD(model.parameters(), 0.02, weight_decay=0.3)
+    for network in (model, by_hand):
+        network.classifier.bias.data += 1
+    optimizer = (
+        None if kind == "AdamW" else torch.optim.SGD(model.parameters(), 0.02, weight_decay=0.3)
+    )
     settings = {"max_steps": 1, "per_device_train_batch_size": N, "lr_scheduler_type": "constant"}
     trainer = trainer_of(
         model,
         sentences(),
         tmp_path,
         callback(),
-        optimizer=given,
+        optimizer=optimizer,
         max_grad_norm=clip,
         weight_decay=0.3,
         **settings,
@@ -179,10 +181,8 @@ def test_it_learns_what_a_plain_loop_learns(
     size = N // accumulate
     settings: dict[str, Any] = {"gradient_accumulation_steps": accumulate, "num_train_epochs": 4}
     settings |= {"per_device_train_batch_size": size, "lr_scheduler_type": "constant"}
-    given = torch.optim.SGD(model.parameters(), 0.1)
-    trainer_of(
-        model, data, tmp_path, learned, optimizer=given, max_grad_norm=0.0, **settings
-    ).train()
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    trainer_of(model, data, tmp_path, learned, optimizer=sgd, max_grad_norm=0.0, **settings).train()
     other = make()
     x, labels = together(data)
     y = labels
@@ -205,9 +205,11 @@ def test_it_learns_what_a_plain_loop_learns(
         optimizer.step()
         learner.step()
     torch.testing.assert_close(weights_of(model), weights_of(other), rtol=1e-3, atol=1e-4)
-    own = evidence.prior.log_precision
-    assert own is not None
-    torch.testing.assert_close(log_precision_of(learned), own.detach(), rtol=1e-3, atol=1e-3)
+    log_precision = evidence.prior.log_precision
+    assert log_precision is not None
+    torch.testing.assert_close(
+        log_precision_of(learned), log_precision.detach(), rtol=1e-3, atol=1e-3
+    )
     assert [row["step"] for row in learned.history] == [1, 2, 3, 4]
 
 
@@ -235,8 +237,8 @@ def test_a_run_from_a_checkpoint_gives_the_same_numbers(
     whole = trained("run", one)
     for step in (8, 9):
         assert (tmp_path / "run" / f"checkpoint-{step}" / "evigrad.pt").exists()
-    rest = trained("run", two, str(tmp_path / "run" / "checkpoint-4"))
-    assert torch.equal(weights_of(rest), weights_of(whole))
+    continued = trained("run", two, str(tmp_path / "run" / "checkpoint-4"))
+    assert torch.equal(weights_of(continued), weights_of(whole))
     assert torch.equal(log_precision_of(one), log_precision_of(two))
     assert one.history == two.history
     if make is adapted:
@@ -255,8 +257,8 @@ class Reports(transformers.TrainerCallback):
     def __init__(self) -> None:
         self.seen: list[dict[str, float]] = []
 
-    def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        self.seen.append(given["logs"])
+    def on_log(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+        self.seen.append(keywords["logs"])
 
 
 def test_what_is_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -268,8 +270,8 @@ def test_what_is_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         if sent:
             learned.log = trainer.log
         trainer.train()
-        rounds = [each for each in trainer.state.log_history if name in each]
-        assert [each["step"] for each in rounds] == [3, 6]
+        rounds = [entry for entry in trainer.state.log_history if name in entry]
+        assert [entry["step"] for entry in rounds] == [3, 6]
         precisions = [v for n, v in learned.history[-1].items() if n.startswith("precision/")]
         assert len(precisions) > 3
         assert rounds[-1][name] == pytest.approx(statistics.median(precisions))

@@ -67,10 +67,12 @@ def gradients(evidence: Evidence, x: Any, **keywords: Any) -> tuple[float, dict[
     state = evidence.generator.get_state()
     estimate = evidence.backward(x, **keywords)
     evidence.generator.set_state(state)
-    found = {n: p.grad for n, p in evidence.hyperparameters().items() if p.grad is not None}
+    gradients_by_name = {
+        n: p.grad for n, p in evidence.hyperparameters().items() if p.grad is not None
+    }
     for p in evidence.hyperparameters().values():
         p.grad = None
-    return estimate.log_evidence, found
+    return estimate.log_evidence, gradients_by_name
 
 
 @pytest.mark.parametrize("kind", [Evidence, OneGraph])
@@ -173,10 +175,10 @@ def test_a_kept_pass_knows_what_it_does_not_follow() -> None:
     kept = evidence.collect(block, wrt=["prior", "likelihood"])
     with pytest.raises(ConfigurationError, match=r"has no gradient for model\..*wrt=\['likelihood"):
         evidence.backward(kept)
-    found = evidence.hyperparameters()
-    assert all(p.grad is None for p in found.values())
+    hyperparameters = evidence.hyperparameters()
+    assert all(p.grad is None for p in hyperparameters.values())
     with torch.no_grad():
-        found["model.invariance.raw_level"].add_(0.1)
+        hyperparameters["model.invariance.raw_level"].add_(0.1)
     for attempt in (evidence.estimate, lambda k: evidence.backward(k, wrt="prior")):
         with pytest.raises(InputError, match="hyperparameters outside the pass.s wrt"):
             attempt(kept)
@@ -242,7 +244,7 @@ def test_parameters_are_learnable_again_after_an_error() -> None:
 def test_the_training_loss_reaches_what_is_asked_for() -> None:
     evidence = make("ntk-4-1")
     x, y = data()
-    found = evidence.hyperparameters()
+    hyperparameters = evidence.hyperparameters()
     for wrt, reached in (
         ((), set()),
         (["model.invariance"], {"model.invariance.raw_level"}),
@@ -250,5 +252,5 @@ def test_the_training_loss_reaches_what_is_asked_for() -> None:
     ):
         with torch.random.fork_rng(devices=[]):
             evidence.map_loss(x, y, wrt=wrt).backward()
-        assert {name for name, p in found.items() if p.grad is not None} == reached
+        assert {name for name, p in hyperparameters.items() if p.grad is not None} == reached
         evidence.model.zero_grad()

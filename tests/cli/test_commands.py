@@ -81,9 +81,9 @@ def test_train_compares_and_leaves_a_whole_run_directory(capsys, tmp_path):
     assert fixed[-1]["hyper_steps"] == 0
     results = json.loads((folder / "results.json").read_text())
     assert list(results) == ["MAP", "ntk-20-1"]
-    base, own = (results[name]["test"]["log_likelihood"] for name in results)
-    assert won and won[1] == ("raised" if own >= base else "lowered")
-    assert float(won[2]) == pytest.approx(abs(own - base), abs=6e-4)
+    base, learned_score = (results[name]["test"]["log_likelihood"] for name in results)
+    assert won and won[1] == ("raised" if learned_score >= base else "lowered")
+    assert float(won[2]) == pytest.approx(abs(learned_score - base), abs=6e-4)
     assert results["MAP"]["hyperparameters"]["precision/linear1.weight"] == pytest.approx(0.6)
     assert results["MAP"]["evidence"]["estimator"] == "ntk-20-C"
     for result in results.values():  # what the curve was made by, of both
@@ -103,7 +103,7 @@ def test_a_run_can_be_repeated_from_its_own_configuration(tmp_path):
     run("train", "--config", tmp_path / "run" / "config.yaml")
     run("train", "--config", tmp_path / "run" / "config.yaml", "--seed", 1)
     rows = [read_metrics(tmp_path / name / "metrics.csv") for name in ("run", "run-2", "run-3")]
-    losses = [[row["loss"] for row in each] for each in rows]
+    losses = [[row["loss"] for row in history] for history in rows]
     assert losses[0] == losses[1]
     assert losses[0] != losses[2]
     assert not (tmp_path / "run-2" / "figures").exists()

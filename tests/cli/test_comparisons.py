@@ -67,7 +67,7 @@ def test_what_learning_won_in_a_sentence(base, learned, words):
 
 
 @pytest.mark.parametrize(
-    ("subset", "own", "name"),
+    ("subset", "chosen_estimator", "name"),
     [
         (60, "ntk-400-rows-anchored", "ntk-N-C"),  # exact, where that is quick
         (1000, "ntk-400-rows-anchored", "ntk-1000-C"),  # of 1000
@@ -77,7 +77,7 @@ def test_what_learning_won_in_a_sentence(base, learned, words):
         (1400, None, "ntk-700-C"),
     ],
 )
-def test_the_final_table_is_judged_by_sizes_and_not_by_times(subset, own, name):
+def test_the_final_table_is_judged_by_sizes_and_not_by_times(subset, chosen_estimator, name):
     """It is no looser than the curve, as subsets of data beside anchors would be."""
     setup = set_up("digits", subset=subset, model="digitsnet", device="cpu")
     evidence = Evidence(
@@ -90,4 +90,4 @@ def test_the_final_table_is_judged_by_sizes_and_not_by_times(subset, own, name):
     )
     for seconds in (0.1, 1000.0):
         result = SimpleNamespace(evidence=evidence, seconds=seconds)
-        assert _judge({"run": cast("Any", result)}, setup, own) == name
+        assert _judge({"run": cast("Any", result)}, setup, chosen_estimator) == name

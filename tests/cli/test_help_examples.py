@@ -50,7 +50,7 @@ SHORTER = {
 
 def examples() -> list[str]:
     """Every example once, the overview's first; what a FILE is made by comes before its use."""
-    found = []
+    command_lines = []
     commands = [(main, command) for command in ("", *COMMANDS)]
     commands += [(main_of_experiments, command) for command in ("bounds", "pareto")]
     for program, command in commands:
@@ -60,8 +60,8 @@ def examples() -> list[str]:
         (lines,) = re.findall(r"^examples?:\n((?:  .*\n)+)", text, re.MULTILINE)
         # A comment stands behind two spaces or more.
         shown = [re.split(r"   ", line.strip())[0] for line in lines.splitlines()]
-        found += sorted(shown, key=lambda example: ">" not in example)
-    return list(dict.fromkeys(found))
+        command_lines += sorted(shown, key=lambda example: ">" not in example)
+    return list(dict.fromkeys(command_lines))
 
 
 @pytest.fixture(scope="module")

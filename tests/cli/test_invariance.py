@@ -31,7 +31,7 @@ def run(*arguments: Any, code: int = 0) -> None:
 
 
 def read(**changes: Any) -> Any:
-    given = {
+    options = {
         "text": None,
         "initial": 0.1,
         "learn": True,
@@ -39,7 +39,7 @@ def read(**changes: Any) -> Any:
         "samples": 2,
         "average": "logits",
     }
-    return read_invariance(**given | changes)
+    return read_invariance(**options | changes)
 
 
 def test_names_and_ranges():
@@ -47,8 +47,8 @@ def test_names_and_ranges():
     everything = read(text="affine")
     assert everything.ranges == dict.fromkeys(GENERATORS, 0.1)
     assert everything.hyperparameters == ("invariance",)
-    some = read(text="rotation=max, shear,scale_x=0.5", initial=0.3)
-    assert some.ranges == {"rotation": math.pi, "shear": 0.3, "scale_x": 0.5}
+    three_ranges = read(text="rotation=max, shear,scale_x=0.5", initial=0.3)
+    assert three_ranges.ranges == {"rotation": math.pi, "shear": 0.3, "scale_x": 0.5}
     assert read(text="affine=0.2,rotation=0").ranges["rotation"] == 0
     assert read(text="affine=0.2,rotation=0").ranges["shear"] == 0.2
     assert read(text="rotation", learn=False).hyperparameters == ()

@@ -59,8 +59,8 @@ def started(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of forks
         for rank in range(count):
-            given = (rank, count, port, folder, [command, *arguments])
-            ranks.append(context.Process(target=_rank, args=given))
+            rank_arguments = (rank, count, port, folder, [command, *arguments])
+            ranks.append(context.Process(target=_rank, args=rank_arguments))
             ranks[-1].start()
     return ranks
 

@@ -142,10 +142,10 @@ def test_a_folder_that_cannot_be_written_is_one_line(capsys, monkeypatch, tmp_pa
     shutil.copytree(whole, folder)
     (folder / "results.json").unlink()
 
-    def read_only(self: Path, mode: str = "r", *rest: Any, **keywords: Any) -> Any:
+    def read_only(self: Path, mode: str = "r", *options: Any, **keywords: Any) -> Any:
         if folder in self.parents and not set(mode) <= set("rbt"):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
-        return plain(self, mode, *rest, **keywords)
+        return plain(self, mode, *options, **keywords)
 
     plain = Path.open
     monkeypatch.setattr(Path, "open", read_only)

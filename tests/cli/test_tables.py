@@ -39,8 +39,8 @@ def houses(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_invariance_is_for_images(houses, capsys):
-    given = ["train", "--data", str(houses / "houses.csv"), "--target", "price"]
-    assert main([*given, "--invariance", "rotation"]) == 2
+    arguments = ["train", "--data", str(houses / "houses.csv"), "--target", "price"]
+    assert main([*arguments, "--invariance", "rotation"]) == 2
     assert "--invariance and --flip need images, got" in capsys.readouterr().err
 
 
@@ -63,20 +63,24 @@ def rmse_of(words: str) -> float:
 )
 def test_training_on_a_table(houses, tmp_path, capsys, suffix, target, options, column):
     run = tmp_path / "run"
-    given = ["train", "--data", str(houses / f"houses.{suffix}"), "--target", target, *SHORT]
-    given += ["--run-dir", str(run), *(word for name in options for word in ("--likelihood", name))]
-    assert main(given) == 0
+    arguments = ["train", "--data", str(houses / f"houses.{suffix}"), "--target", target, *SHORT]
+    arguments += [
+        "--run-dir",
+        str(run),
+        *(word for name in options for word in ("--likelihood", name)),
+    ]
+    assert main(arguments) == 0
     said = capsys.readouterr()
     words = " ".join(said.out.split())
     assert "; mlp, with" in said.err and f"test {column}" in words
-    found = json.loads((run / "results.json").read_text())["ntk-20-1"]["test"]
-    assert ("accuracy" in found) == (column == "accuracy")
+    metrics = json.loads((run / "results.json").read_text())["ntk-20-1"]["test"]
+    assert ("accuracy" in metrics) == (column == "accuracy")
     if column == "RMSE":
         mean, deviation = map(
             float, re.findall(r"mean ([\d.e+]+), standard deviation ([\d.e+]+)", words)[0]
         )
         shown = rmse_of(words)
-        assert shown == pytest.approx(deviation * found["squared_error"] ** 0.5, rel=1e-2)
+        assert shown == pytest.approx(deviation * metrics["squared_error"] ** 0.5, rel=1e-2)
         assert mean > 3.5 * deviation / 2
         assert f"lower by {np.log(deviation):.1f}"[:-1] in words
     assert "model: mlp" in (run / "config.yaml").read_text()
@@ -86,20 +90,20 @@ def test_training_on_a_table(houses, tmp_path, capsys, suffix, target, options, 
 
 def test_columns_by_options(houses, tmp_path):
     run = tmp_path / "run"
-    given = ["train", "--data", str(houses / "houses.csv"), "--target", "price", *SHORT]
-    given += ["--drop", "town", "--categorical", "stars", "--run-dir", str(run)]
-    assert main(given) == 0
+    arguments = ["train", "--data", str(houses / "houses.csv"), "--target", "price", *SHORT]
+    arguments += ["--drop", "town", "--categorical", "stars", "--run-dir", str(run)]
+    assert main(arguments) == 0
     configuration = (run / "config.yaml").read_text()
     assert "drop: town" in configuration and "categorical: stars" in configuration
 
 
 def test_counts_keep_their_units(houses, tmp_path, capsys):
-    given = ["train", "--data", str(houses / "houses.csv"), "--target", "stars", *SHORT]
-    assert main([*given, "--likelihood", "poisson", "--run-dir", str(tmp_path / "run")]) == 0
+    arguments = ["train", "--data", str(houses / "houses.csv"), "--target", "stars", *SHORT]
+    assert main([*arguments, "--likelihood", "poisson", "--run-dir", str(tmp_path / "run")]) == 0
     words = " ".join(capsys.readouterr().out.split())
-    found = json.loads((tmp_path / "run" / "results.json").read_text())["ntk-20-1"]["test"]
+    metrics = json.loads((tmp_path / "run" / "results.json").read_text())["ntk-20-1"]["test"]
     shown = rmse_of(words)
-    assert shown == pytest.approx(found["squared_error"] ** 0.5, rel=1e-2)
+    assert shown == pytest.approx(metrics["squared_error"] ** 0.5, rel=1e-2)
     assert "test RMSE" in words and "standardized" not in words
 
 
@@ -108,18 +112,20 @@ def test_counts_keep_their_units(houses, tmp_path, capsys):
     [("negative-binomial", ["likelihood/dispersion"]), ("student-t", ["noise"])],
 )
 def test_learned_likelihoods_are_in_the_results(houses, tmp_path, likelihood, names):
-    given = ["train", "--data", str(houses / "houses.csv"), "--target", "stars", *SHORT]
-    assert main([*given, "--likelihood", likelihood, "--run-dir", str(tmp_path / "run")]) == 0
-    found = json.loads((tmp_path / "run" / "results.json").read_text())["ntk-20-1"]
+    arguments = ["train", "--data", str(houses / "houses.csv"), "--target", "stars", *SHORT]
+    assert main([*arguments, "--likelihood", likelihood, "--run-dir", str(tmp_path / "run")]) == 0
+    run_results = json.loads((tmp_path / "run" / "results.json").read_text())["ntk-20-1"]
     learned = [
-        name for name in found["hyperparameters"] if not name.startswith(("precision", "model"))
+        name
+        for name in run_results["hyperparameters"]
+        if not name.startswith(("precision", "model"))
     ]
     assert learned == names
 
 
 def test_mistakes_in_the_target(houses, capsys):
     file = str(houses / "houses.csv")
-    for given, words in (
+    for arguments, words in (
         (["--data", file], "--target NAME (target=...). The columns are area, town, price, stars"),
         (["--data", file, "--target", "prise"], "Did you mean 'price'?"),
         (["--data", file, "--target", "price", "--model", "digitsnet"], "needs images"),
@@ -131,5 +137,5 @@ def test_mistakes_in_the_target(houses, capsys):
             "must not name the target",
         ),
     ):
-        assert main(["train", *given]) == 2
+        assert main(["train", *arguments]) == 2
         assert words in " ".join(capsys.readouterr().err.split())

@@ -77,14 +77,14 @@ class Hub(ModuleType):
 
 def parts(name: str) -> dict[str, Any]:
     image, label, *others = COLUMNS[name]
-    made = {
+    tables = {
         part: table(IMAGES[part], LABELS[part], NAMES, (image, label)) for part in ("train", "test")
     }
-    for part, each in made.items():
+    for part, extended in tables.items():
         for other in others:
-            each = each.append_column(other, pa.array([9] * each.num_rows))
-        made[part] = pa.concat_tables([each[:2], each[2:]])  # in two chunks
-    return made
+            extended = extended.append_column(other, pa.array([9] * extended.num_rows))
+        tables[part] = pa.concat_tables([extended[:2], extended[2:]])  # in two chunks
+    return tables
 
 
 @pytest.fixture(autouse=True)
@@ -101,8 +101,8 @@ def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     module = Hub()
     for name, place in HUB.items():
-        made = parts(name)
-        splits = {"train": made["train"], place.test: made["test"]}
+        tables = parts(name)
+        splits = {"train": tables["train"], place.test: tables["test"]}
         module.repositories[place.repository] = {k: HubSplit(v) for k, v in splits.items()}
     monkeypatch.setitem(sys.modules, "datasets", module)
     return module

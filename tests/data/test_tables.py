@@ -37,10 +37,10 @@ def write(
     folder: Path, table: Mapping[str, Any], metadata: Mapping[str, str] | None = None
 ) -> None:
     (folder / "uci").mkdir(exist_ok=True)
-    made = pa.table(dict(table)).replace_schema_metadata(
+    arrow_table = pa.table(dict(table)).replace_schema_metadata(
         dict(METADATA if metadata is None else metadata)
     )
-    pq.write_table(made, folder / "uci" / "crab.parquet")
+    pq.write_table(arrow_table, folder / "uci" / "crab.parquet")
 
 
 @pytest.mark.parametrize("name", ["crab", "uci/crab"])
@@ -135,13 +135,13 @@ def houses(count: int = 50) -> dict[str, Any]:
 
 
 def save(file: Path, table: Mapping[str, Any]) -> Path:
-    made = pa.table(dict(table))
+    arrow_table = pa.table(dict(table))
     if file.suffix == ".parquet":
-        pq.write_table(made, file)
+        pq.write_table(arrow_table, file)
     else:
         mark = {".csv": ",", ".tsv": "\t"}[file.suffix]
         options = pa_csv.WriteOptions(delimiter=mark, quoting_style="needed")
-        pa_csv.write_csv(made, file, options)
+        pa_csv.write_csv(arrow_table, file, options)
     return file
 
 
@@ -162,8 +162,8 @@ def test_a_plain_table_of_a_real_target(tmp_path: Path, suffix: str) -> None:
     scaling = Scaling(data.target_mean, data.target_std)
     with pytest.raises(InputError, match="pass only the means"):
         scaling.undo(torch.zeros(3, 2))  # means and log variances
-    found = scaling.undo(both).squeeze(1).sort().values.numpy()
-    np.testing.assert_allclose(found, np.sort(table["price"]), rtol=1e-5)
+    prices = scaling.undo(both).squeeze(1).sort().values.numpy()
+    np.testing.assert_allclose(prices, np.sort(table["price"]), rtol=1e-5)
     towns = (data.test[0] * data.std + data.mean)[:, 2:5].round(decimals=4)
     assert set(towns.flatten().tolist()) == {0.0, 1.0} and (towns.sum(1) == 1).all()
 

@@ -185,16 +185,20 @@ def test_an_image_is_the_same_in_every_subset(variant: str) -> None:
     whole = load(f"digits:{variant}")
     assert whole.name == f"digits:{variant}"
     for subset, seed in ((50, 3), (200, 3), (60, 8)):
-        some = load(f"digits:{variant}", subset=subset, seed=seed)
+        subset_data = load(f"digits:{variant}", subset=subset, seed=seed)
         rows = torch.from_numpy(draw_subset(1438, subset, seed))
         images = raw(whole, whole.train[0])[rows]
-        torch.testing.assert_close(raw(some, some.train[0]), images, atol=1e-6, rtol=0)
-        torch.testing.assert_close(raw(some, some.test[0]), raw(whole, whole.test[0]))
-        assert torch.equal(some.train[1], whole.train[1][rows])
-        assert torch.equal(some.test[1], whole.test[1])
+        torch.testing.assert_close(
+            raw(subset_data, subset_data.train[0]), images, atol=1e-6, rtol=0
+        )
+        torch.testing.assert_close(raw(subset_data, subset_data.test[0]), raw(whole, whole.test[0]))
+        assert torch.equal(subset_data.train[1], whole.train[1][rows])
+        assert torch.equal(subset_data.test[1], whole.test[1])
         # The statistics are those of the drawn images as they are after the transform.
-        torch.testing.assert_close(some.train[0].double().mean().item(), 0.0, atol=1e-6, rtol=0)
-        torch.testing.assert_close(some.train[0].double().std(correction=0).item(), 1.0)
+        torch.testing.assert_close(
+            subset_data.train[0].double().mean().item(), 0.0, atol=1e-6, rtol=0
+        )
+        torch.testing.assert_close(subset_data.train[0].double().std(correction=0).item(), 1.0)
 
 
 @pytest.mark.parametrize("name", ["digits", "mnist5k"])

@@ -41,22 +41,22 @@ def evidence():
 
 
 def test_a_curve_is_the_mean_over_a_partition_at_each_point(evidence, images):
-    found = evidence_along(evidence, images, "diag-4-C", "rotation", [0.0, 2.0])
-    assert found["blocks"] == 3 and all(sem > 0 for sem in found["sem"])
+    curve = evidence_along(evidence, images, "diag-4-C", "rotation", [0.0, 2.0])
+    assert curve["blocks"] == 3 and all(sem > 0 for sem in curve["sem"])
     along.set_hyperparameter(evidence, "rotation", 0.0)  # where nothing is drawn
     one = evidence.with_estimator("diag-4-C", generator=0)
     values = [one.estimate(block).per_datum for block in one.blocks(images).epoch()]
-    assert found["mean"][0] == pytest.approx(sum(values) / 3, rel=1e-5)
+    assert curve["mean"][0] == pytest.approx(sum(values) / 3, rel=1e-5)
 
 
 def test_a_curve_along_the_precision_has_one_for_all_weights(evidence, images):
     along.set_hyperparameter(evidence, "rotation", 0.0)
-    found = evidence_along(evidence, images, "ntk-N-C", "precision", [0.5, 2.0])
-    for value, mean in zip([0.5, 2.0], found["mean"], strict=True):
+    curve = evidence_along(evidence, images, "ntk-N-C", "precision", [0.5, 2.0])
+    for value, mean in zip([0.5, 2.0], curve["mean"], strict=True):
         prior = GaussianPrior("scalar", precision=value)
         one = evidence.with_estimator("full-N-C", prior=prior)
         assert mean == pytest.approx(one.estimate(*images).per_datum, rel=1e-4)
-    assert found["sem"] == [0.0, 0.0]
+    assert curve["sem"] == [0.0, 0.0]
 
 
 def test_a_curve_along_the_precision_keeps_the_mean(evidence, images):
@@ -66,19 +66,19 @@ def test_a_curve_along_the_precision_keeps_the_mean(evidence, images):
     with torch.no_grad():
         for w in tuned.weights().values():
             w.add_(0.3)
-    found = evidence_along(tuned, images, "ntk-N-C", "precision", [2.0])
+    curve = evidence_along(tuned, images, "ntk-N-C", "precision", [2.0])
     prior = GaussianPrior("scalar", precision=2.0, mean=start)
     one = evidence.with_estimator("full-N-C", prior=prior).estimate(*images)
     assert one.log_prior == pytest.approx(-0.5 * 2.0 * 0.09 * (36 * 3 + 3), rel=1e-5)
-    assert found["mean"][0] == pytest.approx(one.per_datum, rel=1e-4)
+    assert curve["mean"][0] == pytest.approx(one.per_datum, rel=1e-4)
 
 
 def test_the_model_stays_as_it_was(evidence, images):
     before = {name: value.clone() for name, value in evidence.model.state_dict().items()}
-    found = evidence_along(evidence, images, "ntk-4-C", "rotation", [0.0, 3.0], blocks=1)
+    curve = evidence_along(evidence, images, "ntk-4-C", "rotation", [0.0, 3.0], blocks=1)
     after = evidence.model.state_dict()
     assert all((after[name] == value).all() for name, value in before.items())
-    assert found["mean"][0] != found["mean"][1] and found["blocks"] == 1
+    assert curve["mean"][0] != curve["mean"][1] and curve["blocks"] == 1
     with pytest.raises(ConfigurationError, match=r"precision, or a range .*rotation.*not 'shere'"):
         evidence_along(evidence, images, "ntk-4-C", "shere", [0.0])
 
@@ -90,12 +90,12 @@ def test_an_interrupted_curve_goes_on_to_the_same_numbers(evidence, images, monk
     monkeypatch.setattr(along, "_SAVE_EVERY", 0.0)
     count, real = 0, along.set_hyperparameter
 
-    def stop(*given):
+    def stop(*arguments):
         nonlocal count
         count += 1
         if count > 6:
             raise KeyboardInterrupt
-        real(*given)
+        real(*arguments)
 
     monkeypatch.setattr(along, "set_hyperparameter", stop)
     with pytest.raises(KeyboardInterrupt):
@@ -137,14 +137,14 @@ def test_one_kernel_serves_many_estimators(evidence, images, dtype, is_weighted,
     expected = {n: evidence_along(tempered, (x, y), n, "rotation", [0.0]) for n in names}
     alone = []
     monkeypatch.setattr(along, "evidence_along", lambda e, d, n, *_, **__: alone.append(n))
-    found = curves_along(tempered, (x, y), names, "rotation", [0.0])
-    assert alone == ["kfac-4-C", "ntk-6-rows-anchored"] and list(found) == names
+    curves = curves_along(tempered, (x, y), names, "rotation", [0.0])
+    assert alone == ["kfac-4-C", "ntk-6-rows-anchored"] and list(curves) == names
     for name in names:
         if name not in alone:
             tolerance = 1e-5 if dtype == torch.float32 else 1e-10
-            assert found[name]["mean"] == pytest.approx(expected[name]["mean"], rel=tolerance)
-            assert found[name]["sem"] == pytest.approx(expected[name]["sem"], rel=1e-3, abs=1e-9)
-            assert found[name]["blocks"] == expected[name]["blocks"]
+            assert curves[name]["mean"] == pytest.approx(expected[name]["mean"], rel=tolerance)
+            assert curves[name]["sem"] == pytest.approx(expected[name]["sem"], rel=1e-3, abs=1e-9)
+            assert curves[name]["blocks"] == expected[name]["blocks"]
 
 
 def test_narrow_tensors_are_rows(evidence, images, monkeypatch):
@@ -158,30 +158,30 @@ def test_narrow_tensors_are_rows(evidence, images, monkeypatch):
         return real(self, drawn)
 
     monkeypatch.setattr(along._Kernels, "estimates", estimates)
-    found = curves_along(evidence, images, names, "rotation", [0.5])
+    curves = curves_along(evidence, images, names, "rotation", [0.5])
     assert kept == [[4, 3]]  # 108 weights, and 3 biases, against 36 rows
     for name in names:
-        assert found[name]["mean"] == pytest.approx(expected[name]["mean"], rel=1e-5)
+        assert curves[name]["mean"] == pytest.approx(expected[name]["mean"], rel=1e-5)
 
 
 def test_bounds_of_one_kernel_are_in_order_where_transforms_are_drawn(evidence, images):
     names = ["ntk-N-C", "ntk-6-C", "ntk-3-C", "blockdiag-N-C", "blockdiag-6-C"]
-    found = curves_along(evidence, images, names, "rotation", [0.5, 2.0], seed=3)
+    curves = curves_along(evidence, images, names, "rotation", [0.5, 2.0], seed=3)
     for point in range(2):
-        value = {name: found[name]["mean"][point] for name in names}
+        value = {name: curves[name]["mean"][point] for name in names}
         assert value["ntk-N-C"] > value["ntk-6-C"] > value["ntk-3-C"]
         assert value["ntk-N-C"] > value["blockdiag-N-C"] > value["blockdiag-6-C"]
         assert value["ntk-6-C"] > value["blockdiag-6-C"]
-    assert found == curves_along(evidence, images, names, "rotation", [0.5, 2.0], seed=3)
-    assert found != curves_along(evidence, images, names, "rotation", [0.5, 2.0], seed=4)
+    assert curves == curves_along(evidence, images, names, "rotation", [0.5, 2.0], seed=3)
+    assert curves != curves_along(evidence, images, names, "rotation", [0.5, 2.0], seed=4)
 
 
 @pytest.mark.parametrize("names", [["ntk-4-C", "ntk-2-C"], ["ntk-N-C"]])
 def test_estimators_alone_where_no_kernel_serves(evidence, images, names):
     along_what = "precision" if "ntk-N-C" in names else "rotation"
-    found = curves_along(evidence, images, names, along_what, [0.5])
+    curves = curves_along(evidence, images, names, along_what, [0.5])
     for name in names:
-        assert found[name] == evidence_along(evidence, images, name, along_what, [0.5])
+        assert curves[name] == evidence_along(evidence, images, name, along_what, [0.5])
 
 
 def test_a_kernel_that_rounds_too_much_is_made_in_float64(evidence, images, monkeypatch):
@@ -190,16 +190,16 @@ def test_a_kernel_that_rounds_too_much_is_made_in_float64(evidence, images, monk
     twice = (torch.cat([images[0][:6]] * 2), torch.cat([images[1][:6]] * 2))
     names, types, real = ["ntk-N-C", "ntk-6-C"], [], along._Kernels.of
 
-    def of(*given):
-        types.append(given[4:])
-        return real(*given)
+    def of(*arguments):
+        types.append(arguments[4:])
+        return real(*arguments)
 
     monkeypatch.setattr(along._Kernels, "of", of)
-    found = curves_along(evidence, twice, names, "rotation", [0.0])
+    curves = curves_along(evidence, twice, names, "rotation", [0.0])
     assert types == [(None,), (torch.float64,)]
     for name in names:
         expected = evidence_along(evidence, twice, name, "rotation", [0.0])
-        assert found[name]["mean"] == pytest.approx(expected["mean"], rel=1e-4)
+        assert curves[name]["mean"] == pytest.approx(expected["mean"], rel=1e-4)
 
 
 def test_many_curves_go_on_to_the_same_numbers(evidence, images, monkeypatch, tmp_path):
@@ -216,9 +216,9 @@ def test_many_curves_go_on_to_the_same_numbers(evidence, images, monkeypatch, tm
             raise KeyboardInterrupt
         real(one, name, value)
 
-    def recorded(*given, **options):
-        names.append(given[2])
-        return alone(*given, **options)
+    def recorded(*arguments, **options):
+        names.append(arguments[2])
+        return alone(*arguments, **options)
 
     monkeypatch.setattr(along, "set_hyperparameter", stop)
     monkeypatch.setattr(along, "evidence_along", recorded)
@@ -264,17 +264,17 @@ def test_half_precision_has_a_kernel_in_single(evidence, images):
         hyperparameters=["invariance"],
     )
     data = (images[0].bfloat16(), images[1])
-    found = curves_along(half, data, ["ntk-N-C", "ntk-4-C"], "rotation", [0.0])
-    for name, each in found.items():
+    curves = curves_along(half, data, ["ntk-N-C", "ntk-4-C"], "rotation", [0.0])
+    for name, curve in curves.items():
         alone = evidence_along(half, data, name, "rotation", [0.0])
-        assert each["mean"] == pytest.approx(alone["mean"], rel=0.02)
+        assert curve["mean"] == pytest.approx(alone["mean"], rel=0.02)
 
 
 def test_times_are_positive(evidence, images, monkeypatch):
     monkeypatch.setattr("evigrad.measure.judging.SECONDS", 0.0)
-    found = time_steps(evidence, images, batch_size=4, steps=2)
+    seconds = time_steps(evidence, images, batch_size=4, steps=2)
     # An estimate has its part of the draw that its round begins with.
-    assert found.estimate > found.draw / 2 > 0 and found.step > 0
+    assert seconds.estimate > seconds.draw / 2 > 0 and seconds.step > 0
 
 
 def test_grids():

@@ -141,9 +141,9 @@ def test_a_file_of_ones_own(capsys, tmp_path):
     captured = capsys.readouterr()
     assert "mine, paper: Mine" in captured.err and "On the frontier" in captured.err
     assert "| ntk-10-1 |" in captured.out and "| ntk-20-rows-anchored |" in captured.out
-    own = tmp_path / "fig4.yaml"
-    own.write_text(file.read_text())
-    run(own, *where, code=2)
+    clashing = tmp_path / "fig4.yaml"
+    clashing.write_text(file.read_text())
+    run(clashing, *where, code=2)
     assert "has the name of an experiment of the paper" in capsys.readouterr().err
 
 

@@ -91,9 +91,9 @@ def test_bounds_along_a_range(capsys, tmp_path):
     assert "ntk-N-C" in capsys.readouterr().out
     files = [json.loads(file.read_text()) for file in tmp_path.glob("train/*/curves-*.json")]
     assert sorted(map(list, files)) == [["kfac-10-1"], ["ntk-10-C", "ntk-N-C"]]
-    found = files[0] | files[1]
-    assert [each["grid"] for each in found.values()] == [[0.0, 3.14159]] * 3
-    pairs = zip(found["ntk-10-C"]["mean"], found["ntk-N-C"]["mean"], strict=True)
+    by_estimator = files[0] | files[1]
+    assert [curve["grid"] for curve in by_estimator.values()] == [[0.0, 3.14159]] * 3
+    pairs = zip(by_estimator["ntk-10-C"]["mean"], by_estimator["ntk-N-C"]["mean"], strict=True)
     assert all(lower < upper for lower, upper in pairs)
 
 

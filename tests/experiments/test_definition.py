@@ -153,9 +153,11 @@ def test_keys_that_make_no_sense(content, words):
 
 def test_other_seeds_are_those_of_all_blocks():
     assert {job.training["seed"] for job in bounds().with_seeds([7]).jobs()} == {7}
-    own = bounds(seeds=[0, 1], panels={"prior": BOUNDS["panels"]["prior"] | {"seeds": [3]}})
-    assert {job.training["seed"] for job in own.jobs()} == {3}
-    assert {job.training["seed"] for job in own.with_seeds([7]).jobs()} == {7}
+    with_panel_seeds = bounds(
+        seeds=[0, 1], panels={"prior": BOUNDS["panels"]["prior"] | {"seeds": [3]}}
+    )
+    assert {job.training["seed"] for job in with_panel_seeds.jobs()} == {3}
+    assert {job.training["seed"] for job in with_panel_seeds.with_seeds([7]).jobs()} == {7}
     table = read_experiment("table1", "small").with_seeds([7])
     assert {job.training["seed"] for job in table.jobs()} == {7}
 
@@ -164,14 +166,14 @@ def test_every_figure_and_table_of_the_paper_is_there():
     names = list(paper_experiments())
     assert set(names) == NEEDED
     assert names[0] == "fig1" and names[-1] == "model_selection"
-    found = {type(read_experiment(name)) for name in names}
-    assert found == set(Experiment.kinds.values())
+    kinds = {type(read_experiment(name)) for name in names}
+    assert kinds == set(Experiment.kinds.values())
 
 
 @cache
 def has_network(data: str, model: str | None, depth: int | None, width: int | None) -> bool:
-    found = network_of({"data": data, "model": model, "depth": depth, "width": width})
-    return found is not None and bool(list(found.parameters()))
+    network = network_of({"data": data, "model": model, "depth": depth, "width": width})
+    return network is not None and bool(list(network.parameters()))
 
 
 @cache
@@ -198,12 +200,12 @@ def test_all_jobs_of_the_paper_have_settings_that_fit(name, preset):
         config = job.training
         if job.kind == "train" and config["seed"] == experiment.seeds[0]:
             options = train_options(config)
-            given = {k: v for k, v in options.items() if k in SETTINGS}
-            given["likelihood"] = "categorical"
-            if given["estimator"] == NO_ESTIMATOR:
-                given["estimator"] = None
+            settings = {k: v for k, v in options.items() if k in SETTINGS}
+            settings["likelihood"] = "categorical"
+            if settings["estimator"] == NO_ESTIMATOR:
+                settings["estimator"] = None
             learned = ("invariance",) if config["invariance"] else ()
-            Settings(**grouped(given | {"hyperparameters": learned, "checkpoint_every": None}))
+            Settings(**grouped(settings | {"hyperparameters": learned, "checkpoint_every": None}))
             assert has_network(*(config[n] for n in ("data", "model", "depth", "width")))
 
 
@@ -224,10 +226,16 @@ def test_options_of_a_training_are_those_of_the_file():
     ],
 )
 def test_an_exception_has_options_of_its_own(parts):
-    own = {"every": 2}
+    exception = {"every": 2}
     content = {"title": "Mine", "seeds": [0], "training": TRAINING, **parts}
-    made = make_experiment("mine", content | {"exceptions": {"ntk-N-C": own, "diag-N-C": own}})
-    found = {job.training["estimator"]: job.training for job in made.jobs() if job.kind == "train"}
-    assert found["ntk-20-1"]["every"] == TRAINING["every"] and found["ntk-N-C"]["every"] == 2
+    experiment = make_experiment(
+        "mine", content | {"exceptions": {"ntk-N-C": exception, "diag-N-C": exception}}
+    )
+    trainings = {
+        job.training["estimator"]: job.training for job in experiment.jobs() if job.kind == "train"
+    }
+    assert (
+        trainings["ntk-20-1"]["every"] == TRAINING["every"] and trainings["ntk-N-C"]["every"] == 2
+    )
     # Of estimators that are not run nothing is said.
-    assert made.own_settings() == [("ntk-N-C", own)]
+    assert experiment.own_settings() == [("ntk-N-C", exception)]

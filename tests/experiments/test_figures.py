@@ -42,26 +42,26 @@ def test_points_are_named_and_those_behind_the_frontier_are_not():
         ("b", "3", 3.0, 2.5),
         ("b", "4", 4.0, 1.0),
     ]
-    found = [figures.Point(*each) for each in places]
-    (axes,) = figures.points(found, "All", "x", "y").axes
+    points = [figures.Point(*place) for place in places]
+    (axes,) = figures.points(points, "All", "x", "y").axes
     assert [text.get_text() for text in axes.texts] == ["1", "2", "3", "4"]
-    (axes,) = figures.points(found, "Best", "x", "y", frontier=True, reference=["b"]).axes
+    (axes,) = figures.points(points, "Best", "x", "y", frontier=True, reference=["b"]).axes
     assert [text.get_text() for text in axes.texts] == ["better", "1", "2", "4"]
     assert axes.get_xscale() == "log"
 
 
 def test_a_point_that_came_about_otherwise_is_hollow():
-    found = [figures.Point("a", "1", 1.0, 3.0), figures.Point("a", "2", 2.0, 2.0, hollow=True)]
-    (axes,) = figures.points(found, "All", "x", "y").axes
+    points = [figures.Point("a", "1", 1.0, 3.0), figures.Point("a", "2", 2.0, 2.0, hollow=True)]
+    (axes,) = figures.points(points, "All", "x", "y").axes
     hollow = [line for line in axes.lines if line.get_markerfacecolor() == LIGHT.paper]
     drawn = [np.asarray(line.get_xydata()).tolist() for line in hollow]
     assert drawn == [[[2.0, 2.0]], []]  # and the entry of the legend
 
 
 def test_values_over_names_stand_apart_with_their_errors():
-    own = figures.Curve("own", [-0.1, 0.9], [1.0, 2.0], [0.1, math.nan])
+    with_errors = figures.Curve("own", [-0.1, 0.9], [1.0, 2.0], [0.1, math.nan])
     other = figures.Curve("other", [0.1, 1.1], [1.5, 2.5])
-    panel = figures.Panel("", "", "nats", [own, other], names=["a", "b ±90°"])
+    panel = figures.Panel("", "", "nats", [with_errors, other], names=["a", "b ±90°"])
     (axes,) = figures.panels([[panel]], markers=True).axes
     assert [label.get_text() for label in axes.get_xticklabels()] == ["a", "b\n±90°"]
     assert all(line.get_linestyle() == "None" for line in axes.lines)

@@ -123,8 +123,8 @@ def test_results_go_from_one_folder_to_another(tmp_path):
     with pytest.raises(ConfigurationError, match="There is no result"):
         first.export(file)
     trained = training(TRAINING, seed=0)
-    known = {"a": 1.5, "history": {"x": [1, 2]}}
-    first.finish(trained, known)
+    training_result = {"a": 1.5, "history": {"x": [1, 2]}}
+    first.finish(trained, training_result)
     first.finish(evaluation(trained), {"b": [None]})
     first.fail(evaluation(trained, "ntk-N-C"), "out of memory")
     assert first.export(file) == 2
@@ -135,7 +135,7 @@ def test_results_go_from_one_folder_to_another(tmp_path):
     assert second.result(evaluation(trained)) == {"b": [None]}
     assert second.result(trained) == {"a": 9.0}  # its own stays
     assert (third := Store(tmp_path / "c")).take(file) == 2 and third.take(file) == 0
-    assert third.result(trained) == known
+    assert third.result(trained) == training_result
     assert third.export(tmp_path / "again") == 2
     assert (tmp_path / "again").read_bytes() == content
 
@@ -172,8 +172,8 @@ def test_a_file_that_holds_no_results_is_named(content, tmp_path):
 def test_problems_of_a_training_are_those_of_all_that_needs_it(options, words, tmp_path):
     job = training(TRAINING | options, seed=0)
     jobs = [job, evaluation(job, "ntk-10-1")]
-    ((reason, found),) = problems(jobs, place_in(tmp_path)).items()
-    assert words in reason and found == jobs
+    ((reason, affected),) = problems(jobs, place_in(tmp_path)).items()
+    assert words in reason and affected == jobs
 
 
 @pytest.mark.parametrize(
@@ -188,8 +188,8 @@ def test_problems_of_a_training_are_those_of_all_that_needs_it(options, words, t
 def test_problems_of_a_curve(estimator, name, grid, words, tmp_path):
     job = training(TRAINING, seed=0)
     wrong = curve(job, estimator, name, grid, None)
-    ((reason, found),) = problems([job, wrong], place_in(tmp_path)).items()
-    assert words in reason and found == [wrong]
+    ((reason, affected),) = problems([job, wrong], place_in(tmp_path)).items()
+    assert words in reason and affected == [wrong]
 
 
 @pytest.mark.parametrize("name", ["fig4", "fig_pareto_prior", "model_selection"])

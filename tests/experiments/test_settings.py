@@ -52,10 +52,10 @@ def trainings(name: str, preset: str = PAPER) -> list[Mapping[str, Any]]:
 )
 def test_figures_share_the_trainings_of_an_estimator(preset, pareto, kind):
     names = [pareto, *(f"fig_train_{kind}{part}" for part in ("", "_doubly", "_grouped"))]
-    found = [config for name in names for config in trainings(name, preset)]
-    alone = {(config["estimator"], config["seed"]): config for config in found}
-    assert len(alone) < len(found)
-    assert all(config == alone[config["estimator"], config["seed"]] for config in found)
+    configs = [config for name in names for config in trainings(name, preset)]
+    alone = {(config["estimator"], config["seed"]): config for config in configs}
+    assert len(alone) < len(configs)
+    assert all(config == alone[config["estimator"], config["seed"]] for config in configs)
 
 
 @pytest.mark.parametrize("name", sorted(SHARED))
@@ -75,8 +75,8 @@ def test_panels_of_the_bounds(name):
     along = rotation.grid.values()
     assert len(along) == 100 and along[0] == 0 and along[-1] == pytest.approx(math.pi, abs=1e-5)
     for config in trainings(name):
-        wanted = _PRIOR if config["data"] == "mnist" else _ROTATION
-        assert {key: config[key] for key in wanted} == wanted
+        paper = _PRIOR if config["data"] == "mnist" else _ROTATION
+        assert {key: config[key] for key in paper} == paper
     assert experiment.seeds == [0, 1, 2]
     if name != "fig3":
         sizes = {10, 20, 50, 100, 250, 500}
@@ -87,17 +87,17 @@ def test_panels_of_the_bounds(name):
 def test_blocks_of_the_tables():
     for config in trainings("table1"):
         alone = config["invariance"] is None
-        wanted: dict[str, Any] = {"epochs": 300, "lr_min": 1e-8, "every": 5, "steps": 50}
+        paper: dict[str, Any] = {"epochs": 300, "lr_min": 1e-8, "every": 5, "steps": 50}
         if not alone:
-            wanted = {"epochs": 200, "lr_min": 1e-6, "every": 1, "steps": 4, "samples": 20}
-            wanted |= {"flip": True, "hyper_every": 1, "hyper_steps": 20}
-            wanted["hyper_lr"] = 0.05 if "-N-" in config["estimator"] else 0.01
-        assert {key: config[key] for key in wanted} == wanted
+            paper = {"epochs": 200, "lr_min": 1e-6, "every": 1, "steps": 4, "samples": 20}
+            paper |= {"flip": True, "hyper_every": 1, "hyper_steps": 20}
+            paper["hyper_lr"] = 0.05 if "-N-" in config["estimator"] else 0.01
+        assert {key: config[key] for key in paper} == paper
     for config in trainings("table2"):
-        wanted = {"every": 5, "steps": 50}
+        paper = {"every": 5, "steps": 50}
         if config["invariance"] is not None:
-            wanted = {"every": 1, "steps": 4, "samples": 10, "hyper_steps": 50, "hyper_lr": 0.01}
-        assert {key: config[key] for key in wanted} == wanted
+            paper = {"every": 1, "steps": 4, "samples": 10, "hyper_steps": 50, "hyper_lr": 0.01}
+        assert {key: config[key] for key in paper} == paper
     experiment = read_experiment("table1")
     assert isinstance(experiment, Comparison)
     assert len(experiment.seeds) == 5 and experiment.blocks["invariance"].seeds == [0, 1, 2]

@@ -320,12 +320,14 @@ def test_the_closest_seed_is_named(tmp_path):
 
 def test_curves_of_the_paper_belong_to_the_experiments():
     curves = published_curves()
-    wanted = set[tuple[str, str, str]]()
+    expected_curves = set[tuple[str, str, str]]()
     for name in ("fig3", "fig4"):
         experiment = read_experiment(name)
         assert isinstance(experiment, Bounds) and experiment.paper == [name]
-        wanted |= {(name, panel, c) for panel in experiment.panels for c in experiment.curves}
-    assert curves.keys() == wanted
+        expected_curves |= {
+            (name, panel, c) for panel in experiment.panels for c in experiment.curves
+        }
+    assert curves.keys() == expected_curves
     for x, y in curves.values():
         assert len(x) == len(y) > 10 and x == sorted(x) and max(y) < 0
     tops = {key: max(y) for key, (_, y) in curves.items()}

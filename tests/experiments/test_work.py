@@ -31,9 +31,9 @@ def done(tmp_path_factory):
 
 
 def result_of(place, job) -> dict[str, Any]:
-    found = Store(place.results).result(job)
-    assert found is not None
-    return found
+    stored = Store(place.results).result(job)
+    assert stored is not None
+    return stored
 
 
 def test_a_training_is_that_of_evigrad_train(done, tmp_path):
@@ -42,8 +42,8 @@ def test_a_training_is_that_of_evigrad_train(done, tmp_path):
     config = Store(place.results).folder(job) / RUN / "config.yaml"
     arguments = ["--config", str(config), "--run-dir", str(tmp_path / "run"), "--device", "cpu"]
     assert main(["train", *arguments, "--threads", "1", "--no-progress", "--no-figures"]) == 0
-    own = json.loads((tmp_path / "run" / "results.json").read_text())
-    (only,) = own.values()
+    by_command = json.loads((tmp_path / "run" / "results.json").read_text())
+    (only,) = by_command.values()
     assert only["test"] == result["test"]
     assert result["epochs"] == 3 and result["num_data"] == 40
     assert result["history"]["test_log_likelihood"]["epoch"] == [1, 2, 3]
@@ -51,21 +51,21 @@ def test_a_training_is_that_of_evigrad_train(done, tmp_path):
 
 def test_an_evaluation_is_that_of_the_trained_network(done):
     place, job = done
-    found = perform(evaluation(job, "ntk-N-C"), place)
+    numbers = perform(evaluation(job, "ntk-N-C"), place)
     setup, result = trained(job.training, Store(place.results).folder(job) / RUN, place)
     exact = result.evidence.with_estimator("full-N-C").estimate(*setup.data.train).per_datum
-    assert found["per_datum"] == pytest.approx(exact, rel=1e-4)
-    assert (found["blocks"], found["sem"]) == (1, 0.0)
+    assert numbers["per_datum"] == pytest.approx(exact, rel=1e-4)
+    assert (numbers["blocks"], numbers["sem"]) == (1, 0.0)
     few = perform(evaluation(job, "ntk-10-C", blocks=2), place)
     assert few["blocks"] == 2 and few["sem"] > 0
 
 
 def test_times_are_positive(done):
     place, job = done
-    found = perform(timing(job), place)
+    seconds = perform(timing(job), place)
     # An estimate has its part of the draw that its round begins with.
-    assert found["estimate_seconds"] > found["draw_seconds"] / job.training["steps"] > 0
-    assert found["step_seconds"] > 0
+    assert seconds["estimate_seconds"] > seconds["draw_seconds"] / job.training["steps"] > 0
+    assert seconds["step_seconds"] > 0
 
 
 def test_nothing_is_done_twice_and_the_folder_can_be_moved(done, tmp_path):
@@ -187,11 +187,13 @@ def test_an_imported_training_runs_again_where_its_network_is_needed(done, tmp_p
     store = Store(here.results)
     store.take(tmp_path / "results.jsonl.gz")
     assert missing([job], store) == []
-    wanted = evaluation(job, "ntk-4-C")
-    assert [each.kind for each in missing([wanted], store)] == ["train", "evaluate"]
-    assert run([wanted], here) == []
-    assert result_of(here, wanted)["blocks"] == 10
-    assert [each.kind for each in missing([evaluation(job, "ntk-2-C")], store)] == ["evaluate"]
+    needed = evaluation(job, "ntk-4-C")
+    assert [needed_job.kind for needed_job in missing([needed], store)] == ["train", "evaluate"]
+    assert run([needed], here) == []
+    assert result_of(here, needed)["blocks"] == 10
+    assert [needed_job.kind for needed_job in missing([evaluation(job, "ntk-2-C")], store)] == [
+        "evaluate"
+    ]
 
 
 def test_side_by_side_is_the_same_as_one_after_the_other(done, tmp_path):

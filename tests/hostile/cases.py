@@ -45,11 +45,13 @@ def hostile(
             @given(cases)
             def every(case: Any) -> None:
                 before = REFUSED[0]
-                found.append(check(tmp_path, case) is not False and before == REFUSED[0])
+                accepted.append(check(tmp_path, case) is not False and before == REFUSED[0])
 
-            found: list[bool] = []
+            accepted: list[bool] = []
             every()
-            assert sum(found) >= well * len(found), f"{sum(found)} of {len(found)} are not refused"
+            assert sum(accepted) >= well * len(accepted), (
+                f"{sum(accepted)} of {len(accepted)} are not refused"
+            )
 
         del test.__wrapped__  # pytest would take the arguments of the check for fixtures
         return test
@@ -72,31 +74,31 @@ def errors_of_ours():
 @st.composite
 def mutated(draw: Callable[..., Any], content: bytes) -> bytes:
     """A file that was cut, in which bits flipped, or bytes were lost, repeated or overwritten."""
-    found = bytearray(content)
+    damaged = bytearray(content)
     for _ in range(draw(st.integers(1, 3))):
-        place = draw(st.integers(0, max(len(found) - 1, 0)))
+        place = draw(st.integers(0, max(len(damaged) - 1, 0)))
         size = draw(st.sampled_from([1, 2, 4, 8, 64, 512]))
         kind = draw(st.sampled_from(["flip", "cut", "lose", "repeat", "overwrite", "insert"]))
-        if kind == "flip" and found:
-            found[place] ^= 1 << draw(st.integers(0, 7))
+        if kind == "flip" and damaged:
+            damaged[place] ^= 1 << draw(st.integers(0, 7))
         elif kind == "cut":
-            del found[place:]
+            del damaged[place:]
         elif kind == "lose":
-            del found[place : place + size]
+            del damaged[place : place + size]
         elif kind == "repeat":
-            found[place:place] = found[place : place + size]
+            damaged[place:place] = damaged[place : place + size]
         elif kind == "overwrite":
-            found[place : place + size] = draw(st.sampled_from([b"\0", b"\xff", b"\x80"])) * size
+            damaged[place : place + size] = draw(st.sampled_from([b"\0", b"\xff", b"\x80"])) * size
         else:
-            found[place:place] = draw(st.binary(min_size=1, max_size=16))
-    return bytes(found)
+            damaged[place:place] = draw(st.binary(min_size=1, max_size=16))
+    return bytes(damaged)
 
 
 def texts() -> st.SearchStrategy[str]:
     """Texts of any characters, and some that have been trouble elsewhere."""
-    known = ["", "\0", "../../etc/passwd", "<script>alert(1)</script>", "%s%n", "𝟏", "-", "1e999"]
-    known += ["nan", "None", "!!python/name:os.system", "${HOME}", "a" * 10_000, "\ud800", "١٢"]
-    return st.one_of(st.text(max_size=30), st.sampled_from(known))
+    nasty = ["", "\0", "../../etc/passwd", "<script>alert(1)</script>", "%s%n", "𝟏", "-", "1e999"]
+    nasty += ["nan", "None", "!!python/name:os.system", "${HOME}", "a" * 10_000, "\ud800", "١٢"]
+    return st.one_of(st.text(max_size=30), st.sampled_from(nasty))
 
 
 def values() -> st.SearchStrategy[Any]:

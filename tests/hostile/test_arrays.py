@@ -31,13 +31,13 @@ def tensors(draw: Any, shapes: list[tuple[int, ...]]) -> Tensor:
     if size and draw(st.booleans()):
         content[draw(st.integers(0, size - 1))] = draw(st.sampled_from(_SPECIAL))
     real = torch.nan_to_num(content, 0, 2**62, -(2**62)) if not kind.is_floating_point else content
-    found = (real if not kind.is_complex else content).to(kind).reshape(shape)
+    tensor = (real if not kind.is_complex else content).to(kind).reshape(shape)
     changes = {
-        "as it is": lambda: found,
-        "requires a gradient": lambda: found.requires_grad_(found.is_floating_point()),
-        "a view": lambda: found[..., None].expand(*found.shape, 2)[..., 0],
-        "sparse": lambda: found.to_sparse() if found.ndim and found.numel() else found,
-        "meta": lambda: found.to("meta"),
+        "as it is": lambda: tensor,
+        "requires a gradient": lambda: tensor.requires_grad_(tensor.is_floating_point()),
+        "a view": lambda: tensor[..., None].expand(*tensor.shape, 2)[..., 0],
+        "sparse": lambda: tensor.to_sparse() if tensor.ndim and tensor.numel() else tensor,
+        "meta": lambda: tensor.to("meta"),
     }
     return changes[draw(st.sampled_from(["as it is"] * 6 + [*changes]))]()
 
@@ -79,8 +79,8 @@ def test_estimates_are_finite_or_refused(tmp_path: Path, problem: Any) -> None:
             lambda: evidence.backward(x, y).log_evidence,
         ):
             with errors_of_ours():
-                found = verb()
-                assert not isinstance(found, float) or np.isfinite(found)
+                estimate = verb()
+                assert not isinstance(estimate, float) or np.isfinite(estimate)
 
 
 @hostile(problems(), 40, 1_500)

@@ -19,7 +19,7 @@ _GENERATOR = torch.Generator().manual_seed(0)
 X, Y = torch.randn(12, 4, generator=_GENERATOR), torch.arange(12) % 3
 
 
-def train(folder: Path, **given: Any) -> Any:
+def train(folder: Path, **options: Any) -> Any:
     schedule = Schedule(
         epochs=4, batch_size=6, burn_in=1, every=1, steps=1, eval_every=0, checkpoint_every=1
     )
@@ -30,7 +30,7 @@ def train(folder: Path, **given: Any) -> Any:
         schedule=schedule,
         run_dir=folder,
         progress=False,
-        **given,
+        **options,
     )
 
 
@@ -60,25 +60,25 @@ RUN: dict[str, Any] = {}
 def paths_of(state: Any) -> list[tuple[Any, ...]]:
     """The way to every entry of nested dictionaries and lists."""
     parts = state.items() if isinstance(state, dict) else enumerate(state)
-    found: list[tuple[Any, ...]] = []
+    paths: list[tuple[Any, ...]] = []
     for key, part in parts if isinstance(state, dict | list | tuple) else ():
-        found.append((key,))
+        paths.append((key,))
         if isinstance(part, dict | list | tuple):
-            found += [(key, *rest) for rest in paths_of(part)]
-    return found
+            paths += [(key, *deeper) for deeper in paths_of(part)]
+    return paths
 
 
 def put(state: Any, path: tuple[Any, ...], change: Any) -> Any:
     """A copy of the state with another entry at a path, or without it."""
-    key, *rest = path
-    found = dict(state) if isinstance(state, dict) else list(state)
-    if rest:
-        found[key] = put(state[key], tuple(rest), change)
+    key, *deeper = path
+    changed = dict(state) if isinstance(state, dict) else list(state)
+    if deeper:
+        changed[key] = put(state[key], tuple(deeper), change)
     elif change is _LEFT_OUT:
-        del found[key]
+        del changed[key]
     else:
-        found[key] = change(state[key]) if callable(change) else change
-    return found
+        changed[key] = change(state[key]) if callable(change) else change
+    return changed
 
 
 def entries_of(old: Any) -> int:
@@ -128,13 +128,13 @@ def test_bytes(tmp_path: Path, content: bytes) -> None:
     """The state that was written, or an error; beside an older one: one of both, never a third."""
     path = written(tmp_path, content=content)
     with errors_of_ours():
-        found = RunDirectory(path, resume=True).read_checkpoint()
-        assert str(found) == str(RUN["state"])
+        state = RunDirectory(path, resume=True).read_checkpoint()
+        assert str(state) == str(RUN["state"])
     shutil.copy(RUN["folder"] / "checkpoint_before.pt", path)
     with errors_of_ours():
-        found = RunDirectory(path, resume=True).read_checkpoint()
-        assert found is not None
-        assert str(found) in (str(RUN["state"]), str(RUN["before"])) or found["format"] != 4
+        state = RunDirectory(path, resume=True).read_checkpoint()
+        assert state is not None
+        assert str(state) in (str(RUN["state"]), str(RUN["before"])) or state["format"] != 4
 
 
 @hostile(st.tuples(st.integers(0, 10**6), _CHANGES), 40, 4_000, 0.1)

@@ -32,7 +32,7 @@ class Parsed(BaseException):
 def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
     parser = make_parser()  # which takes longer than reading a file
 
-    def begin(*given: Any) -> int:
+    def begin(*arguments: Any) -> int:
         raise Parsed
 
     monkeypatch.setattr(train, "make_parser", lambda: parser)

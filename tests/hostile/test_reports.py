@@ -102,7 +102,7 @@ def test_names_are_shown_and_never_run(tmp_path: Path) -> None:
                 ),
                 st.one_of(values(), st.dictionaries(texts(), values(), max_size=2)),
                 max_size=4,
-            ).map(lambda found: json.dumps(found).encode()),
+            ).map(lambda options: json.dumps(options).encode()),
         ),
     ),
     60,

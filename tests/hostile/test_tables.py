@@ -104,7 +104,7 @@ _CELLS: dict[str, st.SearchStrategy[Any]] = {
 def tables(draw: Any, names: list[str]) -> pa.Table:
     """Columns of any type with any values, some missing; a name may be there twice."""
     length = draw(st.sampled_from([0, 1, 2, 5, 12]))
-    arrays, found = [], []
+    arrays, columns = [], []
     for name in [*names, *draw(st.lists(st.sampled_from(["a", "split_0", "split_1", "y", ""])))]:
         cells = _CELLS[draw(st.sampled_from(sorted(_CELLS)))]
         if draw(st.booleans()):
@@ -119,8 +119,8 @@ def tables(draw: Any, names: list[str]) -> pa.Table:
         except (pa.ArrowException, OverflowError, decimal.InvalidOperation):
             array = pa.array([None] * length, pa.string())
         arrays.append(array)
-        found.append(name)
-    table = pa.Table.from_arrays(arrays, found)
+        columns.append(name)
+    table = pa.Table.from_arrays(arrays, columns)
     kinds = [
         {},
         {},
@@ -152,7 +152,7 @@ def test_image_sets_of_any_kind(tmp_path: Path, table: pa.Table) -> None:
 @hostile(texts(), 60, 4_000)
 def test_names(tmp_path: Path, name: str) -> None:
     before = os.listdir(tmp_path)
-    for given in (name, f"digits:{name}", f"{name}:rotated90", f"../{name}", f"~{name}.csv"):
+    for spelling in (name, f"digits:{name}", f"{name}:rotated90", f"../{name}", f"~{name}.csv"):
         with errors_of_ours():
-            load(given, data_dir=tmp_path)
+            load(spelling, data_dir=tmp_path)
     assert os.listdir(tmp_path) == before

@@ -274,8 +274,8 @@ def test_learned_and_fixed_ranges() -> None:
     fixed = AffineInvariance({"rotation": math.pi}, learn=False)
     assert not list(fixed.parameters())
     assert fixed.named_ranges()["rotation"] == pytest.approx(math.pi)
-    some = AffineInvariance({"rotation": 1.0, "shear": 0.1}, learn=["shear"])
-    assert list(dict(some.named_parameters())) == ["shear"]
+    partly_learned = AffineInvariance({"rotation": 1.0, "shear": 0.1}, learn=["shear"])
+    assert list(dict(partly_learned.named_parameters())) == ["shear"]
     assert list(dict(AffineInvariance(0.1, learn="shear").named_parameters())) == ["shear"]
 
 

@@ -73,26 +73,29 @@ def joint() -> Joint:
 
 # A likelihood, its targets, and its number of outputs.
 def cases() -> dict[str, tuple[Likelihood, Tensor, int]]:
-    known, counts = KnownNoise([0.4, 1.1], missing="nan"), NegativeBinomial(0.6, exposure=True)
+    known_noise, counts = (
+        KnownNoise([0.4, 1.1], missing="nan"),
+        NegativeBinomial(0.6, exposure=True),
+    )
     missing = Z.clone()
     missing[0, 1] = missing[3] = NAN
     weighted, heads, coupled = Weighted(KnownNoise(0.4)), joint(), Coupled()
     of_heads = {
         "seen": Poisson(exposure=True).targets(COUNTS, exposure=FACTS),
         "kind": LABELS,
-        "size": known.targets(missing, noise=FACTS.flip(0)),
+        "size": known_noise.targets(missing, noise=FACTS.flip(0)),
     }
     inner = weighted.likelihood
     assert isinstance(inner, KnownNoise)
     noisy = inner.targets(Z, noise=FACTS)
-    made: dict[str, tuple[Likelihood, Tensor, int]] = {
-        "known": (known, known.targets(missing, noise=FACTS), 2),
+    by_name: dict[str, tuple[Likelihood, Tensor, int]] = {
+        "known": (known_noise, known_noise.targets(missing, noise=FACTS), 2),
         "exposure": (counts, counts.targets(COUNTS, exposure=FACTS), 2),
         "weighted": (weighted, weighted.targets(noisy, torch.arange(N) + 0.5), 2),
         "joint": (heads, heads.targets(of_heads), 7),
         "coupled": (coupled, coupled.targets(Z, correlation=FACTS[:, 0] / 3), 2),
     }
-    return {name: (like.double(), y, size) for name, (like, y, size) in made.items()}
+    return {name: (like.double(), y, size) for name, (like, y, size) in by_name.items()}
 
 
 def net(num_outputs: int) -> nn.Sequential:
@@ -306,8 +309,8 @@ def test_predictions_under_conditions() -> None:
     likelihood = KnownNoise(0.5).double()
     prediction = Predictive(f, covariance, likelihood)
     torch.testing.assert_close(prediction.variance, torch.full((N, 2), 0.55).double())
-    known = prediction.with_conditions(noise=FACTS)
-    torch.testing.assert_close(known.variance, 0.55 + FACTS.square())
+    conditioned = prediction.with_conditions(noise=FACTS)
+    torch.testing.assert_close(conditioned.variance, 0.55 + FACTS.square())
     torch.testing.assert_close(
         prediction.with_conditions(noise=FACTS[:, 0]).variance, 0.55 + FACTS[:, :1].square() + 0 * f
     )
@@ -527,12 +530,12 @@ def test_counts_in_float32_with_a_small_dispersion() -> None:
 
 
 def test_data_without_a_target_that_counts() -> None:
-    known, weighted = KnownNoise(missing="nan"), Weighted(Gaussian(missing="nan"))
+    known_noise, weighted = KnownNoise(missing="nan"), Weighted(Gaussian(missing="nan"))
     missing = torch.full((N, 1), NAN)
     heads = Joint({"a": (1, Gaussian(missing="nan")), "k": (2, Categorical())})
     labels = torch.arange(N) % 2
     for likelihood, y, words in (
-        (known, known.targets(missing, noise=1.0), "All targets are missing"),
+        (known_noise, known_noise.targets(missing, noise=1.0), "All targets are missing"),
         (weighted, weighted.targets(missing, torch.ones(N)), "All targets are missing"),
         (weighted, weighted.targets(Z[:, :1], torch.zeros(N)), "must count|weight 0"),
         (heads, heads.targets({"a": missing, "k": labels}), "All targets of 'a' are missing"),

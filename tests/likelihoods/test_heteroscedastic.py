@@ -47,9 +47,9 @@ def test_log_prob_and_score(likelihood: HeteroscedasticGaussian) -> None:
     assert metrics["squared_error"] == pytest.approx(M * D * 0.09)
     samples = likelihood.sample(f.repeat(40_000, 1), torch.Generator()).view(-1, M, D)
     likelihood.validate(f.shape, samples[0])
-    wanted = normal(likelihood, f.detach())
-    torch.testing.assert_close(samples.mean(0), wanted.mean, atol=0.05, rtol=0)
-    torch.testing.assert_close(samples.std(0), wanted.stddev, atol=0, rtol=0.02)
+    density = normal(likelihood, f.detach())
+    torch.testing.assert_close(samples.mean(0), density.mean, atol=0.05, rtol=0)
+    torch.testing.assert_close(samples.std(0), density.stddev, atol=0, rtol=0.02)
 
 
 def test_a_constant_log_variance_is_a_gaussian() -> None:
@@ -71,11 +71,11 @@ def test_rows_are_those_of_the_mean_hessian(likelihood: HeteroscedasticGaussian)
     # Not torch.func.hessian, whose forward mode warns of PyTorch's own code.
     second = torch.func.jacrev(torch.func.jacrev(loss))
     f = outputs()
-    given = normal(likelihood, f)
-    points, masses = (torch.from_numpy(each) for each in np.polynomial.hermite_e.hermegauss(8))
+    density = normal(likelihood, f)
+    points, masses = (torch.from_numpy(array) for array in np.polynomial.hermite_e.hermegauss(8))
     total, singles = torch.zeros(M, 2 * D, 2 * D).double(), []
     for point, mass in zip(points, masses / masses.sum(), strict=True):
-        y = given.mean + given.stddev * point  # the same for all D, of which none couples two
+        y = density.mean + density.stddev * point  # the same for all D, of which none couples two
         singles.append(torch.func.vmap(second)(f, y))
         total += mass * singles[-1]
     torch.testing.assert_close(likelihood.hessian(f), total, rtol=1e-10, atol=1e-12)
@@ -163,34 +163,34 @@ def test_outputs_at_positions() -> None:
         torch.manual_seed(0)
         model, x = nn.Linear(3, 2).double(), torch.randn(4, 5, 3).double()
     y = x[..., :1].sin()
-    found = []
+    moments_of_form = []
     for inputs, y_of in ((x, y), (x.flatten(0, 1), y.flatten(0, 1))):
         evidence = Evidence(
             model, HeteroscedasticGaussian(), GaussianPrior(), estimator="ntk-N-C", num_data=20
         )
         predictive = evidence.posterior((inputs, y_of), structure="full")(inputs)
         moments = (predictive.mean, predictive.std, predictive.noise_variance)
-        found.append([evidence.estimate(inputs, y_of).log_evidence, *moments])
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-10)
-    for one, other in zip(found[0][1:], found[1][1:], strict=True):
+        moments_of_form.append([evidence.estimate(inputs, y_of).log_evidence, *moments])
+    assert moments_of_form[0][0] == pytest.approx(moments_of_form[1][0], rel=1e-10)
+    for one, other in zip(moments_of_form[0][1:], moments_of_form[1][1:], strict=True):
         torch.testing.assert_close(one, other.view(4, 5, 1))
 
 
 def test_a_precision_that_underflows_is_no_nan() -> None:
     f = torch.tensor([[3.0, -300.0], [-1e30, -300.0], [0.0, -300.0]])
-    found = NaturalGaussian().log_prob(f, torch.ones(3, 1))
-    assert not found.isnan().any() and bool((found < -40).all())
+    log_densities = NaturalGaussian().log_prob(f, torch.ones(3, 1))
+    assert not log_densities.isnan().any() and bool((log_densities < -40).all())
 
 
 def test_moments_of_natural_parameters_are_first_order() -> None:
     """Where outputs are nearly certain they are those of samples."""
     f, root = outputs(), 0.02 * outputs(4 * M)[:, : 2 * D].reshape(M, 4, 2 * D).mT
     likelihood = NaturalGaussian()
-    own = Predictive(f, root @ root.mT, likelihood)
-    wanted = normal(likelihood, own.sample(100_000).flatten(0, 1)).mean.view(-1, M, D)
-    torch.testing.assert_close(own.mean, wanted.mean(0), atol=1e-2, rtol=0)
-    torch.testing.assert_close(own.epistemic_variance, wanted.var(0), atol=0, rtol=0.1)
-    torch.testing.assert_close(own.noise_variance, normal(likelihood, f).variance)
+    prediction = Predictive(f, root @ root.mT, likelihood)
+    draws = normal(likelihood, prediction.sample(100_000).flatten(0, 1)).mean.view(-1, M, D)
+    torch.testing.assert_close(prediction.mean, draws.mean(0), atol=1e-2, rtol=0)
+    torch.testing.assert_close(prediction.epistemic_variance, draws.var(0), atol=0, rtol=0.1)
+    torch.testing.assert_close(prediction.noise_variance, normal(likelihood, f).variance)
 
 
 class LogLaplace(HeteroscedasticGaussian):

@@ -39,9 +39,9 @@ def test_weights_of_mean_one_are_known_noises() -> None:
     model = nn.Linear(3, 1).double()
     likelihood = Weighted(Gaussian(0.3))
     targets = likelihood.targets(y, weights)
-    known = KnownNoise(0.3)
+    known_noise = KnownNoise(0.3)
     gradients, scores = [], []
-    for density in (likelihood, known):
+    for density in (likelihood, known_noise):
         f = model(x).detach().requires_grad_()
         total = density.log_prob(f, targets).sum()
         score, gradient = torch.autograd.grad(total, [f, *density.parameters()])
@@ -71,8 +71,8 @@ def test_weights_of_another_mean(factor: float, learnable: bool, is_warned: bool
         warnings.simplefilter("always", EvigradWarning)
         evigrad.fit(nn.Linear(3, 1).double(), (x, targets), likelihood=likelihood, **settings)
     words = "The positive weights average 50"
-    assert [str(each.message)[: len(words)] for each in caught] == [words] * is_warned
-    assert all(each.filename == __file__ for each in caught)
+    assert [str(warning.message)[: len(words)] for warning in caught] == [words] * is_warned
+    assert all(warning.filename == __file__ for warning in caught)
 
 
 def test_targets_that_do_not_count_are_not_averaged() -> None:

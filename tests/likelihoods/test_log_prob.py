@@ -120,8 +120,8 @@ def test_log_prob_against_distributions() -> None:
 
 def test_one_noise_counts_for_every_output() -> None:
     f, y = outputs(), targets(Gaussian())
-    one, each = Gaussian(noise=0.4), Gaussian(noise=[0.4] * C)
-    torch.testing.assert_close(one.log_prob(f, y), each.log_prob(f, y), rtol=1e-12, atol=0)
+    one, per_output = Gaussian(noise=0.4), Gaussian(noise=[0.4] * C)
+    torch.testing.assert_close(one.log_prob(f, y), per_output.log_prob(f, y), rtol=1e-12, atol=0)
 
 
 def test_bernoulli_probabilities_add_up_to_one() -> None:
@@ -195,8 +195,8 @@ def test_targets_of_another_precision() -> None:
 def test_parameters_are_reported_in_units_that_are_known() -> None:
     assert Categorical().reported() == {}
     assert Gaussian(0.5).reported() == {"noise": pytest.approx(0.5)}
-    each = Gaussian([0.5, 2.0], learnable=False).reported()
-    assert each == {"noise/0": pytest.approx(0.5), "noise/1": pytest.approx(2.0)}
+    reported = Gaussian([0.5, 2.0], learnable=False).reported()
+    assert reported == {"noise/0": pytest.approx(0.5), "noise/1": pytest.approx(2.0)}
     assert RelativeNoise().reported() == {"log_ratio": pytest.approx(-0.4)}
 
 
@@ -293,7 +293,9 @@ def test_default_root_refuses_a_diagonal_that_is_none() -> None:
 
 
 def test_names() -> None:
-    assert {name: made.name for name, made in LIKELIHOODS.items()} == {n: n for n in LIKELIHOODS}
+    assert {name: density.name for name, density in LIKELIHOODS.items()} == {
+        n: n for n in LIKELIHOODS
+    }
     assert isinstance(make_likelihood("bernoulli"), Bernoulli)
     gaussian = Gaussian(0.5)
     assert make_likelihood(gaussian) is gaussian

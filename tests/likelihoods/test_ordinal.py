@@ -255,8 +255,10 @@ def test_the_posterior_is_that_of_dense_matrices(structure: str) -> None:
 def test_kfac_is_exact_for_one_example() -> None:
     data = (X[:1], Y[:1])
     one = Evidence(nn.Linear(2, 1, bias=False).double(), ordinal(), GaussianPrior(), num_data=1)
-    found = [one.posterior(data, structure=each)(X).covariance for each in ("kfac", "full")]
-    torch.testing.assert_close(*found)
+    covariances = [
+        one.posterior(data, structure=structure)(X).covariance for structure in ("kfac", "full")
+    ]
+    torch.testing.assert_close(*covariances)
 
 
 # ------------------------------------------------------------------ heads, positions, weights
@@ -271,9 +273,9 @@ def test_a_head_of_a_joint_likelihood_may_miss_labels() -> None:
     y = joint.targets({"depth": torch.zeros(N, 1), "stars": labels})
     joint.validate(f.shape, y)
     expected = Gaussian(0.5).double().log_prob(f[:, :1], torch.zeros(N, 1))
-    own = ordinal().log_prob(f[:, 1:], Y)
-    own[1] = 0.0
-    torch.testing.assert_close(joint.log_prob(f, y), expected + own)
+    ordinal_part = ordinal().log_prob(f[:, 1:], Y)
+    ordinal_part[1] = 0.0
+    torch.testing.assert_close(joint.log_prob(f, y), expected + ordinal_part)
     metrics = joint.metrics(f, y)
     counted = torch.arange(N) != 1
     median = (ordinal().thresholds < f[:, 1:]).sum(1)
@@ -319,8 +321,8 @@ def test_weights_repeat_examples() -> None:
     one = evidence_of("full-N-C", weighted)
     many = evidence_of("full-N-C", num_data=int(weights.sum()))
     repeated = (X.repeat_interleave(weights, 0), Y.repeat_interleave(weights))
-    found, expected = one.backward(X, targets), many.backward(*repeated)
-    assert found.log_evidence == pytest.approx(expected.log_evidence, rel=1e-10)
+    estimate, expected = one.backward(X, targets), many.backward(*repeated)
+    assert estimate.log_evidence == pytest.approx(expected.log_evidence, rel=1e-10)
     slopes = []
     for evidence, name in ((one, "likelihood.cuts"), (many, "cuts")):
         slope = evidence.likelihood.get_parameter(name).grad

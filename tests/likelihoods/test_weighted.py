@@ -64,11 +64,11 @@ def test_weights_are_repetitions(kind: type[Likelihood], estimator: str) -> None
     weighted = Weighted(kind())
     one = evidence(weighted, estimator, N)
     other = evidence(kind(), estimator, int(WEIGHTS.sum()))
-    found = one.backward([(x, weighted.targets(y, WEIGHTS))])
+    estimate = one.backward([(x, weighted.targets(y, WEIGHTS))])
     repeated = (part.repeat_interleave(WEIGHTS, 0) for part in (x, y))
     expected = other.backward([tuple(repeated)])
-    assert found.log_evidence == pytest.approx(expected.log_evidence, rel=1e-10)
-    assert found.log_det == pytest.approx(expected.log_det, rel=1e-10)
+    assert estimate.log_evidence == pytest.approx(expected.log_evidence, rel=1e-10)
+    assert estimate.log_det == pytest.approx(expected.log_det, rel=1e-10)
     others = {n.replace("likelihood.", ""): p.grad for n, p in other.hyperparameters().items()}
     for name, parameter in one.hyperparameters().items():
         of_other = others[name.replace("likelihood.", "")]
@@ -134,7 +134,7 @@ def test_positions_of_no_weight_are_left_out() -> None:
     weights[:, 3:] = 0
     y[0, 0] = -100
     likelihood = Weighted(Categorical())
-    found = evigrad.fit(
+    fitted = evigrad.fit(
         Tagger(),
         (x, likelihood.targets(y, weights)),
         likelihood=likelihood,
@@ -142,7 +142,7 @@ def test_positions_of_no_weight_are_left_out() -> None:
         schedule=evigrad.Schedule(epochs=2, burn_in=1, every=1, steps=1),
         progress=False,
     )
-    assert found.evidence.num_data == 4 * 3 - 1
+    assert fitted.evidence.num_data == 4 * 3 - 1
 
 
 def test_posterior() -> None:
@@ -150,11 +150,11 @@ def test_posterior() -> None:
     weighted = Weighted(Gaussian())
     one = evidence(weighted, "ntk-N-C", N)
     other = evidence(Gaussian(), "ntk-N-C", int(WEIGHTS.sum()))
-    found = one.posterior((x, weighted.targets(y, WEIGHTS)), structure="full")(x)
+    prediction = one.posterior((x, weighted.targets(y, WEIGHTS)), structure="full")(x)
     repeated: Any = tuple(part.repeat_interleave(WEIGHTS, 0) for part in (x, y))
     expected = other.posterior(repeated, structure="full")(x)
-    torch.testing.assert_close(found.variance, expected.variance)
-    torch.testing.assert_close(found.log_prob(y), expected.log_prob(y))
+    torch.testing.assert_close(prediction.variance, expected.variance)
+    torch.testing.assert_close(prediction.log_prob(y), expected.log_prob(y))
 
 
 def test_bad_weights() -> None:

@@ -60,12 +60,12 @@ def test_the_exact_number_is_between(
     evidence = evidence_of(likelihood, gain=gain, num_data=num_data)
     pair = data(likelihood, num_data)
     exact = evidence.estimate(*pair).log_evidence
-    found = evigrad.bracket(evidence, pair, rows=rows, blocks=None, root=root, seed=seed)
+    bounds = evigrad.bracket(evidence, pair, rows=rows, blocks=None, root=root, seed=seed)
     room = 1e-8 * (1 + abs(exact))
-    assert found.lower <= exact + room
-    assert exact <= found.upper + room
-    assert found.lower_error == 0
-    assert found.rows == min(rows, num_data * C)
+    assert bounds.lower <= exact + room
+    assert exact <= bounds.upper + room
+    assert bounds.lower_error == 0
+    assert bounds.rows == min(rows, num_data * C)
 
 
 @pytest.mark.parametrize("name", sorted(LIKELIHOODS))
@@ -74,12 +74,12 @@ def test_all_rows_are_the_exact_number(name: str) -> None:
     likelihood = LIKELIHOODS[name](C)
     evidence, pair = evidence_of(likelihood), data(likelihood)
     exact = evidence.estimate(*pair).log_evidence
-    found = evigrad.bracket(evidence, pair, rows=10**6)
-    assert found.lower == pytest.approx(exact, rel=1e-10)
-    assert found.upper == pytest.approx(exact, rel=1e-10)
-    assert found.lower_per_datum == pytest.approx(exact / N, rel=1e-10)
-    assert found.upper_per_datum == pytest.approx(exact / N, rel=1e-10)
-    assert found.blocks == 1
+    bounds = evigrad.bracket(evidence, pair, rows=10**6)
+    assert bounds.lower == pytest.approx(exact, rel=1e-10)
+    assert bounds.upper == pytest.approx(exact, rel=1e-10)
+    assert bounds.lower_per_datum == pytest.approx(exact / N, rel=1e-10)
+    assert bounds.upper_per_datum == pytest.approx(exact / N, rel=1e-10)
+    assert bounds.blocks == 1
 
 
 def test_some_blocks_estimate_the_bound_of_all_with_the_error_that_is_told() -> None:
@@ -88,10 +88,10 @@ def test_some_blocks_estimate_the_bound_of_all_with_the_error_that_is_told() -> 
     differences = []
     for seed in range(10):
         whole = evigrad.bracket(evidence, pair, rows=12, blocks=None, seed=seed)
-        some = evigrad.bracket(evidence, pair, rows=12, blocks=6, seed=seed)
-        assert some.blocks == 6
-        assert some.lower_error > 0
-        differences.append((some.lower - whole.lower) / some.lower_error)
+        sampled = evigrad.bracket(evidence, pair, rows=12, blocks=6, seed=seed)
+        assert sampled.blocks == 6
+        assert sampled.lower_error > 0
+        differences.append((sampled.lower - whole.lower) / sampled.lower_error)
     # Studentised means of six skewed values: wide, but centred and of about unit scale.
     scores = torch.tensor(differences)
     assert abs(float(scores.median())) < 1.0
@@ -102,9 +102,9 @@ def test_it_leaves_the_evidence_as_it_is_whatever_its_estimator() -> None:
     pair = data(Categorical())
     evidence = evidence_of(Categorical(), "kfac-10-1")
     state = evidence.generator.get_state()
-    found = evigrad.bracket(evidence, pair, rows=20, blocks=None)
+    bounds = evigrad.bracket(evidence, pair, rows=20, blocks=None)
     again = evigrad.bracket(evidence, pair, rows=20, blocks=None)
-    assert (found.lower, found.upper) == (again.lower, again.upper)
+    assert (bounds.lower, bounds.upper) == (again.lower, again.upper)
     assert torch.equal(evidence.generator.get_state(), state)
     assert all(p.grad is None for p in evidence.model.parameters())
 
@@ -134,11 +134,11 @@ def test_another_estimator_takes_a_budget_only_where_it_chooses_by_it() -> None:
         generator=0,
     )
     exact = evidence.with_estimator("full-N-C").estimate(*pair).log_evidence
-    given = (
+    without_budget = (
         evidence.with_estimator("full-N-C", memory=Memory(micro_batch=4))
         .estimate(*pair)
         .log_evidence
     )
-    assert given == pytest.approx(exact, rel=1e-10)
+    assert without_budget == pytest.approx(exact, rel=1e-10)
     value = evaluate_evidence(evidence, pair, "full-N-C")
     assert value.per_datum == pytest.approx(exact / N, rel=1e-10)

@@ -269,13 +269,13 @@ def test_twin_with_pytorchs_transformer() -> None:
         4, 2, 8, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
     ).double()
     block = model.blocks[0]
-    given = block.state_dict()
-    given["attention.key.bias"] = torch.zeros(4, dtype=torch.float64)  # without effect
-    state = {k: v for k, v in given.items() if not k.startswith("attention")}
+    weights = block.state_dict()
+    weights["attention.key.bias"] = torch.zeros(4, dtype=torch.float64)  # without effect
+    state = {k: v for k, v in weights.items() if not k.startswith("attention")}
     for kind in ("weight", "bias"):
-        parts = [given[f"attention.{part}.{kind}"] for part in ("query", "key", "value")]
+        parts = [weights[f"attention.{part}.{kind}"] for part in ("query", "key", "value")]
         state[f"self_attn.in_proj_{kind}"] = torch.cat(parts)
-        state[f"self_attn.out_proj.{kind}"] = given[f"attention.output.{kind}"]
+        state[f"self_attn.out_proj.{kind}"] = weights[f"attention.output.{kind}"]
     layer.load_state_dict(state)
 
     class WithoutBias(nn.Module):
@@ -300,8 +300,8 @@ def test_twin_with_pytorchs_transformer() -> None:
     compare(evidence, evidence.backward(x, y), other, other.backward(x, y))
 
 
-def compare(evidence: Evidence, found: Estimate, twin: Evidence, expected: Estimate) -> None:
-    assert found.log_evidence == pytest.approx(expected.log_evidence, rel=1e-10)
+def compare(evidence: Evidence, estimate: Estimate, twin: Evidence, expected: Estimate) -> None:
+    assert estimate.log_evidence == pytest.approx(expected.log_evidence, rel=1e-10)
     for name, p in evidence.hyperparameters().items():
         other = twin.hyperparameters()[name]
         assert p.grad is not None and other.grad is not None

@@ -107,13 +107,13 @@ def test_settings_of_the_environment_are_left_alone():
 
 @pytest.fixture
 def options_set(monkeypatch):
-    found = []
+    calls = []
     monkeypatch.setattr(allocator, "_glibc", lambda: "glibc")
-    monkeypatch.setattr(allocator, "_set", lambda _, options: found.append(options))
-    monkeypatch.setattr(allocator, "give_back", lambda: found.append("given back"))
+    monkeypatch.setattr(allocator, "_set", lambda _, options: calls.append(options))
+    monkeypatch.setattr(allocator, "give_back", lambda: calls.append("given back"))
     for name in allocator.ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
-    return found
+    return calls
 
 
 @pytest.mark.parametrize("name", allocator.ENVIRONMENT)

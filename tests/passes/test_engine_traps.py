@@ -172,7 +172,7 @@ def test_backward_hooks_of_modules_are_refused(kind: str, averaged: bool) -> Non
     finally:
         handle.remove()
     assert torch.equal(evidence.generator.get_state(), state)
-    with network[0].register_forward_hook(lambda module, given, output: output):
+    with network[0].register_forward_hook(lambda module, inputs, output: output):
         evidence.generator.manual_seed(0)
         assert evidence.estimate(x, y).log_det == pytest.approx(expected.log_det)
 
@@ -336,11 +336,11 @@ def test_two_pass_gradients_of_precisions_alone_equal_the_twin(name: str) -> Non
     model, x = small(), torch.randn(M, 3, dtype=torch.float64)
     y = targets(LIKELIHOODS[name](OUTPUTS), M)
     for estimator in ("ntk-7-1", "ntk-7-C", "kfac-7-1", "kfac-7-C", "diag-7-2"):
-        found = []
+        gradients = []
         for settings in ({}, {"memory": Memory(micro_batch=3)}, {"kind": OneGraph}):
             evidence = make(model, LIKELIHOODS[name](OUTPUTS), estimator, **settings)
             evidence.backward(x, y)
-            found.append([p.grad for p in evidence.hyperparameters().values()])
-        for other in found[1:]:
-            for a, b in zip(found[0], other, strict=True):
+            gradients.append([p.grad for p in evidence.hyperparameters().values()])
+        for other in gradients[1:]:
+            for a, b in zip(gradients[0], other, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)

@@ -71,8 +71,10 @@ def assert_follows(estimator: str, likelihood: Likelihood, **settings: Any) -> N
         expected_numbers, expected = values_and_gradients(evidence, block)
         assert numbers == pytest.approx(expected_numbers, rel=1e-11)
         assert evidence.estimate(passes).log_evidence == pytest.approx(numbers[0], rel=1e-12)
-        for parameter, gradient, wanted in zip(parameters, gradients, expected, strict=True):
-            torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-12)
+        for parameter, gradient, block_gradient in zip(
+            parameters, gradients, expected, strict=True
+        ):
+            torch.testing.assert_close(gradient, block_gradient, rtol=1e-9, atol=1e-12)
             parameter.grad = gradient
         optimizer.step()
         optimizer.zero_grad()
@@ -134,12 +136,12 @@ def test_several_passes_are_their_mean() -> None:
         for p in evidence.hyperparameters().values():
             p += 0.4
     numbers, gradients = values_and_gradients(evidence, passes)
-    each = [values_and_gradients(evidence, block) for block in blocks]
-    means = [sum(part) / 3 for part in zip(*(values for values, _ in each), strict=True)]
+    per_block = [values_and_gradients(evidence, block) for block in blocks]
+    means = [sum(part) / 3 for part in zip(*(values for values, _ in per_block), strict=True)]
     assert numbers == pytest.approx(means, rel=1e-11)
     for i, gradient in enumerate(gradients):
         torch.testing.assert_close(
-            gradient, sum(part[i] for _, part in each) / 3, rtol=1e-9, atol=0
+            gradient, sum(part[i] for _, part in per_block) / 3, rtol=1e-9, atol=0
         )
     assert evidence.estimate(passes).log_evidence == pytest.approx(numbers[0], rel=1e-12)
     assert evidence.estimate(tuple(passes)).per_datum == pytest.approx(numbers[0] / N, rel=1e-12)

@@ -39,19 +39,19 @@ def test_a_prediction_covers_the_statistic_and_is_of_its_order(name):
 
 def test_predictions_by_hand():
     weights = {"w": torch.zeros(300, 200), "b": torch.zeros(300)}
-    made = structures(weights)
+    kinds = structures(weights)
     p = 60_300
-    assert made["full"].predicted_bytes(10) == 4 * 5 * p**2
-    assert made["diag"].predicted_bytes(10) == 4 * 5 * p
-    assert made["blockdiag"].predicted_bytes(10) == 4 * (3 * (60_000**2 + 300**2) + 2 * 60_000**2)
+    assert kinds["full"].predicted_bytes(10) == 4 * 5 * p**2
+    assert kinds["diag"].predicted_bytes(10) == 4 * 5 * p
+    assert kinds["blockdiag"].predicted_bytes(10) == 4 * (3 * (60_000**2 + 300**2) + 2 * 60_000**2)
     # rows, two slabs of the largest parameter's columns, two Grams, five more squares
-    assert made["ntk"].predicted_bytes(50) == 4 * (50 * (p + 2 * 60_000) + 7 * 50**2)
-    assert made["ntk"].predicted_bytes(500) == 4 * (500 * p + 7 * 500**2) + 2 * SLAB_BYTES
+    assert kinds["ntk"].predicted_bytes(50) == 4 * (50 * (p + 2 * 60_000) + 7 * 50**2)
+    assert kinds["ntk"].predicted_bytes(500) == 4 * (500 * p + 7 * 500**2) + 2 * SLAB_BYTES
     kronecker = 3 * (300**2 + 200**2) + 3 * 60_000
-    assert made["kfac"].predicted_bytes(10) == 4 * (kronecker + 5 * 300**2)
-    assert made["kfac"].predicted_bytes(10) == made["kfac"].predicted_bytes(10_000)
+    assert kinds["kfac"].predicted_bytes(10) == 4 * (kronecker + 5 * 300**2)
+    assert kinds["kfac"].predicted_bytes(10) == kinds["kfac"].predicted_bytes(10_000)
     double = structures(weights, gram_dtype=torch.float64)
-    assert double["full"].predicted_bytes(10) == 2 * made["full"].predicted_bytes(10)
+    assert double["full"].predicted_bytes(10) == 2 * kinds["full"].predicted_bytes(10)
 
 
 def test_predictions_of_blocks_by_their_rows() -> None:

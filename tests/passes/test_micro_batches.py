@@ -57,11 +57,11 @@ def build(estimator: str = f"ntk-{M}-1", **settings: Any) -> tuple[Evidence, Net
 
 def gradients(evidence: Evidence, x: Tensor, y: Tensor) -> list[Tensor]:
     evidence.backward(x, y)
-    found = []
+    collected = []
     for p in evidence.hyperparameters().values():
         assert p.grad is not None
-        found.append(p.grad)
-    return found
+        collected.append(p.grad)
+    return collected
 
 
 def sizes_of(evidence: Evidence) -> dict[str, int]:
@@ -124,11 +124,11 @@ def test_out_of_memory_in_the_middle_of_a_micro_batch(
     real = getattr(holder, name)
 
     def failing(*arguments: Any, **settings: Any) -> Any:
-        found = real(*arguments, **settings)
+        output = real(*arguments, **settings)
         calls[0] += 1
         if calls[0] in (1, 3):
             raise torch.OutOfMemoryError("no memory left")
-        return found
+        return output
 
     monkeypatch.setattr(holder, name, failing)
     got = gradients(evidence, x, y)
@@ -155,8 +155,8 @@ def test_a_given_size_that_does_not_fit_is_halved_with_a_word() -> None:
     with pytest.warns(
         EvigradWarning, match="over 4 examples did not fit into memory. Later passes take 2"
     ):
-        found = gradients(evidence, x, y)
-    torch.testing.assert_close(found, expected)
+        halved = gradients(evidence, x, y)
+    torch.testing.assert_close(halved, expected)
 
 
 def test_chosen_sizes_are_kept() -> None:
@@ -258,10 +258,10 @@ def test_the_gradients_of_all_outputs_count(
     structure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are ten times as large as the activations, which alone were counted once."""
-    found = []
+    sizes = []
 
     def size(_: MicroBatches, kind: str, total: int, per_datum: Callable[[], float], *__: Any):
-        found.append((kind.split()[0], per_datum()))
+        sizes.append((kind.split()[0], per_datum()))
         return total
 
     monkeypatch.setattr(MicroBatches, "size", size)
@@ -275,7 +275,7 @@ def test_the_gradients_of_all_outputs_count(
         memory=Memory(micro_batch="auto"),
     )
     evidence.backward(x, y)
-    ((kind, of_datum),) = found
+    ((kind, of_datum),) = sizes
     gradients = 10 * (4 + 4) * 16**2 * 4  # those in the outputs of both layers
     assert kind == "first" and gradients < of_datum < 4 * gradients
 
@@ -303,7 +303,7 @@ GENERIC: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", GENERIC)
 def test_generic_parameters_beside_a_hyperparameter_of_the_model(name: str) -> None:
     """Their rows come out of function transforms, in which memory is measured too."""
-    found = []
+    outcomes = []
     for memory in (None, AUTOMATIC):
         with torch.random.fork_rng():
             torch.manual_seed(0)
@@ -321,11 +321,11 @@ def test_generic_parameters_beside_a_hyperparameter_of_the_model(name: str) -> N
             memory=memory,
         )
         assert "generic: vmap" in {report.rows for report in evidence.describe(x)}
-        found.append((evidence.estimate(x, LABELS), gradients(evidence, x, LABELS)))
+        outcomes.append((evidence.estimate(x, LABELS), gradients(evidence, x, LABELS)))
         if memory is not None:
             assert 1 <= sizes_of(evidence)["second"] < M
-    assert found[0][0].log_evidence == pytest.approx(found[1][0].log_evidence, rel=1e-12)
-    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-10, atol=1e-12)
+    assert outcomes[0][0].log_evidence == pytest.approx(outcomes[1][0].log_evidence, rel=1e-12)
+    torch.testing.assert_close(outcomes[1][1], outcomes[0][1], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("memory", [None, AUTOMATIC])

@@ -61,11 +61,11 @@ def make(estimator: str, network: nn.Module, learned: bool, **settings: Any) -> 
 
 def gradient(evidence: Evidence, x: Tensor, y: Tensor) -> tuple[Estimate, dict[str, Tensor]]:
     estimate = evidence.backward(x, y)
-    found = {}
+    gradients = {}
     for name, parameter in evidence.hyperparameters().items():
         assert parameter.grad is not None
-        found[name] = parameter.grad
-    return estimate, found
+        gradients[name] = parameter.grad
+    return estimate, gradients
 
 
 def distance(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
@@ -87,14 +87,14 @@ def test_bfloat16_passes_are_near_float32(estimator: str, learned: bool) -> None
     x, y = data()
     exact, expected = gradient(make(estimator, convolutional(), learned), x, y)
     mixed = make(estimator, convolutional(), learned, memory=Memory(autocast=torch.bfloat16))
-    estimate, found = gradient(mixed, x, y)
+    estimate, gradients = gradient(mixed, x, y)
     assert estimate.log_evidence == pytest.approx(exact.log_evidence, rel=0.01)
     assert estimate.log_det == pytest.approx(exact.log_det, rel=0.05)
     # Not equal: the passes were in bfloat16 indeed.
     assert estimate.log_evidence != exact.log_evidence
     precisions = {"prior.log_precision"}
-    assert distance(_only(found, precisions), _only(expected, precisions)) < BFLOAT16
-    for name, value in found.items():
+    assert distance(_only(gradients, precisions), _only(expected, precisions)) < BFLOAT16
+    for name, value in gradients.items():
         assert value.dtype == torch.float32
         cosine = torch.cosine_similarity(value.flatten(), expected[name].flatten(), dim=0)
         assert float(cosine) > 0.97, name
@@ -109,9 +109,9 @@ def test_rows_in_bfloat16_are_near_float32(learned: bool) -> None:
     x, y = data()
     exact, expected = gradient(make(ESTIMATORS[0], convolutional(), learned), x, y)
     stored = make(ESTIMATORS[0], convolutional(), learned, memory=Memory(rows_dtype=torch.bfloat16))
-    estimate, found = gradient(stored, x, y)
+    estimate, gradients = gradient(stored, x, y)
     assert estimate.log_det == pytest.approx(exact.log_det, rel=0.01)
-    assert distance(found, expected) < 0.05
+    assert distance(gradients, expected) < 0.05
 
 
 def test_noise_beside_bfloat16_weights_is_learned_as_beside_float32_ones() -> None:
@@ -137,7 +137,7 @@ def test_noise_beside_bfloat16_weights_is_learned_as_beside_float32_ones() -> No
             optimizer.step()
         noises.append(noise.detach().exp().item())
         old = evidence.state_dict()
-        old["likelihood"] = {name: each.bfloat16() for name, each in old["likelihood"].items()}
+        old["likelihood"] = {name: tensor.bfloat16() for name, tensor in old["likelihood"].items()}
         evidence.load_state_dict(old)  # of an older version
         assert evidence.hyperparameters()["likelihood.log_noise"].dtype == torch.float32
     assert noises[0] == pytest.approx(noises[1], rel=0.01)
@@ -156,11 +156,11 @@ def test_channels_last_changes_nothing(estimator: str, learned: bool) -> None:
     weight = network.get_parameter("3.weight")
     assert weight.is_contiguous(memory_format=torch.channels_last)
     x = x.contiguous(memory_format=torch.channels_last)
-    estimate, found = gradient(
+    estimate, gradients = gradient(
         make(estimator, network, learned, memory=Memory(micro_batch=3)), x, y
     )
     assert estimate.log_evidence == pytest.approx(exact.log_evidence, rel=1e-12)
-    assert distance(found, expected) < 1e-10
+    assert distance(gradients, expected) < 1e-10
 
 
 # ---------------------------------------------------------------- small precisions
@@ -210,7 +210,7 @@ def tolerated(log_det: float) -> float:
 def test_small_precisions_are_right_in_float32_without_a_word(estimator):
     evidence, x, y = small(estimator, torch.float32)
     for precision in (1e-4, 1e-6, 1e-8):
-        wanted, gradients = exact(estimator, precision)
+        exact_log_det, gradients = exact(estimator, precision)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             for evaluate in (
@@ -219,7 +219,7 @@ def test_small_precisions_are_right_in_float32_without_a_word(estimator):
                 lambda x, y: evidence.estimate(evidence.collect(x, y)),
             ):
                 put(evidence, precision)
-                assert abs(evaluate(x, y).log_det - wanted) < tolerated(wanted)
+                assert abs(evaluate(x, y).log_det - exact_log_det) < tolerated(exact_log_det)
         put(evidence, precision)
         evidence.backward(x, y)
         for parameter, gradient in zip(evidence.prior.parameters(), gradients, strict=True):
@@ -233,18 +233,18 @@ def test_where_float32_stays_a_warning_says_by_how_many_nats(estimator, kept):
     settings = {} if kept else {"memory": Memory(gram_dtype=torch.float32)}
     evidence, x, y = small(estimator, torch.float32, **settings)
     put(evidence, 1.0)
-    made = evidence.collect(x, y)
+    kept_pass = evidence.collect(x, y)
     scale = POINTS / len(x) * (3 if estimator.endswith("-1") else 1)  # of the block to all data
     for precision in (1e-2, 1e-4, 1e-6, 1e-8):
-        wanted, _ = exact(estimator, precision)
+        exact_log_det, _ = exact(estimator, precision)
         put(evidence, precision)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            found = evidence.estimate(made) if kept else evidence.estimate(x, y)
-        error = abs(found.log_det - wanted)
+            estimate = evidence.estimate(kept_pass) if kept else evidence.estimate(x, y)
+        error = abs(estimate.log_det - exact_log_det)
         said = [float(re.findall(r"about (\S+) nats", str(w.message))[0]) for w in caught]
         # The estimate is right within a factor of ten.
-        assert error < tolerated(wanted) or 10 * sum(said) * scale > error
+        assert error < tolerated(exact_log_det) or 10 * sum(said) * scale > error
         assert precision < 1e-2 or not said
 
 

@@ -134,21 +134,21 @@ def test_lengths_share_what_was_checked(kind: str, monkeypatch: pytest.MonkeyPat
     def evidence() -> Evidence:
         return Evidence(model, Categorical(), GaussianPrior(), estimator="ntk-5-1", num_data=N)
 
-    one, made = evidence(), []
+    one, plans = evidence(), []
     counted = vars(networks)["plan"]
-    monkeypatch.setattr(networks, "plan", lambda *args: made.append(1) or counted(*args))
+    monkeypatch.setattr(networks, "plan", lambda *args: plans.append(1) or counted(*args))
     y = torch.arange(5) % 3
     monkeypatch.setattr(networks, "KEPT_PLANS", 2)
     batches = [torch.randint(9, (5, length)) for length in (3, 6, 2, 5)]
     for x in batches:
         one.estimate(x, y)
-    assert len(made) == 1
+    assert len(plans) == 1
     assert len(one.state_dict()["preparation"]["plans"]) == 2
     # The same plan as one that is made for this length.
     other = evidence()
     other.estimate(batches[-1], y)
     assert paths(one) == paths(other)
-    latest = [each.problem.network.latest() for each in (one, other)]
+    latest = [planned.problem.network.latest() for planned in (one, other)]
     assert latest[0] is not None and latest[1] is not None
     assert latest[0].jacobian == latest[1].jacobian
 
@@ -165,10 +165,10 @@ def test_a_length_with_other_operations_is_planned_anew(monkeypatch: pytest.Monk
             h = self.layer(x[:, :, None])
             return h.mean(1) if x.shape[1] < 5 else h.amax(1)
 
-    model, made = Branch(), []
+    model, plans = Branch(), []
     counted = vars(networks)["plan"]
-    monkeypatch.setattr(networks, "plan", lambda *args: made.append(1) or counted(*args))
+    monkeypatch.setattr(networks, "plan", lambda *args: plans.append(1) or counted(*args))
     one = Evidence(model, Categorical(), GaussianPrior(), estimator="ntk-5-1", num_data=N)
     for length in (3, 4, 5, 6):
         one.estimate(torch.randn(5, length), torch.arange(5) % 3)
-    assert len(made) == 2
+    assert len(plans) == 2

@@ -120,8 +120,8 @@ def test_every_root_and_choice_of_outputs(structure: str, outputs: str, root: st
 )
 def test_every_likelihood_and_prior(structure: str, prior: str, likelihood: str) -> None:
     model, x = CASES["linear"].build(M)
-    made = LIKELIHOODS[likelihood](OUTPUTS)
-    assert_twins(model, made, x, f"{structure}-{M}-2", prior=prior, temperature=0.8)
+    density = LIKELIHOODS[likelihood](OUTPUTS)
+    assert_twins(model, density, x, f"{structure}-{M}-2", prior=prior, temperature=0.8)
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])

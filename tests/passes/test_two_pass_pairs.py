@@ -141,9 +141,9 @@ def covering(factors: dict[str, Sequence[Any]]) -> list[dict[str, Any]]:
             trial = {name: first.get(name, source.choice(sizes[name])) for name in names}
             if not is_allowed({name: factors[name][i] for name, i in trial.items()}):
                 continue
-            found = sum(pair in missing for pair in itertools.combinations(trial.items(), 2))
-            if found > gain:
-                best, gain = trial, found
+            covered = sum(pair in missing for pair in itertools.combinations(trial.items(), 2))
+            if covered > gain:
+                best, gain = trial, covered
         assert best is not None
         missing -= set(itertools.combinations(best.items(), 2))
         cases.append({name: factors[name][i] for name, i in best.items()})
@@ -176,17 +176,17 @@ def test_pairs(case: dict[str, Any]) -> None:
 
 def test_the_design_covers_what_it_says() -> None:
     seen = {pair for case in DESIGN for pair in itertools.combinations(_ids(case).items(), 2)}
-    wanted = {
+    allowed_pairs = {
         ((a, i), (b, j))
         for a, b in itertools.combinations(FACTORS, 2)
         for i in range(len(FACTORS[a]))
         for j in range(len(FACTORS[b]))
         if is_wanted(a, i, b, j)
     }
-    assert wanted <= seen
+    assert allowed_pairs <= seen
     pairs = sum(len(x) * len(y) for x, y in itertools.combinations(FACTORS.values(), 2))
     alone = len(FACTORS["likelihood"]) * (len(NETWORKS) - len(WITH_EVERY_LIKELIHOOD))
-    assert len(wanted) == pairs - alone - len(EXCLUDED)
+    assert len(allowed_pairs) == pairs - alone - len(EXCLUDED)
 
 
 def _ids(case: dict[str, Any]) -> dict[str, int]:

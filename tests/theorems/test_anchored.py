@@ -297,7 +297,7 @@ def test_all_draws_have_the_value_and_the_gradient_of_the_bound_for_their_mean(
     chances = torch.arange(1, len(parts) + 1, dtype=torch.float64)
     chances /= chances.sum()
     mean = 0.0
-    found = {name: torch.zeros_like(parameters[name]) for name in names}
+    gradients = {name: torch.zeros_like(parameters[name]) for name in names}
     for number, chance in enumerate(chances.tolist()):
         for chosen in subsets:
             block = with_data(blocks.block([Draw(number, 1 / chance)], chosen[None]), data)
@@ -306,13 +306,13 @@ def test_all_draws_have_the_value_and_the_gradient_of_the_bound_for_their_mean(
             for name in names:
                 gradient, parameters[name].grad = parameters[name].grad, None
                 assert gradient is not None
-                found[name] += chance / len(subsets) * gradient
+                gradients[name] += chance / len(subsets) * gradient
     rows = [[pairs[i] for i in part.tolist()] for part in (anchors, *parts)]
     expected = dense(evidence, rows, data, root)
-    wanted = torch.autograd.grad(expected, [parameters[n] for n in names])
+    expected_gradients = torch.autograd.grad(expected, [parameters[n] for n in names])
     assert -mean / N == pytest.approx(float(expected.detach()), rel=1e-10)
-    for name, gradient in zip(names, wanted, strict=True):
-        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12)
+    for name, gradient in zip(names, expected_gradients, strict=True):
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-9, atol=1e-12)
 
 
 @given(
@@ -334,9 +334,9 @@ def test_every_row_is_an_anchor_or_in_one_block(
     every = Scores(scores, torch.zeros(num_data), 0)
     others = torch.ones(scores.numel(), dtype=torch.bool)
     others[anchors] = False
-    rest = others.nonzero().squeeze(1)
-    known = rest[torch.randperm(len(rest), generator=generator)][: int(grouped * len(rest))]
-    parts = list(known.split(num_rows - len(anchors))) if len(known) else []
+    free = others.nonzero().squeeze(1)
+    in_groups = free[torch.randperm(len(free), generator=generator)][: int(grouped * len(free))]
+    parts = list(in_groups.split(num_rows - len(anchors))) if len(in_groups) else []
     shares = torch.arange(1.0, 1 + len(parts)).double()
     groups = Groups(parts, shares / shares.sum())
     blocks = AnchoredPartition.draw(anchors, every, num_rows, generator, groups)
@@ -345,7 +345,7 @@ def test_every_row_is_an_anchor_or_in_one_block(
     assert of_groups.tolist() == pytest.approx((groups.shares * of_groups.sum()).tolist())
     # In the unit of the other blocks, whatever that of the kernel is.
     assert float(of_groups.sum()) == pytest.approx(
-        float(guessed(scores.flatten(), unit_score(scores.flatten(), anchors))[known].sum())
+        float(guessed(scores.flatten(), unit_score(scores.flatten(), anchors))[in_groups].sum())
     )
     assert list(blocks.keys[: len(parts)]) == [GROUPED] * len(parts)
     assert len(blocks.guesses) == len(blocks.keys) == blocks.num_parts
@@ -380,7 +380,7 @@ def test_two_passes_are_one_graph(name: str) -> None:
     likelihood = LIKELIHOODS[name](OUTPUTS)
     y = targets(likelihood, 9)
     x = torch.randn(9, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found = []
+    outcomes = []
     for kind, micro_batch in ((OneGraph, None), (Evidence, 1), (Evidence, 3)):
         evidence = evidence_of(
             Gate(),
@@ -395,8 +395,8 @@ def test_two_passes_are_one_graph(name: str) -> None:
             parameter.grad = None
         (block,) = evidence.blocks((x, y)).take(1)
         estimate = evidence.backward(block)
-        found.append((estimate, [p.grad for p in evidence.hyperparameters().values()]))
-    (first, reference), *others = found
+        outcomes.append((estimate, [p.grad for p in evidence.hyperparameters().values()]))
+    (first, reference), *others = outcomes
     assert len(reference) >= 2
     for estimate, gradients in others:
         assert estimate.log_det == pytest.approx(first.log_det, rel=1e-11)
@@ -410,11 +410,11 @@ def test_a_round_is_drawn_or_the_whole_partition() -> None:
     whole = list(evidence.blocks(pair).epoch())
     assert len(whole) > 3
     assert len(list(evidence.blocks(pair).round(100))) == len(whole)
-    some = list(evidence.blocks(pair).round(3))
-    assert len(some) == 3
+    drawn = list(evidence.blocks(pair).round(3))
+    assert len(drawn) == 3
     # Of one partition: the anchors are the same, and what is no anchor is in one block or the same.
     rows = []
-    for block in some:
+    for block in drawn:
         assert block.columns is not None and block.anchored is not None
         mine = block.anchored.labels == 1
         data = block.indices[:, None].expand_as(block.columns)
@@ -425,12 +425,12 @@ def test_a_round_is_drawn_or_the_whole_partition() -> None:
 
 def gradients_of(evidence: Evidence) -> list[Tensor]:
     """Those that were added, and are taken away."""
-    found = []
+    gradients = []
     for parameter in evidence.hyperparameters().values():
         assert parameter.grad is not None
-        found.append(parameter.grad)
+        gradients.append(parameter.grad)
         parameter.grad = None
-    return found
+    return gradients
 
 
 # A parameter of these likelihoods changes more than the scale of the rows.
@@ -477,25 +477,25 @@ def test_draws_that_share_a_pass_are_those_of_passes_of_their_own(
     )
     if not (len(anchors) or draws):
         return
-    each = data.draw(st.integers(1, num_data))
+    num_chosen = data.draw(st.integers(1, num_data))
     generator = torch.Generator().manual_seed(seed)
-    orders = [torch.randperm(num_data, generator=generator)[:each] for _ in draws or [None]]
+    orders = [torch.randperm(num_data, generator=generator)[:num_chosen] for _ in draws or [None]]
     together = with_data(blocks.block(draws, torch.stack(orders)), pair)
     kept = list(evidence.collect(together).draws())
     assert len(kept) == max(1, len(draws))
     values = []
-    for own, draw, order in zip(kept, [[draw] for draw in draws] or [[]], orders, strict=True):
+    for part, draw, order in zip(kept, [[draw] for draw in draws] or [[]], orders, strict=True):
         alone = with_data(blocks.block(draw, order[None]), pair)
-        expected, wanted = evidence.backward(alone), gradients_of(evidence)
-        estimate, found = evidence.backward(own), gradients_of(evidence)
+        expected, expected_gradients = evidence.backward(alone), gradients_of(evidence)
+        estimate, gradients = evidence.backward(part), gradients_of(evidence)
         assert estimate.log_evidence == pytest.approx(expected.log_evidence, rel=1e-10)
         assert estimate.log_det == pytest.approx(expected.log_det, rel=1e-9, abs=1e-12)
-        for mine, theirs in zip(found, wanted, strict=True):
+        for mine, theirs in zip(gradients, expected_gradients, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-11)
         # What the stream learns from it is of this part alone, and not of the whole block.
         assert estimate.entropies == pytest.approx(expected.entropies, rel=1e-9, abs=1e-12)
-        assert own.block.anchored is not None
-        assert own.block.anchored.draws == tuple(draw)
+        assert part.block.anchored is not None
+        assert part.block.anchored.draws == tuple(draw)
         values.append(estimate.log_det)
     mean = sum(values) / len(values)
     assert evidence.estimate(together).log_det == pytest.approx(mean, rel=1e-9, abs=1e-11)
@@ -518,15 +518,15 @@ def test_draws_of_a_round_in_one_block() -> None:
     anchors = []
     for block in blocks:
         assert block.columns is not None
-        own = block.anchored
-        assert own is not None
+        layout = block.anchored
+        assert layout is not None
         rows = block.indices[:, None] * OUTPUTS + block.columns
-        anchors.append(sorted(rows[own.labels == 0].tolist()))
-        labels = {own.label(draw) for draw in own.draws}
+        anchors.append(sorted(rows[layout.labels == 0].tolist()))
+        labels = {layout.label(draw) for draw in layout.draws}
         assert sorted(labels) == list(range(1, len(labels) + 1))
-        assert all(int((own.labels == label).sum()) > 0 for label in labels)
-        assert (own.likelihood_weights > 0).sum(1).tolist() == [2] * block.num_draws
-        assert own.likelihood_weights.sum(1).tolist() == pytest.approx([30] * block.num_draws)
+        assert all(int((layout.labels == label).sum()) > 0 for label in labels)
+        assert (layout.likelihood_weights > 0).sum(1).tolist() == [2] * block.num_draws
+        assert layout.likelihood_weights.sum(1).tolist() == pytest.approx([30] * block.num_draws)
         assert int((block.likelihood_weights > 0).sum()) == 2 * block.num_draws
     assert anchors[0] == anchors[1] == anchors[2]
     # Parts of one row, so that all partitions are the same.
