@@ -30,6 +30,7 @@ WAYS = {
     "distances": {"_has_rows": never, "_SHORTEST_SIDE": 1, **MANY},
     "rows": {"_MANY_CHANNELS": 1000, **MANY},
     "rows of one": {"_MANY_CHANNELS": 1000, "_PATCH_NUMBERS": 1, **MANY},
+    "rows of many entries": {"_MANY_CHANNELS": 1000, "_FEW_ENTRIES": 0, **MANY},
 }
 
 

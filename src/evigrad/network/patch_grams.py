@@ -45,6 +45,9 @@ _SHORTEST_SIDE = 6
 # patches take 20 to 80 % of the time of the other algorithms on a CPU. Longer runs of positions are
 # faster to copy.
 _FEW_NUMBERS = 8_000
+# Up to this many entries of a row, products of single rows are small, and several threads compute
+# them side by side. One thread takes the same time, and more entries take more memory.
+_FEW_ENTRIES = 32
 # From this number of channels, and with few shifts to subtract, correlations take 50 to 75 % of the
 # time of products of rows on a CPU.
 _MANY_CHANNELS = 16
@@ -153,7 +156,10 @@ def _row_products(rows: Float[Tensor, "h i n"], height: int) -> Float[Tensor, "k
     if len(middle):
         size = (len(middle), height * entries, numbers)
         following = middle.as_strided(size, (rows.stride(0), rows.stride(1), 1))
-        shared = torch.addbmm(shared, middle, following.mT)
+        if entries <= _FEW_ENTRIES:
+            shared = torch.bmm(middle, following.mT).sum(0)
+        else:
+            shared = torch.addbmm(shared, middle, following.mT)
     rim = [y for y in range(len(rows)) if not height - 1 <= y < positions]
     products = rows.new_zeros(len(rim), *shared.shape)
     for y, product in zip(rim, products, strict=True):
