@@ -72,26 +72,20 @@ def test_log_evidence_is_averaged_over_three_rounds() -> None:
 
 def test_cycles_are_half_as_long_and_end_at_the_most() -> None:
     moving = [row(0.1 * epoch) for epoch in range(100)]
-    training_cycles = Cycles(Schedule(epochs=10, max_epochs=22))
-    ends = [training_cycles.end(moving[:count]) for count in range(23)]
+    run_cycles = Cycles(Schedule(epochs=10, max_epochs=22))
+    ends = [run_cycles.end(moving[:count]) for count in range(23)]
     assert ends == [10] * 10 + [15] * 5 + [20] * 5 + [22] * 3
-    starts = [epoch for epoch in range(1, 23) if training_cycles.progress(epoch) == 0]
+    starts = [epoch for epoch in range(1, 23) if run_cycles.progress(epoch) == 0]
     assert starts == [1, 11, 16, 21]
-    assert training_cycles.progress(22) == 0.5
-    assert training_cycles.progress(15) == 0.8
+    assert run_cycles.progress(22) == 0.5
+    assert run_cycles.progress(15) == 0.8
     still = [row()] * 100
-    assert [training_cycles.end(still[:count]) for count in (9, 10, 14, 15, 16)] == [
-        10,
-        15,
-        15,
-        15,
-        15,
-    ]
+    assert [run_cycles.end(still[:count]) for count in (9, 10, 14, 15, 16)] == [10, 15, 15, 15, 15]
 
 
 def test_without_a_maximum_nothing_changes() -> None:
-    training_cycles = Cycles(Schedule(epochs=10))
-    assert training_cycles.end([row(0.1 * epoch) for epoch in range(10)]) == 10
+    run_cycles = Cycles(Schedule(epochs=10))
+    assert run_cycles.end([row(0.1 * epoch) for epoch in range(10)]) == 10
 
 
 def test_a_run_continues_where_the_shorter_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
