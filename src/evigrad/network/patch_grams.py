@@ -41,10 +41,6 @@ _PATCH_NUMBERS = 2**24
 # From this side length of an image, and with several channels per group, correlations take 20 to
 # 75 % of the time of products of patches on a CPU. At a side length of 4 they take longer.
 _SHORTEST_SIDE = 6
-# Up to this many entries of all patches, for each position along the last dimension, products of
-# patches take 20 to 80 % of the time of the other algorithms on a CPU. Longer runs of positions are
-# faster to copy.
-_FEW_NUMBERS = 8_000
 # Up to this many entries of a row, products of single rows are small, and several threads compute
 # them side by side. One thread takes the same time, and more entries take more memory.
 _FEW_ENTRIES = 32
@@ -56,7 +52,7 @@ _MANY_CHANNELS = 16
 def patch_gram(x: Float[Tensor, "M c *space"], g: Geometry) -> Float[Tensor, "G i i"]:
     """Return Σ a aᵀ over the patches a of all inputs and positions, without a graph."""
     x = x.detach()
-    if not _has_few_patches(x, g):
+    if prod(g.positions(x.shape[2:])) > 1:  # otherwise the inputs are the patches
         if _has_rows(x, g):
             return _gram_by_rows(x, g)
         if _has_distances(x, g):
@@ -105,13 +101,6 @@ def _pull(x: Tensor, matrix: Float[Tensor, "G i i"], g: Geometry) -> Tensor:
         leaf = x.detach().requires_grad_()
         patches = convolution_patches(leaf, len(leaf), g)[0]
     return torch.autograd.grad(patches, leaf, matrix @ patches.detach())[0]
-
-
-def _has_few_patches(x: Tensor, g: Geometry) -> bool:
-    """Return whether products of patches are faster than the other algorithms."""
-    positions = g.positions(x.shape[2:])
-    numbers = len(x) * x.shape[1] * prod(g.kernel) * prod(positions)
-    return prod(positions) == 1 or numbers <= _FEW_NUMBERS * positions[-1]
 
 
 def _has_rows(x: Tensor, g: Geometry) -> bool:
