@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evigrad.network import Linearization, convolutions, plan
@@ -59,6 +60,47 @@ def test_layout_is_that_of_the_input(channels: int, layout: torch.memory_format)
     weight = random(6, channels, 3, 3).clone(memory_format=torch.channels_last)
     outputs = fixed_convolution(x, weight, None, GEOMETRIES["same"])
     assert outputs.is_contiguous(memory_format=layout)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("settings", [((1, 1), (0, 0)), ((2, 1), (2, 1))])
+def test_few_small_images(settings, bias, layout, monkeypatch) -> None:
+    stride, padding = settings
+    g = Geometry((3, 2), stride, padding, (1, 1), 1)
+    x, weight, offset = random(3, 8, 6, 5), random(4, 8, 3, 2), random(4) if bias else None
+    expected = F.conv2d(x, weight, offset, stride, padding)
+    gradient = torch.randn_like(expected)
+    (of_input,) = torch.autograd.grad(
+        F.conv2d(leaf := x.clone().requires_grad_(), weight, offset, stride, padding),
+        leaf,
+        gradient,
+    )
+    monkeypatch.setitem(convolutions.CONVOLUTIONS, 2, None)
+    monkeypatch.setattr(Geometry, "_backward", None)
+    x, gradient = (t.float().to(memory_format=layout) for t in (x, gradient))
+    offset = offset if offset is None else offset.float()
+    result = g.convolve(x, weight.float(), offset)
+    assert result.is_contiguous(memory_format=layout)
+    torch.testing.assert_close(result, expected.float(), rtol=1e-5, atol=1e-5)
+    pulled = g.input_gradient(x.shape, weight.float(), gradient)
+    torch.testing.assert_close(pulled, of_input.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_other_images_use_the_usual_algorithm() -> None:
+    g, weight = GEOMETRIES["same"], random(4, 8, 3, 3).float()
+    few, most = random(3, 8, 6, 6), convolutions._FEW_MULTIPLICATIONS
+    assert g._is_small(few.float(), weight)
+    assert not g._is_small(few, weight.double())
+    assert not g._is_small(few[:0].float(), weight)
+    assert not g._is_small(few[:, :0].float(), weight[:, :0])
+    assert not g._is_small(random(17, 8, 6, 6).float(), weight)
+    size = 1 + round((most / weight.numel()) ** 0.5)
+    assert not g._is_small(random(1, 8, size, size).float(), weight)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not g._is_small(few.float(), weight)
+        assert g.convolve(few.float(), weight).dtype == torch.bfloat16
+    assert g.convolve(few[:0].float(), weight).shape == (0, 4, 6, 6)
 
 
 class Branches(nn.Module):
