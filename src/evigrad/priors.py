@@ -369,7 +369,9 @@ class GaussianPrior(nn.Module):
             squares = torch.cat([deviations[name].square().flatten() for name in self._shapes])
         else:  # sums, because products of all weights would be kept for the gradient
             squares = torch.stack([d.square().sum() for d in deviations.values()])
-            precision = precision[[self.group_of[name] for name in deviations]]
+            groups = [self.group_of[name] for name in deviations]
+            if groups != list(range(len(precision))):
+                precision = precision[groups]
         return (precision * squares).sum()
 
     def log_det(self) -> Float[Tensor, ""]:

@@ -544,3 +544,21 @@ def test_a_root_without_a_closed_form_is_made_for_a_few_examples_at_a_time(monke
         parts = likelihood.row_norms(f, "fisher")
     torch.testing.assert_close(parts, whole)
     assert held.most < of_whole.most / 5
+
+
+@given(seed=SEEDS, num_outputs=st.integers(2, 6), scale=st.sampled_from([0.1, 3.0, 200.0]))
+def test_a_single_column_of_the_softmax_is_a_subblock(
+    seed: int, num_outputs: int, scale: float
+) -> None:
+    """The formula for one column against the general one, also for padding."""
+    generator = torch.Generator().manual_seed(seed)
+    f = scale * torch.randn(5, num_outputs, dtype=torch.float64, generator=generator)
+    columns = torch.randint(-1, num_outputs, (5, 1), generator=generator)
+    leaf = f.clone().requires_grad_()
+    log_p, pick = leaf.log_softmax(1), roots.one_hot(f, columns)
+    general = roots._label_rows(log_p, pick, pick.sum(dim=1) == 0)
+    rows = roots.softmax_rows(leaf, columns, "subblock")
+    torch.testing.assert_close(rows, general)
+    cotangent = torch.randn(rows.shape, dtype=torch.float64, generator=generator)
+    gradients = [torch.autograd.grad((r * cotangent).sum(), leaf)[0] for r in (rows, general)]
+    torch.testing.assert_close(*gradients)

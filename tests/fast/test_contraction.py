@@ -11,6 +11,14 @@ def random(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
+@pytest.mark.parametrize("positions", [(0, 2), (2, 0)])
+def test_no_positions(positions: tuple[int, int]) -> None:
+    one, other = (
+        (random(3, count, 4, seed=0), random(3, 2, count, 5, seed=1)) for count in positions
+    )
+    assert torch.equal(contraction_gram(one, other), torch.zeros(6, 6, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("strip", [1, 60, 10**6])
 @pytest.mark.parametrize("k", [1, 2])
 def test_strips_change_nothing(strip: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Gram matrices and quadratic forms with explicit derivatives."""
 
 import cmath
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
@@ -50,28 +50,35 @@ def dot(a: Tensor, b: Tensor) -> Float[Tensor, ""]:
     return torch.dot(a.reshape(-1), b.reshape(-1))
 
 
-def add_gram(gram: Float[Tensor, "G n n"], rows: Float[Tensor, "G n R"]) -> None:
-    """Add the upper triangle of ``rows @ rows.mT`` to ``gram`` in place.
-
-    Call ``mirrored`` after the last addition to fill the lower triangle.
-    """
-    for strip in _strips(gram.shape[1]):
-        columns = slice(strip.start, None)
-        gram[:, strip, columns].baddbmm_(rows[:, strip], rows[:, columns].mT)
-
-
-def mirrored(gram: Float[Tensor, "G n n"]) -> Float[Tensor, "G n n"]:
-    """Return ``gram`` after copying its upper triangle to its lower triangle, in place."""
-    *strips, _ = _strips(gram.shape[1])
+def sum_of_grams(parts: Iterable[Float[Tensor, "*G n R"]]) -> Float[Tensor, "*G n n"]:
+    """Return the sum of the Gram matrices ``part @ part.mT``. There must be at least one part."""
+    gram = None
+    for part in parts:
+        size = part.shape[-2]
+        if gram is None:
+            gram = part.new_zeros(*part.shape[:-1], size)
+        if size <= _STRIP:
+            _add_product(gram, part, part.mT)
+            continue
+        # Only the upper triangle, until all parts are added.
+        for strip in _strips(size):
+            rows, columns = part[..., strip, :], part[..., strip.start :, :]
+            _add_product(gram[..., strip, strip.start :], rows, columns.mT)
+    assert gram is not None
+    *strips, _ = _strips(gram.shape[-1])
     for strip in strips:
-        gram[:, strip.stop :, strip] = gram[:, strip, strip.stop :].mT
+        gram[..., strip.stop :, strip] = gram[..., strip, strip.stop :].mT
     return gram
 
 
-def _strips(size: int) -> Iterator[slice]:
+def _add_product(matrix: Tensor, left: Tensor, right: Tensor) -> None:
+    # In place, because autocast would compute the product ``left @ right`` in a narrower type.
+    (matrix.baddbmm_ if matrix.dim() == 3 else matrix.addmm_)(left, right)
+
+
+def _strips(size: int) -> list[slice]:
     step = max(_STRIP, -(-size // _STRIPS))
-    for start in range(0, size, step):
-        yield slice(start, min(start + step, size))
+    return [slice(start, min(start + step, size)) for start in range(0, max(size, 1), step)]
 
 
 # A Gram matrix is quadratic in its input x. So ⟨C, gram(x)⟩ with symmetric C is ⟨x, pull(x, C)⟩ for

@@ -169,7 +169,7 @@ def log_evidence(block_pass: Pass) -> tuple[Estimate, Tensor]:
     log_det = block_pass.curvature.evaluate(statistic, precisions, block_pass.conditioning)
     log_prior, log_hyperprior = _prior_terms(model)
     estimate = _estimate(block_pass, log_likelihood, log_det, log_prior, log_hyperprior)
-    value = log_likelihood + log_prior - 0.5 * (block_pass.block.scale * log_det.value)
+    value = log_likelihood + log_prior - (0.5 * block_pass.block.scale) * log_det.value
     return estimate, -(value + log_hyperprior) / model.num_data
 
 

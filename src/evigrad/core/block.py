@@ -187,7 +187,7 @@ class Block:
             origin=origin,
         )
 
-    @property
+    @cached_property
     def num_rows(self) -> int | None:
         """Number of rows of the block, or None if ``columns`` is None."""
         return None if self.columns is None else int((self.columns >= 0).sum())

@@ -89,6 +89,8 @@ class Categorical(Likelihood):
             raise InputError(f"Class labels must be integers, got {y.dtype}. Use y.long().")
         label = y.long()
         outside = (label < 0) | (label >= num_outputs)
+        if not bool(outside.any()):
+            return
         refuse_where(
             outside & (label == self.ignore_index),
             label,

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from evigrad.core.algebra import add_gram, mirrored
+from evigrad.core.algebra import sum_of_grams
 from evigrad.network.convolutions import Geometry, convolution_patches
 
 # Largest number of entries in the patches that are in memory at once (64 MiB in float32).
@@ -57,11 +57,7 @@ def patch_gram(x: Float[Tensor, "M c *space"], g: Geometry) -> Float[Tensor, "G 
             return _gram_by_rows(x, g)
         if _has_distances(x, g):
             return _gram_by_distance(x, g)
-    size = x.shape[1] // g.groups * prod(g.kernel)
-    gram = x.new_zeros(g.groups, size, size)
-    for chunk in _chunks(x, g):
-        add_gram(gram, convolution_patches(chunk, len(chunk), g)[0])
-    return mirrored(gram)
+    return sum_of_grams(convolution_patches(chunk, len(chunk), g)[0] for chunk in _chunks(x, g))
 
 
 def patch_gram_pull(

@@ -24,7 +24,7 @@ from evigrad.core.curvature.anchored import LogDet, log_det_conditional
 from evigrad.core.curvature.base import Curvature, Differential, Statistic, working_dtype
 from evigrad.core.curvature.dense import BlockDiagonal
 from evigrad.core.curvature.linalg import MatrixSpectrum, Spectra, log_det_identity_plus
-from evigrad.core.curvature.rows import SLAB_BYTES, DenseRows, MixedGrams, Rows, between
+from evigrad.core.curvature.rows import SLAB_BYTES, DenseRows, Rows, between, mixed_grams
 from evigrad.core.roots import RootRows
 from evigrad.core.types import Linearization
 from evigrad.errors import ConfigurationError
@@ -64,6 +64,8 @@ class NtkStatistic(Statistic):
     @cached_property
     def num_rows(self) -> int:
         """R, the number of rows."""
+        if self.rows:
+            return next(iter(self.rows.values())).num_rows
         return sum(int(part.sum()) for part in self.present)
 
     @property
@@ -227,7 +229,7 @@ class Ntk(Curvature[NtkStatistic]):
         like = self._like
         scale = None if statistic.scale is None else statistic.scale.to(like)
         is_fixed = not statistic.carries_graph
-        keep = is_fixed and self._keeps_grams(statistic.num_rows)
+        keep = is_fixed and (not statistic.rows or self._keeps_grams(statistic.num_rows))
         terms: list[LogDet] = []
         for names in self._blocks:
             if is_fixed and scale is None and conditioning is None:
@@ -376,7 +378,7 @@ class Ntk(Curvature[NtkStatistic]):
         if keep and groups:
             grams = [statistic.kept_gram(names, like) for names in groups]
             inverse = torch.stack([precisions[names[0]] for names in groups])
-            parts.append(MixedGrams.apply(inverse.to(like).reciprocal(), *grams))
+            parts.append(mixed_grams(inverse.to(like).reciprocal(), grams))
         else:
             alone += [name for names in groups for name in names]
         for name in alone:

@@ -15,10 +15,12 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import Function
 
-from evigrad.core.algebra import add_gram, first_order_only, mirrored
+from evigrad.core.algebra import first_order_only, sum_of_grams
 
 # Bytes of a slab of columns: enough for fast matrix products, and little compared with the rows.
 SLAB_BYTES = 2**25
+# Up to this many entries, a copy of all Gram matrices takes less time than a call for each.
+_FEW_NUMBERS = 2**14
 
 
 class Rows(ABC):
@@ -108,12 +110,12 @@ class DenseRows(Rows):
         return self
 
     def gram(self, like: Tensor, precision: Tensor | None = None) -> Float[Tensor, "R R"]:
-        gram = like.new_zeros(self.num_rows, self.num_rows)
         varies = precision is not None and precision.numel() > 1
         root = precision.reshape(-1).to(like).rsqrt() if precision is not None and varies else None
-        for columns, slab in slabs(self.chunks, like):
-            add_gram(gram[None], (slab if root is None else slab * root[columns])[None])
-        mirrored(gram[None])
+        gram = sum_of_grams(
+            slab if root is None else slab * root[columns]
+            for columns, slab in slabs(self.chunks, like)
+        )
         return gram if precision is None or varies else gram / precision.to(gram)
 
     def differentiable_gram(
@@ -197,7 +199,7 @@ def slabs(chunks: Sequence[Tensor], like: Tensor) -> Iterator[tuple[slice, Float
     """
     num_rows, width = sum(len(chunk) for chunk in chunks), chunks[0].shape[1]
     step = max(1, SLAB_BYTES // max(1, num_rows * like.element_size()))
-    for start in range(0, width, step):
+    for start in range(0, max(width, 1), step):
         columns = slice(start, min(start + step, width))
         parts = [chunk[:, columns].to(like) for chunk in chunks]
         yield columns, parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -233,7 +235,14 @@ def between(chunks: Sequence[Tensor], span: slice) -> Tensor:
 # ------------------------------------------------------------ derivatives without copies
 
 
-class MixedGrams(Function):
+def mixed_grams(weights: Float[Tensor, " L"], grams: Sequence[Tensor]) -> Float[Tensor, "R R"]:
+    """Return the sum of Gram matrices with these weights, differentiable in the weights."""
+    if len(grams) * grams[0].numel() <= _FEW_NUMBERS:
+        return (weights[:, None, None] * torch.stack(list(grams))).sum(0)
+    return _MixedGrams.apply(weights, *grams)
+
+
+class _MixedGrams(Function):
     """Autograd function for a weighted sum of Gram matrices, without scaled copies of them.
 
     With the weights 1/δ_g and the Gram matrices G_g of the rows of group g, the sum is S. The
