@@ -362,3 +362,24 @@ def test_targets_that_broadcast_against_the_other_data() -> None:
     with pytest.raises(InputError, match="unsqueeze"):
         evidence.estimate(X, y)
     assert evidence.estimate(X, y[:, None]).log_likelihood < 0
+    with pytest.raises(InputError, match="unsqueeze"):
+        evidence.estimate(X, y)
+
+
+def test_an_example_is_compared_by_itself_once_per_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    likelihood, sizes = Wrong("right"), []
+    evidence = build("ntk-N-C", model=nn.Linear(2, 1), likelihood=likelihood)
+    log_prob = likelihood.log_prob
+
+    def counting(f: Any, y: Any) -> Any:
+        sizes.append(len(f))
+        return log_prob(f, y)
+
+    monkeypatch.setattr(likelihood, "log_prob", counting)
+    y = torch.linspace(0, 3, N)[:, None]
+    calls = []
+    for _ in range(3):
+        evidence.estimate(X, y)
+        calls.append((sizes.count(1), sizes.count(N)))
+        sizes.clear()
+    assert calls[0][0] == calls[1][0] + 1 and calls[1] == calls[2]

@@ -12,7 +12,11 @@ import torch.nn.functional as F
 from network.calls import CALLS, Called, Case, Folded
 from network.dense import assert_rows, jacobian, random, rows, weights_of
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode
+from torch.overrides import (
+    _get_current_function_mode,
+    handle_torch_function,
+    has_torch_function,
+)
 
 from evigrad import Evidence
 from evigrad.core.algebra import dot
@@ -343,3 +347,48 @@ def test_a_parameter_with_another_use(monkeypatch: pytest.MonkeyPatch) -> None:
         jacobian_plan = plan(model, weights_of(model, ["scale"]), random(3, 3))
     assert jacobian_plan.words["mixed.weight"] == "generic: vmap"
     assert jacobian_plan.words["mixed.bias"] == "bilinear"
+
+
+def gate(x: Tensor, weight: Tensor) -> Tensor:
+    """A function that may return its input, as a gate that is closed does."""
+    if _get_current_function_mode() is not None or has_torch_function((x, weight)):
+        return handle_torch_function(gate, (x, weight), x, weight)
+    return x
+
+
+class Gate(Rule):
+    """The rule for a closed gate, whose input is a view of the result."""
+
+    name = "gate"
+
+    def match(self, x: Tensor, weight: Tensor) -> Match | None:
+        return Match(x[:, :], {"weight": weight})
+
+    def rows(self, slot: str, match: Match, gradient: Tensor) -> Tensor:
+        return gradient.sum(2) * 0
+
+
+class Gated(nn.Module):
+    """A network with a gate at a tensor that it keeps."""
+
+    position: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("position", torch.ones(1, 4))
+        self.gate = nn.Parameter(torch.ones(4))
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + gate(self.position, self.gate)) + 0 * self.gate.sum()
+
+
+def test_a_tensor_of_the_model_gets_no_graph() -> None:
+    model, x = Gated().eval(), random(3, 4).float()
+    weights = weights_of(model)
+    with mock.patch.dict(RULES, {gate: Gate()}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", EvigradWarning)
+            jacobian_plan = plan(model, weights, x)
+        Linearization(model, weights, x, jacobian_plan, False)
+    assert not model.position.requires_grad and model.position.grad_fn is None

@@ -9,13 +9,17 @@ import pytest
 import torch
 from network.dense import random, weights_of
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils.parametrizations import weight_norm
 from torch.overrides import _get_current_function_mode_stack
 from zoo import CASES, HYPERPARAMETERS
 
 from evigrad.errors import InputError
 from evigrad.network import Linearization, plan
 from evigrad.network.generic import vmap_rows
-from evigrad.network.modes import model_run
+from evigrad.network.modes import _runs_only_layers, evaluation_mode, model_run
+from evigrad.network.recorder import _with_gradient
 
 
 def snapshot(model: nn.Module) -> list[tuple[str, str, int, str]]:
@@ -215,6 +219,79 @@ def test_exception_in_the_cotangents_leaves_the_model_as_it_was() -> None:
         linearization.rows(random(3, 1, 5))
     assert snapshot(model) == before
     assert all(p.grad is None for p in model.parameters())
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 2))
+
+
+def test_only_passes_through_plain_layers_watch_no_attributes() -> None:
+    def runs_only_layers(model: nn.Module) -> bool:
+        return _runs_only_layers(list(model.modules()))
+
+    def keep_result(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        module.kept = output
+
+    assert runs_only_layers(layers())
+    assert not runs_only_layers(Talkative())
+    assert not runs_only_layers(nn.TransformerEncoderLayer(4, 2))
+    for add_hook in (nn.Module.register_forward_hook, nn.Module.register_forward_pre_hook):
+        hooked = layers()
+        add_hook(hooked[1], lambda module, *_: None)
+        assert not runs_only_layers(hooked)
+    handle = register_module_forward_hook(keep_result)
+    assert not runs_only_layers(layers())
+    handle.remove()
+    replaced = layers()
+    vars(replaced[1])["forward"] = lambda x: x.clamp(min=0)
+    assert not runs_only_layers(replaced)
+    assert not runs_only_layers(weight_norm(nn.Linear(2, 2)))
+    compiled = layers()
+    compiled[0].compile(backend="eager")
+    assert not runs_only_layers(compiled)
+    hooked = layers()
+    hooked[1].register_forward_hook(keep_result)
+    with model_run(hooked):
+        hooked(random(3, 1, 4, 4).float())
+        assert hasattr(hooked[1], "kept")
+    assert not hasattr(hooked[1], "kept")
+
+
+class ModeFollower(nn.Module):
+    """A module that adapts its rate whenever its mode is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = 0.9
+        self.layer = nn.Linear(2, 1)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "training":
+            vars(self)["rate"] = 0.9 if value else 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x * (1 - self.rate))
+
+
+def test_evaluation_mode_is_set_by_the_modules_own_method() -> None:
+    model = ModeFollower().train()
+    with evaluation_mode(model, None):
+        assert model.rate == 0.0 and not model.training and not model.layer.training
+    assert model.rate == 0.9 and model.training and model.layer.training
+
+
+def test_a_graph_starts_at_the_first_output_without_a_copy() -> None:
+    output, view = random(3, 2), random(2, 3).mT
+    expected = output.clone()
+    result, of_view = _with_gradient(output), _with_gradient(view)
+    assert result.requires_grad and not result.is_leaf
+    assert result.data_ptr() == output.data_ptr() and torch.equal(result, expected)
+    assert of_view.data_ptr() != view.data_ptr() and not view.requires_grad
+    edge = get_gradient_edge(result)
+    changed = result.relu_().square()
+    (gradient,) = torch.autograd.grad(changed.sum(), [edge])
+    torch.testing.assert_close(gradient, 2 * expected.clamp(min=0))
 
 
 @pytest.mark.parametrize("differentiable", [False, True])

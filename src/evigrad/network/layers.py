@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from inspect import signature
 from math import prod
 from typing import Any
@@ -60,6 +61,11 @@ class Match:
     slots: dict[str, Tensor]
     settings: dict[str, Any] = field(default_factory=dict)
     computed: Callable[[], Tensor] | None = None
+
+    @cached_property
+    def settings_text(self) -> str:
+        """The settings as text."""
+        return repr(self.settings)
 
 
 class Rule(ABC):

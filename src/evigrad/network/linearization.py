@@ -3,8 +3,8 @@
 With k rows for each example, this takes one forward pass and k backward passes.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -59,8 +59,8 @@ class Linearization:
 
     Raises:
         InputError: If there are no data, or the outputs do not have the shape (m, C).
-        ConfigurationError: If a weight is not a parameter of the model that requires a gradient,
-            or if gradients are disabled.
+        ConfigurationError: If a weight does not require a gradient or has a hook, or if gradients
+            are disabled.
     """
 
     outputs: Float[Tensor, "m C"]
@@ -74,20 +74,20 @@ class Linearization:
         plan: JacobianPlan,
         differentiable: bool,
     ) -> None:
-        check_call(model, weights, x)
+        check_call(weights, x)
         self.model, self.weights, self.x, self.plan = model, weights, x, plan
         self._differentiable = differentiable
         # Without closed forms there is nothing to record, and recording might have side effects.
         recorder = Recorder(weights if plan.uses else {}, len(x), plan.uses)
         self.mixed = torch.is_autocast_enabled(x.device.type)
-        with model_run(model), torch.enable_grad():
+        with model_run(model) as modules, torch.enable_grad():
             with recorder:
                 output = called(model, x)
             self._graph = check_output(output, len(x))
             if self.mixed:
                 self._graph = self._graph.to(next(iter(weights.values()), x).dtype)
         self.outputs = self._graph if differentiable else self._graph.detach()
-        self._recorder_doubts = recorder.may_mix(model)
+        self._recorder_doubts = recorder.may_mix(modules)
         calls, self._owned, nodes = placed(self._graph, recorder.calls)
         if len(x) == 1:  # all rows belong to it, and the graph does not determine the dimension
             calls = [self._as_in_plan(call) for call in calls]
@@ -124,6 +124,15 @@ class Linearization:
                 if name not in rows:
                     rows[name] = self.weights[name].new_zeros(*shape, *self.weights[name].shape)
         return self._unshared({name: rows[name] for name in names})
+
+    def _rows_of(self, vectors: Float[Tensor, "m k C"], name: str) -> dict[str, Tensor]:
+        """Return the rows of a parameter with a closed form."""
+        with self._computing():
+            rows = self._closed_rows(self._gradients(vectors), [name])
+        if name not in rows:
+            weight = self.weights[name]
+            return {name: weight.new_zeros(*vectors.shape[:2], *weight.shape)}
+        return self._unshared(rows)
 
     def without_graph(self, root: RootRows) -> tuple["Linearization", RootRows]:
         """Return a copy of this linearization and a copy of ``root``, both without a graph.
@@ -164,10 +173,10 @@ class Linearization:
         # All rows without a closed form in one call, because each call repeats the backward passes.
         generic = [name for name in names if not self.is_closed(name)]
         generic_rows = cache(lambda: self.rows(vectors, generic))
-        num_rows = int(present.sum())
+        num_rows = present.numel() if root.present is None else int(present.sum())
 
         def form(name: str) -> Tensor:
-            rows = generic_rows() if name in generic else self.rows(vectors, [name])
+            rows = generic_rows() if name in generic else self._rows_of(vectors, name)
             flat = rows[name].reshape(present.numel(), self.weights[name].numel())
             return flat if num_rows == present.numel() else flat[present.flatten()]
 
@@ -392,7 +401,9 @@ class Linearization:
     @cached_property
     def _as_planned(self) -> tuple[set[str], set[str]]:
         """Return names used as planned: those with known examples of rows, and all others."""
-        uses = {name: self._uses[name] for name in self.weights if self._is_as_planned(name)}
+        same_shape = self.x.shape[1:] == self.plan.datum_shape
+        names = [name for name in self.weights if same_shape and self._is_as_planned(name)]
+        uses = {name: self._uses[name] for name in names}
         calls = {id(call): call for pairs in uses.values() for call, _ in pairs}
         owned_ids = self._owned
         unowned_calls = [call for key, call in calls.items() if key not in owned_ids]
@@ -412,17 +423,20 @@ class Linearization:
         return (
             name in self.plan.uses
             and name not in self._elsewhere
-            and self.x.shape[1:] == self.plan.datum_shape
             and tuple(call.use(slot) for call, slot in uses) == self.plan.uses[name]
             and all(call.parts > 0 for call, _ in uses)
             and not any(call.input_changed for call, _ in uses)
         )
 
-    @contextmanager
-    def _computing(self) -> Iterator[None]:
+    def _computing(self) -> AbstractContextManager[object]:
         """Record a graph if ``differentiable``, and compute in the types of the forward pass."""
-        with torch.set_grad_enabled(self._differentiable), without_autocast(self.x.device):
-            yield
+        recording = torch.set_grad_enabled(self._differentiable)
+        if not torch.is_autocast_enabled(self.x.device.type):
+            return recording
+        stack = ExitStack()
+        stack.enter_context(recording)
+        stack.enter_context(without_autocast(self.x.device))
+        return stack
 
     def _check_names(self, names: Sequence[str]) -> None:
         for name in names:

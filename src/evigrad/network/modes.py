@@ -73,12 +73,21 @@ def evaluation_mode(
             # Not model.eval(), because an overridden ``train`` may have side effects. This also
             # restores each module's mode if the modes differ.
             for module, _ in training:
-                module.training = False
+                _set_mode(module, False)
             with seeds as has_drawn:
                 yield has_drawn
         finally:
             for module, mode in training:
-                module.training = mode
+                _set_mode(module, mode)
+
+
+def _set_mode(module: nn.Module, training: bool) -> None:
+    attributes = vars(module)
+    # ``nn.Module.__setattr__`` takes 20 times as long.
+    if "training" in attributes and type(module).__setattr__ is nn.Module.__setattr__:
+        attributes["training"] = training
+    else:
+        module.training = training
 
 
 @contextmanager
@@ -147,26 +156,32 @@ def warn_of_normalisation(model: nn.Module) -> None:
 
 
 @contextmanager
-def model_run(model: nn.Module) -> Iterator[None]:
+def model_run(model: nn.Module) -> Iterator[list[nn.Module]]:
     """Set up the context for forward and backward passes that compute rows.
 
-    Attributes and buffers that a pass changes are restored on exit, even after an exception. Fused
-    kernels without a first or second derivative are replaced by plain kernels in the whole process.
-    Other threads that call this function wait. ``scale_grad_by_freq`` of embeddings is switched
-    off, because gradients would otherwise correspond to a different function.
+    Attributes and buffers that a pass changes are restored on exit, even after an exception. If the
+    model may call fused kernels without a first or second derivative, they are replaced by plain
+    kernels in the whole process. Other threads that call this function wait.
+    ``scale_grad_by_freq`` of embeddings is switched off, because gradients would otherwise
+    correspond to a different function.
+
+    Yields:
+        The modules of the model.
     """
     with TURN, ExitStack() as stack:
         modules = list(model.modules())
-        stack.enter_context(_unchanged_attributes(modules))
+        if not _runs_only_layers(modules):
+            stack.enter_context(_unchanged_attributes(modules))
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            if "torch._dynamo" in sys.modules:  # importing it takes seconds
+                # The graph of a compiled model cannot be inspected, and was compiled for other
+                # inputs.
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            # The inference kernels of ``nn.TransformerEncoderLayer`` have no derivative.
+            mha = torch.backends.mha
+            stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+            mha.set_fastpath_enabled(False)
         stack.enter_context(_unchanged_buffers(modules))
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        if "torch._dynamo" in sys.modules:  # importing it takes seconds
-            # The graph of a compiled model cannot be inspected, and was compiled for other inputs.
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        # The inference kernels of ``nn.TransformerEncoderLayer`` have no derivative.
-        mha = torch.backends.mha
-        stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
-        mha.set_fastpath_enabled(False)
         special = [module for module in modules if isinstance(module, _SPECIAL)]
         if any(isinstance(module, nn.RNNBase) for module in special):
             # cuDNN's recurrent kernels have no derivative in evaluation mode, and no second one.
@@ -176,7 +191,7 @@ def model_run(model: nn.Module) -> Iterator[None]:
             if getattr(module, "scale_grad_by_freq", False):
                 stack.callback(setattr, module, "scale_grad_by_freq", True)
                 module.scale_grad_by_freq = False
-        yield
+        yield modules
 
 
 @contextmanager
@@ -195,6 +210,21 @@ def without_autocast(device: torch.device) -> Iterator[None]:
         return
     with torch.autocast(device.type, enabled=False):
         yield
+
+
+def _runs_only_layers(modules: Sequence[nn.Module]) -> bool:
+    """Return whether a pass runs only PyTorch's layers, without attention and not compiled.
+
+    Then it changes no attributes, and there is only one kernel for each layer.
+    """
+    hooks = nn.modules.module
+    return not (hooks._global_forward_hooks or hooks._global_forward_pre_hooks) and all(
+        type(module).__module__.startswith("torch.nn.modules.")
+        and not isinstance(module, nn.MultiheadAttention)
+        and module._compiled_call_impl is None
+        and not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+        for module in modules
+    )
 
 
 def _holders(modules: Sequence[nn.Module]) -> list[Any]:
@@ -278,8 +308,8 @@ def _unchanged_attributes(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _unchanged_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
-    buffers = [b for module in modules for b in module._buffers.values() if b is not None]
-    before = [(b, b.detach().clone(), b._version) for b in buffers]
+    buffers = {id(b): b for module in modules for b in module._buffers.values() if b is not None}
+    before = [(b, b.detach().clone(), b._version) for b in buffers.values()]
     try:
         yield
     finally:

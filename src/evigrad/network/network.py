@@ -26,6 +26,12 @@ KEPT_PLANS = 16
 PROBE_SIZE = 3
 
 
+def drop_oldest(cache: dict[Any, Any], size: int) -> None:
+    """Remove all but the latest ``size`` entries of a cache."""
+    for key in list(cache)[:-size]:
+        del cache[key]
+
+
 @dataclass(frozen=True, eq=False)
 class InputPlan:
     """The plan for inputs of one shape.
@@ -104,8 +110,7 @@ class Network:
             return self._plans[key]
         if key not in self._outputs:
             self._outputs[key] = self._output_layer(each_once(x))
-            for old in list(self._outputs)[: -2 * KEPT_PLANS]:
-                del self._outputs[old]
+            drop_oldest(self._outputs, 2 * KEPT_PLANS)
         positions, layer = self._outputs[key]
         if positions and not isinstance(x, AtPositions):
             few = x[:PROBE_SIZE]
@@ -132,15 +137,16 @@ class Network:
             draws_globally = has_drawn()
         self._loaded.pop(key, None)
         self._plans[key] = InputPlan(model, jacobian_plan, draws_globally, f, positions)
-        for old in list(self._plans)[:-KEPT_PLANS]:
-            del self._plans[old]
+        drop_oldest(self._plans, KEPT_PLANS)
         return self._plans[key]
 
     def _key(self, x: Inputs) -> str:
         """Return the key of a plan: shapes, type and device of inputs, and shapes of the noise."""
         # The shapes are drawn each time, because a module's number of samples may change.
-        one = torch.Generator().manual_seed(0)
-        drawn = [tuple(module.draw(1, one).shape) for module in self._drawing]
+        drawn = [
+            tuple(module.draw(1, torch.Generator().manual_seed(0)).shape)
+            for module in self._drawing
+        ]
         if isinstance(x, Tensor):
             return f"{[tuple(x.shape[1:]), *drawn]} {x.dtype} {x.device}"
         return f"{layout(x)} {drawn} {x.device}"

@@ -69,10 +69,12 @@ def traced(outputs: Tensor, calls: Collection[Call]) -> tuple[set[int], set[Node
     # The stride of the batch dimension is followed. Entry i of a tensor, in row-major order,
     # belongs to example (i // stride) % m. The stride is None if it is unknown.
     first = outputs[0].numel() if claimed else None
-    stack: list[tuple[Node, int, int | None]] = [(outputs.grad_fn, outputs.output_nr, first)]
+    stack: list[tuple[Node, int, int | None, Sequence[int]]] = [
+        (outputs.grad_fn, outputs.output_nr, first, outputs.shape)
+    ]
     seen: dict[tuple[Node, int], int | None] = {}
     while stack:
-        node, output, stride = stack.pop()
+        node, output, stride, shape = stack.pop()
         place = (node, output)
         if place in seen:
             if seen[place] == stride or seen[place] is None:
@@ -85,14 +87,13 @@ def traced(outputs: Tensor, calls: Collection[Call]) -> tuple[set[int], set[Node
                 owned_ids.discard(call)
             if stride != in_second:
                 turned.discard(call)
-        shape = node._input_metadata[output].shape if stride is not None else ()
         for i, (source, of_source) in enumerate(node.next_functions):
             if source is not None:
-                before = None
+                before, of_input = None, ()
                 if stride is not None:
                     of_input = source._input_metadata[of_source].shape
                     before = _stride_before(node, i, shape, of_input, stride, m)
-                stack.append((source, of_source, before))
+                stack.append((source, of_source, before, of_input))
     # The graph gives no information about calls that the outputs do not use.
     return owned_ids, {node for node, _ in seen}, turned - owned_ids
 

@@ -8,7 +8,7 @@ in the autograd graph of the outputs. ``reachable`` finds them there, so no use 
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -116,7 +116,7 @@ class Call:
             self.samples,
             tuple(self.match.input.shape[1:]),
             tuple(self.output_shape[1:]),
-            repr(self.match.settings),
+            self.match.settings_text,
         )
 
     def rows(self, slot: str, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
@@ -272,13 +272,9 @@ class Recorder(TorchFunctionMode):
         foreign = any(match.slots[slot].dtype != output.dtype for slot in names)
         if foreign and not self._mixed:
             return func(*args, **kwargs)
-        if output.requires_grad:
-            result = output
-        else:
-            # Nothing before this call needs a gradient, so the output becomes a leaf. The model
-            # gets a copy, which it may change in place.
-            output = output.detach().requires_grad_()
-            result = output.clone()
+        if not output.requires_grad:
+            # The result of a custom rule may be a tensor that the model keeps.
+            output = _with_gradient(output.clone() if is_custom(rule) else output)
         edge = get_gradient_edge(output)
         self.calls.append(
             Call(
@@ -292,13 +288,12 @@ class Recorder(TorchFunctionMode):
                 samples=current_samples(),
             )
         )
-        return result
+        return output
 
-    def may_mix(self, model: nn.Module) -> bool:
+    def may_mix(self, modules: Iterable[nn.Module]) -> bool:
         """Return whether a function or a scripted module may have mixed examples."""
         if self._num_data == 1:
             return False
-        modules = model.modules()
         return self._decides or any(
             isinstance(module, torch.jit.ScriptModule) for module in modules
         )
@@ -329,10 +324,12 @@ class Recorder(TorchFunctionMode):
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Rule, Match, dict[str, str]] | None:
         rule = RULES.get(func)
-        tracked = {id(a) for a in (*args, *kwargs.values()) if id(a) in self._names}
         # Inside a function transform, tensors are wrapped. Without gradients, there is nothing to
         # record, and nothing in the graph either.
-        if rule is None or not tracked or not torch.is_grad_enabled() or _is_transformed():
+        if rule is None or not torch.is_grad_enabled() or _is_transformed():
+            return None
+        tracked = {id(a) for a in (*args, *kwargs.values()) if id(a) in self._names}
+        if not tracked:
             return None
         try:
             match = rule.match(*args, **kwargs)
@@ -365,13 +362,37 @@ class Recorder(TorchFunctionMode):
         self.refused.update({self._names[p]: reason for p in tracked})
 
 
+def _with_gradient(output: Tensor) -> Tensor:
+    """Return a tensor that no one else uses, after a graph starts there. A view is copied first.
+
+    The model may change the result in place, unlike a leaf. A copy of a leaf would take as much
+    memory again.
+    """
+    output = output.clone() if output._is_view() else output
+    return _GraphStart.apply(output, output.new_empty(()).requires_grad_())
+
+
+class _GraphStart(torch.autograd.Function):
+    """Autograd function that returns its first argument and starts a graph there."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, start: Tensor) -> Tensor:
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        return None, None
+
+
 def _decides(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> bool:
     """Return whether the values of some examples may affect the computation for other examples."""
-    name = getattr(func, "__name__", "")
-    plain = name if name.startswith("__") else name.removesuffix("_")
-    if plain in _DECIDING or "nested" in name:
+    plain = _suspicious_name(getattr(func, "__name__", ""))
+    if not plain:
+        return False
+    if plain in _DECIDING or "nested" in plain:
         return True
     if plain in ("__getitem__", "__setitem__"):
         index = args[1] if isinstance(args[1], tuple) else args[1:2]
@@ -380,10 +401,19 @@ def _decides(
         return any(isinstance(argument, Tensor) for argument in (*args[1:], *kwargs.values()))
     if plain == "where":
         return len(args) + len(kwargs) == 1
-    if plain not in _REDUCTIONS or not args or not isinstance(args[0], Tensor):
+    if not args or not isinstance(args[0], Tensor):
         return False
     result = result[0] if isinstance(result, tuple) else result
     return not isinstance(args[0], nn.Parameter) and result.shape[:1] != args[0].shape[:1]
+
+
+@lru_cache(4096)
+def _suspicious_name(name: str) -> str:
+    """Return the plain name of a function that may mix examples, or an empty string."""
+    plain = name if name.startswith("__") else name.removesuffix("_")
+    partly = ("__getitem__", "__setitem__", "repeat_interleave", "where")
+    suspicious = plain in (*partly, *_DECIDING, *_REDUCTIONS) or "nested" in name
+    return plain if suspicious else ""
 
 
 def _is_transformed() -> bool:

@@ -21,7 +21,7 @@ from evigrad.inputs import AtPositions, Inputs, each_once
 from evigrad.likelihoods.calls import log_probabilities
 from evigrad.network import matrix_uses, model_outputs
 from evigrad.network.modes import evaluation_run
-from evigrad.network.network import KEPT_PLANS, InputPlan, Network
+from evigrad.network.network import KEPT_PLANS, InputPlan, Network, drop_oldest
 from evigrad.passes.checks import check_inputs
 from evigrad.passes.memory import MicroBatches
 from evigrad.passes.parameter_blocks import partition_names
@@ -42,6 +42,8 @@ class Problem(LinearizedModel):
         curvatures: A cache of curvatures, by plan and data type of the matrices.
         reaches: Which outputs may share backward passes, by shape of the inputs. Checkpoints
             contain it, because sums over outputs depend on it in their last digits.
+        compared: Shapes of outputs and targets, and types of targets, for which the density of an
+            example does not depend on the other examples.
     """
 
     settings: Settings
@@ -52,6 +54,7 @@ class Problem(LinearizedModel):
     partitions: dict[int, Partition] = field(default_factory=dict, repr=False)
     curvatures: dict[Any, Curvature[Any]] = field(default_factory=dict, repr=False)
     reaches: dict[str, Reach] = field(default_factory=dict, repr=False)
+    compared: set[Any] = field(default_factory=set, repr=False)
 
     @property
     def model(self) -> nn.Module:
@@ -70,7 +73,12 @@ class Problem(LinearizedModel):
 
     def log_probabilities(self, f: Tensor, y: Tensor) -> Tensor:
         """See ``LinearizedModel``. Errors in a custom likelihood are reported with its name."""
-        return log_probabilities(self.likelihood, f, y)
+        # Targets of a wrong shape could broadcast against other examples. This depends only on the
+        # shapes and the type, so one example is evaluated by itself only the first time.
+        key = (f.shape, y.shape, y.dtype)
+        result = log_probabilities(self.likelihood, f, y, alone=key not in self.compared)
+        self.compared.add(key)
+        return result
 
     def plan_of(self, x: Any) -> InputPlan:
         """Check these inputs and return their plan."""
@@ -98,8 +106,7 @@ class Problem(LinearizedModel):
         key = (plan, dtype)
         if key not in self.curvatures:
             self.curvatures[key] = self._new_curvature(plan, dtype)
-            for old in list(self.curvatures)[: -2 * KEPT_PLANS]:
-                del self.curvatures[old]
+            drop_oldest(self.curvatures, 2 * KEPT_PLANS)
         return self.curvatures[key]
 
     def _new_curvature(self, plan: InputPlan, dtype: torch.dtype | None) -> Curvature[Any]:
@@ -130,8 +137,7 @@ class Problem(LinearizedModel):
         """Return what passes over inputs of this shape have shown. The latest shapes are kept."""
         key = f"{tuple(plan.jacobian.datum_shape)} {plan.num_outputs}"
         self.reaches[key] = self.reaches.pop(key, None) or Reach()
-        for old in list(self.reaches)[:-KEPT_PLANS]:
-            del self.reaches[old]
+        drop_oldest(self.reaches, KEPT_PLANS)
         return self.reaches[key]
 
     def last_layer(self, x: Inputs) -> tuple[Tensor, LastLayer | None]:

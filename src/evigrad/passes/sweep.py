@@ -186,10 +186,10 @@ class MicroBatchSweep:
         """See ``Sweep.outputs``."""
         plan = self._plan_of(batch)
         recorder = Recorder({}, len(batch.x))
-        with self._autocast(), model_run(plan.model), recorder:
+        with self._autocast(), model_run(plan.model) as modules, recorder:
             f = model_outputs(plan.model, batch.x)
         self._check_outputs(plan, f)
-        if self.suspicious or recorder.may_mix(plan.model):
+        if self.suspicious or recorder.may_mix(modules):
             self._check_separate(plan, batch.x, f)
         return f.to(self.problem.dtype)
 
