@@ -57,7 +57,7 @@ def measure(model_name: str, structure: str, num_data: int, repeats: int) -> lis
     by_variant: dict[str, tuple[float, dict[str, Tensor], float]] = {}
     model, x, y = network(model_name, num_data)
     for variant, settings in VARIANTS.items():
-        if "rows_dtype" in settings and structure != "ntk":
+        if variant == "bfloat16 rows" and structure != "ntk":
             continue
         dtype = torch.float64 if variant == "float64" else torch.float32
         averaged = Averaged(model, AffineInvariance(), num_samples=2).to(dtype)

@@ -56,8 +56,9 @@ def evaluated(
     def tolerate_kfac(nats: float, value: float) -> bool:
         return nats < math.inf and tolerate(nats, value)
 
-    # The cheap bound that precedes the estimate for KFAC is made too large to be used.
+    # The cheap bounds that precede the estimates are made too large to be used.
     with (
+        mock.patch.object(linalg, "TOLERATED_NATS", -math.inf),
         mock.patch.object(linalg, "is_tolerated", tolerate),
         mock.patch.object(kfac, "is_tolerated", tolerate_kfac),
         mock.patch.object(kfac, "kronecker_rounding_rate", lambda *_: math.inf),
