@@ -230,8 +230,12 @@ def test_weights_that_are_none() -> None:
         {"0.wieght": model.get_parameter("0.weight")},
         {"0.weight": nn.Parameter(model.get_parameter("0.weight").detach())},
     ):
-        with pytest.raises(ConfigurationError, match="not the model.s current parameter"):
-            plan(model, weights, x)
+        for call in (
+            lambda w: plan(model, w, x),
+            lambda w: Linearization(model, w, x, jacobian_plan, False),
+        ):
+            with pytest.raises(ConfigurationError, match="not the model.s current parameter"):
+                call(weights)
     weights = weights_of(model)
     weights["0.weight"].requires_grad_(False)
     with pytest.raises(ConfigurationError, match="requires a gradient"):

@@ -78,8 +78,15 @@ def without_derivative(error: BaseException) -> ConfigurationError | None:
     )
 
 
-def check_current(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
-    """Raise an error if the weights are not the model's parameters of these names."""
+def check_call(model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor) -> None:
+    """Raise an error if ``x`` is empty, or if the weights cannot have correct gradients."""
+    if x.dim() == 0 or len(x) == 0:
+        raise InputError("x is empty or a scalar. Pass at least one example along dimension 0.")
+    if torch.is_inference_mode_enabled():
+        raise ConfigurationError(
+            "Gradients cannot be enabled inside torch.inference_mode(). Remove this context, or"
+            " use torch.no_grad(), in which evigrad enables gradients where it needs them."
+        )
     parameters = dict(model.named_parameters())
     if any(parameters.get(name) is not p for name, p in weights.items()):  # the model is wrapped
         parameters = named_parameters(model)
@@ -90,18 +97,6 @@ def check_current(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> None
                 " parameter may have been replaced or removed. Pass the model's current"
                 f" parameters.{nearest(name, parameters)}"
             )
-
-
-def check_call(weights: Mapping[str, nn.Parameter], x: Tensor) -> None:
-    """Raise an error if ``x`` is empty, or if the weights cannot have correct gradients."""
-    if x.dim() == 0 or len(x) == 0:
-        raise InputError("x is empty or a scalar. Pass at least one example along dimension 0.")
-    if torch.is_inference_mode_enabled():
-        raise ConfigurationError(
-            "Gradients cannot be enabled inside torch.inference_mode(). Remove this context, or"
-            " use torch.no_grad(), in which evigrad enables gradients where it needs them."
-        )
-    for name, p in weights.items():
         if not p.is_floating_point() or not p.requires_grad:
             raise ConfigurationError(
                 f"{name!r} cannot be a weight of the evidence, because it is not a real"

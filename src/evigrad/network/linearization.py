@@ -59,8 +59,8 @@ class Linearization:
 
     Raises:
         InputError: If there are no data, or the outputs do not have the shape (m, C).
-        ConfigurationError: If a weight does not require a gradient or has a hook, or if gradients
-            are disabled.
+        ConfigurationError: If a weight is not a parameter of the model that requires a gradient,
+            or if gradients are disabled.
     """
 
     outputs: Float[Tensor, "m C"]
@@ -74,7 +74,7 @@ class Linearization:
         plan: JacobianPlan,
         differentiable: bool,
     ) -> None:
-        check_call(weights, x)
+        check_call(model, weights, x)
         self.model, self.weights, self.x, self.plan = model, weights, x, plan
         self._differentiable = differentiable
         # Without closed forms there is nothing to record, and recording might have side effects.

@@ -20,7 +20,6 @@ from evigrad.inputs import DATA_MIX
 from evigrad.network.arguments import (
     NO_DERIVATIVE,
     check_call,
-    check_current,
     check_storage,
     model_outputs,
 )
@@ -103,8 +102,7 @@ def plan(model: nn.Module, weights: Mapping[str, nn.Parameter], x_probe: Tensor)
             memory with another weight, or have a hook. The model must not use a reentrant
             checkpoint.
     """
-    check_call(weights, x_probe)
-    check_current(model, weights)
+    check_call(model, weights, x_probe)
     check_storage(weights)
     with without_autocast(x_probe.device):  # autocast's rounding would hide errors
         return _checked_plan(model, weights, x_probe)
