@@ -57,7 +57,7 @@ def sum_of_grams(parts: Iterable[Float[Tensor, "*G n R"]]) -> Float[Tensor, "*G 
         size = part.shape[-2]
         if gram is None:
             gram = part.new_zeros(*part.shape[:-1], size)
-        if size <= _STRIP:
+        if size <= _STRIP:  # slices of a single strip would take longer than the product
             _add_product(gram, part, part.mT)
             continue
         # Only the upper triangle, until all parts are added.

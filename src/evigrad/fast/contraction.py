@@ -228,22 +228,12 @@ def contraction_gram(
     """
     (a, g), (b, h) = one, other
     (m, k), num_columns = g.shape[:2], h.shape[:2].numel()
-    if not (a.shape[1] and b.shape[1]):
-        return a.new_zeros(m * k, num_columns)
-
-    def of_strip(strip: slice) -> Tensor:
-        terms = (
-            _spread(a[strip, t] @ b[:, u].mT, k) * (_flat(g[strip], t) @ _flat(h, u).mT)
-            for t, u in product(range(a.shape[1]), range(b.shape[1]))
-        )
-        return reduce(torch.add, terms)
-
-    first, *further = _strips(m, k * num_columns)
-    if not further:
-        return of_strip(first)
-    gram = a.new_empty(m * k, num_columns)
-    for strip in (first, *further):
-        gram[strip.start * k : strip.stop * k] = of_strip(strip)
+    gram = a.new_zeros(m * k, num_columns)
+    for strip in _strips(m, k * num_columns):
+        rows = gram[strip.start * k : strip.stop * k]
+        for t, u in product(range(a.shape[1]), range(b.shape[1])):
+            left = _spread(a[strip, t] @ b[:, u].mT, k)
+            rows.addcmul_(left, _flat(g[strip], t) @ _flat(h, u).mT)
     return gram
 
 

@@ -101,8 +101,6 @@ class Geometry:
         settings = (self.kernel, self.stride, self.padding, (True, False, False))
         numbers = prod(weight.shape[1:]) * prod(gradient.shape[2:])
         size = max(1, _PATCHES_BYTES // (numbers * x.element_size()))
-        if len(x) <= size:
-            return torch.ops.aten._slow_conv2d_backward(gradient, x, weight, *settings)[0]
         parts = zip(gradient.split(size), x.split(size), strict=True)
         return _joined(
             [

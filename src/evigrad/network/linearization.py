@@ -118,21 +118,13 @@ class Linearization:
         closed, generic = self._paths(names)
         with self._computing():
             rows = self._closed_rows(self._gradients(vectors), closed)
-            rows.update(self._generic_rows(vectors, generic))
+            if generic:
+                rows.update(self._generic_rows(vectors, generic))
             shape = vectors.shape[:2]
             for name in names:
                 if name not in rows:
                     rows[name] = self.weights[name].new_zeros(*shape, *self.weights[name].shape)
         return self._unshared({name: rows[name] for name in names})
-
-    def _rows_of(self, vectors: Float[Tensor, "m k C"], name: str) -> dict[str, Tensor]:
-        """Return the rows of a parameter with a closed form."""
-        with self._computing():
-            rows = self._closed_rows(self._gradients(vectors), [name])
-        if name not in rows:
-            weight = self.weights[name]
-            return {name: weight.new_zeros(*vectors.shape[:2], *weight.shape)}
-        return self._unshared(rows)
 
     def without_graph(self, root: RootRows) -> tuple["Linearization", RootRows]:
         """Return a copy of this linearization and a copy of ``root``, both without a graph.
@@ -176,7 +168,7 @@ class Linearization:
         num_rows = present.numel() if root.present is None else int(present.sum())
 
         def form(name: str) -> Tensor:
-            rows = generic_rows() if name in generic else self._rows_of(vectors, name)
+            rows = generic_rows() if name in generic else self.rows(vectors, [name])
             flat = rows[name].reshape(present.numel(), self.weights[name].numel())
             return flat if num_rows == present.numel() else flat[present.flatten()]
 
@@ -449,6 +441,8 @@ class Linearization:
         """Return the names with closed forms, and names on the generic path. Others are unused."""
         self._check_names(names)
         closed = [name for name in names if self.is_closed(name)]
+        if len(closed) == len(names):
+            return closed, []
         # Demoted parameters count as used.
         used = self._uses.keys() | self._elsewhere | self.plan.demoted
         return closed, [name for name in names if name in used and name not in closed]

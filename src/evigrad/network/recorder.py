@@ -8,7 +8,7 @@ in the autograd graph of the outputs. ``reachable`` finds them there, so no use 
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -389,10 +389,9 @@ def _decides(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> bool:
     """Return whether the values of some examples may affect the computation for other examples."""
-    plain = _suspicious_name(getattr(func, "__name__", ""))
-    if not plain:
-        return False
-    if plain in _DECIDING or "nested" in plain:
+    name = getattr(func, "__name__", "")
+    plain = name if name.startswith("__") else name.removesuffix("_")
+    if plain in _DECIDING or "nested" in name:
         return True
     if plain in ("__getitem__", "__setitem__"):
         index = args[1] if isinstance(args[1], tuple) else args[1:2]
@@ -401,19 +400,10 @@ def _decides(
         return any(isinstance(argument, Tensor) for argument in (*args[1:], *kwargs.values()))
     if plain == "where":
         return len(args) + len(kwargs) == 1
-    if not args or not isinstance(args[0], Tensor):
+    if plain not in _REDUCTIONS or not args or not isinstance(args[0], Tensor):
         return False
     result = result[0] if isinstance(result, tuple) else result
     return not isinstance(args[0], nn.Parameter) and result.shape[:1] != args[0].shape[:1]
-
-
-@lru_cache(4096)
-def _suspicious_name(name: str) -> str:
-    """Return the plain name of a function that may mix examples, or an empty string."""
-    plain = name if name.startswith("__") else name.removesuffix("_")
-    partly = ("__getitem__", "__setitem__", "repeat_interleave", "where")
-    suspicious = plain in (*partly, *_DECIDING, *_REDUCTIONS) or "nested" in name
-    return plain if suspicious else ""
 
 
 def _is_transformed() -> bool:
