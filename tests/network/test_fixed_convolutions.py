@@ -1,5 +1,7 @@
 """A convolution with a fixed weight against PyTorch's own."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ GEOMETRIES = {
     "dilated, grouped": Geometry((3, 2), (1, 2), (2, 0), (2, 1), 2),
     "one dimension": Geometry((3,), (2,), (1,), (1,), 2),
     "three dimensions": Geometry((2, 1, 3), (1, 1, 2), (0, 0, 1), (1, 1, 1), 1),
+    "one position": Geometry((6, 6), (1, 2), (0, 0), (1, 1), 1),
 }
 
 
@@ -85,6 +88,57 @@ def test_few_small_images(settings, bias, layout, monkeypatch) -> None:
     torch.testing.assert_close(result, expected.float(), rtol=1e-5, atol=1e-5)
     pulled = g.input_gradient(x.shape, weight.float(), gradient)
     torch.testing.assert_close(pulled, of_input.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("space", [(3,), (2, 3), (2, 1, 3), (1, 1)])
+def test_a_kernel_as_large_as_the_input_is_a_matrix(space, bias, layout, monkeypatch) -> None:
+    dims = len(space)
+    g = Geometry(space, (2,) * dims, (0,) * dims, (1,) * dims, 1)
+    x, weight, offset = random(5, 4, *space), random(3, 4, *space), random(3) if bias else None
+    if dims == 2:
+        x, weight = (t.contiguous(memory_format=layout) for t in (x, weight))
+    expected = convolutions.CONVOLUTIONS[dims](leaf := x.clone().requires_grad_(), weight, offset)
+    gradient = torch.randn_like(expected)
+    (of_input,) = torch.autograd.grad(expected, leaf, gradient)
+    monkeypatch.setitem(convolutions.CONVOLUTIONS, dims, None)
+    monkeypatch.setattr(Geometry, "_backward", None)
+    torch.testing.assert_close(g.convolve(x, weight, offset), expected.detach())
+    torch.testing.assert_close(g.input_gradient(x.shape, weight, gradient), of_input)
+    assert g.convolve(x[:0], weight, offset).shape == (0, *expected.shape[1:])
+    assert g.input_gradient((0, *x.shape[1:]), weight, gradient[:0]).shape == (0, *x.shape[1:])
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        (nn.Conv2d(2, 4, 4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(4, 3)),
+        (nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Conv2d(4, 5, 2), nn.ReLU(inplace=True), nn.Flatten()),
+    ],
+)
+def test_the_model_may_change_the_output_of_one_position_in_place(layers) -> None:
+    model = nn.Sequential(*layers).double().eval()
+    words = plan(model, dict(model.named_parameters()), random(4, 2, 4, 4)).describe()
+    assert set(words.values()) <= {"conv2d", "linear"}
+
+
+def test_autocast_does_not_round_the_gradient_of_one_position() -> None:
+    g = GEOMETRIES["one position"]
+    weight, gradient = random(3, 4, 6, 6).float(), random(5, 3, 1, 1).float()
+    expected = g.input_gradient((5, 4, 6, 6), weight, gradient)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = g.input_gradient((5, 4, 6, 6), weight, gradient)
+        assert g.convolve(result, weight).dtype == torch.bfloat16
+    torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+def test_other_convolutions_are_not_a_matrix() -> None:
+    plain = Geometry((2, 3), (1, 1), (0, 0), (1, 1), 1)
+    assert plain.has_one_position((2, 3))
+    assert not plain.has_one_position((3, 3))
+    for change in ({"padding": (0, 1)}, {"groups": 2}, {"dilation": (2, 1)}):
+        assert not replace(plain, **change).has_one_position((2, 3))
 
 
 def test_other_images_use_the_usual_algorithm() -> None:

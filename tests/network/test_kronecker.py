@@ -1,5 +1,6 @@
 """Sums of Kronecker inputs, against the explicit inputs."""
 
+from math import prod
 from typing import Any
 from unittest import mock
 
@@ -143,6 +144,17 @@ def test_square_convolutions(way: str, padding: int, size: int) -> None:
 def test_other_convolutions(way: str, geometry: Any, space: tuple[int, ...]) -> None:
     with mock.patch.dict(vars(patch_grams), WAYS[way]):
         convolution(Geometry(*geometry), space, 2)
+
+
+@pytest.mark.parametrize(
+    "kernel, stride, space", [((3, 2), (1, 1), (7, 6)), ((4, 1), (1, 2), (5, 1))]
+)
+def test_a_single_image_of_one_channel(kernel, stride, space) -> None:
+    geometry = Geometry(kernel, stride, (0, 0), (1, 1), 1)
+    positions = prod(geometry.positions(space))
+    use = ConvolutionUse(random(1, 1, *space), random(1, 1, 1, positions, 3), geometry)
+    patches = use.inputs.flatten(0, 2)
+    torch.testing.assert_close(use.input_gram(torch.float64)[0], patches.mT @ patches)
 
 
 def test_the_usual_convolution_forms_no_patches() -> None:

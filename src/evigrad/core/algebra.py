@@ -52,21 +52,20 @@ def dot(a: Tensor, b: Tensor) -> Float[Tensor, ""]:
 
 def sum_of_grams(parts: Iterable[Float[Tensor, "*G n R"]]) -> Float[Tensor, "*G n n"]:
     """Return the sum of the Gram matrices ``part @ part.mT``. There must be at least one part."""
-    gram = None
+    gram, strips = None, list[slice]()
     for part in parts:
-        size = part.shape[-2]
         if gram is None:
-            gram = part.new_zeros(*part.shape[:-1], size)
-        if size <= _STRIP:  # slices of a single strip would take longer than the product
+            gram = part.new_zeros(*part.shape[:-1], part.shape[-2])
+            strips = _strips(part.shape[-2])
+        if len(strips) == 1:  # slices would take longer than the product
             _add_product(gram, part, part.mT)
             continue
         # Only the upper triangle, until all parts are added.
-        for strip in _strips(size):
+        for strip in strips:
             rows, columns = part[..., strip, :], part[..., strip.start :, :]
             _add_product(gram[..., strip, strip.start :], rows, columns.mT)
     assert gram is not None
-    *strips, _ = _strips(gram.shape[-1])
-    for strip in strips:
+    for strip in strips[:-1]:
         gram[..., strip.stop :, strip] = gram[..., strip, strip.stop :].mT
     return gram
 

@@ -142,10 +142,11 @@ def softmax_rows(
         rows = _label_rows(log_p, others, others.sum(dim=1) == 0)
         last = -(0.5 * (log_p[:, :-1] + log_p[:, -1:])).exp()
         return torch.cat([rows[..., :-1], last.unsqueeze(-1)], dim=-1)
-    pick = one_hot(f, columns)
     if kind == "subblock" and columns.shape[1] == 1 < f.shape[1]:  # √(p_j (1 − p_j)) e_j
-        log_q = log_p.masked_fill(pick[:, 0] > 0, -torch.inf).logsumexp(1, keepdim=True)
-        return pick * (0.5 * (log_p + log_q)).exp().unsqueeze(1)
+        picked = columns == torch.arange(f.shape[1], device=f.device)
+        log_q = log_p.masked_fill(picked, -torch.inf).logsumexp(1, keepdim=True)
+        return (picked * (0.5 * (log_p + log_q)).exp()).unsqueeze(1)
+    pick = one_hot(f, columns)
     if kind == "eigen" and f.shape[1] > TOP_CLASSES:
         return _top_rows(log_p, columns)
     if kind == "eigen":

@@ -280,7 +280,9 @@ class LinearizedModel:
                     root = replace(root, present=columns >= 0)
             weights = likelihood.weights(batch.y)
         # The likelihood's parameters may have a wider type than the outputs.
-        root = replace(root, vectors=root.vectors.to(f))
+        vectors = root.vectors.to(f)
+        if vectors is not root.vectors:
+            root = replace(root, vectors=vectors)
         if weights is not None:
             factor = weights.to(f).sqrt().view(len(f), 1, -1)  # of examples, or also of outputs
             root = replace(root, vectors=root.vectors * factor)

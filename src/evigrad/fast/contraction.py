@@ -59,24 +59,30 @@ class ProductRows(Rows):
             for each use of the parameter. If rows of the parameter are looked up, it contains row
             numbers (m, T) and gradients (m, k, T, i) instead.
         present: For each micro-batch, which of the rows (m, k) are not padding.
+        count: The number of rows without padding, R.
         shape: Shape of the parameter.
         transposed: Whether the parameter has the shape (in, out) instead of (out, in).
     """
 
     chunks: tuple[tuple[Tensor, ...], ...]
     present: tuple[Bool[Tensor, "_ _"], ...]
+    count: int
     shape: torch.Size
     transposed: bool = False
 
     @property
     def num_rows(self) -> int:
-        return sum(int(part.sum()) for part in self.present)
+        return self.count
 
     def __add__(self, other: Rows) -> Rows:
         if not isinstance(other, ProductRows) or len(other.chunks[0]) != len(self.chunks[0]):
             return self.formed() + other  # another micro-batch has no closed form
-        present = self.present + other.present
-        return replace(self, chunks=self.chunks + other.chunks, present=present)
+        return replace(
+            self,
+            chunks=self.chunks + other.chunks,
+            present=self.present + other.present,
+            count=self.count + other.count,
+        )
 
     def tensors(self) -> list[Tensor]:
         return [t for chunk in self.chunks for t in chunk if t.is_floating_point()]
@@ -90,7 +96,8 @@ class ProductRows(Rows):
 
     def part(self, rows: slice, data: slice) -> "ProductRows":
         tensors = (between(parts, data) for parts in zip(*self.chunks, strict=True))
-        return replace(self, chunks=(tuple(tensors),), present=(between(self.present, data),))
+        present, count = between(self.present, data), rows.stop - rows.start
+        return replace(self, chunks=(tuple(tensors),), present=(present,), count=count)
 
     def kept(self, keep: Callable[[Tensor], Tensor]) -> "ProductRows":
         # A copy, which may be overwritten, or the tensor itself if it has a graph.
@@ -144,7 +151,7 @@ class ProductRows(Rows):
     def _whole(self, like: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return each use's pairs for all examples. With padding, each row counts as an example."""
         widths = {part.shape[1] for part in self.present}
-        is_padded = len(widths) > 1 or not all(bool(part.all()) for part in self.present)
+        is_padded = len(widths) > 1 or self.count < sum(part.numel() for part in self.present)
         whole: list[tuple[Tensor, Tensor]] = []
         # For each tensor of a micro-batch, the tensors of all micro-batches.
         of_uses = list(zip(*self.chunks, strict=True))

@@ -88,9 +88,10 @@ class Categorical(Likelihood):
         if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
             raise InputError(f"Class labels must be integers, got {y.dtype}. Use y.long().")
         label = y.long()
-        outside = (label < 0) | (label >= num_outputs)
-        if not bool(outside.any()):
+        nearest_label = label.clamp(0, num_outputs - 1)
+        if torch.equal(label, nearest_label):
             return
+        outside = label != nearest_label
         refuse_where(
             outside & (label == self.ignore_index),
             label,

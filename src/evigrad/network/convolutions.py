@@ -74,6 +74,18 @@ class Geometry:
         """Return settings for one convolution of m examples, each with separate channel groups."""
         return replace(self, groups=m * self.groups)
 
+    def has_one_position(self, space: Sequence[int]) -> bool:
+        """Return whether the kernel covers the entire input.
+
+        The convolution is then a matrix product, which is faster on a CPU.
+        """
+        return (
+            self.kernel == tuple(space)
+            and self.groups == 1
+            and set(self.dilation) == {1}
+            and not any(self.padding)
+        )
+
     def convolve(
         self,
         x: Float[Tensor, "n c *space"],
@@ -81,6 +93,11 @@ class Geometry:
         bias: Float[Tensor, " o"] | None = None,
     ) -> Float[Tensor, "n o *positions"]:
         """Return the convolution of ``x`` with the weight, plus the bias if there is one."""
+        if self.has_one_position(x.shape[2:]):
+            product = F.linear(x.flatten(1), weight.flatten(1), bias)
+            for _ in self.kernel:
+                product.unsqueeze_(-1)  # in place, because the model could not change a view
+            return product
         if self._is_small(x, weight):
             settings = (self.kernel, bias, self.stride, self.padding)
             return torch.ops.aten._slow_conv2d_forward(x, weight, *settings)
@@ -96,18 +113,22 @@ class Geometry:
         """Return the gradient with respect to an input of this shape."""
         # Only the shape of this input is used. ``torch.nn.grad`` would copy the input.
         x = gradient.new_empty(shape)
-        if not (self._has_few_channels(x) or self._is_small(x, weight)):
+        if self.has_one_position(shape[2:]):
+            # Autocast would compute the product ``gradient @ weight`` in a narrower type.
+            torch.mm(gradient.flatten(1), weight.flatten(1), out=x.flatten(1))
+            return x
+        is_small = self._is_small(x, weight)
+        if not (is_small or self._has_few_channels(x)):
             return self._backward(gradient, x, weight, (True, False, False))[0]
         settings = (self.kernel, self.stride, self.padding, (True, False, False))
+        # Without the overload's name, PyTorch would try another overload first.
+        backward = torch.ops.aten._slow_conv2d_backward.output_mask
+        if is_small:
+            return backward(gradient, x, weight, *settings)[0]
         numbers = prod(weight.shape[1:]) * prod(gradient.shape[2:])
         size = max(1, _PATCHES_BYTES // (numbers * x.element_size()))
         parts = zip(gradient.split(size), x.split(size), strict=True)
-        return _joined(
-            [
-                torch.ops.aten._slow_conv2d_backward(of_part, part, weight, *settings)[0]
-                for of_part, part in parts
-            ]
-        )
+        return _joined([backward(of_part, part, weight, *settings)[0] for of_part, part in parts])
 
     def _has_few_channels(self, x: Float[Tensor, "n c *space"]) -> bool:
         """Return whether PyTorch's own algorithm is faster than oneDNN's for ``input_gradient``."""
@@ -336,8 +357,15 @@ class FixedConvolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
-        of_x = _PullBack.apply(gradients[0], weight, ctx.shape, ctx.dtype, ctx.geometry)
+        pull_back = _PullBack.apply if torch.is_grad_enabled() else _pull_back
+        of_x = pull_back(gradients[0], weight, ctx.shape, ctx.dtype, ctx.geometry)
         return of_x, None, None, None
+
+
+def _pull_back(
+    gradient: Tensor, weight: Tensor, shape: torch.Size, dtype: torch.dtype, g: Geometry
+) -> Tensor:
+    return g.input_gradient(shape, weight.to(gradient.dtype), gradient).to(dtype)
 
 
 class _PullBack(torch.autograd.Function):
@@ -354,7 +382,7 @@ class _PullBack(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.dtype, ctx.geometry = gradient.dtype, g
-        return g.input_gradient(shape, weight.to(gradient.dtype), gradient).to(dtype)
+        return _pull_back(gradient, weight, shape, dtype, g)
 
     @staticmethod
     def backward(ctx: Any, *vectors: Tensor) -> tuple[Tensor | None, ...]:

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from inspect import signature
 from math import prod
 from typing import Any
@@ -297,6 +297,9 @@ def _matmul(input: Any, other: Any) -> tuple[Any, ...]:
     return input, other
 
 
+_geometry = lru_cache(Geometry)  # cached, because settings are the same in every pass
+
+
 class Convolution(Rule):
     """The rule for convolutions with 1 to 3 spatial dimensions."""
 
@@ -326,7 +329,7 @@ class Convolution(Rule):
                 input = F.pad(input, [z for s in reversed(spans) for z in (0, s % 2)])
         # For padding modes other than zeros, the input is already padded.
         pads = self._each(0 if isinstance(padding, str) else padding)
-        geometry = Geometry(kernel, self._each(stride), pads, dilation, groups)
+        geometry = _geometry(kernel, self._each(stride), pads, dilation, groups)
         return Match(input, given(weight=weight, bias=bias), {"geometry": geometry})
 
     def call(

@@ -4,7 +4,7 @@ With k rows for each example, this takes one forward pass and k backward passes.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -178,7 +178,7 @@ class Linearization:
             chunk = tuple(tensor for pair in pairs for tensor in pair)
             shape, is_transposed = self.weights[name].shape, call.rule.transposed
             if chunk:  # the outputs depend on the parameter
-                deferred[name] = ProductRows((chunk,), (present,), shape, is_transposed)
+                deferred[name] = ProductRows((chunk,), (present,), num_rows, shape, is_transposed)
         return deferred
 
     def inner(
@@ -272,8 +272,8 @@ class Linearization:
             chunk = tuple(tensor for call, _, g in uses for tensor in call.products(g))
             present = torch.ones(cotangent.shape[:2], dtype=torch.bool, device=vectors.device)
             is_transposed = uses[0][0].rule.transposed
-            rows = ProductRows((chunk,), (present,), shape, is_transposed).formed().chunks[0]
-            return rows.reshape(*cotangent.shape[:2], *shape)
+            rows = ProductRows((chunk,), (present,), present.numel(), shape, is_transposed)
+            return rows.formed().chunks[0].reshape(*cotangent.shape[:2], *shape)
 
         forms: dict[str, Callable[[], Tensor]] = {}
         if any(type(call.rule).inner is not Rule.inner for call, _, _ in uses):
@@ -422,11 +422,11 @@ class Linearization:
 
     def _computing(self) -> AbstractContextManager[object]:
         """Record a graph if ``differentiable``, and compute in the types of the forward pass."""
-        recording = torch.set_grad_enabled(self._differentiable)
         if not torch.is_autocast_enabled(self.x.device.type):
-            return recording
+            as_wanted = torch.is_grad_enabled() == self._differentiable
+            return nullcontext() if as_wanted else torch.set_grad_enabled(self._differentiable)
         stack = ExitStack()
-        stack.enter_context(recording)
+        stack.enter_context(torch.set_grad_enabled(self._differentiable))
         stack.enter_context(without_autocast(self.x.device))
         return stack
 
@@ -544,12 +544,7 @@ class Linearization:
         return {
             id(call): None
             if of_call[0] is None
-            else _Columns(
-                [  # with the examples in dimension 0, and a dimension for the row
-                    (g.transpose(0, 1) if call.turned else g).unflatten(0, (-1, 1, call.parts))
-                    for g in of_call
-                ]
-            )
+            else _Columns([call.by_example(gradient) for gradient in of_call])
             for call, of_call in zip(calls, zip(*columns, strict=True), strict=True)
         }
 

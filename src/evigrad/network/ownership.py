@@ -14,9 +14,9 @@ and is correct with probability 1.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ def traced(outputs: Tensor, calls: Collection[Call]) -> tuple[set[int], set[Node
     }
     # The stride of the batch dimension is followed. Entry i of a tensor, in row-major order,
     # belongs to example (i // stride) % m. The stride is None if it is unknown.
-    first = outputs[0].numel() if claimed else None
+    first = prod(outputs.shape[1:]) if claimed else None
     stack: list[tuple[Node, int, int | None, Sequence[int]]] = [
         (outputs.grad_fn, outputs.output_nr, first, outputs.shape)
     ]
@@ -102,7 +102,7 @@ def _stride_before(
     node: Node, which: int, shape: Sequence[int], of_input: Sequence[int], stride: int, m: int
 ) -> int | None:
     """Return the batch stride in an input of an operation, from the stride in its output."""
-    operation = _operation(node)
+    operation = _operation(node.name())
     if operation in _VIEWS:
         return stride if _dimension(of_input, stride, m) is not None else None
     is_convolution = getattr(node, "_forward_cls", None) is FixedConvolution
@@ -193,15 +193,14 @@ def _codes(m: int, levels: int) -> list[Tensor]:
 _VIEWS = frozenset(("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"))
 
 
-def _operation(node: Node) -> str:
-    """Return the name of a built-in operation, or an empty string for any other node."""
-    name = node.name()
+@lru_cache
+def _operation(name: str) -> str:
+    """Return the name of a node's built-in operation, or an empty string for any other node."""
     # The name of a custom function's node ends in "Backward", without a digit.
     return name.rstrip("0123456789").removesuffix("Backward") if name[-1:].isdigit() else ""
 
 
-@dataclass(frozen=True)
-class _Edge:
+class _Edge(NamedTuple):
     """An edge of the graph from an operation to one of its inputs.
 
     Attributes:

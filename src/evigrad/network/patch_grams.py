@@ -115,7 +115,7 @@ def _gram_by_rows(x: Float[Tensor, "M c h w"], g: Geometry) -> Float[Tensor, "1 
     (down, across), gap = g.padding, g.dilation[1]
     sums = None
     for chunk in _chunks(x, replace(g, kernel=(1, width))):
-        padded = F.pad(chunk, (across, across, down, down))
+        padded = F.pad(chunk, (across, across, down, down + height - 1))
         windows = padded.unfold(3, gap * (width - 1) + 1, g.stride[1])[..., ::gap]
         rows = windows.permute(2, 1, 4, 0, 3).reshape(padded.shape[2], channels * width, -1)
         new = _row_products(rows.contiguous(), height)
@@ -133,26 +133,35 @@ def _gram_by_rows(x: Float[Tensor, "M c h w"], g: Geometry) -> Float[Tensor, "1 
 
 
 def _row_products(rows: Float[Tensor, "h i n"], height: int) -> Float[Tensor, "k i k i"]:
-    """Return Σ_y rows[y] rows[y + d]ᵀ at (u, :, d, :) over the rows y that overlap kernel row u."""
-    positions, (_, entries, numbers) = len(rows) - height + 1, rows.shape
-    # These rows overlap all rows of the kernel, and so do the ``height`` rows from each of them on.
-    middle = rows[height - 1 : positions]
-    shared = rows.new_zeros(entries, height * entries)
-    if len(middle):
-        size = (len(middle), height * entries, numbers)
-        following = middle.as_strided(size, (rows.stride(0), rows.stride(1), 1))
-        if entries <= _FEW_ENTRIES:
-            shared = torch.bmm(middle, following.mT).sum(0)
-        else:
-            shared = torch.addbmm(shared, middle, following.mT)
-    rim = [y for y in range(len(rows)) if not height - 1 <= y < positions]
-    products = rows.new_zeros(len(rim), *shared.shape)
-    for y, product in zip(rim, products, strict=True):
-        following = rows[y : y + height].flatten(0, 1)
-        torch.mm(rows[y], following.mT, out=product[:, : len(following)])
-    overlaps = [[float(u <= y < u + positions) for y in rim] for u in range(height)]
-    of_rim = rows.new_tensor(overlaps) @ products.flatten(1)
-    return (of_rim.view(height, *shared.shape) + shared).unflatten(2, (height, entries))
+    """Return Σ_y rows[y] rows[y + d]ᵀ at (u, :, d, :) over the rows y that overlap kernel row u.
+
+    The last ``height`` - 1 rows must be zero.
+    """
+    _, entries, numbers = rows.shape
+    length = len(rows) - height + 1
+    positions = length - height + 1
+
+    def operands(first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return rows, and for each row y the transposed matrix of rows y to y + height - 1."""
+        chunk = rows[first:stop]
+        size = (stop - first, height * entries, numbers)
+        return chunk, chunk.as_strided(size, (entries * numbers, numbers, 1)).mT
+
+    middle = range(height - 1, positions)  # the rows that overlap all rows of the kernel
+    shared, others = None, [*range(length)]
+    if entries <= _FEW_ENTRIES or not middle:
+        products = torch.bmm(*operands(0, length))
+    else:
+        shared = torch.addbmm(
+            rows.new_zeros(entries, height * entries), *operands(middle.start, middle.stop)
+        )
+        others = [*range(middle.start), *range(middle.stop, length)]
+        rims = [operands(0, middle.start), operands(middle.stop, length)]
+        products = torch.cat([torch.bmm(*rim) for rim in rims])
+    overlaps = [[float(u <= y < u + positions) for y in others] for u in range(height)]
+    sums = (rows.new_tensor(overlaps) @ products.flatten(1)).unflatten(1, products.shape[1:])
+    sums = sums if shared is None else sums.add_(shared)
+    return sums.unflatten(2, (height, entries))
 
 
 def _has_distances(x: Tensor, g: Geometry) -> bool:

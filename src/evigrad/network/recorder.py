@@ -107,6 +107,11 @@ class Call:
         """Whether the input was changed in place after the call."""
         return self.match.input._version != self.version
 
+    def by_example(self, gradient: Tensor) -> Float[Tensor, "m 1 F *out"]:
+        """Return a gradient with respect to the output at ``edge`` as one row per example."""
+        gradient = gradient.transpose(0, 1) if self.turned else gradient
+        return gradient.view(self.num_data, 1, self.parts, *gradient.shape[1:])
+
     def use(self, slot: str) -> Use:
         """Return the call's use of the parameter in a slot."""
         return Use(

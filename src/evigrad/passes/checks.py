@@ -158,8 +158,8 @@ def check_block(block: Block, partition: Partition) -> None:
         )
     if columns is None or partition.spec.curvature != "ggn":
         return
-    last = partition.num_outputs - 1
-    if bool(((columns < -1) | (columns > last)).any()):
+    columns, last = columns.long(), partition.num_outputs - 1
+    if not torch.equal(columns, columns.clamp(-1, last)):
         raise InputError(
             f"The block's columns must be 0 to {last}, or -1 for padding. Use a block from"
             " evidence.blocks(data)."

@@ -66,9 +66,10 @@ def estimates_and_gradients(
         return estimates, total
     problem = passes.problem
     in_one_pass = algorithm.needs_one_pass(problem, passes.curvature, passes.num_outputs, learned)
-    beside = {name: p for name, p in learned.items() if not name.startswith("prior.")}
-    passes = replace(passes, learned=beside)
-    way = algorithm.one_pass if in_one_pass else algorithm.two_passes
+    way = algorithm.one_pass
+    if not in_one_pass:
+        beside = {name: p for name, p in learned.items() if not name.startswith("prior.")}
+        passes, way = replace(passes, learned=beside), algorithm.two_passes
     estimate, gradients = precisely(
         passes,
         lambda sweep: way(problem, sweep.curvature, sweep, learned),

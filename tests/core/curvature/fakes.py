@@ -71,7 +71,8 @@ class Fake(Linearization):
             root.vectors, [n for n in names if n in contracted]
         ).items():
             chunk = tuple(t for pair in pairs for t in pair)
-            rows[name] = ProductRows((chunk,), (present,), self.jacobian[name].shape[2:])
+            shape = self.jacobian[name].shape[2:]
+            rows[name] = ProductRows((chunk,), (present,), int(present.sum()), shape)
         return rows
 
     def is_closed(self, name: str) -> bool:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from jaxtyping import Float
@@ -84,7 +85,7 @@ class KroneckerUse:
 
     def gradient_gram(self) -> Float[Tensor, "G o o"]:
         """Return Σ g gᵀ over the gradients g of all examples, rows and positions."""
-        return torch.stack([(c @ c.mT).sum(0) for c in self._gradient_columns()]).sum(0)
+        return reduce(torch.add, [(c @ c.mT).sum(0) for c in self._gradient_columns()])
 
     def inner_gradient_gram(self, cotangent: Float[Tensor, "G o o"]) -> Float[Tensor, ""]:
         """Return ⟨cotangent, ``gradient_gram``⟩, differentiable once in the gradients."""

@@ -4,6 +4,7 @@ Gradients have closed forms, so one factorization yields both value and gradient
 are not supported. With ``create_graph=True``, an error is raised.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -279,7 +280,7 @@ class _LogDetIdentityPlus(Function):
         ctx.save_for_backward(factor)
         ctx.dtype = matrix.dtype
         value = 2 * factor.diagonal().log().sum()
-        if not is_finite(value):
+        if not math.isfinite(value):
             raise NotPositiveDefiniteError(_why_not(False))
         return value.to(matrix.dtype)
 

@@ -98,14 +98,16 @@ class NtkStatistic(Statistic):
         return NtkStatistic(rows, next(remaining_tensors, None), self.present)
 
     def kept_gram(self, names: Sequence[str], like: Tensor) -> Float[Tensor, "R R"]:
-        """Return the sum of the Gram matrices of these parameters, computed once and cached."""
+        """Return the sum of the Gram matrices of these parameters, computed once and cached.
+
+        The rows must have no graph.
+        """
         # Other structures may read this statistic with other groups or another dtype.
         key = (*names, like.dtype)
         if key not in self.grams:
-            with torch.no_grad():
-                gram, *others = (self.rows[name].gram(like) for name in names)
-                for other in others:
-                    gram += other
+            gram, *others = (self.rows[name].gram(like) for name in names)
+            for other in others:
+                gram += other
             self.grams[key] = gram
         return self.grams[key]
 
@@ -345,8 +347,9 @@ class Ntk(Curvature[NtkStatistic]):
         """
         if statistic.carries_graph or not self.condenses(statistic.num_rows):
             return statistic
-        for names in self._groups.values():
-            statistic.kept_gram(names, self._like)
+        with torch.no_grad():
+            for names in self._groups.values():
+                statistic.kept_gram(names, self._like)
         return replace(statistic, rows={})
 
     def _spectrum(
