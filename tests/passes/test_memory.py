@@ -11,7 +11,7 @@ from evigrad.core.curvature import (
 from evigrad.core.curvature.rows import SLAB_BYTES
 from evigrad.core.names import STRUCTURES
 from evigrad.errors import MemoryBudgetError
-from evigrad.likelihoods import Gaussian
+from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, NegativeBinomial
 from evigrad.network import MatrixUse
 from evigrad.passes import memory
 from evigrad.passes.memory import PeakBytes, available_bytes, check_memory
@@ -231,24 +231,33 @@ class Denoiser(nn.Module):
         return self.last(self.first(x).relu()).flatten(1)
 
 
-def many_outputs(estimator: str) -> tuple[Evidence, Tensor, Tensor]:
-    """A problem with 300 outputs and 100 examples."""
+def many_outputs(estimator: str, likelihood: Likelihood) -> tuple[Evidence, Tensor, Tensor]:
+    """A problem with 300 outputs and 100 examples. Targets are labels, or zeros and ones."""
     torch.manual_seed(0)
     x = torch.randn(100, 3, 10, 10)
     evidence = Evidence(
         Denoiser(),
-        Gaussian(0.3),
+        likelihood,
         GaussianPrior("layerwise"),
         estimator=estimator,
         num_data=len(x),
         generator=0,
     )
-    return evidence, x, x.flatten(1)
+    values = x.flatten(1)
+    is_label = isinstance(likelihood, Categorical)
+    return evidence, x, values.argmax(1) if is_label else (values > 0).float()
 
 
-@pytest.mark.parametrize("estimator", ["ntk-400-rows-anchored", "kfac-3-C", "kfac-60-1"])
-def test_the_predicted_memory_of_many_outputs_is_what_an_estimate_takes(estimator: str) -> None:
-    evidence, x, y = many_outputs(estimator)
+@pytest.mark.parametrize(
+    "likelihood", [Gaussian(0.3), Bernoulli(), NegativeBinomial(), Categorical()]
+)
+@pytest.mark.parametrize(
+    "estimator", ["ntk-400-rows-anchored", "kfac-3-C", "kfac-20-C", "diag-20-C", "kfac-60-1"]
+)
+def test_the_predicted_memory_of_many_outputs_is_what_an_estimate_takes(
+    estimator: str, likelihood: Likelihood
+) -> None:
+    evidence, x, y = many_outputs(estimator, likelihood)
     before = evidence.generator.get_state()
     predicted = evidence.predicted_bytes(x)
     assert torch.equal(evidence.generator.get_state(), before)

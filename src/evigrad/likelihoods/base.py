@@ -16,6 +16,7 @@ from evigrad.core.roots import (
     check_root,
     diagonal_rows,
     hessian_rows,
+    one_hot,
 )
 from evigrad.errors import ConfigurationError, InputError, raised_in
 from evigrad.inputs import refuse_where
@@ -39,6 +40,10 @@ _DERIVED = (
 _COMPARED_OUTPUTS = 8
 # All columns of a root have C² numbers per example. At most this many bytes are formed at once.
 ROOT_BYTES = 2**26
+
+# With more outputs than this, all columns of a diagonal root are unit vectors, which share memory,
+# and a scale. Fewer columns have no scale, because scaled rows are slower.
+_MANY_OUTPUTS = 64
 
 
 class Likelihood(nn.Module, ABC):
@@ -418,7 +423,7 @@ class Likelihood(nn.Module, ABC):
         """
         check_root(kind)
         if (closed := self._closed_root(f)) is not None:
-            return RootRows(diagonal_rows(f, closed, columns), is_diagonal=columns is None)
+            return self._from_diagonal(f, closed, columns)
         curvature = self.hessian(f)
         if self.couples_outputs:
             return RootRows(hessian_rows(curvature, columns, kind))
@@ -432,6 +437,14 @@ class Likelihood(nn.Module, ABC):
         # √ has an infinite derivative at 0.
         positive = diagonal > 0
         root = torch.where(positive, diagonal, 1.0).sqrt() * positive
+        return self._from_diagonal(f, root, columns)
+
+    def _from_diagonal(
+        self, f: Float[Tensor, "m C"], root: Float[Tensor, "m C"], columns: Tensor | None
+    ) -> RootRows:
+        """Return columns of a root with the diagonal ``root``."""
+        if columns is None and f.shape[1] > _MANY_OUTPUTS:
+            return RootRows(one_hot(f, None), scale=root, is_diagonal=True)
         return RootRows(diagonal_rows(f, root, columns), is_diagonal=columns is None)
 
     def num_rows(self, num_outputs: int) -> int:
