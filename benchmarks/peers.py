@@ -5,6 +5,7 @@ time of the other package divided by the time of evigrad, so evigrad is faster a
 1, 2, 4, 8 and 16, in which evigrad checks its derivatives, do not count.
 
 * ``laplace-torch``: its KFAC of all data, with the default backend (curvlinops).
+* ``curvlinops``: only the Kronecker factors of all data, without a determinant or a gradient.
 * ``paper``: the code that the authors of the paper published, with their forks of two libraries.
   It is not a dependency: give the folder of a checkout with ``--paper-code``.
 
@@ -16,6 +17,8 @@ import argparse
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +87,24 @@ def by_laplace_torch(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], obj
     return work
 
 
+def by_curvlinops(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], object]:
+    """KFAC of all data: the Kronecker factors only."""
+    from curvlinops import KFACLinearOperator  # pyright: ignore[reportMissingImports]
+
+    batches = [*zip(x.split(BATCH), y.split(BATCH), strict=True)]
+    settings: dict[str, Any] = {"fisher_type": "type-2", "check_deterministic": False}
+
+    def work() -> None:
+        loss, parameters = nn.CrossEntropyLoss(reduction="sum"), list(model.parameters())
+        KFACLinearOperator(model, loss, parameters, batches, **settings).compute_kronecker_factors()
+
+    return work
+
+
+# Packages that are on the index, by the name of the distribution.
+PACKAGES = {"laplace-torch": by_laplace_torch, "curvlinops-for-pytorch": by_curvlinops}
+
+
 def by_paper(model: nn.Module, x: Tensor, y: Tensor, estimator: str) -> Callable[[], object]:
     """``fit`` of the paper's code on the first examples, and the gradient."""
     import laplace  # pyright: ignore[reportMissingImports]
@@ -122,7 +143,7 @@ def by_paper(model: nn.Module, x: Tensor, y: Tensor, estimator: str) -> Callable
 
 
 def main() -> None:
-    """Compare with one of the packages."""
+    """Compare with the packages, or with the paper's code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -135,27 +156,26 @@ def main() -> None:
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    peer = "laplace-torch" if arguments.paper_code is None else "paper"
-    estimators = ["kfac-N-C"]
-    if peer == "paper":
+    cases = [(f"{name} {version(name)}", work, "kfac-N-C") for name, work in PACKAGES.items()]
+    if arguments.paper_code is not None:
         for name in ("asdl", "laplace"):
             sys.path.insert(0, str(arguments.paper_code / "dependencies" / name))
         sizes = ("10", "100", "500", "1000", "N")
         estimators = [f"{s}-{m}-{c}" for s in ("ntk", "kfac") for m in sizes for c in "1C"]
-        # A kernel of all rows, and the paper's of more than 5,000, do not fit.
-        estimators = [e for e in estimators if not e.startswith("ntk-N") and e != "ntk-1000-C"]
+        # The paper's kernels of more than 5,000 rows do not fit.
+        estimators = [e for e in estimators if e not in ("ntk-1000-C", "ntk-N-C")]
         estimators = arguments.estimators or estimators
+        cases = [("paper", partial(by_paper, estimator=e), e) for e in estimators]
     rows = []
     for network in arguments.networks:
         model, x, y = network_and_data(network, arguments.data_dir)
-        for estimator in estimators:
+        for peer, other, estimator in cases:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                if peer == "paper":
-                    other = by_paper(model, x, y, estimator)
-                else:
-                    other = by_laplace_torch(model, x, y)
-                works = {"evigrad": by_evigrad(model, x, y, estimator), peer: other}
+                works = {
+                    "evigrad": by_evigrad(model, x, y, estimator),
+                    peer: other(model, x, y),
+                }
                 times = paired(works, arguments.repeats)
             rows.append(
                 {

@@ -126,8 +126,9 @@ def peers(rows: Sequence[Row]) -> str:
     lines = []
     for r in rows:
         times = [f"{1e3 * float(r[f'{name}_seconds']):.0f} ms" for name in ("peer", "evigrad")]
-        lines.append([r["network"], r["estimator"], *times, f"{r['ratio']} ×"])
-    return markdown(["network", "estimator", rows[0]["peer"], "evigrad", "faster by"], lines)
+        lines.append([r["network"], r["estimator"], r["peer"], *times, f"{r['ratio']} ×"])
+    header = ["network", "estimator", "package", "its time", "evigrad", "faster by"]
+    return markdown(header, lines)
 
 
 def rounding(rows: Sequence[Row]) -> str:

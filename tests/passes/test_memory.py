@@ -248,6 +248,21 @@ def many_outputs(estimator: str, likelihood: Likelihood) -> tuple[Evidence, Tens
     return evidence, x, values.argmax(1) if is_label else (values > 0).float()
 
 
+@pytest.mark.parametrize("likelihood", [Gaussian(0.3), Bernoulli(), Categorical()])
+def test_the_predicted_memory_of_roots_is_what_an_estimate_takes(likelihood: Likelihood) -> None:
+    """The network is so small that the root takes most of the memory."""
+    torch.manual_seed(0)
+    x, network = torch.randn(50, 10), nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 500))
+    is_label = isinstance(likelihood, Categorical)
+    y = torch.randint(500, (50,)) if is_label else torch.rand(50, 500).round()
+    evidence = Evidence(network, likelihood, GaussianPrior(), estimator="kfac-50-C", num_data=50)
+    for _ in range(2):  # after the checks of the first passes
+        evidence.estimate(x, y)
+    with PeakBytes() as held:
+        evidence.estimate(x, y)
+    assert held.most / 2 < evidence.predicted_bytes(x) < 2 * held.most
+
+
 @pytest.mark.parametrize(
     "likelihood", [Gaussian(0.3), Bernoulli(), NegativeBinomial(), Categorical()]
 )

@@ -274,3 +274,32 @@ def test_eigenvalues_that_round_too_much_are_repeated_and_not_the_passes(
     (gradient,), (parameter,) = gradients, evidence.prior.parameters()
     assert parameter.grad is not None
     torch.testing.assert_close(parameter.grad.double(), gradient, rtol=1e-2, atol=1e-6)
+
+
+def trained() -> nn.Sequential:
+    network, (x, y) = convolutional(), data()
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
+    for _ in range(100):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(network(x), y).backward()
+        optimizer.step()
+    return network
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("estimator", [f"{structure}-{M}-C" for structure in STRUCTURES])
+def test_usual_precisions_need_no_float64(
+    estimator: str, learned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a false alarm of rounding, all passes would run again."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the estimate was computed again")
+
+    x, y = data()
+    evidence = make(estimator, trained(), learned)
+    monkeypatch.setattr("evigrad.passes.evaluation.curvature_of", refuse)
+    monkeypatch.setattr("evigrad.core.curvature.kfac.kronecker_rounding", refuse)
+    for precision in (100.0, 1.0, 0.1, 0.01):
+        put(evidence, precision)
+        evidence.backward(x, y)

@@ -52,7 +52,7 @@ class RootRows:
         vectors: Column j of the root of example n, or zero if the example has no such column.
         scale: Factor of each row, or None for 1. If a likelihood parameter only scales the rows,
             such as the σ of a Gaussian, use it here instead of in ``vectors``. The rows then need
-            no graph.
+            no graph. Factors may also depend on the outputs.
         present: Which pairs (example, column) exist, or None for all. All other pairs are padding
             with zero vectors, which a curvature may omit.
         is_diagonal: Whether there is a column for each output d, a multiple of the unit vector of

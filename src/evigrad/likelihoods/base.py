@@ -41,8 +41,9 @@ _COMPARED_OUTPUTS = 8
 # All columns of a root have C² numbers per example. At most this many bytes are formed at once.
 ROOT_BYTES = 2**26
 
-# With more outputs than this, all columns of a diagonal root are unit vectors, which share memory,
-# and a scale. Fewer columns have no scale, because scaled rows are slower.
+# Above this number of outputs, a diagonal root has unit vectors, which share memory, and a scale.
+# Fewer outputs have no scale, because scaled rows are slower. The choice must not depend on the
+# columns, because kept rows are scaled again after a step on the likelihood's parameters.
 _MANY_OUTPUTS = 64
 
 
@@ -403,7 +404,7 @@ class Likelihood(nn.Module, ABC):
         """Return columns of a root of Λ, which are the cotangents of the rows, at temperature 1.
 
         The default computes them from ``hessian``. If the Hessian depends on the likelihood's
-        parameters, so do the columns.
+        parameters, so do the columns or their scale.
 
         Args:
             f: Outputs.
@@ -442,10 +443,14 @@ class Likelihood(nn.Module, ABC):
     def _from_diagonal(
         self, f: Float[Tensor, "m C"], root: Float[Tensor, "m C"], columns: Tensor | None
     ) -> RootRows:
-        """Return columns of a root with the diagonal ``root``."""
-        if columns is None and f.shape[1] > _MANY_OUTPUTS:
-            return RootRows(one_hot(f, None), scale=root, is_diagonal=True)
-        return RootRows(diagonal_rows(f, root, columns), is_diagonal=columns is None)
+        """Return columns of a diagonal root whose entries are ``root``.
+
+        The columns of many outputs are unit vectors with a scale, which contains the entries.
+        """
+        if f.shape[1] <= _MANY_OUTPUTS:
+            return RootRows(diagonal_rows(f, root, columns), is_diagonal=columns is None)
+        scale = root if columns is None else root.gather(1, columns.clamp(min=0).long())
+        return RootRows(one_hot(f, columns), scale, is_diagonal=columns is None)
 
     def num_rows(self, num_outputs: int) -> int:
         """Return the number of columns that ``root`` returns if ``columns`` is None.

@@ -482,7 +482,9 @@ def predicted_bytes(problem: Problem, plan: InputPlan, x: Inputs) -> int:
     of_row = max(_bytes_of_rows(problem, plan, x, 1, more) - one, 0) / max(more - 1, 1)
     passing = one + int((at_once - 1) * of_datum + (rows_at_once - at_once) * of_row)
     if _takes_all_outputs(problem, plan):
-        passing = max(passing, at_once * _bytes_of_root(problem, plan))
+        of_one, of_two = (_bytes_of_root(problem, plan, size) for size in (1, 2))
+        one = max(one, of_one)
+        passing = max(passing, of_one + (at_once - 1) * (of_two - of_one))
     if sizes.asked == "auto" and sizes.budget is not None:
         passing = min(passing, max(sizes.budget, one))
     return max(kept, passing)
@@ -494,10 +496,11 @@ def _takes_all_outputs(problem: Problem, plan: InputPlan) -> bool:
     return problem.estimator.curvature == "ggn" and not splits
 
 
-def _bytes_of_root(problem: Problem, plan: InputPlan) -> int:
-    """Return the peak memory of a root of all outputs, for one example."""
+def _bytes_of_root(problem: Problem, plan: InputPlan, size: int) -> int:
+    """Return the peak memory of a root of all outputs for ``size`` examples."""
+    f = plan.outputs[:1].expand(size, -1)
     with torch.no_grad(), PeakBytes() as held:
-        problem.likelihood.root(plan.outputs[:1], None, problem.root)
+        problem.likelihood.root(f, None, problem.root)
     return held.most
 
 
@@ -509,15 +512,11 @@ def _bytes_of_rows(problem: Problem, plan: InputPlan, x: Inputs, size: int, widt
     curvature, noise = problem.curvature(plan), problem.network.noise(0)
     sweep = MicroBatchSweep(problem, plan, curvature, [], block, 0, noise)
     condenses = curvature.condenses(problem.partition(plan).block_rows)
-    # All columns of a diagonal root may have a scale, which takes memory. Forming all columns of
-    # any other root takes memory too (see ``_bytes_of_root``).
-    is_diagonal = _takes_all_outputs(problem, plan) and not problem.likelihood.couples_outputs
 
     def step(batch: MicroBatch) -> object:
         linearization = sweep.linearize(batch, graph=False)
-        where = None if is_diagonal else columns.to(linearization.outputs.device)
+        where = columns.to(linearization.outputs.device)
         root = problem.likelihood.root(linearization.outputs, where, problem.root)
-        root = root.parts(width)[0]
         statistic = curvature.collect(None, linearization, root, alone=condenses)
         return curvature.condense(statistic) if condenses else statistic
 
