@@ -1,7 +1,8 @@
-"""Time posteriors and predictions of a network with an output for each pixel.
+"""Time estimates, posteriors and predictions of a network with an output for each pixel.
 
 The network is conv 3 → 16, ReLU, conv 16 → 3 with initial weights, and the data are random images.
-``passes`` is the time of one backward pass over all images for each output, extrapolated from 32
+``estimate`` chooses anchors and makes one estimate with the default estimator, and ``fit`` trains for
+two epochs with it. ``passes`` is the time of one backward pass over all images for each output, extrapolated from 32
 passes. Seconds are CPU seconds on one thread. The peak is the memory of the process above the start
 of the work. Each kind of work runs in a new process.
 
@@ -17,12 +18,13 @@ import torch
 from measure import Clock, Peak, in_own_process, machine, write_csv
 from torch import nn
 
-from evigrad import Evidence
+from evigrad import Evidence, Schedule, fit
 from evigrad.likelihoods import Gaussian
 from evigrad.priors import GaussianPrior
 
 PREDICTED, TIMED_PASSES = 5, 32
-WORKS = ("kfac", "last-layer", "diag", "kfac, covariances", "kfac, variances", "passes")
+POSTERIORS = ("kfac", "last-layer", "diag", "kfac, covariances", "kfac, variances")
+WORKS = ("estimate", "fit", *POSTERIORS, "passes")
 
 
 def work_of(images: int, side: int, name: str) -> tuple[Callable[[], object], float]:
@@ -41,8 +43,13 @@ def work_of(images: int, side: int, name: str) -> tuple[Callable[[], object], fl
                 torch.autograd.grad(f[:, output].sum(), weights, retain_graph=True)
 
         return passes, f.shape[1] / TIMED_PASSES
+    if name == "fit":
+        schedule = Schedule(epochs=2, burn_in=1)
+        return lambda: fit(model, (x, y), likelihood=Gaussian(), schedule=schedule), 1.0
     structure, _, prediction = name.partition(", ")
     evidence = Evidence(model, Gaussian(), GaussianPrior("layerwise"), num_data=images)
+    if name == "estimate":
+        return lambda: evidence.estimate(next(iter(evidence.blocks((x, y))))), 1.0
     if not prediction:
         return lambda: evidence.posterior((x, y), structure=structure), 1.0
     posterior = evidence.posterior((x, y), structure=structure)
