@@ -1,10 +1,10 @@
 """Time estimates, posteriors and predictions of a network with an output for each pixel.
 
 The network is conv 3 → 16, ReLU, conv 16 → 3 with initial weights, and the data are random images.
-``estimate`` chooses anchors and makes one estimate with the default estimator, and ``fit`` trains for
-two epochs with it. ``passes`` is the time of one backward pass over all images for each output, extrapolated from 32
-passes. Seconds are CPU seconds on one thread. The peak is the memory of the process above the start
-of the work. Each kind of work runs in a new process.
+``estimate`` chooses anchors and makes one estimate with the default estimator, and ``fit`` trains
+for two epochs with it. ``passes`` is the time of one backward pass over all images for each output,
+extrapolated from 32 passes. Seconds are CPU seconds on one thread. The peak is the memory of the
+process above the start of the work. Each kind of work runs in a new process.
 
     python benchmarks/many_outputs.py --csv docs/results/many_outputs.csv
 """
