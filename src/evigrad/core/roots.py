@@ -122,6 +122,14 @@ def diagonal_rows(
     return one_hot(f, columns) * root.unsqueeze(1)
 
 
+def scaled_units(
+    f: Float[Tensor, "m C"], root: Float[Tensor, "m C"], columns: Int[Tensor, "m k"] | None
+) -> RootRows:
+    """Return ``diagonal_rows`` as unit vectors with a scale. All columns share their memory."""
+    scale = root if columns is None else root.gather(1, columns.clamp(min=0).long())
+    return RootRows(one_hot(f, columns), scale, is_diagonal=columns is None)
+
+
 def softmax_rows(
     f: Float[Tensor, "m C"], columns: Int[Tensor, "m k"] | None, kind: str
 ) -> Float[Tensor, "m k C"]:

@@ -16,7 +16,7 @@ from evigrad.core.roots import (
     check_root,
     diagonal_rows,
     hessian_rows,
-    one_hot,
+    scaled_units,
 )
 from evigrad.errors import ConfigurationError, InputError, raised_in
 from evigrad.inputs import refuse_where
@@ -449,8 +449,7 @@ class Likelihood(nn.Module, ABC):
         """
         if f.shape[1] <= _MANY_OUTPUTS:
             return RootRows(diagonal_rows(f, root, columns), is_diagonal=columns is None)
-        scale = root if columns is None else root.gather(1, columns.clamp(min=0).long())
-        return RootRows(one_hot(f, columns), scale, is_diagonal=columns is None)
+        return scaled_units(f, root, columns)
 
     def num_rows(self, num_outputs: int) -> int:
         """Return the number of columns that ``root`` returns if ``columns`` is None.

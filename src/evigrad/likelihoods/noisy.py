@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from evigrad.core.roots import RootRows, check_root, one_hot
+from evigrad.core.roots import RootRows, check_root, scaled_units
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.likelihoods.base import Likelihood, Metric, by_entry
 from evigrad.likelihoods.missing import Independent
@@ -63,11 +63,9 @@ class Noisy(Independent):
     def _units(self, f: Tensor, columns: Tensor | None, kind: str) -> RootRows:
         """Return a root of unit vectors, with the noise in its scale so that passes can be kept."""
         check_root(kind)
-        scale = self._diagonal_root(f)
-        assert scale is not None
-        if columns is not None:
-            scale = scale.gather(1, columns.clamp(min=0).long())
-        return RootRows(one_hot(f, columns), scale, is_diagonal=columns is None)
+        root = self._diagonal_root(f)
+        assert root is not None
+        return scaled_units(f, root, columns)
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> Mapping[str, Metric]:
         """Return the sums ``log_likelihood`` (nats) and ``squared_error`` (units of y²)."""
