@@ -199,12 +199,10 @@ def slabs(chunks: Sequence[Tensor], like: Tensor) -> Iterator[tuple[slice, Float
     """
     num_rows, width = sum(len(chunk) for chunk in chunks), chunks[0].shape[1]
     step = max(1, SLAB_BYTES // max(1, num_rows * like.element_size()))
-    if width <= step and len(chunks) == 1:  # a slice would take longer than a small product
-        yield slice(0, width), chunks[0].to(like)
-        return
     for start in range(0, max(width, 1), step):
         columns = slice(start, min(start + step, width))
-        parts = [chunk[:, columns].to(like) for chunk in chunks]
+        # A slice of all columns would take longer than a small product.
+        parts = [(chunk if width <= step else chunk[:, columns]).to(like) for chunk in chunks]
         yield columns, parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
