@@ -156,8 +156,9 @@ def main() -> None:
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    cases = [(f"{name} {version(name)}", work, "kfac-N-C") for name, work in PACKAGES.items()]
-    if arguments.paper_code is not None:
+    if arguments.paper_code is None:
+        cases = [(f"{name} {version(name)}", work, "kfac-N-C") for name, work in PACKAGES.items()]
+    else:
         for name in ("asdl", "laplace"):
             sys.path.insert(0, str(arguments.paper_code / "dependencies" / name))
         sizes = ("10", "100", "500", "1000", "N")
