@@ -522,6 +522,31 @@ def test_first_run(monkeypatch, tmp_path):
 
 
 @pytest.mark.long
+def test_structures(monkeypatch, tmp_path):
+    pytest.importorskip("mlxtend")
+    script = load_script("structures", monkeypatch)
+    monkeypatch.setattr(script, "SCHEDULE", Schedule(epochs=3, eval_every=0))
+    (page := tmp_path / "page.md").write_text("<!-- structures -->\n<!-- end structures -->\n")
+    sets = ["mnist500", "digits", "autompg"]
+    arguments = ["--sets", *sets, "--seeds", "0", "1", "--results", str(tmp_path)]
+    script.main([*arguments, "--pages", str(page)])
+    runs = runs_of(tmp_path / "structures.csv")
+    assert len(runs) == 3 * 3 * 2
+    for name in sets:  # the same network, trained in three ways
+        assert len({runs[f"{name}: {way}", 0]["log_likelihood"] for way in script.WAYS}) == 3
+    gains = [
+        float(runs["digits: layerwise", s]["log_likelihood"])
+        - float(runs["digits: scalar", s]["log_likelihood"])
+        for s in (0, 1)
+    ]
+    line = next(
+        r for r in page.read_text().splitlines() if "| digits | evigrad, one precision |" in r
+    )
+    shown = float(line.split("|")[4].split("±")[0].replace("−", "-"))
+    assert shown == pytest.approx(sum(gains) / 2, abs=1e-3)
+
+
+@pytest.mark.long
 def test_start(monkeypatch, tmp_path):
     script = load_script("start", monkeypatch)
     monkeypatch.setattr(script, "SCHEDULE", Schedule(epochs=3, eval_every=0))
