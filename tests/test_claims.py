@@ -93,6 +93,20 @@ def test_readme_and_benchmarks_quote_the_comparison():
     assert f"Training takes {measured['evigrad'][2]} times as long" in read("docs/index")
 
 
+def test_the_faq_quotes_the_times_of_the_tables():
+    texts = tables()
+    last = [texts[f"rivals {name}"].splitlines()[-1] for name in ("digits", "mnist", "cifar10")]
+    assert all(line.startswith("| evigrad |") for line in last)
+    images = sorted(line.split(" | ")[8] for line in last)
+    regressions = [
+        line.split(" | ")[6]
+        for line in texts["structures"].splitlines()
+        if line.startswith(("| autompg | evigrad", "| yacht | evigrad"))
+    ]
+    assert f"took {images[0]} to {images[-1]} times as long" in read("docs/faq")
+    assert f"{' and '.join(regressions)} times as long" in read("docs/faq")
+
+
 def test_bold_methods_of_the_readme_are_on_par():
     """Bold are the best and all methods whose gain over evigrad is within two standard errors."""
     bold = re.findall(r"^\| ([^|]+) \| \*\*", read("README"), re.MULTILINE)

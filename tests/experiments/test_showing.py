@@ -209,7 +209,7 @@ def test_every_kind_can_be_shown(name, preset, tmp_path):
 
 
 def test_a_network_of_two_families_is_one_point():
-    experiment = read_experiment("model_selection", "small")
+    experiment: Any = read_experiment("model_selection", "small")
 
     def row(family: str, label: str, x: float) -> dict[str, Any]:
         values = {"x": x, "y": 2 * x, "weights": 100 * x, "accuracy": 0.5}
