@@ -521,6 +521,30 @@ def test_first_run(monkeypatch, tmp_path):
     assert (tmp_path / "first_run.csv").read_text() == before
 
 
+@pytest.mark.filterwarnings("ignore::evigrad.EvigradWarning")  # three epochs
+def test_structures(monkeypatch, tmp_path):
+    pytest.importorskip("mlxtend")
+    script = load_script("structures", monkeypatch)
+    monkeypatch.setattr(script, "SCHEDULE", Schedule(epochs=3, steps=1, eval_every=0))
+    (page := tmp_path / "page.md").write_text("<!-- structures -->\n<!-- end structures -->\n")
+    arguments = ["--sets", "autompg", "--seeds", "0", "1", "--results", str(tmp_path)]
+    script.main([*arguments, "--pages", str(page)])
+    runs = runs_of(tmp_path / "structures.csv")
+    by_way = {
+        way: [float(runs[f"autompg: {way}", seed]["log_likelihood"]) for seed in (0, 1)]
+        for way in script.WAYS
+    }
+    assert len(runs) == 3 * 2 and len({values[0] for values in by_way.values()}) == 3
+    lines = page.read_text().splitlines()
+    line = next(line for line in lines if "| evigrad, one precision |" in line)
+    gain = (sum(by_way["layerwise"]) - sum(by_way["scalar"])) / 2
+    shown = float(line.split("|")[4].split("±")[0].replace("−", "-"))
+    assert shown == pytest.approx(gain, abs=1e-3)
+    for name in ("mnist500", "digits"):  # the networks of the pages
+        model, _, data = script.problem(name, 0, None)
+        assert model(data.test[0][:2]).shape == (2, 10)
+
+
 @pytest.mark.long
 def test_start(monkeypatch, tmp_path):
     script = load_script("start", monkeypatch)

@@ -190,9 +190,21 @@ def test_the_ten_lines_of_the_readme_converge(capsys: pytest.CaptureFixture[str]
 def test_the_distance_from_the_mode_falls_as_the_page_says(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run_blocks("docs/training.md")
-    short, long = (float(line.split()[-1]) for line in capsys.readouterr().out.splitlines())
+    names = run_blocks("docs/training.md")
+    lines = capsys.readouterr().out.splitlines()
+    short, long = (float(line.split()[-1]) for line in lines[:2])
     assert short == pytest.approx(0.24, abs=0.02) and long == pytest.approx(0.02, abs=0.011)
+    _check_effective_parameters(names)
+
+
+def _check_effective_parameters(names: dict[str, Any]) -> None:
+    """The product of precision and squared weights is close to the exact γ."""
+    from evigrad.training.fixed_point import FixedPoint
+
+    exact = names["result"].evidence.with_estimator("ntk-N-C")
+    exact.backward(names["x"], names["y"])
+    gamma = FixedPoint(exact).effective_parameters().tolist()
+    assert list(names["effective"].values()) == pytest.approx(gamma, rel=0.2, abs=0.01)
 
 
 # A few epochs, and one step in each round.

@@ -40,17 +40,17 @@ class Selection(Experiment):
         return cases
 
     def figure(self, rows: list[Row]) -> "Figure":
-        """Return a point for each architecture, with errors of both quantities."""
+        """Return a point for each network, with errors of both quantities."""
         points = [
             figures.Point(
-                row["family"],
-                row["label"],
-                row["x"].mean,
-                row["y"].mean,
-                row["x"].error,
-                row["y"].error,
+                same[0]["family"],
+                " = ".join(row["label"] for row in same),
+                same[0]["x"].mean,
+                same[0]["y"].mean,
+                same[0]["x"].error,
+                same[0]["y"].error,
             )
-            for row in rows
+            for same in _networks(rows)
         ]
         across = f"log evidence by {self.judge} (nats per example)"
         return figures.points(points, self.title, across, "test log likelihood (nats per example)")
@@ -85,7 +85,23 @@ class Selection(Experiment):
                 f" choose {by_test['label']}. Rank correlation {agreement:.2f} over {len(chosen)}"
                 " networks."
             )
+        networks = _networks(rows)
+        remarks += [
+            f"{' and '.join(row['label'] for row in same)} are the same network, so there are"
+            f" {len(networks)} networks in total."
+            for same in networks
+            if len(same) > 1
+        ]
         return remarks
+
+
+def _networks(rows: list[Row]) -> list[list[Row]]:
+    """Return the rows of each network. Several families may contain the same network."""
+    by_values: dict[tuple[float, ...], list[Row]] = {}
+    for row in rows:
+        values = tuple(row[key].mean for key in ("weights", "x", "y"))
+        by_values.setdefault(values, []).append(row)
+    return list(by_values.values())
 
 
 def _read(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:

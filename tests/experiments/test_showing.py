@@ -208,6 +208,24 @@ def test_every_kind_can_be_shown(name, preset, tmp_path):
     )
 
 
+def test_a_network_of_two_families_is_one_point():
+    experiment: Any = read_experiment("model_selection", "small")
+
+    def row(family: str, label: str, x: float) -> dict[str, Any]:
+        values = {"x": x, "y": 2 * x, "weights": 100 * x, "accuracy": 0.5}
+        means = {key: Mean(value, 0.1, 2) for key, value in values.items()}
+        return {"family": family, "label": label} | means
+
+    depth, width = experiment.architectures
+    rows = [row(depth, "depth 1", 1.0), row(depth, "depth 3", 3.0), row(width, "width 16", 3.0)]
+    assert experiment.remarks(rows) == [
+        "depth 3 and width 16 are the same network, so there are 2 networks in total."
+    ]
+    figure = experiment.figure(rows)
+    assert {text.get_text() for text in figure.axes[0].texts} == {"depth 1", "depth 3 = width 16"}
+    assert not experiment.remarks(rows[:2])
+
+
 def test_the_overview_needs_no_runs(tmp_path):
     shown = present(read_experiment("fig2", "small"), Store(tmp_path))
     assert shown.figure is not None and shown.summary["jobs"] == [0, 0]
