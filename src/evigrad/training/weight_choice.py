@@ -22,6 +22,8 @@ from evigrad.errors import EvigradError
 
 # Ratio of neighboring weights, and the number of steps from 1 to the smallest and largest weight.
 FACTOR, FARTHEST = 4.0, 3
+# Number of standard errors by which the predicted gain must exceed zero.
+_DECISIVE = 1.0
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def search(predict: Callable[[float], Predictions | None]) -> WeightChoice:
     difference = Predictions(sums - reference.sums, reference.counts)
     gain, error = difference.mean, difference.standard_error()
     return WeightChoice(
-        weight=FACTOR**place if gain > error else 1.0,
+        weight=FACTOR**place if gain > _DECISIVE * error else 1.0,
         gain=gain,
         error=error,
         trials={FACTOR**step: score(step) for step in sorted(trials)},
