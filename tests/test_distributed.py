@@ -110,7 +110,7 @@ OWN: dict[str, dict[str, Any]] = {
     "full-7-1": {"root": "fisher"},
     "blockdiag-4-1-iid": {"parameter_partition": "module"},
     "kfac-5-1": {},
-    "kfac-3-1-ef": {"hyperparameters": [], "temperature": 2.0},
+    "kfac-3-1-ef": {"hyperparameters": [], "temperature": 2.0, "log_det_weight": 3.0},
     "diag-3-1": {"prior": "diagonal"},
     "diag-4-2-mc": {"noisy": True, "hyperparameters": ["invariance"]},
     "ntk-2-C": {"likelihood": "gaussian", "noisy": True, "hyperparameters": []},

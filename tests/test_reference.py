@@ -75,6 +75,7 @@ def build(estimator: str, likelihood: Likelihood, **settings: Any) -> Evidence |
             num_data=N,
             hyperparameters=["gate"],
             temperature=0.8,
+            log_det_weight=1.6,
             generator=3,
             **settings,
         )

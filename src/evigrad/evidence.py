@@ -106,6 +106,7 @@ class Evidence:
         sharing: str = "expand",
         parameter_partition: ParameterPartition = "tensor",
         temperature: float = 1.0,
+        log_det_weight: float = 1.0,
         memory: Memory | None = None,
         anchoring: Anchoring | None = None,
         curvature: Curvature[Any] | None = None,
@@ -131,6 +132,8 @@ class Evidence:
             parameter_partition: Blocks for ``blockdiag``: ``tensor``, ``module`` or groups of name
                 prefixes.
             temperature: Temperature T. The likelihood is raised to the power 1/T.
+            log_det_weight: Weight c of the log-determinant. Larger weights lead to larger learned
+                precisions, smaller weights to smaller ones. Default: 1, the log evidence.
             memory: Sizes and data types of passes, such as ``Memory(micro_batch="auto")``. Default:
                 all data in one pass, in the data type of the weights.
             anchoring: How an anchored estimator divides the rows. Default: nine tenths of the rows
@@ -160,7 +163,7 @@ class Evidence:
             check_type("curvature", curvature, Curvature, "a Curvature, such as Traces()")
         spec = Estimator.parse(estimator, curvature)
         root = spec.default_root if root is None else root
-        check_model(spec, num_data, root, temperature, anchoring)
+        check_model(spec, num_data, root, temperature, anchoring, log_det_weight)
         settings = Settings(sharing, parameter_partition, **(memory or Memory()).resolved())
         settings.check_fits(spec)
         ranks = Ranks(process_group)
@@ -178,6 +181,7 @@ class Evidence:
             estimator=spec,
             num_data=int(num_data),
             temperature=float(temperature),
+            log_det_weight=float(log_det_weight),
             root=root,
             settings=settings,
             generator=as_generator(generator),
@@ -211,6 +215,7 @@ class Evidence:
             alike["estimator"], alike["number of data"] = self.spec.name, self.num_data
             alike["names of parameters"] = [list(self._weights), list(self.hyperparameters())]
             alike["root"], alike["temperature"] = self.root, self.temperature
+            alike["log_det_weight"] = self.log_det_weight
             of_all = vars(self.problem.settings).items()
             alike.update((name, value) for name, value in of_all if name not in _OF_A_RANK)
             alike["anchoring"] = anchoring
@@ -257,6 +262,11 @@ class Evidence:
     def temperature(self) -> float:
         """The temperature T. The likelihood is raised to the power 1/T."""
         return self.problem.temperature
+
+    @property
+    def log_det_weight(self) -> float:
+        """The weight c of the log-determinant. It is 1 for the log evidence."""
+        return self.problem.log_det_weight
 
     @property
     def root(self) -> str:
@@ -724,9 +734,10 @@ class Evidence:
             estimator: Name of the estimator.
             prior: Prior on the same weights. Default: the prior of this evidence.
             likelihood: Likelihood of the same outputs. Default: the likelihood of this evidence.
-            **changes: Other keyword arguments of ``Evidence``. Default: the temperature,
-                micro-batch size and memory budget of this evidence, its custom curvature if
-                ``estimator`` names it, and the defaults of ``Evidence`` for everything else.
+            **changes: Other keyword arguments of ``Evidence``. Default: the temperature, weight of
+                the log-determinant, micro-batch size and memory budget of this evidence, its custom
+                curvature if ``estimator`` names it, and the defaults of ``Evidence`` for everything
+                else.
 
         Returns:
             The new evidence.
@@ -736,7 +747,11 @@ class Evidence:
         """
         settings = self.problem.settings
         sizes = Memory(settings.micro_batch, settings.memory_budget)
-        keywords: dict[str, Any] = {"temperature": self.temperature, "memory": sizes}
+        keywords: dict[str, Any] = {
+            "temperature": self.temperature,
+            "log_det_weight": self.log_det_weight,
+            "memory": sizes,
+        }
         custom = self.spec.custom
         if custom is not None and estimator.startswith(f"{custom.name}-"):
             keywords["curvature"] = custom

@@ -340,7 +340,7 @@ def log_evidence(
     deviations = vector(evidence.prior.deviations(weights), weights).detach()
     log_prior = -0.5 * (precision * deviations.square()).sum()
     log_likelihood = (block.likelihood_weights * log_prob).sum() / temperature
-    return log_likelihood + log_prior - 0.5 * determinant
+    return log_likelihood + log_prior - 0.5 * evidence.log_det_weight * determinant
 
 
 def anchored_log_det(

@@ -39,6 +39,7 @@ def evidence_of(
         estimator=estimator,
         num_data=num_data,
         temperature=0.8,
+        log_det_weight=0.7,
         generator=0,
     )
 

@@ -93,7 +93,7 @@ CHOICES = ["N-C", "N-1", "4-1", "4-2", "4-C", "4-1-iid", "7-rows"]
     ],
 )
 def test_steps_on_precisions_and_one_noise(structure: str, choice: str) -> None:
-    assert_follows(f"{structure}-{choice}", Gaussian(0.6), temperature=1.3)
+    assert_follows(f"{structure}-{choice}", Gaussian(0.6), temperature=1.3, log_det_weight=0.4)
 
 
 @pytest.mark.parametrize("choice", CHOICES)

@@ -1,9 +1,9 @@
 """The two gradients again, over pairs of all choices.
 
 Every pair of values of two factors (structure, rows of a block, root, likelihood, prior, kind of
-network, micro-batch, temperature) occurs in at least one case, by a greedy covering design. One
-pair of factors is left to a few networks: a likelihood sees the outputs alone, and not the layers
-that they come from.
+network, micro-batch, temperature, weight of the log-determinant) occurs in at least one case, by a
+greedy covering design. One pair of factors is left to a few networks: a likelihood sees the outputs
+alone, and not the layers that they come from.
 """
 
 import itertools
@@ -97,6 +97,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "network": list(NETWORKS),
     "micro_batch": [1, 3, None],
     "temperature": [1.0, 1.3],
+    "log_det_weight": [1.0, 0.6],
 }
 # A precision that varies in a Kronecker block has no log-determinant; the dense structures hold
 # matrices of all weights.
@@ -171,6 +172,7 @@ def test_pairs(case: dict[str, Any]) -> None:
         root=case["root"],
         prior=case["prior"],
         temperature=case["temperature"],
+        log_det_weight=case["log_det_weight"],
     )
 
 

@@ -227,3 +227,28 @@ def test_output_wise_subblocks_are_not_a_bound(weight: float, precision: float) 
         assert (values["subblock"] < exact) == (s * a < 2)
     assert values["fisher"] >= exact - 1e-12
     assert values["eigen"] >= exact - 1e-12
+
+
+@few
+@given(weight=st.floats(0.1, 10.0), precision=st.floats(0.05, 50.0))
+def test_weights_of_the_log_determinant_from_one_are_bounds(
+    weight: float, precision: float
+) -> None:
+    """The log-determinant is never negative, so the weight decides on which side the value is."""
+    x, y = torch.ones(3, 1, dtype=torch.float64), torch.zeros(3, dtype=torch.long)
+    prior, exact = GaussianPrior(precision=precision), {}
+    for c in (1.0, weight):
+        evidence = Evidence(
+            TwoLogits(0.5),
+            Categorical(),
+            prior,
+            estimator="ntk-N-C",
+            num_data=3,
+            log_det_weight=c,
+        )
+        exact[c] = evidence.estimate(x, y)
+    (plain, weighted) = (exact[1.0], exact[weight])
+    expected = plain.log_evidence - 0.5 * (weight - 1) * plain.log_det
+    assert weighted.log_evidence == pytest.approx(expected, rel=1e-12)
+    assert weighted.is_bound == (weight >= 1)
+    assert (weighted.log_evidence <= plain.log_evidence) == (weight >= 1)

@@ -1,12 +1,13 @@
 """Algorithm 1: the log evidence estimated from a block, and its gradient.
 
-    log q(D|h) = (1/T) log p(D|w) − ½ (w−w₀)ᵀ P0 (w−w₀) − ½ scale · ℓ(block)
+    log q(D|h) = (1/T) log p(D|w) − ½ (w−w₀)ᵀ P0 (w−w₀) − ½ c · scale · ℓ(block)
 
 D stands for the data, h for the hyperparameters and w for the weights. The prior has mean w₀ and
 diagonal precision P0, and T is the temperature. H is the sum of the outer products of the block's
 rows, and ℓ = log|I + P0^{-1/2} H P0^{-1/2}|. The factor ``scale`` scales ℓ up to all rows, by
-Theorem 2 for blocks of a partition, and by Shearer's inequality for random subsets. The estimate
-is computed in these steps:
+Theorem 2 for blocks of a partition, and by Shearer's inequality for random subsets. The weight c
+of the log-determinant is 1 for the log evidence (docs/theory.md explains other values). The
+estimate is computed in these steps:
 
     micro-batch → outputs f → cotangents of a root of −∇² log p(y|f) → rows → statistic → ℓ
 
@@ -169,7 +170,7 @@ def log_evidence(block_pass: Pass) -> tuple[Estimate, Tensor]:
     log_det = block_pass.curvature.evaluate(statistic, precisions, block_pass.conditioning)
     log_prior, log_hyperprior = _prior_terms(model)
     estimate = _estimate(block_pass, log_likelihood, log_det, log_prior, log_hyperprior)
-    value = log_likelihood + log_prior - (0.5 * block_pass.block.scale) * log_det.value
+    value = log_likelihood + log_prior - block_pass.log_det_factor * log_det.value
     return estimate, -(value + log_hyperprior) / model.num_data
 
 
@@ -239,7 +240,7 @@ def two_passes(
     of_passes = [p for name, p in learned.items() if not name.startswith("prior.")]
     with torch.no_grad():
         first = run_pass(model, curvature, sweep, keep_graph=True)
-    scale = first.block.scale
+    factor = first.log_det_factor
     precisions = model.prior.precisions()
     differential = curvature.differentiate(
         first.statistic, precisions, of_prior, first.conditioning
@@ -257,7 +258,7 @@ def two_passes(
             model.log_probabilities(f, batch.y), batch.likelihood_weights
         )
         # Statistics were summed over ranks already, and the mean over ranks follows later.
-        objective = log_likelihood - 0.5 * scale * first.block.shares * inner
+        objective = log_likelihood - factor * first.block.shares * inner
         if not objective.requires_grad:
             return sums
         gradients = torch.autograd.grad(objective, of_passes, allow_unused=True)
@@ -266,7 +267,7 @@ def two_passes(
     with torch.enable_grad():
         pulled = sweep.fold(step, [torch.zeros_like(p) for p in of_passes], graph=True)
     in_prior = [
-        d if g is None else d - 0.5 * scale * g
+        d if g is None else d - factor * g
         for d, g in zip(direct, differential.gradients, strict=True)
     ]
     gradients = dict(zip(map(id, [*of_prior, *of_passes]), [*in_prior, *pulled], strict=True))
@@ -312,7 +313,7 @@ def _estimate(
     model = block_pass.model
     terms = (log_likelihood, log_prior, block_pass.block.scale * log_det.value, log_hyperprior)
     likelihood, prior, determinant, hyperprior = (float(t.detach()) for t in terms)
-    value = likelihood + prior - 0.5 * determinant
+    value = likelihood + prior - 0.5 * model.log_det_weight * determinant
     if not math.isfinite(value):
         raise NotFiniteError(
             f"The log evidence is {value} (log likelihood {likelihood:.4g}, log prior"
@@ -324,6 +325,7 @@ def _estimate(
         log_likelihood=likelihood,
         log_prior=prior,
         log_det=determinant,
+        log_det_weight=model.log_det_weight,
         log_hyperprior=hyperprior,
         is_bound=block_pass.is_bound,
         num_data=model.num_data,

@@ -242,6 +242,7 @@ class LinearizedModel:
         num_data: Number of examples, N.
         temperature: The temperature T. The likelihood p is raised to the power 1/T.
         root: How the curvature of an example is split into rows. One of ``ROOTS``.
+        log_det_weight: Weight c of the log-determinant. It is 1 for the log evidence.
     """
 
     weights: Mapping[str, Tensor]
@@ -251,6 +252,7 @@ class LinearizedModel:
     num_data: int
     temperature: float
     root: str
+    log_det_weight: float
 
     def log_probabilities(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
         """Return log p(y_n|f_n) of each example, in nats."""
@@ -350,28 +352,39 @@ class Pass:
             and (columns.shape[1] < self.num_outputs or bool((columns < 0).any()))
         )
         coupled = self.model.likelihood.couples_outputs and splits_outputs
-        return self.model.estimator.is_bound(self.model.root, coupled)
+        # ℓ is never negative, so a larger weight lowers the value, and a smaller one raises it.
+        return self.model.log_det_weight >= 1 and self.model.estimator.is_bound(
+            self.model.root, coupled
+        )
+
+    @property
+    def log_det_factor(self) -> float:
+        """The factor of the block's log-determinant in the log evidence, ½ c · scale."""
+        return 0.5 * self.model.log_det_weight * self.block.scale
 
 
 @dataclass(frozen=True)
 class Estimate:
     """One estimate of the log evidence of the whole data set, in nats.
 
-    ``log_evidence = log_likelihood + log_prior - log_det / 2`` is the linearized Laplace
-    approximation, including all constants (Algorithm 1 of the paper).
+    ``log_evidence = log_likelihood + log_prior - log_det_weight * log_det / 2``. With a weight of
+    1, this is the linearized Laplace approximation, including all constants (Algorithm 1 of the
+    paper).
 
     Attributes:
-        log_evidence: Estimate of log q(D|h).
+        log_evidence: Estimate of log q(D|h), with the weight of the log-determinant.
         log_likelihood: Estimate of (1/T) log p(D|w,h).
         log_prior: −½ (w−w₀)ᵀP0(w−w₀), exact. ``log_det`` includes the normalizer of the prior.
         log_det: Estimate of ℓ = log|I + S| for the whole data set, with the Gram matrix S.
         log_hyperprior: Log density of the hyperparameters, which ``log_evidence`` excludes.
         is_bound: Whether the expectation of ``log_evidence`` is a lower bound on the log evidence
-            with the same curvature. A single estimate can exceed the log evidence.
+            with the same curvature and weight 1. A single estimate can exceed the log evidence. No
+            estimate with a weight below 1 is a bound.
         num_data: Number of examples, N.
         estimator: Canonical name of the estimator.
         at_mode: The log evidence of the linearized model at its own mode, if you
             requested it from ``estimate``. None by default.
+        log_det_weight: Weight c of the log-determinant.
         entropies: For an anchored block, ℓ(Z) of the anchors and ℓ(B_b|Z) of each drawn part, in
             nats. Empty for other blocks.
 
@@ -388,6 +401,7 @@ class Estimate:
     estimator: str
     entropies: tuple[float, ...] = ()
     at_mode: float | None = None
+    log_det_weight: float = 1.0
 
     @property
     def per_datum(self) -> float:

@@ -77,8 +77,9 @@ def bracket(
 ) -> Bracket:
     """Return bounds on the exact log evidence of a model at its current hyperparameters.
 
-    The exact log evidence is the estimate by ``full-N-C``, whichever estimator ``evidence`` has. If
-    the model draws random transforms, the bounds hold for one fixed draw per example.
+    The exact log evidence is the estimate by ``full-N-C``, whichever estimator ``evidence`` has,
+    with the evidence's weight of the log-determinant. If the model draws random transforms, the
+    bounds hold for one fixed draw per example.
 
     Args:
         evidence: Evidence of the model, which is not changed.
@@ -152,11 +153,11 @@ def bracket(
     count = len(conditional_entropies)
     conditional = sum(conditional_entropies) if blocks is None else mean(conditional_entropies)
     error = 0.0 if blocks is None else standard_error(conditional_entropies)
-    log_joint = log_likelihood + log_prior
+    log_joint, half = log_likelihood + log_prior, 0.5 * evidence.log_det_weight
     return Bracket(
-        lower=log_joint - 0.5 * (of_anchors + conditional),
-        lower_error=0.5 * error,
-        upper=log_joint - 0.5 * max(together),
+        lower=log_joint - half * (of_anchors + conditional),
+        lower_error=half * error,
+        upper=log_joint - half * max(together),
         num_data=evidence.num_data,
         rows=rows,
         blocks=count,

@@ -1,9 +1,11 @@
 """Metrics of a model on a data set, and the values of the model's hyperparameters."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from evigrad.blocks.sources import as_source
@@ -13,14 +15,16 @@ from evigrad.evidence import Evidence
 from evigrad.inputs import Inputs
 from evigrad.invariances.transform import bounded_values, range_values, ranged_modules
 from evigrad.likelihoods import Likelihood
-from evigrad.likelihoods.calls import summed_metrics
-from evigrad.likelihoods.positions import NO_TARGET, flattened
+from evigrad.likelihoods.calls import log_probabilities, summed_metrics
+from evigrad.likelihoods.positions import NO_TARGET, counted, flattened
 from evigrad.network.arguments import model_outputs
 from evigrad.network.modes import evaluation_mode, model_run
 from evigrad.passes.memory import fits
 
 # Names of hyperparameters' columns start with one of these, before a slash.
 HYPERPARAMETERS = ("precision", "noise", "likelihood", "range", "model")
+# Number of examples per forward pass.
+_BATCH = 1000
 
 
 def evaluate(
@@ -28,7 +32,7 @@ def evaluate(
     likelihood: Likelihood,
     data: Any,
     *,
-    batch_size: int = 1000,
+    batch_size: int = _BATCH,
     generator: torch.Generator | None = None,
     ranks: Ranks | None = None,
 ) -> dict[str, float]:
@@ -72,19 +76,7 @@ def evaluate(
             totals[name] = (before[0] + value, before[1] + number)
 
     with ranks.together(), evaluation_mode(model, generator), torch.no_grad():
-        part = ranks.part(len(source))
-        start = part.start
-        while start < part.stop:
-            indices = torch.arange(start, min(start + batch_size, part.stop), device="cpu")
-            if fits(lambda batch=indices: add(batch)):
-                start += len(indices)
-            elif len(indices) > 1:
-                batch_size = len(indices) // 2
-            else:
-                raise MemoryBudgetError(
-                    "There is not enough memory to evaluate the network on a single example. Use a"
-                    " smaller network or a machine with more memory."
-                )
+        _in_parts(ranks.part(len(source)), batch_size, add)
     names = _names_of_any_rank(list(totals), ranks)
     pairs = [(float(count), 0.0), *(totals.get(name, (0.0, 0.0)) for name in names)]
     sums = torch.tensor(pairs, dtype=torch.float64, device="cpu")
@@ -98,6 +90,51 @@ def evaluate(
     if "correct" in means:
         means["accuracy"] = means.pop("correct")
     return means
+
+
+def log_probabilities_of(
+    model: nn.Module, likelihood: Likelihood, data: Any
+) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+    """Return each example's log p(y|f), summed over its targets, in nats, and the numbers of these.
+
+    The model runs in evaluation mode, and ``data`` are on its device. An example without positions
+    has one target.
+    """
+    source = as_source(data)
+    sums, counts = list[Tensor](), list[Tensor]()
+
+    def add(indices: Tensor) -> None:
+        x, y = source.fetch(indices)
+        f = model_outputs(model, x, positions=True)
+        of_example = torch.ones(len(indices), dtype=torch.int64, device=f.device)
+        if f.dim() > 2:
+            of_example = counted(likelihood, f.shape[1:-1], y).sum(1)
+        log_prob = log_probabilities(likelihood, *flattened(likelihood, f, y)).double()
+        example = torch.arange(len(indices), device=f.device).repeat_interleave(of_example)
+        zeros = log_prob.new_zeros(len(indices))
+        sums.append(zeros.index_add(0, example, log_prob).cpu())
+        counts.append(of_example.double().cpu())
+
+    generator = torch.Generator().manual_seed(0)
+    with evaluation_mode(model, generator), torch.no_grad():
+        _in_parts(slice(0, len(source)), _BATCH, add)
+    return torch.cat(sums), torch.cat(counts)
+
+
+def _in_parts(part: slice, batch_size: int, work: Callable[[Tensor], None]) -> None:
+    """Do ``work`` on the positions of each batch of a part. Batches are halved to fit in memory."""
+    start = part.start
+    while start < part.stop:
+        indices = torch.arange(start, min(start + batch_size, part.stop), device="cpu")
+        if fits(lambda batch=indices: work(batch)):
+            start += len(indices)
+        elif len(indices) > 1:
+            batch_size = len(indices) // 2
+        else:
+            raise MemoryBudgetError(
+                "There is not enough memory to evaluate the network on a single example. Use a"
+                " smaller network or a machine with more memory."
+            )
 
 
 def _names_of_any_rank(names: list[str], ranks: Ranks) -> list[str]:

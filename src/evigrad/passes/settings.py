@@ -185,6 +185,7 @@ def check_model(
     root: str,
     temperature: float,
     anchoring: Anchoring | None = None,
+    log_det_weight: float = 1.0,
 ) -> None:
     """Raise an error for settings that are invalid or do not match the estimator."""
     check_count("num_data", num_data)
@@ -206,3 +207,4 @@ def check_model(
             " between blocks and cannot be anchors. Use root='eigen' or root='fisher'."
         )
     check_positive("temperature", temperature)
+    check_positive("log_det_weight", log_det_weight)

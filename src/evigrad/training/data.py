@@ -28,7 +28,7 @@ _COMPARED = 64
 # Number of examples that are digested at once, because data on a GPU are copied to the host.
 _DIGESTED = 4096
 
-Use = Literal["shuffle", "model", "evidence", "evaluation", "bracket", "data"]
+Use = Literal["shuffle", "model", "evidence", "evaluation", "bracket", "data", "held-out"]
 
 # The number of a use is part of the seed. Numbers must never change or be used again.
 _USES: dict[Use, int] = {
@@ -38,6 +38,7 @@ _USES: dict[Use, int] = {
     "evaluation": 3,  # what the model draws on test data
     "bracket": 4,  # the bounds on the evidence
     "data": 6,  # what the items of a data set draw
+    "held-out": 7,  # which examples a choice of settings predicts
 }
 
 

@@ -1,6 +1,8 @@
 """Train a network and learn its hyperparameters in one call."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +32,7 @@ from evigrad.training.plan import plan, planned
 from evigrad.training.run_directory import RunDirectory
 from evigrad.training.settings import Laplace, Optimization, Schedule, Settings, explains_groups
 from evigrad.training.trainer import Callback, FitResult, Trainer
+from evigrad.training.trials import check_choice, choose_weight
 
 T = TypeVar("T", bound=Trainer)
 
@@ -50,6 +53,8 @@ def fit(
     memory: Memory | None = None,
     anchoring: Anchoring | None = None,
     test: Any = None,
+    validation_fraction: float | None = None,
+    validation: Any = None,
     seed: int = 0,
     run_dir: str | Path | RunDirectory | None = None,
     resume: bool = False,
@@ -101,6 +106,12 @@ def fit(
         anchoring: How an anchored estimator chooses its anchors.
         test: Test data in the format of ``train``. They are used only for evaluation and do not
             affect training.
+        validation_fraction: Share of the training data, such as 0.1, that choose the weight of the
+            log-determinant (``Laplace.log_det_weight``). Short trials train on the other data and
+            predict this part. Then, the network trains on all data. This takes about twice as
+            long. Default: None, which keeps the weight of ``laplace``.
+        validation: Data in the format of ``train`` that choose this weight, instead of a share of
+            the training data. The network does not train on them.
         seed: Seed of all random draws in training.
         run_dir: Folder for configuration, metrics (one row per epoch) and checkpoint. If it is not
             empty, the run uses the first free name among NAME-2, NAME-3, ..., unless ``resume`` is
@@ -153,8 +164,26 @@ def fit(
         anchoring=anchoring,
         seed=seed,
     )
+    choice = None
+    if validation_fraction is not None or validation is not None:
+        check_choice(settings, validation_fraction, validation)
+        if isinstance(run_dir, str | Path) and Ranks(process_group).is_first:
+            run_dir = RunDirectory(run_dir, resume=resume)
+        choice = choose_weight(
+            partial(prepare, model, process_group=process_group),
+            model,
+            train,
+            settings,
+            validation_fraction if validation is None else validation,
+            run_dir,
+            progress=progress,
+        )
+        settings = replace(
+            settings, laplace=replace(settings.laplace, log_det_weight=choice.weight)
+        )
     trainer = prepare(model, train, settings, test=test, process_group=process_group)
-    return trainer.train(run_dir, resume=resume, progress=progress, callbacks=callbacks)
+    result = trainer.train(run_dir, resume=resume, progress=progress, callbacks=callbacks)
+    return result if choice is None else replace(result, weight_choice=choice)
 
 
 def prepare(

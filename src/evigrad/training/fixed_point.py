@@ -9,10 +9,10 @@ where ℓ = log|I + P0^{-1/2} H P0^{-1/2}|, H is the curvature matrix, and P0 is
 matrix. The effective number of parameters γ_g, between 0 and P_g, measures how many of the group's
 P_g weights the data determine. (Source: D. MacKay, 1992, *Bayesian Interpolation*, Neural
 Computation 4, section 4; *A Practical Bayesian Framework for Backpropagation Networks*, ibid.) The
-gradient of −log evidence / N with respect to log δ_g is (δ_g ‖d_g‖² − γ_g) / 2N. Therefore, γ_g
-follows from the gradient for every structure and estimator, and the update δ_g ← γ_g / ‖d_g‖² has
-no additional cost. The update needs no learning rate and corrects precisions by orders of magnitude
-within a few steps.
+gradient of −log evidence / N with respect to log δ_g is (δ_g ‖d_g‖² − c γ_g) / 2N, where c is the
+weight of the log-determinant (1 for the log evidence). Therefore, γ_g follows from the gradient for
+every structure and estimator, and the update δ_g ← c γ_g / ‖d_g‖² has no additional cost. The
+update needs no learning rate and corrects precisions by orders of magnitude within a few steps.
 """
 
 import math
@@ -39,7 +39,7 @@ LOG_LIMIT = 12 * math.log(10.0)
 
 
 class FixedPoint:
-    """Update precisions by damped steps δ ← (1 − rate) δ + rate · γ / ‖w − w₀‖².
+    """Update precisions by damped steps δ ← (1 − rate) δ + rate · c γ / ‖w − w₀‖².
 
     The steps average precisions, not their logarithms. A random block gives an unbiased estimate of
     the effective number of parameters γ. Therefore, steps with a falling rate converge to the point
@@ -94,6 +94,7 @@ class FixedPoint:
         with torch.no_grad():
             fitted = log_precision.double().exp() * squares
             gamma = fitted - 2 * self.evidence.num_data * gradient.double()
+            gamma = gamma / self.evidence.log_det_weight
             return gamma.clamp(min=0.0).minimum(most.to(gamma))
 
     def start(self, zero: float, pretrained: float) -> None:
@@ -129,7 +130,8 @@ class FixedPoint:
         squares = self._square_norms()
         gamma = self.effective_parameters(squares)
         with torch.no_grad():
-            ratio = gamma / (log_precision.double().exp() * squares)
+            weighted = self.evidence.log_det_weight * gamma
+            ratio = weighted / (log_precision.double().exp() * squares)
             factor = (1 + self.rate * (ratio - 1)).clamp(min=1 / MAX_FACTOR)
             change = torch.where(squares > 0, factor.log(), 0.0)
             moved = (log_precision.double() + change).clamp(-LOG_LIMIT, LOG_LIMIT)

@@ -57,7 +57,7 @@ def evidence_columns(learned: "Round | None") -> Row:
     many = len(values) > 1 and not learned.is_shared
     return {
         "log_evidence": mean(values),
-        "log_det_term": mean(-0.5 * e.log_det / e.num_data for e in estimates),
+        "log_det_term": mean(-0.5 * e.log_det_weight * e.log_det / e.num_data for e in estimates),
         "log_evidence_sem": standard_error(values) if many else None,
         **skipped,
     }

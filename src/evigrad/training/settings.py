@@ -46,6 +46,8 @@ class Laplace:
         sharing: Treatment of shared weights in KFAC: expand or reduce.
         parameter_partition: How blockdiag divides the parameters into blocks: tensor or module. (In
             Python, groups of name prefixes are also possible.)
+        log_det_weight: Weight c of the log-determinant. Larger weights lead to larger learned
+            precisions, smaller weights to smaller ones. Default: 1, the log evidence.
 
     Examples:
         >>> from evigrad import Laplace
@@ -59,6 +61,7 @@ class Laplace:
     root: Literal["subblock", "fisher", "eigen"] | None = None
     sharing: Literal["expand", "reduce"] = "expand"
     parameter_partition: Literal["tensor", "module"] | Mapping[str, Sequence[str]] = "tensor"
+    log_det_weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -293,10 +296,11 @@ class Settings:
 
 
 def current_record(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record of settings from any version of evigrad with the current names."""
+    """Return a record of settings from any version of evigrad, as the current one writes it."""
+    record = {"log_det_weight": Laplace.log_det_weight, **record}
     if record.get("estimator") == "map-noise":
         return {**record, "estimator": None, "noise_on_loss": True}
-    return dict(record)
+    return record
 
 
 def method_of(record: Mapping[str, Any]) -> str:

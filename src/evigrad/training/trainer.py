@@ -52,6 +52,7 @@ from evigrad.training.progress import make_progress
 from evigrad.training.run_directory import RunDirectory, RunRecord, naming_files
 from evigrad.training.settings import Settings, method_of
 from evigrad.training.starts import Starts
+from evigrad.training.weight_choice import WeightChoice
 
 Callback = Callable[[Row], None]
 
@@ -80,6 +81,8 @@ class FitResult:
             ``Schedule.epoch_size``, or if it could not be computed.
         run_dir: Folder of the run on the first rank, or None if nothing was written.
         estimator: Name of the estimator, or None for training without an estimator.
+        weight_choice: The weight of the log-determinant that held-out data chose, and its trials.
+            None if the weight was not chosen.
 
     See also: docs/usage.md.
     """
@@ -94,6 +97,7 @@ class FitResult:
     estimator: str | None
     starts: Mapping[float, float] = field(default_factory=dict)
     mode_gap: float | None = None
+    weight_choice: WeightChoice | None = None
 
     def __repr__(self) -> str:
         """Return the final state in one line."""

@@ -1,0 +1,220 @@
+"""The weight of the log-determinant that held-out data choose."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import evigrad
+from evigrad import ConfigurationError, EvigradError, Laplace, Schedule
+from evigrad.likelihoods import Categorical
+from evigrad.measure.metrics import log_probabilities_of
+from evigrad.training.trainer import Trainer
+from evigrad.training.weight_choice import FACTOR, FARTHEST, Predictions, search
+
+SCHEDULE = Schedule(epochs=9, burn_in=1, every=2, steps=2, eval_every=0)
+
+
+def log_steps(weight: float) -> float:
+    return math.log(weight) / math.log(FACTOR)
+
+
+def parabola(best: float, noise: float = 0.0, count: int = 50) -> Callable[[float], Predictions]:
+    """Predictions whose mean falls with the squared distance from the best number of steps."""
+    draws = torch.randn(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    draws -= draws.mean()
+
+    def predict(weight: float) -> Predictions:
+        step = log_steps(weight)
+        values = -0.1 * (step - best) ** 2 + noise * step * draws
+        return Predictions(values.expand(count).clone(), torch.ones(count, dtype=torch.float64))
+
+    return predict
+
+
+# ------------------------------------------------------------------ the search
+
+
+@given(best=st.floats(-FARTHEST + 0.6, FARTHEST - 0.6))
+def test_the_vertex_of_a_parabola_is_found(best: float) -> None:
+    choice = search(parabola(best))
+    assert log_steps(choice.weight) == pytest.approx(best, abs=1e-6)
+    assert choice.gain == pytest.approx(0.1 * best**2, abs=1e-9)
+    # The best trial, its neighbors, and the trials on the way there.
+    assert len(choice.trials) <= abs(round(best)) + 3
+
+
+def test_the_search_ends_at_the_largest_weight() -> None:
+    choice = search(parabola(10.0))
+    assert choice.weight == FACTOR**FARTHEST == max(choice.trials)
+
+
+def test_data_that_cannot_tell_keep_the_weight() -> None:
+    choice = search(parabola(0.4, noise=1.0))
+    assert choice.weight == 1 and 0 < choice.gain < choice.error
+    assert str(choice).startswith("The held-out data do not call for another weight")
+
+
+def test_the_gain_has_a_paired_error() -> None:
+    predict = parabola(1.2, noise=0.3)
+    choice = search(predict)
+    place = log_steps(choice.weight)
+    expected = predict(choice.weight).sums - predict(1.0).sums
+    assert choice.gain == pytest.approx(float(expected.mean()), abs=1e-9)
+    assert choice.error == pytest.approx(float(expected.std()) / 50**0.5, rel=1e-6)
+    assert place == pytest.approx(1.2, abs=1e-6)
+
+
+@pytest.mark.parametrize("bad", [FACTOR, FACTOR**2])
+def test_a_trial_that_diverged_is_the_end_of_the_search(bad: float) -> None:
+    predict = parabola(1.8)
+    choice = search(lambda weight: None if weight == bad else predict(weight))
+    assert choice.trials[bad] == -math.inf
+    assert choice.weight == (FACTOR if bad > FACTOR else 1.0)
+
+
+def test_without_a_reference_there_is_no_choice() -> None:
+    with pytest.raises(EvigradError, match="held-out data diverged"):
+        search(lambda weight: None)
+
+
+def test_targets_of_one_example_count_as_one() -> None:
+    """The standard error of a ratio of sums, by the jackknife."""
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.randint(1, 9, (400,), generator=generator).double()
+    sums = counts * torch.randn(400, generator=generator, dtype=torch.float64)
+    predictions = Predictions(sums, counts)
+    without = torch.stack(
+        [(sums.sum() - s) / (counts.sum() - c) for s, c in zip(sums, counts, strict=True)]
+    )
+    jackknife = float(((without - without.mean()).square().sum() * 399 / 400).sqrt())
+    assert predictions.standard_error() == pytest.approx(jackknife, rel=0.02)
+
+
+# ------------------------------------------------------------------ the trials
+
+
+def data(count: int = 60) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, 3, generator=generator)
+    return x, (x[:, 0] + torch.randn(count, generator=generator) > 0).long()
+
+
+def network() -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def fit(model: nn.Module, train: Any = None, **settings: Any) -> evigrad.FitResult:
+    train = data() if train is None else train
+    return evigrad.fit(model, train, schedule=SCHEDULE, progress=False, **settings)
+
+
+def assert_same(one: nn.Module, other: nn.Module) -> None:
+    for name, value in one.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("kind", ["tensors", "items", "given"])
+def test_training_with_a_chosen_weight_is_training_with_that_weight(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evigrad.training.weight_choice, "_DECISIVE", -math.inf)
+    train: Any = data()
+    if kind == "items":
+        train = [(x, int(y)) for x, y in zip(*train, strict=True)]
+    held_out: Any = {"validation": data(90)} if kind == "given" else {"validation_fraction": 0.25}
+    model, twin = network(), network()
+    result = fit(model, train, **held_out)
+    choice = result.weight_choice
+    assert choice is not None and choice.weight != 1
+    assert choice.num_held_out == (90 if kind == "given" else 15)
+    assert result.evidence.log_det_weight == choice.weight
+    fit(twin, train, laplace=Laplace(log_det_weight=choice.weight))
+    assert_same(model, twin)
+
+
+def test_an_interrupted_choice_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, model = network(), network()
+    expected = fit(whole, validation_fraction=0.25, run_dir=tmp_path / "whole").weight_choice
+    run_epoch, left = Trainer.epoch, 5
+
+    def epoch(self: Trainer, number: int) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        return run_epoch(self, number)
+
+    interruptions = 0
+    while True:
+        monkeypatch.setattr(Trainer, "epoch", epoch)
+        try:
+            result = fit(model, validation_fraction=0.25, run_dir=tmp_path / "cut", resume=True)
+            break
+        except KeyboardInterrupt:
+            assert_same(model, network()) if not (tmp_path / "cut/checkpoint.pt").exists() else None
+            interruptions, left, model = interruptions + 1, 5, network()
+    choice = result.weight_choice
+    assert interruptions > 2 and choice is not None and expected is not None
+    assert (choice.weight, choice.trials) == (expected.weight, expected.trials)
+    assert_same(model, whole)
+
+
+def test_classes_keep_their_proportions() -> None:
+    x, y = data(400)
+    y = (torch.arange(400) % 20 == 0).long()  # 20 of 400
+    seen: list[Tensor] = []
+
+    class Watching(Categorical):
+        def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+            if not torch.is_grad_enabled() and len(y) == 40:
+                seen.append(y)
+            return super().log_prob(f, y)
+
+    fit(network(), (x, y), likelihood=Watching(), validation_fraction=0.1)
+    assert seen and all(int(y.sum()) == 2 for y in seen)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"validation_fraction": 0.1, "validation": data()}, "cannot be combined"),
+        ({"validation_fraction": 1.0}, "between 0 and 1"),
+        ({"validation_fraction": 10}, "between 0 and 1"),
+        ({"validation_fraction": 0.001}, "must leave data to train on"),
+        ({"validation_fraction": 0.1, "estimator": None}, "requires an estimator"),
+        ({"validation": data(), "estimator": None}, "validation requires an estimator"),
+        (
+            {"validation_fraction": 0.1, "laplace": Laplace(log_det_weight=2.0)},
+            "log_det_weight is 2.0",
+        ),
+    ],
+)
+def test_choices_that_cannot_be_made(settings: dict[str, Any], words: str) -> None:
+    model = network()
+    with pytest.raises(ConfigurationError, match=words):
+        fit(model, **settings)
+    assert_same(model, network())
+
+
+def test_log_probabilities_by_example() -> None:
+    """With positions, some of which have no target, and in several parts."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 4)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(11, 5, 3, generator=generator)
+    y = torch.randint(4, (11, 5), generator=generator)
+    y[2], y[7, 3:] = -100, -100
+    sums, counts = log_probabilities_of(model, Categorical(), (x, y))
+    log_prob = model(x).log_softmax(-1).gather(2, y.clamp(min=0)[..., None])[..., 0]
+    torch.testing.assert_close(sums, (log_prob * (y >= 0)).sum(1).double().detach())
+    assert counts.tolist() == [5, 5, 0, 5, 5, 5, 5, 3, 5, 5, 5]
