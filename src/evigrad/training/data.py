@@ -91,7 +91,7 @@ class RunData(Source):
     def __init__(
         self, data: Any, device: torch.device, seed: int = 0, dtype: torch.dtype | None = None
     ) -> None:
-        self._device, self._seed, self.epoch = device, seed, 0
+        self.device, self._seed, self.epoch = device, seed, 0
         self.is_column = False
         with seeded(derived_seed(seed, "data"), device):
             self._source = as_source(data, dtype)
@@ -113,7 +113,7 @@ class RunData(Source):
             x, y = self._source.fetch(indices)
         else:
             key = zlib.crc32(indices.numpy().tobytes())
-            with seeded(derived_seed(self._seed, "data", self.epoch) ^ key, self._device):
+            with seeded(derived_seed(self._seed, "data", self.epoch) ^ key, self.device):
                 x, y = self._source.fetch(indices)
         for what, tensors in (("Inputs", tensors_of(x)), ("Targets", [y])):
             if any(tensor.is_meta for tensor in tensors):
@@ -121,14 +121,14 @@ class RunData(Source):
                     f"{what} must contain numbers, got tensors on the meta device. Use tensors on"
                     " the CPU or an accelerator."
                 )
-        return x.to(self._device), self._in_columns(y.to(self._device))
+        return x.to(self.device), self._in_columns(y.to(self.device))
 
     def _in_columns(self, y: Tensor) -> Tensor:
         return y.unsqueeze(1) if self.is_column else y
 
     def labels(self) -> Int[Tensor, " N"]:
         """See ``Source.labels``."""
-        with seeded(derived_seed(self._seed, "data"), self._device):
+        with seeded(derived_seed(self._seed, "data"), self.device):
             return self._source.labels()
 
     def targets(self) -> Tensor:

@@ -1,5 +1,6 @@
 """Train a network and learn its hyperparameters in one call."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ from evigrad.blocks.anchors import Anchoring
 from evigrad.blocks.positions import by_target
 from evigrad.core.names import DEFAULT_ESTIMATOR
 from evigrad.distributed import Group, Ranks, check_whole
-from evigrad.errors import ConfigurationError
+from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import Likelihood, make_likelihood
 from evigrad.likelihoods.calls import lacks_a_column
@@ -164,26 +165,28 @@ def fit(
         anchoring=anchoring,
         seed=seed,
     )
-    choice = None
-    if validation_fraction is not None or validation is not None:
+    make_trainer = partial(prepare, model, process_group=process_group)
+    chooses = validation_fraction is not None or validation is not None
+    if chooses:
         check_choice(settings, validation_fraction, validation)
-        if isinstance(run_dir, str | Path) and Ranks(process_group).is_first:
+    trainer, choice = make_trainer(train, settings, test=test), None
+    if chooses:
+        if isinstance(run_dir, str | Path) and trainer.evidence.ranks.is_first:
             run_dir = RunDirectory(run_dir, resume=resume)
-        choice = choose_weight(
-            partial(prepare, model, process_group=process_group),
-            model,
-            train,
-            settings,
-            validation_fraction if validation is None else validation,
-            run_dir,
-            progress=progress,
-        )
-        settings = replace(
-            settings, laplace=replace(settings.laplace, log_det_weight=choice.weight)
-        )
-    trainer = prepare(model, train, settings, test=test, process_group=process_group)
+        # The trainer above has given the warnings that concern data and settings.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", EvigradWarning)
+            choice = choose_weight(
+                make_trainer,
+                trainer,
+                validation_fraction if validation is None else validation,
+                run_dir,
+                progress=progress,
+            )
+            laplace = replace(settings.laplace, log_det_weight=choice.weight)
+            trainer = make_trainer(train, replace(settings, laplace=laplace), test=test)
     result = trainer.train(run_dir, resume=resume, progress=progress, callbacks=callbacks)
-    return result if choice is None else replace(result, weight_choice=choice)
+    return replace(result, weight_choice=choice)
 
 
 def prepare(

@@ -7,7 +7,6 @@ the held-out part.
 import copy
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,13 +20,12 @@ from torch.nn.parameter import is_lazy
 
 from evigrad.blocks.sources import Source
 from evigrad.data.dataset import stratified_split
-from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning
+from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.likelihoods import make_likelihood
 from evigrad.measure.metrics import log_probabilities_of
 from evigrad.training.data import RunData, derived_seed
 from evigrad.training.data_checks import check_data
-from evigrad.training.plan import plan_optimization, plan_schedule
-from evigrad.training.run_directory import RunDirectory
+from evigrad.training.run_directory import CONFIGURATIONS, RunDirectory
 from evigrad.training.settings import Settings
 from evigrad.training.trainer import Trainer
 from evigrad.training.weight_choice import Predictions, WeightChoice, search
@@ -63,10 +61,8 @@ def check_choice(settings: Settings, fraction: float | None, validation: object)
 
 
 def choose_weight(
-    prepare: Callable[[RunData, Settings], Trainer],
-    model: nn.Module,
-    data: Any,
-    settings: Settings,
+    make_trainer: Callable[[RunData, Settings], Trainer],
+    trainer: Trainer,
     validation: Any,
     run_dir: str | Path | RunDirectory | None,
     *,
@@ -77,40 +73,33 @@ def choose_weight(
     The model is the same afterwards as before.
 
     Args:
-        prepare: Returns a trainer of the model.
-        model: Model to train.
-        data: Training data.
-        settings: Settings of the training that follows.
+        make_trainer: Returns a trainer of the model for some data and settings.
+        trainer: Trainer of the model on all data, with weight 1. It is not used for training.
         validation: Data to predict, or the share of the training data to predict.
         run_dir: Folder of the run. Each trial has a folder inside, and resumes if it was
             interrupted. None writes nothing.
         progress: Whether to print the result of each trial on standard error.
     """
     start = time.perf_counter()
-    tensors = [*model.parameters(), *model.buffers()]
-    dtype = next((t.dtype for t in tensors if t.is_floating_point()), None)
-    device = next(model.parameters()).device
-    train = RunData(data, device, settings.seed, dtype)
-    num_data = len(train)
+    model, settings, train = trainer.evidence.model, trainer.settings, trainer.data
     if isinstance(validation, float):
-        train, held_out = _split(train, settings, validation, device)
+        train, held_out = _split(train, settings, validation)
     else:
-        held_out = RunData(validation, device, settings.seed, dtype)
+        weight = next(iter(trainer.evidence.weights().values()))
+        held_out = RunData(validation, trainer.device, settings.seed, weight.dtype)
     if isinstance(run_dir, RunDirectory):
-        if not (run_dir.path / "config.json").exists():  # the folder belongs to this run
-            run_dir.write_json("config.json", settings.as_record())
+        if not (run_dir.path / CONFIGURATIONS[0]).exists():  # the folder belongs to this run
+            run_dir.write_json(CONFIGURATIONS[0], settings.as_record())
         run_dir = run_dir.path
 
     def predict(weight: float) -> Predictions | None:
         folder = None if run_dir is None else Path(run_dir) / "trials" / f"{weight:g}"
-        with _restored(model), warnings.catch_warnings():
-            # The training that follows gives the warnings that concern it.
-            warnings.simplefilter("ignore", EvigradWarning)
-            trainer = prepare(train, _trial_settings(settings, weight, num_data))
-            held_out.is_column = trainer.data.is_column
-            check_data(trainer.evidence, held_out, trainer.device, len(held_out))
+        with _restored(model):
+            trial = make_trainer(train, _trial_settings(settings, weight))
+            held_out.is_column = trial.data.is_column
+            check_data(trial.evidence, held_out, trial.device, len(held_out))
             try:
-                result = trainer.train(folder, resume=folder is not None, progress=False)
+                result = trial.train(folder, resume=folder is not None, progress=False)
             except ConfigurationError:
                 raise
             except EvigradError:
@@ -149,9 +138,7 @@ class _Part(Source):
         return self._source.fetch(self._indices[indices])
 
 
-def _split(
-    data: RunData, settings: Settings, fraction: float, device: torch.device
-) -> tuple[RunData, RunData]:
+def _split(data: RunData, settings: Settings, fraction: float) -> tuple[RunData, RunData]:
     """Return the data to train on and the data to predict. Classes keep their proportions."""
     count, seed = len(data), derived_seed(settings.seed, "held-out") % 2**32
     number = round(fraction * count)
@@ -165,19 +152,21 @@ def _split(
         y = data.targets()
         labels = y.flatten(1)[:, 0] if y.ndim > 1 else y
     parts = stratified_split(labels.cpu().numpy(), fraction, seed)
-    sources = (_Part(data, torch.from_numpy(part)) for part in parts)
-    train, held_out = (RunData(source, device, settings.seed) for source in sources)
+    train, held_out = (
+        RunData(_Part(data, torch.from_numpy(part)), data.device, settings.seed) for part in parts
+    )
     return train, held_out
 
 
-def _trial_settings(settings: Settings, weight: float, num_data: int) -> Settings:
+def _trial_settings(settings: Settings, weight: float) -> Settings:
     """Return the settings of a trial: fewer epochs, one start, and no evaluations."""
-    schedule, likelihood = settings.schedule, make_likelihood(settings.likelihood)
-    optimization = plan_optimization(settings.optimization, likelihood, settings.prior)
+    schedule, optimization = settings.schedule, settings.optimization
 
     def shorter(epochs: int | None) -> int | None:
         return None if epochs is None else max(1, round(SHARE * epochs))
 
+    if optimization.prior_update == "fixed_point":
+        optimization = replace(optimization, start_decay=optimization.start_decays[0])
     return replace(
         settings,
         # Training changes these objects.
@@ -186,20 +175,15 @@ def _trial_settings(settings: Settings, weight: float, num_data: int) -> Setting
         laplace=replace(settings.laplace, log_det_weight=weight),
         schedule=replace(
             schedule,
-            epochs=shorter(plan_schedule(schedule, num_data).epochs),
+            epochs=shorter(schedule.epochs),
             max_epochs=None,
-            burn_in=shorter(schedule.burn_in),
+            burn_in=None if schedule.burn_in is None else round(SHARE * schedule.burn_in),
             every=shorter(schedule.every),
             hyper_every=shorter(schedule.hyper_every),
             eval_every=0,
             bracket_every=0,
         ),
-        optimization=replace(
-            settings.optimization,
-            start_decay=optimization.start_decays[0]
-            if optimization.prior_update == "fixed_point"
-            else None,
-        ),
+        optimization=optimization,
     )
 
 
