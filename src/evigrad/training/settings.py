@@ -307,6 +307,11 @@ def method_of(record: Mapping[str, Any]) -> str:
     return {"augerino": "Augerino"}.get(name, name)
 
 
+def label_of(estimator: str | None) -> str:
+    """Return the name of a run's method in logs and tables of results."""
+    return "fixed weight decay" if estimator is None else "evigrad"
+
+
 def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return keyword arguments for ``fit``, with fields of ``GROUPS`` collected in objects."""
     keywords = dict(options)
