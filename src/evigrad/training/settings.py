@@ -67,7 +67,8 @@ class Schedule:
 
     Attributes:
         epochs: Number of passes over the training data. Default: enough for 2,000 optimizer steps,
-            and at least 100.
+            and at least 100. With more than 20,000 examples, enough for 2,000,000 examples and
+            20,000 steps, and at least 10.
         max_epochs: Number of epochs up to which training may continue. After ``epochs``, cycles of
             half that number of epochs follow. In each, the learning rate falls from lr/10. Training
             ends after a cycle that changes log evidence, noise and distance from the mode
