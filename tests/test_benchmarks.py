@@ -780,3 +780,12 @@ def test_recorded_numbers_are_compared(monkeypatch, tmp_path, capsys):
     assert script.difference(["InputError"], [[1.0]]) == math.inf
     assert script.difference([[1.0, math.nan]], [[1.0, math.nan]]) == 0.0
     assert script.difference([[1.0, math.nan]], [[1.0, 2.0]]) == math.inf
+
+
+@pytest.mark.parametrize("kind", ["regression", "classification"])
+def test_large_data_have_a_known_truth(monkeypatch, kind):
+    """No network is better on many test data than the distribution that they come from."""
+    script = load_script("large_data", monkeypatch)
+    row = script.measured(f"{kind}-200", 2, None)
+    assert (row["steps"], row["rounds"]) == (4, 2)
+    assert 0 < row["below_the_truth"] < 2

@@ -11,11 +11,12 @@ pytest.importorskip("rich")
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
+import torch
 
 from evigrad import Evidence
 from evigrad.cli import main
 from evigrad.cli.setup import set_up
-from evigrad.cli.train import _gain, _judge
+from evigrad.cli.train import _comparison, _judge
 from evigrad.likelihoods import Categorical
 from evigrad.priors import GaussianPrior
 
@@ -33,37 +34,49 @@ def test_a_command_says_where_it_went(command, words, capsys):
     assert words in capsys.readouterr().err
 
 
+def row(epoch: int, score: float | None, noise: float = 1.0) -> dict[str, Any]:
+    return {"epoch": epoch, "test_log_likelihood": score, "noise": noise}
+
+
 @pytest.mark.parametrize(
-    ("base", "learned", "words"),
+    ("base", "learned", "history", "words"),
     [
         (
             {"log_likelihood": -0.3, "accuracy": 0.94},
             {"log_likelihood": -0.2, "accuracy": 0.95},
-            "raised the test log likelihood by 0.100 nats per example compared with MAP. A test"
-            " target is 11 % more probable (geometric mean). Training took 2.0 times as long.",
+            [row(1, None), row(2, -0.31), row(3, -0.3)],
+            "With evigrad, the test log likelihood is -0.200 instead of -0.300, and the test"
+            " accuracy is 95.0 % instead of 94.0 %. Training took 2.0 times as long.",
         ),
         (
             {"log_likelihood": -9.0, "accuracy": 0.4},
             {"log_likelihood": -2.0, "accuracy": 0.4},
-            "raised the test log likelihood by 7.000 nats per example compared with MAP. Training"
-            " took 2.0",
+            [row(1, -8.0), row(2, -1.5), row(3, -9.0)],
+            "is -2.00 instead of -9.00, and the test accuracy is 40.0 % instead of 40.0 %. Training"
+            " took 2.0 times as long. Fixed weight decay overfits. Its test log likelihood was"
+            " -1.50 after epoch 2, so early stopping is a stronger baseline.",
         ),
         (
-            {"log_likelihood": -500.0, "squared_error": 1.0},
-            {"log_likelihood": -1.0, "squared_error": 0.81},
-            "by 499.000 nats per example and lowered the test RMSE by 10 % compared with MAP."
-            " Training took 2.0",
+            {"log_likelihood": -23.56, "squared_error": 1.0},
+            {"log_likelihood": -0.27, "squared_error": 0.81},
+            [row(1, -0.55), row(2, -23.56, 0.2)],
+            "is -0.27 instead of -23.56, and the test RMSE is 2.7 instead of 3. Training took 2.0"
+            " times as long. Fixed weight decay overfits its noise. Its test log likelihood was"
+            " -0.55 after epoch 1, so",
         ),
-        ({"log_likelihood": -math.inf}, {"log_likelihood": -1.0}, ""),
+        ({"log_likelihood": -math.inf}, {"log_likelihood": -1.0}, [], ""),
     ],
 )
-def test_what_learning_won_in_a_sentence(base, learned, words):
+def test_the_comparison_gives_values_and_names_a_baseline_that_overfits(
+    base, learned, history, words
+):
     results = {
-        "MAP": SimpleNamespace(test_metrics=base, seconds=5.0),
-        "ntk-10-1": SimpleNamespace(test_metrics=learned, seconds=10.0),
+        "MAP": SimpleNamespace(test_metrics=base, seconds=5.0, history=history),
+        "ntk-10-1": SimpleNamespace(test_metrics=learned, seconds=10.0, history=[]),
     }
-    sentence = _gain(results)  # pyright: ignore[reportArgumentType]
-    assert words in sentence and bool(words) == bool(sentence)
+    data = SimpleNamespace(target_std=torch.tensor(3.0))
+    sentences = _comparison(cast("Any", results), cast("Any", data))
+    assert words in sentences and bool(words) == bool(sentences)
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,9 @@ def test_a_signal_ends_the_epoch_and_says_how_to_go_on(
     assert signal.getsignal(number) == before
     monkeypatch.undo()
     resume(folder)
-    assert "MAP: resuming after epoch 3 of 4" not in capfd.readouterr().err  # without progress
+    assert (
+        "fixed weight decay: resuming after epoch 3 of 4" not in capfd.readouterr().err
+    )  # without progress
     assert_same_folders(folder, whole)
 
 
@@ -202,7 +204,7 @@ def test_a_second_signal_ends_it_at_once(capfd, monkeypatch, tmp_path, whole):
     )
     monkeypatch.undo()
     resume(tmp_path / "run", "--progress")
-    assert "MAP: resuming after epoch 2 of 4" in capfd.readouterr().err
+    assert "fixed weight decay: resuming after epoch 2 of 4" in capfd.readouterr().err
     assert_same_folders(tmp_path / "run", whole)
 
 

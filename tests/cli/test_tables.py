@@ -47,7 +47,7 @@ def test_an_invariance_is_for_images(houses, capsys):
 def rmse_of(words: str) -> float:
     """The test RMSE of the learned run, which follows two or three other numbers."""
     before = 3 if "as in training" in words else 2
-    return float(re.findall(rf"learned (?:\S+ ){{{before}}}(\S+)", words)[0])
+    return float(re.findall(rf"evigrad (?:\S+ ){{{before}}}(\S+)", words)[0])
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])

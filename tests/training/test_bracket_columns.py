@@ -26,7 +26,7 @@ def test_bounds_on_the_evidence_of_any_run(blobs, estimator, monkeypatch):
     assert lower is not None and error is not None and upper is not None
     assert lower - 4 * error <= exact <= upper + 1e-5
     assert upper - lower < 2.0
-    assert f"exact in {lower:.3f}..{upper:.3f}" in summary(last)
+    assert f"exact in {lower:.3f}..{upper:.3f}" in summary(last, 1.0)
 
 
 def test_bounds_change_nothing_in_a_run(blobs, monkeypatch):

@@ -41,7 +41,11 @@ def regression(num_data: int = 12, **options: Any) -> FitResult:
         (50, (None, None, None), (2000, 200, 90)),
         (1000, (None, None, None), (200, 20, 9)),
         (1030, (None, None, None), (182, 18, 8)),
-        (60_000, (None, None, None), (100, 10, 4)),
+        (20_000, (None, None, None), (100, 10, 4)),
+        (60_000, (None, None, None), (34, 3, 1)),
+        (160_000, (None, None, None), (13, 1, 1)),
+        (10_000_000, (None, None, None), (10, 1, 1)),
+        (60_000, (100, None, None), (100, 10, 4)),
         (1000, (5, None, None), (5, 1, 1)),
         (1000, (1, None, None), (1, 1, 1)),
         (1000, (100, 10, 7), (100, 10, 7)),
@@ -53,6 +57,22 @@ def test_epochs_follow_from_steps_and_the_rest_from_epochs(num_data, named, plan
     schedule = Schedule(epochs=epochs, burn_in=burn_in, every=every)
     planned_schedule = plan_schedule(schedule, num_data)
     assert (planned_schedule.epochs, planned_schedule.burn_in, planned_schedule.every) == planned
+
+
+@pytest.mark.parametrize(
+    ("num_data", "num_items", "options", "epochs"),
+    [
+        (20_000, None, {"batch_size": 1}, 100),  # few data, whatever the size of the batches
+        (40_000, None, {"batch_size": 10}, 50),  # 2,000,000 examples
+        (40_000, None, {"batch_size": 1000}, 100),  # 4,000 steps
+        (160_000, None, {"batch_size": 1000}, 100),
+        (10**8, None, {"epoch_size": 50_000}, 40),
+        (10**8, None, {"epoch_size": 5000}, 100),
+        (100_000, 1000, {}, 100),  # 100 positions with a target in each item
+    ],
+)
+def test_many_data_need_fewer_epochs(num_data, num_items, options, epochs):
+    assert plan_schedule(Schedule(**options), num_data, num_items).epochs == epochs
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def test_the_result_of_a_run_that_is_complete_is_read(blobs, tmp_path, capsys):
         progress=True,
         callbacks=[lambda row: seen.append(1)],
     )
-    assert capsys.readouterr().err == "ntk-20-1: all 5 epochs are done\n"
+    assert capsys.readouterr().err == "evigrad: all 5 epochs are done\n"
     assert {p.name: p.stat().st_mtime_ns for p in (tmp_path / "run").iterdir()} == before
     assert seen == []
     assert again.history == first.history

@@ -33,7 +33,17 @@ from evigrad.measure.metrics import HYPERPARAMETERS
 from evigrad.passes.settings import Memory
 from evigrad.priors import STRUCTURES
 from evigrad.training import FitResult, RunDirectory, Trainer, fit, learns_likelihood, prepare
-from evigrad.training.settings import GROUPS, Laplace, Optimization, Schedule, Settings, grouped
+from evigrad.training.history import known
+from evigrad.training.progress import nats
+from evigrad.training.settings import (
+    GROUPS,
+    Laplace,
+    Optimization,
+    Schedule,
+    Settings,
+    grouped,
+    label_of,
+)
 
 _DESCRIPTION = """\
 Train a network and learn its hyperparameters on the training data only.
@@ -71,8 +81,8 @@ SETTINGS = (*PRIOR, *_MEAN, *(setting.name for kind in GROUPS.values() for setti
 _EVALUATION_SECONDS, _BLOCKS = 20.0, 10
 # Options of estimates that the run's own estimator keeps in the final evaluation.
 _ROWS = ("root", "sharing", "parameter_partition")
-# Gain in nats per example above which a ratio of probabilities is not helpful.
-_PLAIN_GAIN = 2.0
+# A baseline overfits if its test log likelihood falls by more than this, in nats per example.
+_OVERFITS = 0.05
 _UNITS = (
     " Ranges are in half images (translation), radians (rotation), and natural logarithms of"
     " factors (scale, shear)."
@@ -216,7 +226,7 @@ def report(
     if run_estimator is not None and run_estimator != name:
         in_training = _evaluated(results, setup, run_estimator, own_settings)
     _print_results(results, values, in_training, setup.data)
-    if words := _gain(results):
+    if words := _comparison(results, setup.data):
         results_console().print(words)
     records: dict[str, Any] = {}
     for key, result in results.items():
@@ -260,10 +270,10 @@ def _evaluated(
 ) -> dict[str, EvidenceValue]:
     """Return the log evidence of each run by one estimator, or nothing if it fails."""
     values: dict[str, EvidenceValue] = {}
+    words = f"Evaluating the log evidence with {name}"
+    show("note", words)
     try:
         for key, result in results.items():
-            words = f"Evaluating the log evidence of {key} with {name}"
-            show("note", words)
             with Console(stderr=True).status(words):  # moves in a terminal
                 values[key] = evaluate_evidence(result.evidence, setup.data.train, name, **settings)
     except EvigradError as error:  # the training is done, so the other results are still written
@@ -273,8 +283,8 @@ def _evaluated(
 
 
 def _draw(results: dict[str, FitResult], directory: RunDirectory) -> None:
-    histories = {key: result.history for key, result in results.items()}
-    learned = [key for key, result in results.items() if result.estimator is not None]
+    histories = {label_of(result.estimator): result.history for result in results.values()}
+    learned = [label_of(r.estimator) for r in results.values() if r.estimator is not None]
     try:
         files = plots.save_all(histories, directory.figures, learned[-1] if learned else None)
     except (EvigradError, OSError) as error:  # the numbers matter more than the figures
@@ -331,29 +341,27 @@ def _print_results(
     in_training: dict[str, EvidenceValue],
     data: DataSet,
 ) -> None:
-    judged = "Could not evaluate the log evidence."
-    for value in values.values():  # all by the same estimator
+    columns: dict[str, dict[str, str]] = {}
+    for name, estimates in (("log evidence", values), ("as in training", in_training)):
+        shown = nats(*(estimates[key].per_datum for key in estimates))
+        columns[name] = dict(zip(estimates, shown, strict=True))
+    if columns["as in training"] == columns["log evidence"]:
+        in_training = {}
+    judged = "The log evidence could not be evaluated"
+    if value := next(iter(values.values()), None):  # all by the same estimator
         what = describe_estimator(value.estimator, value.blocks)
-        judged = f"The log evidence is estimated by {what}."
-        if not value.is_bound:
-            judged = f"The log evidence is estimated by {what}, which is not a bound."
-        elif not what.endswith("exact"):
-            judged = (
-                f"The log evidence is estimated by {what}, a lower bound on the exact value. If"
-                " precisions differ much between methods, the exact order may differ. For exact"
-                " values, use --evaluate-with ntk-N-C."
-            )
+        kind = "a lower bound" if value.is_bound else "an estimate"
+        kind = "exact" if what.endswith("exact") else f"{kind} by {what.partition(',')[0]}"
+        judged = f"The log evidence is {kind}"
     if training_value := next(iter(in_training.values()), None):
-        blocks = "1 block" if training_value.blocks == 1 else f"{training_value.blocks} blocks"
-        judged += f" Training used {training_value.estimator}, here on {blocks} at the end."
+        judged += f", and the next column shows the value by {training_value.estimator}"
     units = ""
     if data.target_mean is not None and data.target_std is not None:
         mean, deviation = data.target_mean.item(), data.target_std.item()
         units = (
-            f" The targets were standardized (training mean {mean:.4g}, standard deviation"
-            f" {deviation:.4g}), and log likelihoods are of standardized targets. In the original"
-            f" units they are lower by {math.log(deviation):.4f}. The test RMSE is in the original"
-            " units."
+            " The RMSE is in the original units. The other values are of standardized targets (mean"
+            f" {mean:.4g}, standard deviation {deviation:.4g}), and lower by"
+            f" {math.log(deviation):.2f} in the original units."
         )
     ranges = {  # of each run's transforms at the end, one per line
         key: "\n".join(
@@ -363,68 +371,69 @@ def _print_results(
         )
         for key, result in results.items()
     }
-    gaps = "".join(
-        f" With the weights of {key} at the mode, the log evidence would be higher by"
-        f" {result.mode_gap:.3f} (mode gap)."
-        for key, result in results.items()
-        if result.mode_gap is not None
-    )
+    scores = nats(*(result.test_metrics["log_likelihood"] for result in results.values()))
     rows = []
-    for key, result in results.items():
+    for (key, result), score in zip(results.items(), scores, strict=True):
         test = result.test_metrics
-        row = {"method": key if result.estimator is None else f"{key}, learned"}
-        row["log evidence"] = f"{values[key].per_datum:.4f}" if key in values else "–"
+        row = {"method": label_of(result.estimator)}
+        row["log evidence"] = columns["log evidence"].get(key, "–")
         if in_training:
-            row["as in training"] = f"{in_training[key].per_datum:.4f}"
-        row["test log lik."] = f"{test['log_likelihood']:.4f}"
+            row["as in training"] = columns["as in training"][key]
+        row["test log lik."] = score
         if "accuracy" in test:
-            row["test accuracy"] = f"{100 * test['accuracy']:.2f} %"
+            row["test accuracy"] = f"{100 * test['accuracy']:.1f} %"
         else:
-            row["test RMSE"] = f"{_rmse(test, data):.4g}"
+            row["test RMSE"] = _digits(_rmse(test, data))
         row["seconds"] = f"{result.seconds:.1f}"
         if any(ranges.values()):
             row["ranges"] = ranges[key]
         rows.append(row)
     print_table(
         "Trained on the training data only",
-        f"Log evidence and test log likelihood are in nats per example; higher is better. {judged}"
-        f"{gaps} Seconds are training time, without evaluation. The MAP row has a fixed prior, and"
-        ' a fixed noise unless it says "learned noise": the training loss learned that noise. In'
-        " rows with an estimator, the evidence learned both."
-        + (_UNITS if any(ranges.values()) else "")
-        + units,
+        "Log evidence and test log likelihood are in nats per example, and higher is better."
+        f" {judged}.{_UNITS if any(ranges.values()) else ''}{units}",
         rows,
         left=("method", "ranges"),
     )
 
 
-def _gain(results: dict[str, FitResult]) -> str:
-    """Return a sentence on the gain over MAP on test data, or an empty string without a MAP run."""
+def _comparison(results: Mapping[str, FitResult], data: DataSet) -> str:
+    """Return a comparison with fixed weight decay on test data, or "" if there is none."""
     if len(results) < 2:
         return ""
-    (name, base), (learner, learned) = results.items()
-    gain = learned.test_metrics["log_likelihood"] - base.test_metrics["log_likelihood"]
-    if not math.isfinite(gain):
+    base, learned = results.values()
+    scores = [r.test_metrics["log_likelihood"] for r in (base, learned)]
+    if not all(map(math.isfinite, scores)):
         return ""
-    words = (
-        f"Learning by {learner} {'raised' if gain >= 0 else 'lowered'} the test log likelihood by"
-        f" {abs(gain):.3f} nats per example"
+    best, epoch = max(
+        (known(row).get("test_log_likelihood", -math.inf), row["epoch"]) for row in base.history
     )
+    before, after, best_score = nats(*scores, best)
+    words = f"With evigrad, the test log likelihood is {after} instead of {before}"
     if "squared_error" in base.test_metrics:
-        ratio = learned.test_metrics["squared_error"] / base.test_metrics["squared_error"]
-        change = 100 * (math.sqrt(ratio) - 1)
-        words += f" and {'lowered' if change <= 0 else 'raised'} the test RMSE by {abs(change):.0f}"
-        words += f" % compared with {name}"
-    elif abs(gain) < _PLAIN_GAIN:
-        change = 100 * math.expm1(gain)
-        words += f" compared with {name}. A test target is {abs(change):.0f} %"
-        words += f" {'more' if gain >= 0 else 'less'} probable (geometric mean)"
+        before, after = (_digits(_rmse(r.test_metrics, data)) for r in (base, learned))
+        words += f", and the test RMSE is {after} instead of {before}"
     else:
-        words += f" compared with {name}"
-    return f"{words}. Training took {learned.seconds / base.seconds:.1f} times as long."
+        before, after = (f"{100 * r.test_metrics['accuracy']:.1f}" for r in (base, learned))
+        words += f", and the test accuracy is {after} % instead of {before} %"
+    words += f". Training took {learned.seconds / base.seconds:.1f} times as long."
+    if best - scores[0] > _OVERFITS:
+        first, last = base.history[0], base.history[-1]
+        is_learned = any("noise" in name.split("/") and first[name] != last[name] for name in first)
+        words += (
+            f" Fixed weight decay overfits{' its noise' if is_learned else ''}. Its test log"
+            f" likelihood was {best_score} after epoch {epoch}, so early stopping is a stronger"
+            " baseline."
+        )
+    return words
 
 
 def _rmse(metrics: Mapping[str, float], data: DataSet) -> float:
     """Return the root mean squared error in the targets' own units."""
     deviation = 1.0 if data.target_std is None else data.target_std.item()
     return deviation * math.sqrt(metrics["squared_error"])
+
+
+def _digits(value: float) -> str:
+    """Return a positive number with three significant digits, or more before the point."""
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"

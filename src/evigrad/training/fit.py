@@ -121,7 +121,7 @@ def fit(
             results as without the interruption. Model, data and settings must be the same, except
             ``checkpoint_every``. If the folder has no checkpoint, the run starts from the
             beginning. If the run is complete, its result is returned.
-        progress: Whether to show progress on standard error.
+        progress: Whether to show the plan, the progress and the remaining time on standard error.
         callbacks: Functions called after every epoch with its row of metrics. A resumed run calls
             them again for the epochs since the last checkpoint. While several starts are tried, no
             function is called. The rows of the start that continues follow afterwards.
@@ -244,7 +244,7 @@ def prepare_evidence(
     shape = probe_outputs(model, x).shape[1:]
     data.is_column = lacks_a_column(likelihood, shape, y)
     num_data = len(by_target(data, likelihood, shape))
-    settings = plan(settings, num_data)
+    settings = plan(settings, num_data, len(data))
     evidence = make_evidence(model, num_data, settings, process_group)
     if settings.optimization.noise_on_loss and not learns_likelihood(evidence.likelihood):
         raise ConfigurationError(

@@ -1,103 +1,326 @@
-"""Progress of a run: a live line in a terminal, or a few plain lines elsewhere."""
+"""Progress of a run: its plan, its parts, and its values and time at regular intervals."""
 
 import importlib.util
 import sys
+import time
+from typing import TYPE_CHECKING
 
 from evigrad.training.history import Row, known
 
-# Plain output has about this many lines, whatever the number of epochs.
-_PLAIN_LINES = 10
+if TYPE_CHECKING:
+    from evigrad.training.trainer import Trainer
+
+# Plain output has about this many lines, whatever the number of epochs. In long epochs, a line
+# follows after this many seconds.
+_PLAIN_LINES, _PLAIN_SECONDS = 10, 300.0
+# The time of a run is estimated after this many seconds, and shown if it is at least this long.
+_FIRST_SECONDS, _LONG_SECONDS = 1.0, 10.0
+# Seconds between updates of a live line, at the ends of epochs and within long epochs.
+_LIVE_SECONDS, _LIVE_STEP_SECONDS = 0.1, 1.0
 # A terminal with at least this many columns has room for the bar and the values.
 _WIDE = 120
 
 
-class PlainProgress:
-    """Print about ten lines of text to standard error during a run."""
+class PlainDisplay:
+    """Print lines of text that begin with a title to standard error."""
 
-    def __init__(self, title: str, epochs: int) -> None:
-        self.title, self.epochs = title, epochs
-        self.interval = max(1, -(-epochs // _PLAIN_LINES))
-        # The last value of each metric. Not all metrics are computed in every epoch.
-        self.known: Row = {}
+    is_live = False
 
-    def update(self, row: Row) -> None:
-        """Print an epoch's metrics if a line is due."""
-        self.known = latest(self.known, row)
-        epoch = int(row["epoch"] or 0)
-        if epoch == 1 or epoch == self.epochs or epoch % self.interval == 0:
-            count = f"{epoch:>{len(str(self.epochs))}}/{self.epochs}"
-            line = f"{self.title}: epoch {count}  {summary(self.known)}"
-            print(line, file=sys.stderr, flush=True)
+    def __init__(self, title: str) -> None:
+        self._title = title
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        print(f"{self._title}: {line}", file=sys.stderr, flush=True)
+
+    def show(self, text: str, share: float) -> None:
+        """Print the current state as a line."""
+        del share  # which only a bar shows
+        self.say(text)
 
     def close(self) -> None:
         """Do nothing, because there is nothing to close."""
 
 
-class RichProgress:
-    """Show a progress bar with the latest values, redrawn in place."""
+class RichDisplay:
+    """Print lines of text, and show the current state below them, redrawn in place."""
 
-    def __init__(self, title: str, epochs: int) -> None:
+    is_live = True
+
+    def __init__(self, title: str) -> None:
         # Imported here, because the core must work without rich.
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-        from rich.progress import TimeRemainingColumn as Remaining
+        from rich.progress import BarColumn, Progress, TextColumn
         from rich.table import Column
 
-        console = Console(stderr=True)
+        console = Console(stderr=True, highlight=False)
         # Without room for both, the values are worth more than the bar.
-        wide = console.width >= _WIDE
-        remaining = Remaining(compact=True, elapsed_when_finished=True)
-        count = Column(min_width=2 * len(str(epochs)) + 1)
-        self._progress = Progress(
-            TextColumn("{task.description}", table_column=Column(min_width=len(title))),
-            *([BarColumn(bar_width=20)] if wide else []),
-            MofNCompleteColumn(table_column=count),
-            *([remaining] if wide else []),
-            TextColumn("{task.fields[values]}", table_column=Column(no_wrap=True)),
-            console=console,
-        )
-        self._known: Row = {}
-        self._task = self._progress.add_task(title, total=epochs, values="")
-        self._progress.start()
+        bar = [BarColumn(bar_width=20)] if console.width >= _WIDE else []
+        text = TextColumn("{task.description}", table_column=Column(no_wrap=True), markup=False)
+        self._title, self._task = title, None
+        self._progress = Progress(*bar, text, console=console)
 
-    def update(self, row: Row) -> None:
-        """Show an epoch's metrics."""
-        self._known = latest(self._known, row)
-        values = summary(self._known)
-        self._progress.update(self._task, completed=row["epoch"] or 0, values=values)
+    def say(self, line: str) -> None:
+        """Print a line above the live one."""
+        self._progress.console.print(f"{self._title}: {line}", markup=False, soft_wrap=True)
+
+    def show(self, text: str, share: float) -> None:
+        """Redraw the live line."""
+        line = f"{self._title}: {text}"
+        if self._task is None:
+            self._task = self._progress.add_task(line, total=1.0)
+            self._progress.start()
+        self._progress.update(self._task, completed=share, description=line)
 
     def close(self) -> None:
-        """Stop the bar, and leave its last state on the screen."""
+        """Stop the live line, and leave its last state on the screen."""
         self._progress.stop()
 
 
-def latest(before: Row, row: Row) -> Row:
-    """Return the last value of each metric. Epoch 1 forgets the values of another start."""
-    return {**({} if row["epoch"] == 1 else before), **known(row)}
-
-
-def make_progress(title: str, epochs: int) -> PlainProgress | RichProgress:
-    """Return a bar if rich is installed and standard error is a terminal, or else plain lines."""
+def make_display(title: str) -> PlainDisplay | RichDisplay:
+    """Return a live display if rich is installed and standard error is a terminal."""
     if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
-        return RichProgress(title, epochs)
-    return PlainProgress(title, epochs)
+        return RichDisplay(title)
+    return PlainDisplay(title)
 
 
-def summary(row: Row) -> str:
-    """Return the main values of a row as text, such as loss, log evidence and precisions."""
-    parts = [_part(row, "loss", "loss", ".4f"), _part(row, "log_evidence", "log evidence", ".3f")]
+class Pace:
+    """The time of a run so far, and an estimate of the time that is left.
+
+    Epochs with a round of hyperparameter steps take longer than others, so their times are averaged
+    separately. The first step is not timed, because it also loads libraries.
+
+    Args:
+        before: Seconds of the run in earlier processes.
+    """
+
+    def __init__(self, before: float = 0.0) -> None:
+        self._before, self._begin = before, time.perf_counter()
+        self._last = self._begin
+        self._done, self._skipped = 0.0, 0.0  # share of the current epoch
+        # Time and number of the epochs without (False) and with a round (True).
+        self._seconds = dict.fromkeys((False, True), 0.0)
+        self._count = dict.fromkeys((False, True), 0.0)
+
+    @property
+    def here(self) -> float:
+        """Return the seconds of the run in this process."""
+        return time.perf_counter() - self._begin
+
+    @property
+    def elapsed(self) -> float:
+        """Return the seconds of the run in all processes."""
+        return self._before + self.here
+
+    @property
+    def has_rounds(self) -> bool:
+        """Return whether a round has been timed."""
+        return self._count[True] > 0
+
+    def step(self, share: float) -> None:
+        """Note that a share of the current epoch is done."""
+        if not any(self._count.values()) and not self._done:
+            self._last, self._skipped = time.perf_counter(), share
+        self._done = share
+
+    def epoch(self, has_round: bool) -> None:
+        """Note that the current epoch is done."""
+        now = time.perf_counter()
+        self._seconds[has_round] += now - self._last
+        self._count[has_round] += 1.0 - self._skipped
+        self._last, self._done, self._skipped = now, 0.0, 0.0
+
+    def left(self, epochs: int, rounds: int) -> float | None:
+        """Return the seconds that are left, or None if nothing has been timed.
+
+        Args:
+            epochs: Number of epochs that are left, including the current one.
+            rounds: Number of these epochs with a round.
+        """
+        now = time.perf_counter() - self._last
+        means = [self._seconds[kind] / count for kind, count in self._count.items() if count]
+        timed = self._done - self._skipped
+        if not means and timed > 0:
+            means = [now / timed]
+        if not means:
+            return None
+        # An epoch with a round counts like one without until a round has been timed.
+        total = (epochs - rounds) * means[0] + rounds * means[-1]
+        return max(0.0, total - self._done * means[0])
+
+
+class Progress:
+    """Show the plan of a run, announce its parts, and show values and time during training.
+
+    Args:
+        trainer: The trainer of the run, before its first epoch in this process.
+    """
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self._trainer, self._display = trainer, make_display(trainer.label)
+        self._pace = Pace(trainer.seconds)
+        self._interval = max(1, -(-trainer.epochs // _PLAIN_LINES))
+        self._values: Row = {}  # the last value of each metric, as not all are in every row
+        self._epochs, self._rounds, self._all = 0, 0, 0  # the first two are left
+        self._is_estimated = False
+        self._shown = 0.0  # time of the last line
+
+    def begin(self) -> None:
+        """Show the plan of a run at its start, and announce its first part."""
+        self._count()
+        self._all = self._epochs
+        trainer = self._trainer
+        if not trainer.history and not trainer.starts.scores:
+            for line in self._plan():
+                self.say(line)
+        if trainer.starts.are_tried:
+            self.say(trainer.starts.trial())
+
+    def say(self, line: str) -> None:
+        """Show a line that stays."""
+        self._display.say(line)
+        self._shown = self._pace.here
+
+    def step(self, share: float) -> None:
+        """Show that a share of the current epoch is done, if a line is due."""
+        self._pace.step(share)
+        since = self._pace.here - self._shown
+        if since >= (_LIVE_STEP_SECONDS if self._display.is_live else _PLAIN_SECONDS):
+            self._show(len(self._trainer.history) + share)
+        self._estimate()
+
+    def update(self, row: Row) -> None:
+        """Show an epoch's values, if a line is due."""
+        epoch = int(row["epoch"] or 0)
+        has_round = self._has_round(epoch)
+        self._pace.epoch(has_round)
+        self._epochs, self._rounds = self._epochs - 1, self._rounds - has_round
+        # Epoch 1 forgets the values of another start.
+        self._values = {**({} if epoch == 1 else self._values), **known(row)}
+        is_due = epoch % self._interval == 0 or epoch == self._trainer.epochs
+        if self._display.is_live:
+            is_due = is_due or self._pace.here - self._shown >= _LIVE_SECONDS
+        if is_due:
+            self._show(epoch)
+        self._estimate()
+
+    def next_start(self) -> None:
+        """Announce the end of a start, and the next one or the one that continues."""
+        self._count()
+        starts = self._trainer.starts
+        self.say(starts.end_of_trial())
+        self.say(starts.trial() if starts.are_tried else starts.choice(self._trainer.epochs))
+
+    def next_cycle(self) -> None:
+        """Announce epochs that were added because training has not settled."""
+        self._count()
+        first, last = len(self._trainer.history) + 1, self._trainer.epochs
+        self._all += last - first + 1
+        self.say(f"Training has not settled. Continuing with epochs {first} to {last}.")
+
+    def close(self) -> None:
+        """Leave the last state on the screen."""
+        self._display.close()
+
+    def _has_round(self, epoch: int) -> bool:
+        learner = self._trainer.learner
+        return learner is not None and learner.is_due(epoch)
+
+    def _count(self) -> None:
+        """Count the epochs and rounds that are left."""
+        trainer = self._trainer
+        left = trainer.starts.epochs_left(len(trainer.history), trainer.epochs)
+        self._epochs = sum(map(len, left))
+        self._rounds = sum(self._has_round(epoch) for part in left for epoch in part)
+
+    def _plan(self) -> list[str]:
+        """Return the plan of the run, in a few lines."""
+        trainer, steps = self._trainer, self._trainer.steps
+        last, starts = trainer.epochs, trainer.starts
+        words = f"{_counted(last, 'epoch')} of {_counted(steps, 'step')}"
+        if starts.are_tried:
+            words += f", with {len(starts.decays)} start decays in epochs 1 to {starts.until}"
+        words += f", so {_counted(self._epochs * steps, 'step')} in total"
+        if trainer.cycles.most > last:
+            words += f", and up to {trainer.cycles.most:,} epochs if training has not settled"
+        lines = [f"{words}. Values are in nats per example."]
+        if (learner := trainer.learner) is not None and self._rounds:
+            first = next(epoch for epoch in range(1, last + 1) if learner.is_due(epoch))
+            lines.append(
+                f"{_counted(self._rounds, 'round')} of hyperparameter steps with"
+                f" {trainer.name}, the first after epoch {first}."
+            )
+        return lines
+
+    def _estimate(self) -> None:
+        """Show the time of the run once it can be estimated."""
+        if self._is_estimated or self._pace.here < _FIRST_SECONDS:
+            return
+        left = self._pace.left(self._epochs, self._rounds)
+        if left is None:
+            return
+        self._is_estimated = True
+        if (total := self._pace.elapsed + left) >= _LONG_SECONDS:
+            lacks_rounds = self._rounds and not self._pace.has_rounds
+            without = ", not counting the rounds" if lacks_rounds else ""
+            self.say(f"Estimated time: about {_rough(total)}{without}.")
+
+    def _show(self, epoch: float) -> None:
+        trainer, last = self._trainer, self._trainer.epochs
+        count = f"{epoch:.0f}" if epoch == int(epoch) else f"{epoch:.2f}"
+        left = self._pace.left(self._epochs, self._rounds)
+        more = "over " if self._rounds and not self._pace.has_rounds else ""
+        times = f"{clock(self._pace.elapsed)} elapsed"
+        times += f", {more}{clock(left)} left" if left is not None and self._epochs else ""
+        values = summary(self._values, trainer.evidence.temperature / trainer.evidence.num_data)
+        text = f"epoch {count:>{len(str(last))}}/{last}  {times}  {values}"
+        self._display.show(text, 1 - self._epochs / max(1, self._all))
+        self._shown = self._pace.here
+
+
+def summary(row: Row, decay: float) -> str:
+    """Return the main values of a row as text: loss, log evidence and weight decays.
+
+    Args:
+        row: Values by name.
+        decay: Weight decay of a prior precision of 1, which is T/N.
+    """
+    parts = [_part(row, "loss", "loss"), _part(row, "log_evidence", "log evidence")]
     lower, upper = row.get("bracket_lower"), row.get("bracket_upper")
     if lower is not None and upper is not None:
         parts.append(f"exact in {lower:.3f}..{upper:.3f}")
-    precisions = [v for name, v in row.items() if name.startswith("precision/") and v is not None]
-    if precisions:
-        least, most = min(precisions), max(precisions)
-        text = f"{least:.3g}" if most <= least * 1.001 else f"{least:.3g}..{most:.3g}"
-        parts.append(f"precision {text}")
-    parts.append(_part(row, "test_log_likelihood", "test log lik.", ".3f"))
+    decays = [decay * v for k, v in row.items() if k.startswith("precision/") and v is not None]
+    if decays:
+        least, most = min(decays), max(decays)
+        text = f"{least:.3g}" if most <= least * 1.001 else f"{least:.3g} to {most:.3g}"
+        parts.append(f"weight decay {text}")
+    parts.append(_part(row, "test_log_likelihood", "test log lik."))
     return "  ".join(part for part in parts if part)
 
 
-def _part(row: Row, name: str, label: str, form: str) -> str:
+def nats(*values: float) -> list[str]:
+    """Return log likelihoods or log evidences as text, with at least three digits."""
+    digits = 2 if max(map(abs, values), default=0.0) >= 1 else 3
+    return [f"{value:.{digits}f}" for value in values]
+
+
+def clock(seconds: float) -> str:
+    """Return a time as minutes and seconds, such as 4:05, or with hours, such as 1:04:05."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def _rough(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def _part(row: Row, name: str, label: str) -> str:
     value = row.get(name)
-    return "" if value is None else f"{label} {value:{form}}"
+    return "" if value is None else f"{label} {nats(value)[0]}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

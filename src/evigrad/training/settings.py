@@ -70,7 +70,8 @@ class Schedule:
 
     Attributes:
         epochs: Number of passes over the training data. Default: enough for 2,000 optimizer steps,
-            and at least 100.
+            and at least 100. With more than 20,000 examples, enough for 2,000,000 examples and
+            20,000 steps, and at least 10.
         max_epochs: Number of epochs up to which training may continue. After ``epochs``, cycles of
             half that number of epochs follow. In each, the learning rate falls from lr/10. Training
             ends after a cycle that changes log evidence, noise and distance from the mode
@@ -309,6 +310,11 @@ def method_of(record: Mapping[str, Any]) -> str:
     without = "MAP, learned noise" if record.get("noise_on_loss") else "MAP"
     name = str(record.get("estimator") or without)
     return {"augerino": "Augerino"}.get(name, name)
+
+
+def label_of(estimator: str | None) -> str:
+    """Return the name of a run's method in logs and tables of results."""
+    return "fixed weight decay" if estimator is None else "evigrad"
 
 
 def grouped(options: Mapping[str, Any]) -> dict[str, Any]:

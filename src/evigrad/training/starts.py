@@ -89,11 +89,35 @@ class Starts:
             self._load(trainer, self._best)
         self._initial = self._best = None
 
-    def __str__(self) -> str:
-        """Return the result of the trials in one line."""
-        values = [f"{decay:g}: {score:.3f}" for decay, score in self.scores.items()]
-        chosen = max(self.scores, key=lambda decay: self.scores[decay])
-        return f"start_decay {chosen:g} has the highest log evidence ({', '.join(values)})"
+    def epochs_left(self, done: int, last: int) -> list[range]:
+        """Return the epochs of this trial, of later trials and of the start that continues.
+
+        Args:
+            done: Number of epochs of the current trial, or of the run after the trials.
+            last: Last epoch of the run.
+        """
+        if not self.are_tried:
+            return [range(done + 1, last + 1)]
+        later = [range(1, self.until + 1)] * (len(self.decays) - len(self.scores) - 1)
+        return [range(done + 1, self.until + 1), *later, range(self.until + 1, last + 1)]
+
+    def trial(self) -> str:
+        """Return an announcement of the current trial."""
+        return f"Trying start decay {self.decays[len(self.scores)]:g} (epochs 1 to {self.until})."
+
+    def end_of_trial(self) -> str:
+        """Return the result of the last trial."""
+        decay, score = list(self.scores.items())[-1]
+        if score == -math.inf:
+            return f"Start decay {decay:g} diverged, or its log evidence is not finite."
+        return f"Start decay {decay:g} has log evidence {score:.3f} (mean of {ROUNDS} rounds)."
+
+    def choice(self, last: int) -> str:
+        """Return which start continues until the epoch ``last``, and why."""
+        best = max(self.scores, key=lambda decay: self.scores[decay])
+        others = [f"{score:.3f}" for decay, score in self.scores.items() if decay != best]
+        why = f"log evidence {self.scores[best]:.3f} instead of {', '.join(others)}"
+        return f"Continuing from start decay {best:g} ({why}), epochs {self.until + 1} to {last}."
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scores, and the states that the remaining trials need."""

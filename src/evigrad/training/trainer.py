@@ -48,9 +48,9 @@ from evigrad.training.history import Row, bracket_columns, evidence_columns, met
 from evigrad.training.learner import Learner
 from evigrad.training.optimizers import cosine, make_hyper_optimizer, make_weight_optimizer
 from evigrad.training.plan import planned
-from evigrad.training.progress import make_progress
+from evigrad.training.progress import Progress
 from evigrad.training.run_directory import RunDirectory, RunRecord, naming_files
-from evigrad.training.settings import Settings, method_of
+from evigrad.training.settings import Settings, label_of, method_of
 from evigrad.training.starts import Starts
 from evigrad.training.weight_choice import WeightChoice
 
@@ -171,6 +171,7 @@ class Trainer:
         self.metrics: dict[str, dict[str, float]] = {"train": {}, "test": {}}
         self.seconds = 0.0  # time of training so far
         self.starts = Starts(self)
+        self._progress: Progress | None = None
 
     @property
     def epochs(self) -> int:
@@ -181,6 +182,16 @@ class Trainer:
     def name(self) -> str:
         """Return the estimator's name, or MAP if there is no estimator."""
         return method_of(self.record)
+
+    @property
+    def label(self) -> str:
+        """Return the name of the method for people: evigrad, or fixed weight decay."""
+        return label_of(self.settings.estimator)
+
+    @property
+    def steps(self) -> int:
+        """Return the number of optimizer steps of an epoch."""
+        return -(-self.schedule.data_in_epoch(len(self.data)) // self.schedule.batch_size)
 
     @property
     def record(self) -> dict[str, Any]:
@@ -243,14 +254,13 @@ class Trainer:
                 record = stack.enter_context(closing(RunRecord(directory, self.history)))
                 watchers.append(record.write_row)
             if progress and len(self.history) < self.epochs:
-                bar = stack.enter_context(closing(make_progress(self.name, self.cycles.most)))
-                watchers.append(bar.update)
+                self._progress = stack.enter_context(closing(Progress(self)))
+                watchers.append(self._progress.update)
+                self._progress.begin()
             self._run(record, watchers, callbacks, stop)
-            if progress and self.starts.scores:
-                print(f"{self.name}: {self.starts}", file=sys.stderr, flush=True)
             if progress and (epoch := len(self.history)) < self.cycles.most:
                 words = f"settled after epoch {epoch} of at most {self.cycles.most}"
-                print(f"{self.name}: {words}", file=sys.stderr, flush=True)
+                print(f"{self.label}: {words}", file=sys.stderr, flush=True)
         self.evidence.model.eval()
         gap = self.history[-1].get("mode_gap")
         warn_of_distance(gap)
@@ -302,7 +312,7 @@ class Trainer:
                 words = f"resuming after epoch {epoch} of {epochs}"
                 if epoch == epochs:
                     words = f"all {epochs} epochs are done"
-                print(f"{self.name}: {words}", file=sys.stderr, flush=True)
+                print(f"{self.label}: {words}", file=sys.stderr, flush=True)
         return directory
 
     def _run(
@@ -328,7 +338,7 @@ class Trainer:
                 record.write_checkpoint(self._state())
                 record.check_readable()
         self.starts.begin(self)
-        while (epoch := len(self.history) + 1) <= self.epochs:
+        while (epoch := len(self.history) + 1) <= (end := self.epochs):
             try:
                 row = self.epoch(epoch)
             except EvigradError as error:
@@ -349,6 +359,8 @@ class Trainer:
             with ranks.together():
                 for watcher in watchers:
                     watcher(row)
+                if self._progress is not None and end < self.epochs:
+                    self._progress.next_cycle()
             if self.starts.is_due(epoch):
                 self._next_start(record, callbacks)
             elif not self.starts.are_tried:
@@ -382,6 +394,8 @@ class Trainer:
         with self.evidence.ranks.together():
             if record is not None:
                 record.rewrite(self.history)
+            if self._progress is not None:
+                self._progress.next_start()
             if not self.starts.are_tried:
                 for row in self.history:
                     for callback in callbacks:
@@ -432,7 +446,7 @@ class Trainer:
         self.data.epoch = epoch
         seed, schedule, num_data = self.settings.seed, self.schedule, len(self.data)
         size = schedule.data_in_epoch(num_data)
-        steps = -(-size // schedule.batch_size)
+        steps = self.steps
         most = min(max(1, int(SKIPPED_SHARE * steps)), steps - 1)
         finite = self._finite_parts()
         total, count, skipped = 0.0, 0, 0
@@ -440,7 +454,10 @@ class Trainer:
             seeded(derived_seed(seed, "model", epoch, self.evidence.ranks.rank), self.device),
             training_mode(self.evidence.model),
         ):
-            for batch in batches(seed, epoch, num_data, size, schedule.batch_size):
+            every = batches(seed, epoch, num_data, size, schedule.batch_size)
+            for number, batch in enumerate(every):
+                if number and self._progress is not None:
+                    self._progress.step(number / steps)
                 if not self.data.num_targets(batch):
                     continue  # a step on the prior alone would count these data
                 self.weight_optimizer.zero_grad(set_to_none=True)

@@ -44,7 +44,9 @@ class TuneResult:
 
     def __repr__(self) -> str:
         rounds = f"{len(self.history)} rounds"
-        return f"TuneResult({self.evidence.spec.name}, {rounds}, {summary(self.history[-1])})"
+        decay = self.evidence.temperature / self.evidence.num_data
+        last = summary(self.history[-1], decay)
+        return f"TuneResult({self.evidence.spec.name}, {rounds}, {last})"
 
 
 @explains_groups
