@@ -244,6 +244,7 @@ SHORT = {
     "docs/fine_tuning.md": {
         "epochs=30": "epochs=2",
         "epochs=60, batch_size=25": "epochs=2, batch_size=25, steps=1",
+        "epochs=500": "epochs=2",
     },
 }
 
@@ -296,7 +297,10 @@ def test_the_blocks_of_the_guides_converge(capsys: pytest.CaptureFixture[str]) -
     # Digits rotated by up to 90 degrees, ±1.57 radians: half of that is plainly learned.
     assert 0.8 <= names["angle"] <= 2.4
     assert names["turned"].test_metrics["accuracy"] >= 0.85
-    assert run_blocks("docs/fine_tuning.md")["tuned"].test_metrics["accuracy"] >= 0.9
+    names = run_blocks("docs/fine_tuning.md")
+    assert names["tuned"].test_metrics["accuracy"] >= 0.9
+    x, y = names["old"]
+    assert (names["continued"](x) - y).square().mean().sqrt() < 0.4
     names = run_blocks("docs/inputs.md")
     assert names["majority"].train_metrics["accuracy"] >= 0.9
     assert names["counting"].train_metrics["accuracy"] >= 0.98

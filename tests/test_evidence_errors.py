@@ -140,8 +140,12 @@ def test_empty_and_too_large_sets() -> None:
         evidence.estimate(torch.zeros(9, 2), torch.zeros(9, dtype=torch.long))
     with pytest.raises(InputError, match="empty"):
         build("ntk-N-1").estimate(iter([]))
-    with pytest.raises(InputError, match="num_data is 8, but the data set has 5"):
+    with pytest.raises(
+        InputError, match="num_data is 8, but the data set has 5.*Pass all training data"
+    ):
         evidence.blocks((X[:5], Y[:5]))
+    with pytest.raises(InputError, match="has 16 examples. Pass the training data only, or set"):
+        evidence.blocks((torch.cat([X, X]), torch.cat([Y, Y])))
 
 
 def test_n_needs_all_the_data() -> None:

@@ -1,5 +1,6 @@
 """What goes wrong in the user's own model or likelihood is said to be theirs, in every verb."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 import evigrad
 from evigrad import Evidence, Schedule, fit
-from evigrad.errors import ConfigurationError, InputError
+from evigrad.errors import ConfigurationError, EvigradError, InputError
 from evigrad.likelihoods import Categorical, Gaussian, Likelihood
 from evigrad.priors import GaussianPrior
 from evigrad.training.settings import grouped
@@ -245,6 +246,71 @@ def test_batch_statistics(layer: nn.Module) -> None:
         with pytest.raises(ConfigurationError, match="track_running_stats=True helps"):
             attempt()
     assert torch.equal(evidence.generator.get_state(), before)
+
+
+class Sequences(nn.Module):
+    """The last output of a layer for sequences, or the first entry along dimension 0."""
+
+    def __init__(self, layer: nn.Module, along: int = 1, state: str = "new") -> None:
+        super().__init__()
+        self.layer, self.last = layer, nn.Linear(4, 2)
+        self.along, self.state, self.kept = along, state, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.layer, nn.MultiheadAttention):
+            out = self.layer(x, x, x)[0]
+        elif isinstance(self.layer, nn.GRU):
+            if self.state == "kept if it fits" and self.kept is not None:
+                self.kept = self.kept if self.kept.shape[1] == len(x) else None
+            out, kept = self.layer(x, self.kept)
+            self.kept = None if self.state == "new" else kept.detach()
+        else:
+            out = self.layer(x)
+        return self.last(out.select(self.along, -1))
+
+
+@pytest.mark.parametrize("along", [0, 1])
+@pytest.mark.parametrize(
+    ("layer", "name"),
+    [
+        (nn.GRU(4, 4), "'layer (GRU)'"),
+        (nn.MultiheadAttention(4, 2), "'layer (MultiheadAttention)'"),
+        (nn.TransformerEncoderLayer(4, 2, 8, 0.0), "'layer.self_attn (MultiheadAttention)'"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The model has normalization")
+def test_layers_without_batch_first_are_named(layer: nn.Module, name: str, along: int) -> None:
+    x, y = torch.randn(8, 5, 4), torch.zeros(8, dtype=torch.long)
+    model = Sequences(layer, along)
+    evidence = Evidence(model, Categorical(), GaussianPrior(), estimator="ntk-4-C", num_data=8)
+    schedule = {"epochs": 2, "progress": False}
+    for attempt in (
+        lambda: evidence.estimate(x[:4], y[:4]),
+        lambda: evidence.blocks((x, y)),
+        lambda: fit(model, (x, y), **grouped(schedule)),
+    ):
+        with pytest.raises(EvigradError, match=f"dimension 1: {re.escape(name)}.*batch_first=True"):
+            attempt()
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ("kept", "keeps a hidden state for the next call, remove this"),
+        ("kept if it fits", "keeps no state, such as a hidden state, for the next call"),
+    ],
+)
+def test_a_hidden_state_that_is_kept_is_named(state: str, words: str) -> None:
+    x, y = torch.randn(8, 5, 4), torch.zeros(8, dtype=torch.long)
+    model = Sequences(nn.GRU(4, 4, batch_first=True), state=state)
+    evidence = Evidence(model, Categorical(), GaussianPrior(), estimator="ntk-4-C", num_data=8)
+    for attempt in (
+        lambda: evidence.blocks((x, y)),
+        lambda: fit(model, (x, y), **grouped({"epochs": 2, "progress": False})),
+    ):
+        with pytest.raises(EvigradError, match=words) as caught:
+            attempt()
+        assert "batch_first" not in str(caught.value)
 
 
 @pytest.mark.parametrize("verb", ["map_loss", "estimate", "backward", "collect"])

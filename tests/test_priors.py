@@ -4,7 +4,10 @@ import copy
 import io
 import math
 import pickle
+import re
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd import gradcheck
 from torch.distributions import Normal
+from torch.nn.utils import vector_to_parameters
 
+from evigrad import Evidence, fit, tune
 from evigrad.errors import ConfigurationError
+from evigrad.likelihoods import Gaussian
 from evigrad.priors import GaussianPrior, NormalHyperprior
 
 GROUPS = {"first": ["encoder"], "rest": ["*.weight_*", "head.bias", "gain"]}
@@ -220,7 +226,7 @@ def test_the_mean_is_that_of_the_first_binding_and_moves_with_the_prior() -> Non
         ({"gian": "zero"}, "Did you mean 'gain'"),
         ({"encodr": "zero"}, "Did you mean 'encoder'"),
         ({"frist": "zero"}, "Did you mean 'first'"),
-        ({"*": "initial", "gain": "zero"}, "two values for 'gain', from '\\*' and 'gain'"),
+        ({"*.bias": "initial", "head": "zero"}, "two values for 'head.bias', from '\\*.bias' and"),
         ({"encoder.weight": torch.ones(2, 3)}, r"shape, \(3, 2\), got \(2, 3\)"),
     ],
 )
@@ -285,6 +291,136 @@ def test_precisions_must_be_positive(precision) -> None:
         GaussianPrior("scalar", precision=precision)
 
 
+@pytest.mark.parametrize("precision", [0.0, {"first": 0, "rest": 1.0}])
+def test_the_error_for_precision_zero_names_a_prior_without_decay(precision) -> None:
+    structure = GROUPS if isinstance(precision, dict) else "scalar"
+    with pytest.raises(ConfigurationError, match="positive and finite") as caught:
+        GaussianPrior(structure, precision)
+    words = str(caught.value)
+    call = words[words.index("GaussianPrior(") : words.rindex(")") + 1]
+    prior = eval(call)
+    prior.bind(weights())
+    assert prior.group_of == {name: int("bias" not in name) for name in weights()}
+    assert prior.learned_groups() == [1]
+    assert prior.precisions()["head.bias"].item() == pytest.approx(1e-4)
+    with pytest.raises(ConfigurationError, match="requires_grad_.False"):
+        GaussianPrior("scalar", precision=math.inf)
+
+
+def test_a_small_precision_acts_like_no_weight_decay() -> None:
+    """Compare gradients and modes with the dense evidence of an intercept without a prior."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(30, 3, generator=generator).double()
+    y = 5 + x.sum(1, keepdim=True) + torch.randn(30, 1, generator=generator).double()
+    model = nn.Linear(3, 1).double()
+    groups = {"free": "*bias", "decayed": "*"}
+    prior = GaussianPrior(groups, {"free": 1e-4, "decayed": 2.0}, {"free": False})
+    evidence = Evidence(
+        model, Gaussian(noise=1.0), prior, estimator="full-N-C", num_data=30, generator=0
+    )
+    centered, rows = y - y.mean(), x - x.mean(0)  # an intercept without a prior
+    with torch.no_grad():
+        model.weight.copy_(
+            torch.linalg.solve(rows.mT @ rows + 2 * torch.eye(3), rows.mT @ centered).mT
+        )
+        model.bias.copy_(y.mean() - x.mean(0) @ model.weight[0])
+    assert evidence.mode_gap((x, y)) < 1e-3
+    evidence.backward(x, y, wrt="prior")
+    covariance = torch.eye(30).double() + rows @ rows.mT / 2
+    solved = torch.linalg.solve(covariance, centered)
+    # The derivative of the log evidence in log δ, where the covariance is I + X Xᵀ / δ.
+    by_log = 0.5 * torch.trace(torch.linalg.solve(covariance, rows @ rows.mT)) / 2
+    by_log = by_log - 0.5 * (solved.mT @ rows @ rows.mT @ solved).item() / 2
+    gradient = prior.get_parameter("log_precision").grad
+    assert gradient is not None
+    assert -30 * gradient.item() == pytest.approx(by_log.item(), rel=1e-4)
+
+
+def test_matrices_and_posteriors_are_refused_with_a_recipe() -> None:
+    model = nn.Linear(2, 1).double()
+    x = torch.randn(9, 2).double()
+    evidence = Evidence(model, Gaussian(), GaussianPrior(), num_data=9)
+    posterior: Any = evidence.posterior((x, x[:, :1]), structure="full")
+    matrix: Any = torch.eye(3)
+    by_name: Any = {"first": torch.ones(3, 2), "rest": 1.0}
+    number: Any = 5
+    for refused in (
+        lambda: GaussianPrior(posterior),
+        lambda: GaussianPrior(matrix),
+        lambda: GaussianPrior(precision=matrix),
+        lambda: GaussianPrior(precision=matrix.numpy()),
+        lambda: GaussianPrior(GROUPS, precision=by_name),
+        lambda: GaussianPrior("diagonal", precision=by_name),
+        lambda: Evidence(model, Gaussian(), posterior, num_data=9),
+        lambda: Evidence(model, Gaussian(), matrix, num_data=9),
+        lambda: fit(model, (x, x[:, :1]), likelihood="gaussian", prior=posterior),
+        lambda: fit(model, (x, x[:, :1]), likelihood="gaussian", precision=matrix),
+        lambda: tune(model, (x, x[:, :1]), likelihood="gaussian", prior=posterior),
+    ):
+        with pytest.raises(ConfigurationError, match="Use a posterior as the prior") as caught:
+            refused()
+        assert "[1., 0." not in str(caught.value)  # no numbers of a large matrix
+    title, page = "## Use a posterior as the prior", Path(__file__).parent.parent
+    assert title in (page / "docs" / "fine_tuning.md").read_text()
+    with pytest.raises(ConfigurationError, match="got 5.$"):
+        GaussianPrior(number)
+
+
+def test_the_recipe_for_a_posterior_as_the_prior_is_exact() -> None:
+    """For a linear model, two steps have the evidence and the posterior of one step."""
+    page = (Path(__file__).parent.parent / "docs" / "fine_tuning.md").read_text()
+    (recipe,) = re.findall(r"(class Whitened.*?)\n\n\n", page, re.DOTALL)
+    (lines,) = re.findall(r"(block = posterior.*?)\nnoise", page, re.DOTALL)
+    names: dict = {"nn": nn, "torch": torch}
+    exec(recipe, names)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(20, 3, generator=generator).double()
+    y = x[:, :2] + torch.randn(20, 2, generator=generator).double()
+    test = torch.randn(5, 3, generator=generator).double()
+
+    def evidence_of(model: nn.Module, num_data: int, prior: GaussianPrior) -> Evidence:
+        likelihood = Gaussian(noise=0.7, learnable=False)
+        return Evidence(model, likelihood, prior, estimator="full-N-C", num_data=num_data)
+
+    def at_mode(model: nn.Module, data: tuple[Tensor, Tensor], prior: GaussianPrior) -> Evidence:
+        """Return the evidence after exact training, by one step from Newton's method."""
+        evidence = evidence_of(model, len(data[0]), prior)
+        loss = evidence.map_loss(*data)
+        trained = list(evidence.weights().values())
+        flat = torch.cat([w.detach().flatten() for w in trained])
+        gradients = torch.autograd.grad(loss, trained, create_graph=True)
+        gradient = torch.cat([g.flatten() for g in gradients])
+        hessian = torch.stack(
+            [
+                torch.cat(
+                    [g.flatten() for g in torch.autograd.grad(entry, trained, retain_graph=True)]
+                )
+                for entry in gradient
+            ]
+        )
+        vector_to_parameters(flat - torch.linalg.solve(hessian, gradient.detach()), trained)
+        return evidence
+
+    whole = at_mode(nn.Linear(3, 2).double(), (x, y), GaussianPrior(precision=0.5))
+    model = nn.Linear(3, 2).double()
+    first = at_mode(model, (x[:8], y[:8]), GaussianPrior(precision=0.5))
+    log_first = first.estimate(x[:8], y[:8]).log_evidence
+    names["posterior"] = first.posterior((x[:8], y[:8]), structure="full")
+    exec(lines, names)
+    whitened = names["Whitened"](model, names["factor"])
+    second = at_mode(whitened, (x[8:], y[8:]), GaussianPrior(precision=1.0, learnable=False))
+    log_second = second.estimate(x[8:], y[8:]).log_evidence
+    expected = whole.estimate(x, y).log_evidence
+    assert log_first + log_second == pytest.approx(expected, rel=1e-9)
+    predictions = [
+        evidence.posterior(data, structure="full")(test)
+        for evidence, data in ((second, (x[8:], y[8:])), (whole, (x, y)))
+    ]
+    for moment in ("mean", "covariance"):
+        ours, theirs = (getattr(prediction, moment) for prediction in predictions)
+        assert torch.allclose(ours, theirs, rtol=1e-8, atol=1e-10)
+
+
 @pytest.mark.parametrize(("mean", "std"), [(0.0, 0.0), (0.0, -1.0), (float("nan"), 1.0)])
 def test_hyperprior_numbers_must_make_sense(mean: float, std: float) -> None:
     with pytest.raises(ConfigurationError):
@@ -335,6 +471,28 @@ def test_each_weight_is_in_one_group() -> None:
     prior = GaussianPrior({"a": ["encoder", "*.bias"], "b": ["head.weight_v", "gain"]})
     prior.bind(w)
     assert prior.group_of["encoder.bias"] == 0
+
+
+def test_a_star_stands_for_all_other_weights() -> None:
+    w = weights()
+    for others in ("*", ["*"]):
+        prior = GaussianPrior({"rest": others, "biases": "*bias", "gain": ["gain"]})
+        prior.bind(w)
+        groups = [prior.group_name(name) for name in w]
+        assert groups == ["rest", "biases", "rest", "biases", "gain"]
+    prior = GaussianPrior({"all": "*"})
+    prior.bind(w)
+    assert set(prior.group_of.values()) == {0}
+    with pytest.raises(ConfigurationError, match="'\\*' matches no other weight"):
+        GaussianPrior({"a": ["encoder", "head", "gain"], "b": ["*"]}).bind(w)
+    with pytest.raises(ConfigurationError, match="'gain' is in several groups: a, b"):
+        GaussianPrior({"a": ["encoder", "head", "*"], "b": ["*"]}).bind(w)
+    with pytest.raises(ConfigurationError, match="The pattern '\\*' stands for all"):
+        GaussianPrior({"a": ["encoder"]}).bind(w)
+    prior = GaussianPrior("scalar", mean={"*": "initial", "head": "zero", "gain": torch.ones(())})
+    prior.bind(w)
+    assert list(prior.means()) == ["encoder.weight", "encoder.bias", "gain"]
+    assert prior.means()["gain"].item() == 1
 
 
 @pytest.mark.parametrize("groups", [{}, {"a": []}])

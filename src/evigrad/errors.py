@@ -21,13 +21,19 @@ _WORDS = (
     "CUSOLVER_STATUS_ALLOC_FAILED",
 )
 
-# Autograd's message for a derivative without a graph, and what to do in a model.
-_NO_GRAPH = "does not require grad and does not have a grad_fn"
-_DIFFERENTIATES = (
-    ". evigrad also calls the model under torch.no_grad(). A forward that takes derivatives"
-    " itself needs a graph: put that part under torch.enable_grad(), call requires_grad_() on the"
-    " input there, and pass create_graph=True to torch.autograd.grad."
-)
+# Advice for PyTorch's errors in the user's code, by a part of the message.
+_ADVICE = {
+    "does not require grad and does not have a grad_fn": (
+        ". evigrad also calls the model under torch.no_grad(). A forward that takes derivatives"
+        " itself needs a graph: put that part under torch.enable_grad(), call requires_grad_() on"
+        " the input there, and pass create_graph=True to torch.autograd.grad."
+    ),
+    "Expected hidden": (
+        ". If forward keeps a hidden state for the next call, remove this. evigrad calls the model"
+        " with different numbers of examples, and the output for an example must not depend on"
+        " earlier calls."
+    ),
+}
 
 
 class EvigradError(Exception):
@@ -171,7 +177,7 @@ def raised_in(whose: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, EvigradError) or is_out_of_memory(error):
             raise
-        hint = _DIFFERENTIATES if _NO_GRAPH in str(error) else ""
+        hint = next((advice for words, advice in _ADVICE.items() if words in str(error)), "")
         raise InputError(f"{whose} raised {type(error).__name__}: {error}{hint}") from error
 
 

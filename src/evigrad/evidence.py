@@ -62,7 +62,7 @@ from evigrad.posterior import (
     make_posterior,
     mode_gap,
 )
-from evigrad.priors import GaussianPrior
+from evigrad.priors import GaussianPrior, not_a_prior
 
 # Settings that may differ between ranks, because they change no result. All others must be equal.
 _OF_A_RANK = ("micro_batch", "memory_budget", "rows_device")
@@ -155,7 +155,8 @@ class Evidence:
         check_type("model", model, nn.Module, "an nn.Module")
         check_whole(model)
         check_type("likelihood", likelihood, Likelihood, "a Likelihood, such as Categorical()")
-        check_type("prior", prior, GaussianPrior, "a GaussianPrior")
+        if not isinstance(prior, GaussianPrior):
+            raise ConfigurationError(not_a_prior("prior must be a GaussianPrior", prior))
         check_type("estimator", estimator, str, "a name, such as 'ntk-100-1'")
         if memory is not None:
             check_type("memory", memory, Memory, "a Memory, such as Memory(micro_batch='auto')")
@@ -734,10 +735,10 @@ class Evidence:
             estimator: Name of the estimator.
             prior: Prior on the same weights. Default: the prior of this evidence.
             likelihood: Likelihood of the same outputs. Default: the likelihood of this evidence.
-            **changes: Other keyword arguments of ``Evidence``. Default: the temperature, weight of
-                the log-determinant, micro-batch size and memory budget of this evidence, its custom
-                curvature if ``estimator`` names it, and the defaults of ``Evidence`` for everything
-                else.
+            **changes: Other keyword arguments of ``Evidence``. Default: the ``num_data``,
+                hyperparameters, temperature, weight of the log-determinant, micro-batch size and
+                memory budget of this evidence, its custom curvature if ``estimator`` names it, and
+                the defaults of ``Evidence`` for everything else.
 
         Returns:
             The new evidence.
@@ -748,6 +749,8 @@ class Evidence:
         settings = self.problem.settings
         sizes = Memory(settings.micro_batch, settings.memory_budget)
         keywords: dict[str, Any] = {
+            "num_data": self.num_data,
+            "hyperparameters": list(self._model_hyperparameters),
             "temperature": self.temperature,
             "log_det_weight": self.log_det_weight,
             "memory": sizes,
@@ -764,8 +767,6 @@ class Evidence:
                 self.likelihood if likelihood is None else likelihood,
                 self.prior if prior is None else prior,
                 estimator=estimator,
-                num_data=self.num_data,
-                hyperparameters=list(self._model_hyperparameters),
                 **keywords,
             )
         other._decay = self._decay  # a loop may train with one evidence and learn with the other

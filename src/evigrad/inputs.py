@@ -16,13 +16,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from evigrad.errors import ConfigurationError, InputError, raised_in
+from evigrad.errors import ConfigurationError, InputError, listed, raised_in
 
-DATA_MIX = (
+_DATA_MIX = (
     "The model's output for an example changes from call to call, or with the other examples of"
-    " the batch, so its Jacobian is not defined. Make sure that the forward pass is"
-    " deterministic in evaluation mode and that no layer, such as normalization with batch"
-    " statistics, mixes examples (track_running_stats=True helps)."
+    " the batch, so its Jacobian is not defined."
+)
+_MIX_CAUSES = (
+    " Make sure that the forward pass is deterministic in evaluation mode and keeps no state, such"
+    " as a hidden state, for the next call. Also make sure that no layer, such as normalization"
+    " with batch statistics, mixes examples (track_running_stats=True helps)."
 )
 # PyTorch's message if a batch of one has no statistics.
 _BATCH_STATISTICS = "Expected more than 1 value per channel"
@@ -369,7 +372,27 @@ def _raised_by(model: nn.Module, whose: str) -> Iterator[None]:
         except ValueError as error:
             if model.training or _BATCH_STATISTICS not in str(error):
                 raise
-            raise ConfigurationError(DATA_MIX) from error
+            raise ConfigurationError(mixes_data(model)) from error
+
+
+def mixes_data(model: nn.Module) -> str:
+    """Return the error for outputs that depend on other calls or examples, with likely causes."""
+    return _DATA_MIX + sequence_first(model) + _MIX_CAUSES
+
+
+def sequence_first(model: nn.Module) -> str:
+    """Return advice about layers that take examples along dimension 1, or ""."""
+    layers = [
+        f"{name or 'model'} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if getattr(module, "batch_first", True) is False
+    ]
+    if not layers:
+        return ""
+    return (
+        f" Layers with batch_first=False take the examples along dimension 1: {listed(layers)}. If"
+        " your inputs have the examples along dimension 0, set batch_first=True."
+    )
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from functools import reduce
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -24,6 +25,23 @@ __all__ = ["MEANS", "STRUCTURES", "GaussianPrior", "NormalHyperprior"]
 STRUCTURES = ("scalar", "layerwise", "diagonal")
 MEANS = ("zero", "initial")
 SCALAR_GROUP = "all"
+# The pattern of all weights that no other pattern matches.
+REMAINING = "*"
+# What to do instead of a covariance matrix in the prior.
+_WHITEN = (
+    "A prior has one mean and one precision per weight or group. To use a posterior or a matrix as"
+    ' the prior, reparametrize the model: see "Use a posterior as the prior" in'
+    " docs/fine_tuning.md."
+)
+# What to do instead of the precision zero.
+_NO_DECAY = (
+    "For weights without weight decay, use a small precision that is not learned:"
+    " GaussianPrior({'free': '*bias', 'decayed': '*'}, precision={'free': 1e-4, 'decayed': 1.0},"
+    " learnable={'free': False})."
+)
+
+# What to do instead of an infinite precision.
+_FIXED = "To keep weights at their values, call requires_grad_(False) on them."
 
 
 @dataclass(frozen=True)
@@ -77,7 +95,8 @@ class GaussianPrior(nn.Module):
             default), ``"diagonal"`` (one per weight), or groups: a dict from a group's name to
             patterns of parameter names. A pattern is the name of a parameter or module
             (``"encoder"`` matches ``encoder.weight`` but not ``encoder2.weight``), or it has
-            wildcards ``*``, ``?`` and ``[…]``. Each weight must be in exactly one group.
+            wildcards ``*``, ``?`` and ``[…]``. Each weight must be in exactly one group. The
+            pattern ``"*"`` stands for all weights that no other pattern matches.
         precision: Initial precision: one number, or a dict with a number for each group. (The only
             group of ``"scalar"`` is ``"all"``, and the groups of ``"layerwise"`` have the
             parameters' names.) Default: 1.
@@ -87,8 +106,9 @@ class GaussianPrior(nn.Module):
             nats), such as ``NormalHyperprior()``. Default: None, which is a flat density.
         mean: Mean w₀: ``"zero"``, ``"initial"`` (the weights at the first ``bind``), or a dict from
             groups, names or patterns to ``"zero"``, ``"initial"`` or a tensor of the weight's
-            shape. Other weights have mean zero. The ``state_dict`` contains the mean, and loading a
-            state replaces it.
+            shape. The key ``"*"`` stands for all weights that no other key names. Without it, these
+            weights have mean zero. The ``state_dict`` contains the mean, and loading a state
+            replaces it.
 
     Attributes:
         log_precision: Log precisions of the learned groups, (G,), or of all groups if none is
@@ -133,22 +153,20 @@ class GaussianPrior(nn.Module):
         elif structure in STRUCTURES:
             self.structure, self._patterns = structure, {}
         else:
-            raise ConfigurationError(
-                f"structure must be one of {', '.join(STRUCTURES)}, or a dict of groups, got"
-                f" {structure!r}.{nearest(str(structure), STRUCTURES)}"
-            )
+            what = f"structure must be one of {', '.join(STRUCTURES)}, or a dict of groups"
+            raise ConfigurationError(not_a_prior(what, structure))
         if isinstance(precision, Mapping):
             if self.structure == "diagonal":
                 raise ConfigurationError(
                     "precision of a diagonal prior must be one number, got a mapping. A diagonal"
-                    " prior has no groups."
+                    f" prior has no groups. {_WHITEN}"
                 )
             self._precision = {
-                group: _positive(value, f"precision of '{group}'")
+                group: _checked_precision(value, f"precision of '{group}'")
                 for group, value in precision.items()
             }
         else:
-            self._precision = _positive(precision, "precision")
+            self._precision = _checked_precision(precision, "precision")
         self.learnable = _checked_learnable(learnable, self.structure)
         if self.structure != "layerwise":  # the layers become known when the prior is bound
             self._check_groups(list(self._patterns) or [SCALAR_GROUP])
@@ -283,12 +301,14 @@ class GaussianPrior(nn.Module):
         """Return ``"initial"`` or a tensor for each weight with a nonzero mean, in order."""
         means: dict[str, str | Tensor | None] = {}
         key_of: dict[str, str] = {}
-        for key, value in self._mean.items():
+        for key, value in sorted(self._mean.items(), key=lambda item: item[0] == REMAINING):
             index = names.index(key) if key in names else None
             matching_names = [
                 n for n in shapes if (matches(key, n) if index is None else group_of[n] == index)
             ]
-            if not matching_names:
+            if key == REMAINING:
+                matching_names = [name for name in matching_names if name not in key_of]
+            elif not matching_names:
                 raise ConfigurationError(
                     f"Each key of mean must match a weight, module or group, got '{key}'."
                     f"{nearest(key, [*names, *_known(shapes)])}"
@@ -503,6 +523,14 @@ class GaussianPrior(nn.Module):
         return f"structure={self.structure!r}{groups}, learnable={self.learnable}{mean}"
 
 
+def not_a_prior(requirement: str, value: object) -> str:
+    """Return the error for a value that is neither a prior nor the structure of a prior."""
+    fix = nearest(value, STRUCTURES) if isinstance(value, str) else f" {_WHITEN}"
+    if isinstance(value, int | float | None):
+        fix = ""
+    return f"{requirement}, got {_in_words(value)}.{fix}"
+
+
 def _positive(value: object, what: str) -> float:
     try:
         number = float(value)  # pyright: ignore[reportArgumentType]
@@ -511,6 +539,20 @@ def _positive(value: object, what: str) -> float:
     if not (math.isfinite(number) and number > 0):
         raise ConfigurationError(f"The {what} must be positive and finite, got {value!r}.")
     return number
+
+
+def _checked_precision(value: object, what: str) -> float:
+    """Return a positive number. The error for another value tells what to use instead."""
+    if isinstance(value, Tensor | np.ndarray) and value.ndim:
+        raise ConfigurationError(f"The {what} must be a number, got {_in_words(value)}. {_WHITEN}")
+    try:
+        return _positive(value, what)
+    except ConfigurationError as error:
+        fixes = {0: _NO_DECAY, math.inf: _FIXED}
+        fix = fixes.get(value) if isinstance(value, float | int) else None
+        if fix is None:
+            raise
+        raise ConfigurationError(f"{error} {fix}") from None
 
 
 def _checked_learnable(learnable: object, structure: str) -> bool | dict[str, bool]:
@@ -546,11 +588,12 @@ def _checked_mean(mean: object) -> dict[str, str | Tensor | None]:
     return means
 
 
-def _in_words(mean: object) -> str:
-    """Return a mean in words, without the entries of a tensor."""
-    if isinstance(mean, Tensor):
-        return f"{str(mean.dtype).removeprefix('torch.')} tensor {tuple(mean.shape)}"
-    return repr("zero" if mean is None else mean)
+def _in_words(value: object) -> str:
+    """Return a mean or another value in words, without the entries of a tensor or an array."""
+    if isinstance(value, Tensor | np.ndarray):
+        kind = "tensor" if isinstance(value, Tensor) else "array"
+        return f"{str(value.dtype).removeprefix('torch.')} {kind} {tuple(value.shape)}"
+    return repr("zero" if value is None else value)
 
 
 def _difference(bound: Mapping[str, torch.Size], other: Mapping[str, torch.Size]) -> str:
@@ -597,18 +640,31 @@ def _known(names: Iterable[str]) -> list[str]:
 def assign(names: Sequence[str], groups: Mapping[str, Sequence[str]], what: str) -> dict[str, str]:
     """Check that each weight is in exactly one group, and return the group of each weight."""
     owners = {
-        name: [g for g, patterns in groups.items() if any(matches(p, name) for p in patterns)]
+        name: [
+            group
+            for group, patterns in groups.items()
+            if any(matches(pattern, name) for pattern in patterns if pattern != REMAINING)
+        ]
         for name in names
     }
+    remaining = [group for group, patterns in groups.items() if REMAINING in patterns]
+    without_group = [name for name, group_names in owners.items() if not group_names]
+    owners |= dict.fromkeys(without_group, remaining)
     candidates = _known(names)
     problems = [
-        f"'{pattern}' matches no weight.{nearest(pattern, candidates)}"
+        f"'{pattern}' matches no {'other ' * (pattern == REMAINING)}weight."
+        f"{nearest(pattern, candidates)}"
         for patterns in groups.values()
         for pattern in patterns
-        if not any(matches(pattern, name) for name in names)
+        if not any(
+            matches(pattern, name) for name in (without_group if pattern == REMAINING else names)
+        )
     ]
     if missing := [name for name, group_names in owners.items() if not group_names]:
-        problems.append(f"Weights without a group: {listed(missing)}.")
+        problems.append(
+            f"Weights without a group: {listed(missing)}. The pattern '*' stands for all weights"
+            " without a group."
+        )
     problems += [
         f"'{name}' is in several groups: {', '.join(group_names)}."
         for name, group_names in owners.items()

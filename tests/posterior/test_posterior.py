@@ -93,6 +93,29 @@ def test_settings_that_do_not_exist_or_fit():
         )
 
 
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
+def test_a_subset_can_count_as_all_data(likelihood, structure):
+    """Four copies of the data have the posterior of one copy, as the error recommends."""
+    small_case = case(likelihood)
+    evidence, (x, y) = small_case.evidence, small_case.train
+    count = len(x)
+    temperature = evidence.temperature
+    whole = evidence.with_estimator("kfac-N-C", num_data=4 * count)
+    copies = torch.cat([x] * 4), torch.cat([y] * 4)
+    with pytest.raises(InputError, match="up to 4 times too large") as caught:
+        whole.posterior((x, y), structure=structure)
+    words = str(caught.value)
+    call = words[words.index("evidence.with_estimator") : words.rindex(".posterior")]
+    part = eval(call, {"evidence": whole})
+    assert part.temperature == pytest.approx(temperature / 4)
+    expected = whole.posterior(copies, structure=structure)(small_case.test)
+    ours = part.posterior((x, y), structure=structure)(small_case.test)
+    assert torch.allclose(ours.covariance, expected.covariance, rtol=1e-6)
+    assert torch.allclose(ours.mean, expected.mean)
+    assert torch.allclose(ours.variance, expected.variance, rtol=1e-6)
+
+
 def test_data_that_do_not_fit_change_nothing():
     small_case = case()
     x, y = small_case.train

@@ -37,11 +37,18 @@ class Source(ABC):
 
     Attributes:
         is_held: Whether the examples are tensors in memory, identical each time they are read.
+        is_compared: Whether items have been read twice, to see whether they change.
         by_target: Source of the positions that have a target. None until it is needed.
     """
 
     is_held = False
+    is_compared = False
     by_target: "Source | None" = None
+
+    @property
+    def unseeded(self) -> "Source":
+        """The source that reads the user's items without seeding random generators."""
+        return self
 
     @abstractmethod
     def __len__(self) -> int:
@@ -125,7 +132,7 @@ class _DatasetSource(Source):
         return self._labels
 
 
-class _LoaderSource(_DatasetSource):
+class LoaderSource(_DatasetSource):
     """The data set of a DataLoader, collated by its ``collate_fn``."""
 
     def __init__(self, loader: DataLoader[Any], length: int) -> None:
@@ -277,7 +284,7 @@ def _loader_source(loader: DataLoader[Any]) -> Source:
         raise InputError("The data set is empty. Pass at least one example.")
     check_sampler(loader)
     warn_of_ignored_sampler(loader)
-    return _LoaderSource(loader, len(dataset))
+    return LoaderSource(loader, len(dataset))
 
 
 def without_arrays(pair: Any, dtype: torch.dtype | None = None) -> list[Any]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 from evigrad.errors import ConfigurationError, EvigradError, InputError, listed, nearest
-from evigrad.inputs import Inputs, called, named_parameters
+from evigrad.inputs import Inputs, called, named_parameters, sequence_first
 
 NO_DERIVATIVE = (
     "No weight has a derivative of the model's outputs. The forward method runs under"
@@ -161,13 +161,16 @@ def _addresses(p: Tensor) -> np.ndarray:
 
 def model_outputs(model: nn.Module, x: Inputs, positions: bool = False) -> Tensor:
     """Call the model, check the outputs with ``check_output``, and return them."""
-    return check_output(called(model, x), len(x), positions)
+    return check_output(called(model, x), len(x), positions, model)
 
 
-def check_output(output: object, m: int, positions: bool = False) -> Tensor:
+def check_output(
+    output: object, m: int, positions: bool = False, model: nn.Module | None = None
+) -> Tensor:
     """Return the outputs for m examples.
 
-    If ``positions``, the shape (m, …, C) is also allowed.
+    If ``positions``, the shape (m, …, C) is also allowed. Errors name layers of the ``model`` that
+    may have caused a wrong shape.
 
     Raises:
         InputError: If the outputs are not a dense floating-point tensor (m, C).
@@ -192,6 +195,7 @@ def check_output(output: object, m: int, positions: bool = False) -> Tensor:
     if output.dim() < 2 or output.shape[0] != m or (output.dim() > 2 and not positions):
         if output.dim() == 0 or output.shape[0] != m:
             hint = "Dimension 0 of inputs and outputs must be the example (batch) dimension."
+            hint += "" if model is None else sequence_first(model)
         elif output.dim() == 1:
             hint = "Add a dimension for the single output, such as f[:, None]."
         else:

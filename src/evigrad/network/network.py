@@ -156,7 +156,7 @@ class Network:
         few = x[:PROBE_SIZE].detach()
         with evaluation_run(self.model), torch.no_grad():
             f, layer = output_layer(self.model, few)
-            return tuple(check_output(f, len(few), positions=True).shape[1:-1]), layer
+            return tuple(check_output(f, len(few), True, self.model).shape[1:-1]), layer
 
     def latest(self) -> InputPlan | None:
         """Return the most recently used plan, or None before the first pass."""

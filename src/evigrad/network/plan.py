@@ -16,7 +16,7 @@ from evigrad.errors import (
     NotFiniteOutputError,
     is_out_of_memory,
 )
-from evigrad.inputs import DATA_MIX
+from evigrad.inputs import mixes_data
 from evigrad.network.arguments import (
     NO_DERIVATIVE,
     check_call,
@@ -240,7 +240,7 @@ def _independent_outputs(model: nn.Module, x: Tensor) -> Tensor:
             " has diverged."
         )
     if not close(joint, alone):
-        raise ConfigurationError(DATA_MIX)
+        raise ConfigurationError(mixes_data(model))
     return joint
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, is_out_of_memory
-from evigrad.inputs import DATA_MIX, called, named_parameters, scores_of
+from evigrad.inputs import called, mixes_data, named_parameters, scores_of
 from evigrad.network.arguments import model_outputs
 from evigrad.network.generic import close, close_outputs, datum_rows, loop_rows, tolerances
 from evigrad.network.linearization import Linearization
@@ -448,4 +448,4 @@ def _refuse_mixing(model: nn.Module, x: Tensor, parts: Sequence[Tensor]) -> None
     except Exception as error:  # any error means that there is no such copy
         if is_out_of_memory(error):
             raise
-    raise ConfigurationError(DATA_MIX)
+    raise ConfigurationError(mixes_data(model))

@@ -1,6 +1,7 @@
 """Check the user's data before anything is drawn or computed."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
@@ -12,14 +13,15 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from evigrad.blocks.positions import PositionSource, by_target
 from evigrad.blocks.samplers import check_sampler
-from evigrad.blocks.sources import InColumns, Source, as_source
+from evigrad.blocks.sources import InColumns, LoaderSource, Source, as_source
 from evigrad.core.block import Block
 from evigrad.core.types import MicroBatch
-from evigrad.errors import InputError, NotPositiveDefiniteError
+from evigrad.errors import EvigradWarning, InputError, NotPositiveDefiniteError
 from evigrad.inputs import AtPositions, Inputs, as_inputs, each_once, tensors_of
 from evigrad.likelihoods import LIKELIHOODS
 from evigrad.likelihoods.calls import check_targets, lacks_a_column, log_probabilities
 from evigrad.likelihoods.positions import NO_TARGET, counted, is_batch, spread
+from evigrad.network.modes import seeded
 from evigrad.network.network import PROBE_SIZE, InputPlan
 from evigrad.passes.checks import as_pair, check_block, not_data
 from evigrad.passes.kept import KeptPass, checksums
@@ -33,6 +35,54 @@ Data = Any
 _NUMBERS_AT_ONCE = 2**22
 # Largest number of examples in memory that ranks compare, and number of examples read at once.
 _COMPARED, _AT_ONCE = 4096, 64
+# Number of items that are read twice, and number of readings if they draw random numbers. Two
+# readings may agree by chance, for example if images are flipped at random.
+_REREAD, _READINGS = 2, 8
+
+
+def warn_of_changes(source: Source, device: torch.device) -> None:
+    """Warn if the items of a data set change when they are read again.
+
+    Each source is checked once. Different seeds are used for the readings, and the global random
+    states are restored.
+    """
+    source = source.unseeded
+    if source.is_held or source.is_compared:
+        return
+    source.is_compared = True
+    indices = torch.arange(min(len(source), _REREAD), device="cpu")
+    first: list[list[Tensor]] = []
+    for seed in range(_READINGS):
+        with seeded(seed, device) as has_drawn:
+            x, y = source.fetch(indices)
+            draws = has_drawn()
+        reading = [list(tensors_of(x)), [y]]
+        first = first or reading
+        pairs = zip(("inputs", "targets"), first, reading, strict=True)
+        if changed := [what for what, before, now in pairs if not _are_equal(before, now)]:
+            break
+        if seed and not draws:
+            return
+    else:
+        return
+    warnings.warn(
+        f"The {' and '.join(changed)} of the data set change when items are read again, for"
+        " example because of random augmentation. The evidence needs fixed data. Otherwise,"
+        " estimates and posteriors change from call to call. Pass the data without random"
+        " transforms, or read a fixed copy:"
+        " tuple(torch.utils.data.default_collate(list(dataset))). To average over transforms of"
+        " the inputs, use evigrad.invariances.Averaged.",
+        EvigradWarning,
+        stacklevel=4,  # the caller of Evidence.blocks
+    )
+
+
+def _are_equal(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Return whether two readings are identical. NaN equals NaN."""
+    return len(tensors) == len(others) and all(
+        a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+        for a, b in zip(tensors, others, strict=True)
+    )
 
 
 class Batches:
@@ -56,8 +106,10 @@ class Batches:
 
     def __init__(self, problem: Problem, batches: Iterable[Batch]) -> None:
         self._problem = problem
+        loader: DataLoader[Any] | None = None
         if isinstance(batches, DataLoader) and not isinstance(batches.dataset, IterableDataset):
-            check_sampler(batches, is_read=True)
+            loader = batches
+            check_sampler(loader, is_read=True)
         once = isinstance(batches, Iterator)
         self._given = [as_pair(batch) for batch in batches] if once else batches
         self._seen: list[list[int]] | None = None
@@ -65,6 +117,11 @@ class Batches:
         if first is None:
             raise InputError("The data are empty. Pass at least one batch (x, y).")
         _, _, self.plan = checked(problem, *first)
+        # Without a batch sampler, items are batches. Items may need what a worker's function does.
+        if loader is not None and loader.batch_sampler and not loader.worker_init_fn:
+            with seeded(0, problem.device):  # the constructor reads an item
+                source = LoaderSource(loader, len(cast(Sized, loader.dataset)))
+            warn_of_changes(source, problem.device)
         num_data = problem.num_data
         self.part = problem.ranks.part(num_data) if problem.splits(self.plan) else None
 
@@ -95,7 +152,8 @@ class Batches:
         if part is not None and count != self._problem.num_data:
             raise InputError(
                 f"The batches contain {count} examples, but {self._problem.estimator.name} needs"
-                f" all {self._problem.num_data}. Pass each example once, or correct num_data."
+                f" all {self._problem.num_data}. Pass each training example once, or set num_data"
+                " to their number."
             )
         if self._seen is None:
             self._seen = signatures
@@ -106,13 +164,18 @@ class Batches:
                     )
 
 
+def _advice(count: int) -> str:
+    return f"Set num_data={count} if the model is trained only on these data."
+
+
 class CheckedSource(Source):
     """A user's N examples (see ``as_source``), checked when they are read.
 
     The constructor checks the number of examples, the first examples, and all targets in memory. It
     also computes the likelihood's rows at these targets. ``plan`` is the plan for inputs with the
     shape of the first examples. All ranks must call the constructor together, because it compares
-    examples between ranks.
+    examples between ranks. If there are fewer than N examples, the error ends with the ``advice``
+    for their number.
 
     Raises:
         ConfigurationError: If the likelihood's rows cannot be computed, or if ranks have different
@@ -120,26 +183,28 @@ class CheckedSource(Source):
         InputError: If the data do not fit the model or the likelihood.
     """
 
-    def __init__(self, problem: Problem, data: object) -> None:
+    def __init__(
+        self, problem: Problem, data: object, advice: Callable[[int], str] = _advice
+    ) -> None:
         self._problem, source = problem, as_source(data)
         x, y = source.first(PROBE_SIZE)
         plan = problem.plan_of(x)
         if plan.positions and is_batch(y, len(x)):
             counted(problem.likelihood, plan.positions, y)  # raises for targets at other positions
         shape = (*plan.positions, plan.num_outputs)
-        if lacks_a_column(problem.likelihood, shape, y):
-            source = InColumns(source)
-        self._source = by_target(source, problem.likelihood, shape)
+        in_shape = InColumns(source) if lacks_a_column(problem.likelihood, shape, y) else source
+        self._source = by_target(in_shape, problem.likelihood, shape)
         num_data, count = problem.num_data, len(self._source)
         self.positions = self._source if isinstance(self._source, PositionSource) else None
         if count != num_data:
             kind = "positions with a target" if self.positions else "examples"
-            raise InputError(
-                f"num_data is {num_data}, but the data set has {count} {kind}. Set"
-                f" num_data={count}."
-            )
+            fix = f"Pass the training data only, or set num_data={count}."
+            if count < num_data:
+                fix = f"Pass all training data. {advice(count)}"
+            raise InputError(f"num_data is {num_data}, but the data set has {count} {kind}. {fix}")
         self.is_held = self._source.is_held
         _, y, self.plan = checked(problem, *self._source.first(PROBE_SIZE))
+        warn_of_changes(source, problem.device)
         if self.is_held:
             y = self._source.targets()
             shape = torch.Size((num_data, self.plan.num_outputs))

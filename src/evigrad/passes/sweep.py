@@ -159,7 +159,7 @@ class MicroBatchSweep:
             name = problem.estimator.name
             raise InputError(
                 f"The batches contain {first} examples, but {name} needs all {expected}."
-                " Pass each example once, or correct num_data."
+                " Pass each training example once, or set num_data to their number."
             )
         return state
 

@@ -442,7 +442,7 @@ def posterior_problem(
 
 def collect(problem: Problem, data: object, structure: str) -> Pass:
     """Return the statistic of all data, or of one block if the estimator is anchored."""
-    source, estimator = CheckedSource(problem, data), problem.estimator
+    source, estimator = CheckedSource(problem, data, partial(_advice, problem)), problem.estimator
     batches: Data = _Batches(source)
     if estimator.anchored:
         stream = AnchorSelection(
@@ -470,6 +470,18 @@ def collect(problem: Problem, data: object, structure: str) -> Pass:
             f"The posterior {structure!r} over {count:,} weights is too large. {error.need}",
             f"Use {_SMALLER[structure]}.",
         ) from error
+
+
+def _advice(problem: Problem, count: int) -> str:
+    """Return advice for data that are only ``count`` of the N examples."""
+    num_data, temperature = problem.num_data, problem.temperature
+    of_all = "" if temperature == 1 else f"{temperature:g} * "
+    return (
+        f"With num_data={count}, posterior variances would be up to {num_data / count:.3g} times"
+        " too large. For a faster posterior, let a random subset count as all data:"
+        f" evidence.with_estimator('kfac-N-C', num_data={count},"
+        f" temperature={of_all}{count} / {num_data}).posterior(subset)."
+    )
 
 
 def _warn_if_slow(problem: Problem, data: object, structure: str) -> None:

@@ -99,6 +99,11 @@ class RunData(Source):
             self._source = as_source(self.fetch(torch.arange(len(self), device="cpu")))
         self.is_held = self._source.is_held
 
+    @property
+    def unseeded(self) -> Source:
+        """See ``Source.unseeded``."""
+        return self._source
+
     def __len__(self) -> int:
         return len(self._source)
 
