@@ -77,6 +77,7 @@ PROBLEMS = {
     "mnist": Problem("mininet", 1000),
 }
 CHECKPOINT_EVERY = 10
+OF_WEIGHTS = ("epochs", "batch_size", "optimizer", "lr", "lr_min", "eval_every", "progress")
 SCHEDULE: dict[str, Any] = {
     "epochs": 150,
     "batch_size": 250,
@@ -130,6 +131,9 @@ def run_row(problem: Problem, folder: Path, data: DataSet, seed: int, row: str) 
         options = {"estimator": None, "prior": "scalar", "precision": DECAY * len(data.train[0])}
     if row in ESTIMATORS:
         options["hyperparameters"] = ["invariance"]
+    schedule = SCHEDULE
+    if row not in (*ESTIMATORS, *REWARDS):
+        schedule = {n: v for n, v in SCHEDULE.items() if n in OF_WEIGHTS}
     fit = evigrad.fit
     if row in REWARDS:
         fit = partial(fit_augerino, weight=REWARDS[row])
@@ -144,7 +148,7 @@ def run_row(problem: Problem, folder: Path, data: DataSet, seed: int, row: str) 
                 run_dir=run_dir(folder, seed, row),
                 resume=True,
                 checkpoint_every=CHECKPOINT_EVERY,
-                **SCHEDULE,
+                **schedule,
                 **options,
             )
         ),

@@ -71,7 +71,8 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--data", type=int, nargs="+", default=[16, 32, 64, 128, 256, 512])
     parser.add_argument("--structures", nargs="+", default=["kfac", "ntk"])
-    parser.add_argument("--ways", nargs="+", default=["two-pass", "one-graph"])
+    ways = ["two-pass", "one-graph"]
+    parser.add_argument("--ways", nargs="+", choices=ways, default=ways)
     parser.add_argument("--limit", type=int, help="memory limit of a process, in GiB")
     parser.add_argument("--bfloat16-rows", action="store_true")
     parser.add_argument("--timeout", type=float, default=900)

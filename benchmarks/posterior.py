@@ -3,7 +3,7 @@
 The digits are scikit-learn's. Their network is ``digitsnet``, trained by MAP with precision 1, and
 with learned precisions. The tabular data sets are UCI's, standardized, with one split per seed.
 Their network has two hidden layers of 64, with learned precisions and noise. With
-``heteroscedastic``, the network has a log variance for each target, and precisions begin at 10.
+``heteroscedastic``, the network has a log variance for each target.
 ``natural`` is a network of a natural Gaussian. Every row predicts with the same trained network:
 ``plug-in`` is the MAP prediction, and the others use the posterior of a structure. Test data are
 only evaluated. The script stores every finished run and resumes where it was stopped.
@@ -38,7 +38,6 @@ SUFFIXES = {
     "heteroscedastic": ", heteroscedastic",
     "natural-gaussian": ", natural",
 }
-PRECISIONS = {"gaussian": 1.0, "heteroscedastic": 10.0, "natural-gaussian": 1.0}
 INTERVALS = (50, 90, 95)
 KEYS = ("log_likelihood", "accuracy", "rmse", *(f"coverage_{p}" for p in INTERVALS))
 COLUMNS = ("row", "seed", *KEYS, "epistemic_std", "collect_seconds", "predict_seconds")
@@ -116,7 +115,6 @@ def table(
         model,
         data.train,
         likelihood=likelihood,
-        precision=PRECISIONS[likelihood],
         optimization=Optimization(start_decay=0.01),
         seed=seed,
         progress=False,

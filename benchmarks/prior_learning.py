@@ -61,6 +61,7 @@ PROBLEMS = {
     "digits": Problem("digitsnet", None, 200),
     "mnist": Problem("mininet", 1000, 500),
 }
+OF_ROUNDS = ("burn_in", "every", "steps", "prior_update", "prior_lr", "prior_lr_min")
 SCHEDULE: dict[str, Any] = {
     "batch_size": 250,
     "optimizer": "adam",
@@ -80,6 +81,8 @@ def train(problem: Problem, data: DataSet, seed: int, parts: Any = None, **optio
     """Return one run from the initial weights of a seed. ``parts`` replaces (train, test)."""
     train_set, test_set = parts or (data.train, data.test)
     model = make_model(problem.model, data.input_shape, data.num_outputs, seed=seed)
+    is_map = options.get("estimator", "") is None
+    schedule = {n: v for n, v in SCHEDULE.items() if not (is_map and n in OF_ROUNDS)}
     return evigrad.fit(
         model,
         train_set,
@@ -89,7 +92,7 @@ def train(problem: Problem, data: DataSet, seed: int, parts: Any = None, **optio
                 likelihood=data.likelihood,
                 seed=seed,
                 epochs=problem.epochs,
-                **SCHEDULE,
+                **schedule,
                 **options,
             )
         ),

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import evigrad
 from evigrad import Anchoring, Estimate, Evidence, Memory, Optimization, Schedule
 from evigrad.errors import EvigradError
+from evigrad.training import Settings, prepare
 
 SEED, TEMPERATURE, DRAWS = 3, 0.8, 2
 IGNORED = -100
@@ -369,7 +370,9 @@ def fit(case: Case) -> Numbers:
     """Return learned values and metrics of three epochs of training."""
     model, data, options = training_options(case)
     schedule = Schedule(**{**SCHEDULE, **case.details})
-    result = evigrad.fit(model, data, schedule=schedule, test=data, progress=False, **options)
+    # Not by fit, because some cases have settings without effect.
+    settings = Settings(schedule=schedule, **options)
+    result = prepare(model, data, settings, test=data).train(progress=False)
     metrics = [list(m.values()) for m in (result.train_metrics, result.test_metrics)]
     return [*learned(result.evidence), *metrics]
 

@@ -101,7 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
             data.train,
             test=data.test,
             estimator="kfac-100-1" if learned else None,
-            prior=GaussianPrior(precision=decay, learnable=options.learn_decay),
+            prior=GaussianPrior()
+            if learned and options.learn_decay
+            else GaussianPrior(precision=decay, learnable=options.learn_decay),
             hyperparameters=["invariance"] if learned else [],
             schedule=Schedule(
                 epochs=options.epochs,

@@ -728,6 +728,12 @@ def test_transfer(monkeypatch, tmp_path):
         assert torch.equal(model.state_dict()[name], weight)
 
 
+def test_step_cost_names_its_structures(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        load_script("step_cost", monkeypatch).main(["--structures", "kfac"])
+    assert "choose from 'ntk', 'kfac-expand', 'kfac-reduce'" in capsys.readouterr().err
+
+
 @pytest.mark.long
 def test_step_cost_of_two_trees(monkeypatch, tmp_path, capsys):
     script = load_script("step_cost", monkeypatch)

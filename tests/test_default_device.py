@@ -253,7 +253,8 @@ def test_fit(settings: dict[str, Any], tmp_path: Path) -> None:
     def compute() -> list[Any]:
         model, folder = network(), tmp_path / next(folders)
         arguments = {"test": (X, LABELS), "progress": False, "run_dir": folder, **settings}
-        schedule = Schedule(epochs=2, burn_in=1, every=1, steps=1, batch_size=5)
+        rounds = {"burn_in": 1, "every": 1, "steps": 1} if settings["estimator"] else {}
+        schedule = Schedule(epochs=2, batch_size=5, **rounds)
         result = evigrad.fit(model, (X, LABELS), schedule=schedule, **arguments)
         again = evigrad.fit(network(), (X, LABELS), schedule=schedule, resume=True, **arguments)
         loaded = evigrad.load(folder, network())

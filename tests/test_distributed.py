@@ -348,7 +348,7 @@ def failures(group: Any) -> Any:
     for call in (
         lambda: ranks.any(False) if (wrong < OUTPUTS).all() else full_memory(),
         lambda: made("ntk-2-1", group).blocks((x, wrong)),
-        lambda: Learner(made("ntk-2-1", group), (x, wrong), FEW),
+        lambda: Learner(made("ntk-2-1", group), (x, wrong), LEARNED),
         lambda: made("ntk-2-1", group).posterior((x, wrong)),
         lambda: made("ntk-2-1", group).posterior((x, wrong), structure="ntk"),
         lambda: bracket(made("ntk-2-1", group), (x, wrong), rows=12),
@@ -376,9 +376,11 @@ def differences(group: Any) -> Any:
         "the parameters": lambda: made_with_frozen(group, 1.0 + last),
         "the data": lambda: made("ntk-2-1", group).blocks((x[order], y[order])),
         "the batches (": lambda: made("kfac-N-C", group).estimate(lists),
-        "the steps": lambda: Learner(made("ntk-2-1", group), data(), replace(FEW, steps=2 + last)),
+        "the steps": lambda: Learner(
+            made("ntk-2-1", group), data(), replace(LEARNED, steps=2 + last)
+        ),
         "the data.": lambda: Learner(
-            made("ntk-2-1", group), [(x[i], y[i]) for i in order.tolist()], FEW
+            made("ntk-2-1", group), [(x[i], y[i]) for i in order.tolist()], LEARNED
         ),
         "the seed, lr": lambda: fitted(
             "map", group, seed=int(last), optimization=Optimization(lr=0.1 if last else 0.2)
@@ -419,23 +421,26 @@ def full_memory(*_: Any) -> None:
     raise MemoryError("no memory left")
 
 
+LEARNED = Schedule(epochs=3, burn_in=1, every=1, steps=2)
+FEW = replace(LEARNED, batch_size=5)
+PLAIN = Schedule(epochs=3, batch_size=5)
 # Runs of ``fit``: name -> the network, and what differs in the settings.
 FITS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "map": (lambda: network(), {"estimator": None}),
+    "map": (lambda: network(), {"estimator": None, "schedule": PLAIN}),
     "map-noise": (
         lambda: network(),
         {
             "estimator": None,
+            "schedule": PLAIN,
             "likelihood": "gaussian",
             "optimization": Optimization(noise_on_loss=True),
         },
     ),
     "all data": (lambda: network(), {"estimator": "kfac-N-C", "hyperparameters": ["0"]}),
-    "positions": (lambda: Positions(), {"estimator": None}),
+    "positions": (lambda: Positions(), {"estimator": None, "schedule": PLAIN}),
     "anchored": (lambda: network(), {"estimator": "ntk-12-rows-anchored"}),
     "norm": (lambda: norm(), {"estimator": "diag-3-1", "schedule": Schedule(epochs=2, burn_in=1)}),
 }
-FEW = Schedule(epochs=3, batch_size=5, burn_in=1, every=1, steps=2)
 
 
 class Positions(nn.Module):

@@ -79,7 +79,8 @@ def test_the_first_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("mlxtend")
     short = "schedule=evigrad.Schedule(epochs=2, burn_in=1, every=1, steps=1)"
     changes = {"subset=500": "subset=100", "loader, test=": f"loader, {short}, test="}
-    changes["loader, estimator=None"] = f"loader, {short}, estimator=None"
+    plain = "schedule=evigrad.Schedule(epochs=2)"
+    changes["loader, estimator=None"] = f"loader, {plain}, estimator=None"
     names = run_blocks("docs/index.md", changes)
     assert names["predictive"].probabilities.shape == (5, 10) and names["estimate"].is_bound
     assert "5.bias" in capsys.readouterr().out

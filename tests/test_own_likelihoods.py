@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import evigrad
 from evigrad import Evidence, Schedule, fit, reference
-from evigrad.errors import ConfigurationError
+from evigrad.errors import ConfigurationError, InputError
 from evigrad.likelihoods import Categorical, Gaussian, Likelihood
 from evigrad.priors import GaussianPrior
 
@@ -296,3 +296,61 @@ def test_a_hyperprior_that_is_no_number() -> None:
     prior = GaussianPrior(hyperprior=lambda log_precision: log_precision)
     with pytest.raises(ConfigurationError, match="0-dimensional"):
         Evidence(network(), Categorical(), prior, estimator="ntk-4-1", num_data=N)
+
+
+class Gamma(Likelihood):
+    """A density of positive targets with mean exp(f), whose curvature is the Fisher information."""
+
+    name = "gamma"
+    couples_outputs = False
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return (y.log() - 2.0 * f - 2.0 * y * (-f).exp()).sum(1)
+
+    def hessian(self, f: Tensor) -> Tensor:
+        return torch.full_like(f, 2.0).diag_embed()
+
+
+def gamma(estimator: str = "ntk-N-C") -> Evidence:
+    prior = GaussianPrior()
+    return Evidence(nn.Linear(2, 1), Gamma(), prior, estimator=estimator, num_data=N)
+
+
+FEW: dict[str, Any] = {"likelihood": Gamma(), "progress": False, "schedule": Schedule(epochs=1)}
+POSITIVE = X[:, :1].exp()
+NOT_ALLOWED: dict[str, Callable[[Any], object]] = {
+    "fit": lambda data: fit(nn.Linear(2, 1), data, **FEW),
+    "fit by MAP": lambda data: fit(nn.Linear(2, 1), data, estimator=None, **FEW),
+    "fit, items": lambda data: fit(nn.Linear(2, 1), list(zip(*data, strict=True)), **FEW),
+    "tune": lambda data: evigrad.tune(nn.Linear(2, 1), data, likelihood=Gamma(), rounds=1),
+    "estimate": lambda data: gamma().estimate(*data),
+    "backward": lambda data: gamma("kfac-N-C").backward(*data),
+    "map_loss": lambda data: gamma().map_loss(*data),
+    "mode_gap": lambda data: gamma().mode_gap(data),
+    "posterior": lambda data: gamma().posterior(data),
+    "bracket": lambda data: evigrad.bracket(gamma(), data, rows=5),
+}
+
+
+@pytest.mark.parametrize("call", NOT_ALLOWED)
+@pytest.mark.filterwarnings("ignore::evigrad.errors.EvigradWarning")
+def test_targets_that_the_density_does_not_allow_are_named(call):
+    y = POSITIVE.clone()
+    NOT_ALLOWED[call]((X, y))
+    y[9] = -1.5
+    words = r"log_prob of Gamma must be finite .* 1 of \d+ targets\. The first of them is -1\.5,"
+    with pytest.raises(InputError, match=words):
+        NOT_ALLOWED[call]((X, y))
+
+
+def test_overflow_is_not_blamed_on_targets():
+    # Outputs so small that exp(−f) overflows, as in training that has diverged.
+    evidence = gamma()
+    with torch.no_grad():
+        next(iter(evidence.weights().values())).fill_(1e30)
+    assert not evidence.map_loss(X, POSITIVE).isfinite()
+
+
+def test_a_posterior_gives_impossible_targets_no_probability():
+    posterior = gamma().posterior((X, POSITIVE))
+    assert posterior(X).log_prob(torch.zeros_like(POSITIVE)).tolist() == [-torch.inf] * N

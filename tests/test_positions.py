@@ -393,7 +393,8 @@ def test_another_label_for_no_target() -> None:
 def test_fit(estimator: str | None, tmp_path: Path) -> None:
     x, y = text()
     model = tagger().float()
-    schedule = evigrad.Schedule(epochs=4, batch_size=3, burn_in=1, every=1, steps=2)
+    rounds = {"burn_in": 1, "every": 1, "steps": 2} if estimator else {}
+    schedule = evigrad.Schedule(epochs=4, batch_size=3, **rounds)
     whole = evigrad.fit(
         model, (x, y), estimator=estimator, schedule=schedule, test=(x, y), progress=False
     )
@@ -471,6 +472,22 @@ def test_sequences_without_a_target_count_nothing(estimator: str) -> None:
         for evidence_of_data, data in ((one, with_empty(x, y)), (other, (x, y)))
     ]
     torch.testing.assert_close(posteriors[0].covariance, posteriors[1].covariance)
+
+
+def test_missing_numbers_count_at_positions_and_alone() -> None:
+    x = torch.randn(6, 4, 2, generator=torch.Generator().manual_seed(0))
+    y = x.clone()
+    y[:2, 1] = torch.nan
+    for inputs, targets in ((x, y), (x[:, 1], y[:, 1])):
+        fitted = evigrad.fit(
+            nn.Linear(2, 2),
+            (inputs, targets),
+            likelihood=Gaussian(missing="nan"),
+            estimator=None,
+            schedule=evigrad.Schedule(epochs=1),
+            progress=False,
+        )
+        assert fitted.evidence.num_data == targets[..., 0].numel()
 
 
 def test_batches_without_a_target_count_nothing() -> None:

@@ -41,6 +41,7 @@ SHORT: dict[str, Any] = {
     "settings": {"burn_in": 1, "every": 3, "steps": 1},
     "random_state": 0,
 }
+OWN = {name: value for name, value in SHORT.items() if name != "hidden_layer_sizes"}
 NOISE = 100.0
 
 
@@ -503,10 +504,10 @@ def test_modules_of_ones_own() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(10, 4), nn.Tanh(), nn.Linear(4, 1))
     before = copy.deepcopy(module.state_dict())
-    regressor = EvidenceRegressor(**SHORT, module=module).fit(X, y)
+    regressor = EvidenceRegressor(**OWN, module=module).fit(X, y)
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
     assert regressor.inputs(X).dtype == torch.float32
-    function = EvidenceRegressor(**SHORT, module=nn.Linear, relevance=False).fit(X, y)
+    function = EvidenceRegressor(**OWN, module=nn.Linear, relevance=False).fit(X, y)
     assert isinstance(function.result_.model, nn.Linear)
     assert not hasattr(function, "relevance_")
     again: Any = clone(function)
@@ -519,24 +520,27 @@ def test_modules_of_ones_own() -> None:
     ]
     for wrong, words in refused:
         with pytest.raises(ConfigurationError, match=words):
-            EvidenceRegressor(**SHORT, module=wrong).fit(X, y)
+            EvidenceRegressor(**OWN, module=wrong).fit(X, y)
 
 
 def test_settings() -> None:
     X, y = made(30, 6)
     grid = GridSearchCV(EvidenceRegressor(**SHORT), {"hidden_layer_sizes": [4, (4, 4)]}, cv=2)
     assert grid.fit(X, y).best_estimator_.relevance_.shape == (10,)
-    prior = GaussianPrior("scalar", precision=3.0)
+    prior = GaussianPrior("scalar")
     scalar = EvidenceRegressor(**SHORT, prior=prior)
     assert scalar.fit(X, y).fit(X, y).result_.evidence.prior.group_names == ["all"]
     assert prior.log_precision is None
-    fixed = EvidenceRegressor(**SHORT, estimator=None).fit(X, y)
+    fixed = EvidenceRegressor(**SHORT | {"settings": None, "estimator": None}).fit(X, y)
     assert np.isnan(fixed.log_evidence_) and np.ptp(fixed.relevance_) == 0
     with pytest.raises(NotFittedError):
         EvidenceRegressor().predict(X, return_std=True)
     for wrong, words in (
         ({"handle_unknown": "drop"}, "handle_unknown must be one of error, ignore, got 'drop'"),
         ({"activation": "rellu"}, "Did you mean 'relu'"),
+        ({"activation": "tanh", "hidden_layer_sizes": ()}, "activation has no effect with"),
+        ({"module": nn.Linear, "hidden_layer_sizes": (8,)}, "hidden_layer_sizes has no effect"),
+        ({"settings": {"lr": 0.1}}, "Use learning_rate=0.1"),
         ({"estimator": "kfac-N"}, "STRUCTURE-SUBSET-OUTPUTS"),
         ({"posterior": "kfca"}, "Did you mean 'kfac'"),
         ({"settings": {"epoch": 3}}, "got 'epoch'. Did you mean 'epochs'"),

@@ -28,7 +28,7 @@ from evigrad.likelihoods.calls import log_probabilities
 from evigrad.likelihoods.positions import flattened
 from evigrad.network import NO_DERIVATIVE, model_outputs
 from evigrad.network.modes import TURN, warn_of_normalisation
-from evigrad.network.network import Network
+from evigrad.network.network import PROBE_SIZE, Network
 from evigrad.passes.checks import (
     as_generator,
     check_gradients,
@@ -358,6 +358,8 @@ class Evidence:
                 the outputs have no derivative with respect to any weight.
         """
         x = check_inputs(x, self.problem.device)
+        if self.problem.network.latest() is None:  # for ``describe``
+            self.problem.network.example = x[:PROBE_SIZE]
         self._decay.note_decay(optimizer)
         with held_constant(divided(self.hyperparameters(), wrt)[1]):
             f = model_outputs(self.model, x, positions=True)
@@ -793,13 +795,13 @@ class Evidence:
         """Report how each weight tensor's Jacobian rows and curvature are computed.
 
         Args:
-            x: Inputs of a few examples, required before the first estimate.
+            x: Inputs of a few examples. Default: the latest inputs of an estimate or ``map_loss``.
 
         Returns:
             One report for each weight tensor, in the model's order.
 
         Raises:
-            ConfigurationError: If you pass no inputs before the first estimate.
+            ConfigurationError: If you pass no inputs before the first estimate or ``map_loss``.
         """
         return parameter_reports(self.problem, x)
 

@@ -16,6 +16,7 @@ from evigrad.likelihoods import Gaussian
 from evigrad.measure.metrics import hyperparameter_values
 from evigrad.passes.checks import check_choice
 from evigrad.training.data import RunData
+from evigrad.training.effects import OF_FIT, of_one_start, refuse
 from evigrad.training.fit import place_of, prepare_evidence
 from evigrad.training.history import Row
 from evigrad.training.learner import Learner
@@ -52,6 +53,10 @@ class HostedLearner:
                 " from the schedule."
             )
         check_choice("loss", loss, LOSSES)
+        words = "in a callback, because the trainer trains the weights"
+        groups = (settings.schedule, settings.optimization)
+        refuse(groups, [(OF_FIT, words, "Set it in the trainer")])
+        refuse(groups, of_one_start(settings.optimization))
         self.settings, self.loss = settings, loss
         self._learner: Learner | None = None
         self._state: Mapping[str, Any] | None = None

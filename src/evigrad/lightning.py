@@ -69,7 +69,7 @@ class EvidenceCallback(pl.Callback):
         hyperparameters: Names of network parameters to learn from the evidence. The training loss
             does not change them, even if the optimizer holds them.
         laplace: Temperature, root and details of the curvature.
-        schedule: Burn-in and rounds, in epochs. Other settings are ignored.
+        schedule: Burn-in and rounds, in epochs. Other settings raise an error.
         optimization: Updates of the hyperparameters, and their learning rates.
         memory: Batch sizes and data types of the estimates' passes.
         anchoring: How an anchored estimator chooses its anchors.

@@ -174,6 +174,11 @@ class GaussianPrior(nn.Module):
             raise ConfigurationError(
                 f"hyperprior must be callable, got {hyperprior!r}. Use NormalHyperprior()."
             )
+        if hyperprior is not None and self.learnable is False:
+            raise ConfigurationError(
+                f"hyperprior has no effect on fixed precisions, got {hyperprior!r}. Use"
+                " learnable=True, or remove hyperprior."
+            )
         self.hyperprior = hyperprior
         self._mean = _checked_mean(mean)
         self.register_parameter("log_precision", None)
@@ -330,6 +335,19 @@ class GaussianPrior(nn.Module):
     def learned_groups(self) -> list[int]:
         """Return the index into ``group_names`` of each entry of ``log_precision``."""
         return self._learned_index.tolist() or list(range(len(self.group_names)))
+
+    @property
+    def learned_precision(self) -> float | dict[str, float] | None:
+        """The argument ``precision`` if it sets only learned precisions, or None.
+
+        If the precisions differ between groups, the values of the learned groups by name.
+        """
+        learned = [self.group_names[index] for index in self.learned_groups()]
+        if isinstance(self._precision, dict):
+            values = {name: self._precision[name] for name in learned}
+            distinct = set(values.values())
+            return distinct.pop() if len(distinct) == 1 else values
+        return None if len(learned) < len(self.group_names) else self._precision
 
     def _log_precisions(self) -> Tensor:
         """Return the log precision of each group, learned or not, or of each weight if diagonal."""

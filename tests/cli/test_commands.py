@@ -402,7 +402,7 @@ def test_what_would_be_ignored_is_refused(capsys, tmp_path, monkeypatch, argumen
     assert list(tmp_path.iterdir()) == []
     parser = module_of(name).make_parser()
     typed += more.split()
-    check_needs(parser, parser.parse_args(typed), typed)
+    check_needs(parser, parser.parse_args(typed))
 
 
 def test_every_option_that_needs_others_is_one_of_a_command():
@@ -410,16 +410,27 @@ def test_every_option_that_needs_others_is_one_of_a_command():
     assert {name for names, _, _ in NEEDS for name in names} <= there
 
 
-def test_a_file_may_say_more_than_a_run_has_use_for(capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("options", "name", "words"),
+    [
+        ({"burn_in": 3, "estimator": "none"}, "burn_in", "an --estimator of the evidence"),
+        ({"sharing": "reduce"}, "sharing", "kfac estimators"),
+        ({"start_decay": 0.1, "estimator": "none"}, "start_decay", "an --estimator"),
+        ({"root": "fisher", "estimator": "kfac-N-C"}, "root", "blocks contain all outputs"),
+        ({"start_decay": [0.1, 1.0], "epochs": 3}, "start_decay", "too few rounds"),
+        ({"precision": 3.0}, "precision", "Set start_decay"),
+    ],
+)
+def test_a_file_and_the_command_line_refuse_the_same(capsys, tmp_path, options, name, words):
     file = tmp_path / "c.yaml"
-    file.write_text("burn_in: 3\nsharing: reduce\nestimator: none\nmodel: digitnet\n")
-    run("train", "--config", file, code=2)
-    note, error = capsys.readouterr().err.splitlines()
-    assert note.startswith(
-        "Options in the configuration file without effect: burn_in (only works with an --estimator"
-    )
-    assert "; sharing (only works with kfac estimators)." in note and "digitsnet" in error
-    assert "--steps would" in error_of(capsys, "train", "--config", file, "--steps=6")
+    file.write_text("".join(f"{key}: {value}\n" for key, value in options.items()))
+    typed = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
+    folder = ["--run-dir", tmp_path / "run", "--subset", 60, "--test-subset", 9]
+    errors = [
+        error_of(capsys, "train", *folder, *arguments) for arguments in (["--config", file], typed)
+    ]
+    assert errors[0] == errors[1] and name in errors[0] and words in errors[0]
+    assert not (tmp_path / "run").exists()
 
 
 def test_files_of_nulls_and_of_other_encodings(capsys, tmp_path):

@@ -59,7 +59,7 @@ def test_what_would_be_ignored_is_refused(command, typed, needed, more, capsys):
     assert "would have no effect: it only works with" in error and needed in error
     arguments = [*typed.split(), *more.split()]
     parser = command.make_parser()
-    check_needs(parser, parser.parse_args(arguments), arguments)
+    check_needs(parser, parser.parse_args(arguments))
 
 
 def test_bounds_of_two_seeds(capsys, tmp_path):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from training.small_runs import SMALL
+from training.small_runs import SMALL, without_estimator
 
 import evigrad
 from evigrad.errors import EvigradWarning
@@ -66,7 +66,7 @@ def test_weights_of_another_mean(factor: float, learnable: bool, is_warned: bool
     x, y, weights = data()
     likelihood = Weighted(Gaussian(learnable=learnable))
     targets = likelihood.targets(y, factor * weights / weights.mean())
-    settings: dict[str, Any] = grouped(SMALL | {"estimator": None})
+    settings: dict[str, Any] = grouped(without_estimator(SMALL))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", EvigradWarning)
         evigrad.fit(nn.Linear(3, 1).double(), (x, targets), likelihood=likelihood, **settings)
@@ -91,7 +91,7 @@ def test_targets_that_do_not_count_are_not_averaged() -> None:
             nn.Linear(3, 1).double(),
             (inputs, targets),
             likelihood=likelihood,
-            **grouped(SMALL | {"estimator": None}),
+            **grouped(without_estimator(SMALL)),
         )
 
 
@@ -107,7 +107,7 @@ def test_two_values_among_targets_that_count() -> None:
             nn.Linear(3, 1).double(),
             (x, likelihood.targets(y, weights)),
             likelihood=likelihood,
-            **grouped(SMALL | {"estimator": None}),
+            **grouped(without_estimator(SMALL)),
         )
 
 
@@ -119,5 +119,5 @@ def test_repetitions_are_left_alone() -> None:
         nn.Linear(3, 1).double(),
         (x, targets),
         likelihood=likelihood,
-        **grouped(SMALL | {"estimator": None}),
+        **grouped(without_estimator(SMALL)),
     )

@@ -20,7 +20,9 @@ from evigrad.likelihoods import (
     Categorical,
     Gaussian,
     HeteroscedasticGaussian,
+    KnownNoise,
     Likelihood,
+    NegativeBinomial,
     Poisson,
     make_likelihood,
 )
@@ -190,6 +192,14 @@ def test_targets_of_another_precision() -> None:
     f, y = outputs().float(), targets(Gaussian())
     assert Gaussian().double().log_prob(f, y).dtype == torch.float32
     torch.testing.assert_close(Gaussian().log_prob(f, y), Gaussian().log_prob(f, y.float()))
+
+
+@pytest.mark.parametrize("kind", [Gaussian, KnownNoise])
+def test_noise_and_dispersion_have_the_names_of_their_arguments(kind: type[Gaussian]) -> None:
+    assert kind(noise=0.3).noise.item() == pytest.approx(0.3)
+    assert kind(noise=[0.3, 2.0]).noise.tolist() == pytest.approx([0.3, 2.0])
+    dispersion = NegativeBinomial(dispersion=0.7).dispersion
+    assert dispersion.item() == pytest.approx(0.7) and not dispersion.requires_grad
 
 
 def test_parameters_are_reported_in_units_that_are_known() -> None:

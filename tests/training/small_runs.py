@@ -24,8 +24,14 @@ SMALL: dict[str, Any] = {
     "steps": 3,
     "lr": 0.02,
     "progress": False,
-    "checkpoint_every": 1,
 }
+RECORDED = SMALL | {"checkpoint_every": 1}  # in a folder
+_OF_ROUNDS = ("burn_in", "every", "steps")
+
+
+def without_estimator(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings without an estimator, and without those that only rounds use."""
+    return {n: v for n, v in settings.items() if n not in _OF_ROUNDS} | {"estimator": None}
 
 
 def net(seed: int = 0, dropout: float = 0.0, norm: bool = False) -> nn.Sequential:
@@ -126,5 +132,7 @@ def train(case: str, data: Any, folder: Path, *, seed: int = 0, **changes: Any) 
         warnings.filterwarnings("ignore", "The model has normalization", EvigradWarning)
         if settings.get("likelihood") == "gaussian":
             data = [(x, x[:, 1:].square()) for x, _ in data]
-        options = {"run_dir": folder, "test": data[1], **SMALL, **settings, **changes}
+        options = {"run_dir": folder, "test": data[1], **RECORDED, **settings, **changes}
+        if options["estimator"] is None:
+            options = without_estimator(options)
         return fit(make(seed), data[0], **grouped(options))

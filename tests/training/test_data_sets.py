@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
-from training.small_runs import SMALL, net
+from training.small_runs import RECORDED, SMALL, net, without_estimator
 
 from evigrad import Evidence, Learner, Schedule, bracket, tune
 from evigrad.errors import ConfigurationError, EvigradError
@@ -124,7 +124,9 @@ def test_random_items_are_the_same_after_an_interruption(tmp_path, estimator):
 
     whole = fit(net(), Augmented(), **grouped(settings))
     with pytest.raises(KeyboardInterrupt):
-        fit(net(), Augmented(), run_dir=tmp_path / "run", callbacks=[stop], **grouped(settings))
+        recorded = grouped(settings | {"checkpoint_every": 1})
+        fit(net(), Augmented(), run_dir=tmp_path / "run", callbacks=[stop], **recorded)
+    settings["checkpoint_every"] = 1
     resumed = {"run_dir": tmp_path / "run", "resume": True}
     with pytest.raises(
         ConfigurationError, match="training data differ from the data of the run in .* in values"
@@ -138,7 +140,7 @@ def test_random_items_are_the_same_after_an_interruption(tmp_path, estimator):
 
 
 def test_items_that_cannot_be_repeated_do_not_hinder_resuming(tmp_path):
-    settings = SMALL | {"run_dir": tmp_path / "run", "resume": True, "estimator": None}
+    settings = without_estimator(RECORDED) | {"run_dir": tmp_path / "run", "resume": True}
     data = Augmented(own_generator=True)
 
     def stop(row: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from training.interrupted import Killed, assert_same, assert_same_runs, killed, state_of
-from training.small_runs import SMALL, net, train
+from training.small_runs import SMALL, net, train, without_estimator
 
 from evigrad import evidence
 from evigrad.core.curvature import linalg
@@ -148,13 +148,13 @@ def test_running_statistics_that_took_up_a_bad_batch_end_training(blobs, tmp_pat
 
     model = nn.Sequential(nn.Linear(4, 8), Overflow(8), nn.Linear(8, 3))
     with pytest.raises(EvigradError, match=r"epoch 2 of 5: the buffer 1.running_"):
-        fit(model, blobs[0], run_dir=tmp_path / "run", **grouped({**SMALL, "estimator": None}))
+        fit(model, blobs[0], run_dir=tmp_path / "run", **grouped(without_estimator(SMALL)))
 
 
 def test_infinite_buffers_that_are_meant_to_be_so_are_none_of_our_business(blobs):
     model = net()
     model.register_buffer("mask", torch.tensor([0.0, -float("inf")]))
-    fit(model, blobs[0], **grouped({**SMALL, "estimator": None}))
+    fit(model, blobs[0], **grouped(without_estimator(SMALL)))
 
 
 @pytest.mark.parametrize("update", ["adam", "fixed_point"])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
+from training.small_runs import without_estimator
 
 from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning, InputError
 from evigrad.likelihoods import Gaussian
@@ -30,7 +31,8 @@ SMALL: dict[str, Any] = {
 
 
 def small(**changes: Any) -> dict[str, Any]:
-    return {**SMALL, **changes}
+    settings = {**SMALL, **changes}
+    return settings if settings["estimator"] else without_estimator(settings)
 
 
 def log_precision_of(result):
@@ -82,6 +84,13 @@ def test_map_is_the_same_loop_without_hyperparameter_steps(blobs, make_net):
         row["loss"] for row in result.history[:2]
     ]
     assert learned.history[3]["loss"] != result.history[3]["loss"]
+
+
+def test_map_runs_describe_their_weights(blobs, make_net):
+    result = fit(make_net(), blobs[0], **grouped(small(estimator=None, epochs=1)))
+    reports = result.evidence.describe()
+    assert [report.name for report in reports] == list(result.evidence.weights())
+    assert reports == result.evidence.describe(blobs[0][0])
 
 
 def test_map_leaves_a_learnable_noise_alone(blobs, make_net):
@@ -174,7 +183,8 @@ def test_hyperparameters_of_the_model_are_learned_by_the_evidence_alone(blobs):
     assert rows[0]["model/gate"] == pytest.approx(1.0)  # its norm
     assert rows[-1]["model/gate"] != pytest.approx(1.0)
     assert rows[-1]["model/scale"] != pytest.approx(1.0)
-    fixed = fit(Gated(), blobs[0], **grouped(settings | small(estimator=None)))
+    names = settings["hyperparameters"]
+    fixed = fit(Gated(), blobs[0], **grouped(small(estimator=None, hyperparameters=names)))
     assert fixed.history[-1]["model/gate"] == pytest.approx(1.0)
 
 
@@ -393,25 +403,20 @@ def test_any_form_of_the_data(blobs, make_net):
 @pytest.mark.parametrize("precision", [1e-3, 1e3])
 def test_learning_raises_the_log_evidence(blobs, make_net, precision):
     # From a precision that is far too small and one that is far too large.
-    settings = small(epochs=20, every=1, steps=10, burn_in=1, prior_lr=0.3, prior_update="adam")
+    rounds = {"every": 1, "steps": 10, "burn_in": 1, "prior_lr": 0.3, "prior_update": "adam"}
 
     def log_evidence(estimator):
-        settings["estimator"] = estimator
+        settings = small(estimator=estimator, epochs=20, **(rounds if estimator else {}))
         result = fit(make_net(), blobs[0], precision=precision, **grouped(settings))
         return evaluate_evidence(result.evidence, blobs[0], "full-N-C").per_datum
 
     assert log_evidence("ntk-N-C") > log_evidence(None) + 0.05
 
 
-def test_learning_by_default_does_not_depend_on_the_precision_given(blobs, make_net):
-    prior_choices = [{}, {"precision": 1e-3}, {"precision": 1e3}]
-    prior_choices += [{"prior": GaussianPrior(precision=7.0)}]
-    states = [
-        state_of(fit(make_net(), blobs[0], **options, **grouped(SMALL)))
-        for options in prior_choices
-    ]
-    for state in states[1:]:
-        assert torch.equal(state, states[0])
+def test_precisions_that_the_burn_in_replaces_are_refused(blobs, make_net):
+    for options in ({"precision": 1e-3}, {"prior": GaussianPrior(precision=7.0)}):
+        with pytest.raises(ConfigurationError, match=r"precision has no effect.* Set start_decay"):
+            fit(make_net(), blobs[0], **options, **grouped(SMALL))
 
 
 def test_fixed_precisions_beside_learned_ones_stay(blobs, make_net):

@@ -3,6 +3,7 @@
 import copy
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from evigrad.training.learner import LAST_RATE
 from evigrad.training.optimizers import cosine
 
 EPOCHS = 6
-SCHEDULE = Schedule(epochs=EPOCHS, batch_size=20, burn_in=2, every=2, steps=3)
+SCHEDULE = Schedule(epochs=EPOCHS, burn_in=2, every=2, steps=3)
 
 PRIORS: dict[str, Callable[[], GaussianPrior]] = {
     "scalar": lambda: GaussianPrior("scalar", precision=3.0),
@@ -46,13 +47,13 @@ def parameters_of(evidence: Evidence) -> list[Tensor]:
 @pytest.mark.parametrize("update", ["adam", "fixed_point"])
 def test_a_loop_by_hand_is_fit(blobs, make_net, update, own_loss):
     """In every digit where the loss is the same; a loss of one's own rounds otherwise."""
-    (x, y), optimization = blobs[0], Optimization(lr=0.02, prior_update=update)
+    (x, y), optimization = blobs[0], Optimization(prior_update=update)
     fitted = evigrad.fit(
         make_net(),
         (x, y),
         estimator="ntk-20-1",
-        schedule=SCHEDULE,
-        optimization=optimization,
+        schedule=replace(SCHEDULE, batch_size=20),
+        optimization=replace(optimization, lr=0.02),
         seed=3,
         progress=False,
     )
@@ -296,7 +297,7 @@ def test_what_is_refused(blobs, make_net, schedule, prior, words):
 
 def test_a_state_of_another_schedule_is_refused(blobs, make_net):
     net = make_net()
-    parts = Schedule(epochs=3, hyper_every=1)
+    parts = Schedule(epochs=3, prior_blocks=1)
     one = Learner(evidence_of(net), blobs[0], Schedule(epochs=3))
     state = one.state_dict()
     state["hyper_steps"] = [1, 2]

@@ -14,7 +14,7 @@ from training.interrupted import (
     metrics_of,
     state_of,
 )
-from training.small_runs import CASES, SMALL, net, train
+from training.small_runs import CASES, RECORDED, SMALL, net, train
 
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
@@ -111,7 +111,7 @@ def test_a_run_from_before_there_were_means_goes_on_with_mean_zero(blobs, tmp_pa
     del state["settings"]["prior_mean"], state["evidence"]["prior"]["_extra_state"]["mean_of"]
     RunDirectory(tmp_path / "cut", resume=True).write_checkpoint(state)
     assert load(tmp_path / "cut", net(3)).evidence.prior.means() == {}
-    options = {name: value for name, value in SMALL.items() if name != "progress"}
+    options = {name: value for name, value in RECORDED.items() if name != "progress"}
     settings = Settings(**grouped({**state["settings"], **options, "prior_mean": "initial"}))
     with pytest.raises(ConfigurationError, match="for no weight, and this prior for '0.weight'"):
         prepare(net(), blobs[0], settings, test=blobs[1]).train(tmp_path / "cut", resume=True)
@@ -239,7 +239,7 @@ def test_callbacks_belong_to_the_epoch_that_is_saved(blobs, tmp_path):
                 raise KeyboardInterrupt
 
         return fit(
-            model, blobs[0], run_dir=folder, resume=resume, callbacks=[draw], **grouped(SMALL)
+            model, blobs[0], run_dir=folder, resume=resume, callbacks=[draw], **grouped(RECORDED)
         )
 
     run(tmp_path / "whole")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from training.interrupted import dying_at_call, killed, state_of
-from training.small_runs import SMALL, net, train
+from training.small_runs import RECORDED, net, train
 
 from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.evidence import Evidence
@@ -39,7 +39,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 )
 def test_other_settings_are_refused_by_name(changes, words, blobs, begun):
     before = contents(begun)
-    options = {"test": blobs[1], **SMALL, **changes}
+    options = {"test": blobs[1], **RECORDED, **changes}
     with pytest.raises(ConfigurationError, match=words):
         fit(net(changes.get("seed", 0)), blobs[0], run_dir=begun, resume=True, **grouped(options))
     assert contents(begun) == before
@@ -60,12 +60,17 @@ def test_other_data_are_refused(blobs, begun):
             ConfigurationError,
             match="training data differ from the data of the run in .* in values",
         ):
-            fit(net(), data, test=test, run_dir=begun, resume=True, **grouped(SMALL))
+            fit(net(), data, test=test, run_dir=begun, resume=True, **grouped(RECORDED))
     with pytest.raises(
         ConfigurationError, match="test data differ from the data of the run in .* in values"
     ):
         fit(
-            net(), (x, y), test=(test[0] + 1, test[1]), run_dir=begun, resume=True, **grouped(SMALL)
+            net(),
+            (x, y),
+            test=(test[0] + 1, test[1]),
+            run_dir=begun,
+            resume=True,
+            **grouped(RECORDED),
         )
     assert contents(begun) == before
 
@@ -89,13 +94,14 @@ def test_other_networks_are_refused(blobs, begun):
     before = contents(begun)
     for words, other in others.items():
         with pytest.raises(ConfigurationError, match=words):
-            fit(other, blobs[0], test=blobs[1], run_dir=begun, resume=True, **grouped(SMALL))
+            fit(other, blobs[0], test=blobs[1], run_dir=begun, resume=True, **grouped(RECORDED))
     assert contents(begun) == before
 
 
 def test_functions_and_objects_among_the_settings_are_recognised(blobs, tmp_path):
     def run(make: Any, **changes: Any) -> FitResult:
-        settings = {**SMALL, "optimizer": make, "run_dir": tmp_path / "run", **changes}
+        recorded = {name: value for name, value in RECORDED.items() if name != "lr"}
+        settings = {**recorded, "optimizer": make, "run_dir": tmp_path / "run", **changes}
         return fit(net(), blobs[0], **grouped(settings))
 
     def adagrad() -> Any:
@@ -132,7 +138,7 @@ def test_a_checkpoint_that_will_be_of_no_use_is_warned_of_at_once(blobs, tmp_pat
             pass
 
     with pytest.warns(EvigradWarning, match="This run cannot be resumed: its checkpoints hold"):
-        result = fit(Own(4, 3), blobs[0], run_dir=tmp_path / "run", **grouped(SMALL))
+        result = fit(Own(4, 3), blobs[0], run_dir=tmp_path / "run", **grouped(RECORDED))
     assert len(result.history) == 5
 
 

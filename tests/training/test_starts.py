@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from training.interrupted import assert_same_runs, dying_at_call, killed
-from training.small_runs import SMALL
+from training.small_runs import SMALL, without_estimator
 
 from evigrad import FitResult, Optimization
 from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning, MemoryBudgetError
@@ -150,7 +150,9 @@ def test_if_all_starts_diverge_training_has_diverged(monkeypatch):
     ],
 )
 def test_runs_with_a_single_start(changes):
-    settings = SETTINGS | {"start_decay": (0.01, 1.0)} | changes
+    settings = SETTINGS | changes
+    if "estimator" in changes:
+        settings = without_estimator(settings)
     if settings.pop("prior_mean", None):
         from evigrad.priors import GaussianPrior
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from training.small_runs import SMALL
+from training.small_runs import SMALL, without_estimator
 
 from evigrad.errors import EvigradWarning
 from evigrad.likelihoods import (
@@ -23,7 +23,7 @@ from evigrad.training.convergence import tail_gain
 from evigrad.training.settings import grouped
 
 N = 60
-SETTINGS = SMALL | {"estimator": None}
+SETTINGS = without_estimator(SMALL)
 
 
 def table(num_values: int) -> tuple[Tensor, Tensor]:

@@ -141,7 +141,7 @@ def run_command(command: ModuleType, program: str, arguments: Sequence[str]) -> 
             options = parser.parse_args(["--config", str(file), *arguments])
         check_null(parser, options)
         if not file:
-            check_needs(parser, options, arguments)
+            check_needs(parser, options)
     except CommandLineError as error:
         mistake = explain(str(error), parser, program)
         raise mistake from error

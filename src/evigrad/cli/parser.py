@@ -6,7 +6,7 @@ Options come from the signatures and docstrings of functions and dataclasses.
 import inspect
 import re
 from argparse import Action, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from operator import or_
 from types import NoneType, UnionType
@@ -16,7 +16,6 @@ import docstring_parser
 from jsonargparse import ActionYesNo, ArgumentParser, Namespace, get_loader, set_loader
 from yaml import YAMLError
 
-from evigrad.cli.messages import show
 from evigrad.configuration import check_plain
 from evigrad.core.names import DEFAULT_ESTIMATOR, STRUCTURES
 from evigrad.errors import ConfigurationError, nearest
@@ -281,29 +280,18 @@ def _metavar(name: str, kind: Any) -> str:
 # ------------------------------------------------------------ options that need others
 
 
-def check_needs(parser: ArgumentParser, options: Namespace, typed: Iterable[str]) -> None:
-    """Raise an error if a ``typed`` option has no effect. For options in a file, print a note."""
-    typed_names = {
-        word[2:].partition("=")[0].removeprefix("no-").replace("-", "_")
-        for word in typed
-        if word.startswith("--")
-    }
+def check_needs(parser: ArgumentParser, options: Namespace) -> None:
+    """Raise ConfigurationError if an option, typed or in a file, has no effect."""
     defaults = parser.get_defaults()
-    idle: list[str] = []
     for names, needed, is_met in NEEDS:
         for name in names:
             if name not in options or options[name] == defaults[name] or is_met(options):
                 continue
             flag = f"--{name.replace('_', '-')}"
-            if name in typed_names:
-                raise ConfigurationError(
-                    f"{flag} would have no effect: it only works {needed}. Add what is missing,"
-                    f" or remove {flag}."
-                )
-            idle.append(f"{name} (only works {needed})")
-    if idle:
-        words = "; ".join(dict.fromkeys(idle))
-        show("note", f"Options in the configuration file without effect: {words}.")
+            raise ConfigurationError(
+                f"{flag} would have no effect: it only works {needed}. Add what is missing, or"
+                f" remove {flag} (in a configuration file, {name})."
+            )
 
 
 def _uses(part: str, options: Namespace) -> bool:
@@ -348,6 +336,7 @@ NEEDS: tuple[_Need, ...] = (
                 "prior_lr_min",
                 "root",
                 "gram_dtype",
+                "autocast",
             ),
             *("hyper_lr", "hyper_lr_min"),
         ),

@@ -140,7 +140,7 @@ def run(parser: Parser, options: Namespace) -> int:
             options.model = setup.model_name
             if options.evaluate_with != "auto":
                 Estimator.parse(options.evaluate_with)
-        runs = prepare_runs(setup, options, group)
+        runs = prepare_runs(setup, options, group, strict=file is None)
         directory = None
         with ranks.together():
             if ranks.is_first:
@@ -302,8 +302,16 @@ def settings_of(setup: Setup, options: Namespace) -> Settings:
     return Settings(**grouped(named), hyperparameters=setup.hyperparameters, seed=setup.seed)
 
 
-def prepare_runs(setup: Setup, options: Namespace, group: Group | None = None) -> list[Trainer]:
-    """Return the trainers that options specify. With ``compare_map``, the first trains by MAP."""
+def prepare_runs(
+    setup: Setup, options: Namespace, group: Group | None = None, strict: bool = False
+) -> list[Trainer]:
+    """Return the trainers that options specify. With ``compare_map``, the first trains by MAP.
+
+    If ``strict`` is True, options without effect raise an error.
+
+    Raises:
+        ConfigurationError: If the options are invalid or do not match each other.
+    """
     settings = settings_of(setup, options)
     all_settings = [settings]
     if options.compare_map:
@@ -325,6 +333,7 @@ def prepare_runs(setup: Setup, options: Namespace, group: Group | None = None) -
             test=data.test,
             network=setup.network,
             process_group=group,
+            strict=strict and run_settings is settings,
         )
         for run_settings in all_settings
     ]

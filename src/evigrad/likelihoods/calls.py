@@ -17,6 +17,10 @@ from evigrad.errors import (
 )
 from evigrad.likelihoods.base import Likelihood
 
+# Outputs of at most this size do not overflow in the density of a target that it allows.
+_MODERATE = 10.0
+_SHOWN = 5  # numbers of a target or output in an error
+
 
 def check_targets(
     likelihood: Likelihood, f_shape: Sequence[int], y: object, device: torch.device
@@ -72,17 +76,18 @@ def check_finite(what: str, value: Tensor) -> None:
 
 
 def log_probabilities(
-    likelihood: Likelihood, f: Tensor, y: Tensor, *, alone: bool = True
+    likelihood: Likelihood, f: Tensor, y: Tensor, *, alone: bool = True, allowed: bool = True
 ) -> Tensor:
     """Return log p(y_n|f_n) of each example, (m,), in nats.
 
     If ``alone`` is True, the first example is also evaluated by itself, and the two results are
     compared. This check finds targets with a wrong shape that broadcasts against other examples.
+    If ``allowed`` is True, the density must allow the targets, as it must for training data.
 
     Raises:
         ConfigurationError: If the density does not return one number per example.
-        InputError: If the density of an example depends on other examples, or ``log_prob`` raises
-            an exception.
+        InputError: If the density of an example depends on other examples, ``log_prob`` raises
+            an exception, or the density does not allow a target.
         NotFiniteOutputError: If ``alone`` is True and the outputs are not finite.
     """
     with raised_in(f"log_prob of {type(likelihood).__name__}, {_given(f.shape, y)},"):
@@ -110,7 +115,29 @@ def log_probabilities(
                 f" outputs {tuple(f.shape)}. Use targets with the outputs' shape, such as"
                 " y.unsqueeze(1), or fix log_prob."
             )
+    if allowed and not is_finite(log_prob):
+        _check_density(likelihood, f.detach(), y, log_prob)
     return log_prob
+
+
+def _check_density(likelihood: Likelihood, f: Tensor, y: Tensor, log_prob: Tensor) -> None:
+    """Raise an InputError if a log density is not finite, and huge outputs are not the cause."""
+    if not is_finite(f):
+        return
+    with torch.no_grad():
+        moderate = likelihood.log_prob(f.clamp(-_MODERATE, _MODERATE), y)
+    wrong = ~(log_prob.isfinite() | moderate.isfinite())
+    if not wrong.any():
+        return
+    first = int(wrong.int().argmax())
+    target, outputs = (t[first].flatten()[:_SHOWN].tolist() for t in (y, f))
+    raise InputError(
+        f"log_prob of {type(likelihood).__name__} must be finite at finite outputs, got NaN or"
+        f" infinite values for {int(wrong.sum())} of {len(f)} targets. The first of them is"
+        f" {', '.join(f'{v:.4g}' for v in target)}, for outputs"
+        f" {', '.join(f'{v:.4g}' for v in outputs)}. Remove or transform targets that the density"
+        " does not allow, or fix log_prob."
+    )
 
 
 def summed_metrics(likelihood: Likelihood, f: Tensor, y: Tensor) -> dict[str, tuple[float, float]]:

@@ -61,6 +61,11 @@ class NegativeBinomial(Counts):
             torch.tensor(math.log(dispersion), device="cpu"), requires_grad=learnable
         )
 
+    @property
+    def dispersion(self) -> Tensor:
+        """The current d of the variance μ + d μ², without a graph."""
+        return self.log_dispersion.detach().exp()
+
     def _spread(self, f: Tensor) -> Tensor:
         """Return log(1 + d μ) for log means f, without overflow."""
         return torch.nn.functional.softplus(f + self.log_dispersion.to(f))
@@ -107,4 +112,4 @@ class NegativeBinomial(Counts):
 
     def reported(self) -> dict[str, float]:
         """Return d as ``dispersion``."""
-        return {"dispersion": self.log_dispersion.detach().exp().item()}
+        return {"dispersion": self.dispersion.item()}

@@ -49,6 +49,11 @@ class Noisy(Independent):
             raise ConfigurationError(f"learnable must be True or False, got {learnable!r}.")
         self.log_noise = nn.Parameter(log_noise, requires_grad=learnable)
 
+    @property
+    def noise(self) -> Tensor:
+        """The current σ in units of y, of the shape () or (C,), without a graph."""
+        return self.log_noise.detach().exp()
+
     def validate_observed(self, f_shape: Sequence[int], y: Tensor) -> None:
         """Check that the targets are floating-point numbers."""
         if not y.is_floating_point():
@@ -76,7 +81,7 @@ class Noisy(Independent):
 
     def reported(self) -> dict[str, float]:
         """Return σ in units of y as ``noise``, or as ``noise/OUTPUT`` for each output."""
-        return by_entry("noise", self.log_noise.detach().exp())
+        return by_entry("noise", self.noise)
 
 
 def noisy_parts(likelihood: Likelihood) -> list[Noisy]:

@@ -82,11 +82,7 @@ def check_call(model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor)
     """Raise an error if ``x`` is empty, or if the weights cannot have correct gradients."""
     if x.dim() == 0 or len(x) == 0:
         raise InputError("x is empty or a scalar. Pass at least one example along dimension 0.")
-    if torch.is_inference_mode_enabled():
-        raise ConfigurationError(
-            "Gradients cannot be enabled inside torch.inference_mode(). Remove this context, or"
-            " use torch.no_grad(), in which evigrad enables gradients where it needs them."
-        )
+    check_mode()
     parameters = dict(model.named_parameters())
     if any(parameters.get(name) is not p for name, p in weights.items()):  # the model is wrapped
         parameters = named_parameters(model)
@@ -109,6 +105,15 @@ def check_call(model: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor)
                 " The curvature would then correspond to a different function. Remove the hook, or"
                 " register it only for training steps."
             )
+
+
+def check_mode() -> None:
+    """Raise an error inside of a context in which PyTorch cannot compute gradients."""
+    if torch.is_inference_mode_enabled():
+        raise ConfigurationError(
+            "Gradients cannot be enabled inside torch.inference_mode(). Remove this context, or"
+            " use torch.no_grad(), in which evigrad enables gradients where it needs them."
+        )
 
 
 def check_hooks(model: nn.Module) -> None:

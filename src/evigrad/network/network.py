@@ -93,6 +93,7 @@ class Network:
         self.differentiated: set[str] = set()
         self._drawing = stochastic_modules(model)
         self._plans: dict[str, InputPlan] = {}
+        self.example: Inputs | None = None  # inputs of training, which need no plan
         # Plans from a checkpoint, for input shapes that have not occurred since.
         self._loaded: dict[str, JacobianPlan] = {}
         self._outputs: dict[str, tuple[tuple[int, ...], nn.Linear | None]] = {}

@@ -66,7 +66,8 @@ def trainable(model: nn.Module, excluded: Mapping[str, nn.Parameter]) -> dict[st
 
     Raises:
         ConfigurationError: If no parameter is left, if a lazy module has not seen its first inputs,
-            or if a parameter or buffer is on the meta device.
+            or if a parameter or buffer is on the meta device. Also if a parameter was created in
+            inference mode.
     """
     lazy = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]
     if lazy:
@@ -79,6 +80,12 @@ def trainable(model: nn.Module, excluded: Mapping[str, nn.Parameter]) -> dict[st
         raise ConfigurationError(
             f"The model has {listed(empty)} on the meta device, where tensors have no values."
             " Create the model on the CPU or on a GPU, for example inside torch.device('cpu')."
+        )
+    untracked = [name for name, p in model.named_parameters() if p.is_inference()]
+    if untracked:
+        raise ConfigurationError(
+            f"{listed(untracked)} cannot have gradients, because the model was created or loaded"
+            " inside torch.inference_mode(). Create it outside of this context."
         )
     ids = {id(p) for p in excluded.values()}
     weights = {

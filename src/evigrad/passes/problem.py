@@ -195,12 +195,16 @@ class ParameterReport:
 def parameter_reports(problem: Problem, x: Any | None) -> list[ParameterReport]:
     """Return a report for each weight tensor, in the model's order.
 
-    ``x`` contains a few inputs, or is None to use the most recent plan.
+    ``x`` contains a few inputs, or is None to use the most recent plan or inputs.
 
     Raises:
         ConfigurationError: If ``x`` is None and there is no plan yet.
     """
-    plan = problem.network.latest() if x is None else problem.plan_of(x)
+    network, plan = problem.network, None
+    if x is None:
+        plan, x = network.latest(), network.example
+    if plan is None and x is not None:
+        plan = problem.plan_of(x)
     if plan is None:
         raise ConfigurationError(
             "The evidence has not seen any inputs yet. Call describe(x) with a few inputs, such as"

@@ -171,6 +171,13 @@ class Settings:
                 f"{estimator.name} does not store rows. Use rows_dtype and rows_device only with"
                 " ntk estimators."
             )
+        uses_partition = "parameter_partition" in estimator.structure_type.settings
+        if self.parameter_partition != "tensor" and not uses_partition:
+            raise ConfigurationError(
+                f"parameter_partition has no effect with {estimator.name}, got"
+                f" {self.parameter_partition!r}. Use an estimator of the structure blockdiag, or"
+                " remove parameter_partition."
+            )
         if self.gram_dtype is not None and estimator.custom is not None:
             raise ConfigurationError(
                 f"gram_dtype has no effect on the custom curvature {estimator.structure!r}. Omit"

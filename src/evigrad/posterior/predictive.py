@@ -251,11 +251,13 @@ class Predictive:
         if noise is not None and self.link != "plug-in":
             return self._normal_log_prob(self.likelihood.plain_targets(y), noise)
         if self.link != "monte-carlo":
-            return log_probabilities(self.likelihood, self._one_output(), y).detach()
+            return log_probabilities(self.likelihood, self._one_output(), y, allowed=False).detach()
         total, m = self.outputs.new_full((len(self.outputs),), -math.inf), len(self.outputs)
         for f in self._samples(self.num_samples, self.seed):
             repeated = y.repeat(len(f), *[1] * (y.ndim - 1))
-            log_densities = log_probabilities(self.likelihood, f.flatten(0, 1), repeated).detach()
+            log_densities = log_probabilities(
+                self.likelihood, f.flatten(0, 1), repeated, allowed=False
+            ).detach()
             total = total.logaddexp(log_densities.unflatten(0, (-1, m)).logsumexp(0))
         return total - math.log(self.num_samples)
 

@@ -23,6 +23,7 @@ from evigrad.errors import ConfigurationError, InputError, nearest
 from evigrad.likelihoods import Categorical, Gaussian, KnownNoise, Likelihood, Weighted
 from evigrad.measure.metrics import probe_outputs
 from evigrad.models import make_model
+from evigrad.network.arguments import check_mode
 from evigrad.network.modes import seeded
 from evigrad.passes.checks import check_choice
 from evigrad.posterior import DEFAULT_STRUCTURE, STRUCTURES, Posterior
@@ -210,13 +211,15 @@ class _EvidenceEstimator(BaseEstimator):
     def _network(self, num_outputs: int, seed: int) -> nn.Module:
         """Return the network, which sets the type and device of everything else."""
         num_inputs = len(self._encoding.feature_of)
+        sizes = np.atleast_1d(self.hidden_layer_sizes).astype(int).tolist()
+        self._check_layers(sizes)
         if self.module is None:
             network = make_model(
                 "mlp",
                 (num_inputs,),
                 num_outputs,
                 seed,
-                hidden=np.atleast_1d(self.hidden_layer_sizes).astype(int).tolist(),
+                hidden=sizes,
                 activation=self.activation,
             ).double()
         elif isinstance(self.module, nn.Module):
@@ -237,6 +240,21 @@ class _EvidenceEstimator(BaseEstimator):
             )
         return network
 
+    def _check_layers(self, sizes: list[int]) -> None:
+        """Raise ConfigurationError for a setting of layers that the network does not have."""
+        defaults = {name: p.default for name, p in signature(type(self)).parameters.items()}
+        is_custom = self.module is not None
+        changed = {
+            "hidden_layer_sizes": is_custom and sizes != [*defaults["hidden_layer_sizes"]],
+            "activation": (is_custom or not sizes) and self.activation != defaults["activation"],
+        }
+        for name in (name for name, is_set in changed.items() if is_set):
+            words = "a custom module" if is_custom else "hidden_layer_sizes=()"
+            raise ConfigurationError(
+                f"{name} has no effect with {words}, got {getattr(self, name)!r}. Remove {name}, or"
+                " set it in the module or with hidden layers."
+            )
+
     def _fit(
         self,
         numbers: np.ndarray,
@@ -247,6 +265,7 @@ class _EvidenceEstimator(BaseEstimator):
         posterior: str | None,
     ) -> None:
         """Train and learn. ``targets`` are in the likelihood's format."""
+        check_mode()
         if posterior is not None:  # raises before training if it could not be made afterwards
             check_choice("posterior", posterior, list(STRUCTURES))
             prior = self.prior.structure if isinstance(self.prior, GaussianPrior) else self.prior
@@ -316,6 +335,12 @@ class _EvidenceEstimator(BaseEstimator):
                     "Each key of settings must be an argument of evigrad.fit or a field of Laplace,"
                     " Schedule, Optimization or Memory, got"
                     f" '{name}'.{nearest(name, allowed_names)}"
+                )
+            argument = {"lr": "learning_rate"}.get(name, name)
+            if argument in self._get_param_names():
+                raise ConfigurationError(
+                    f"settings must not contain '{name}', which is the argument {argument} of"
+                    f" {type(self).__name__}. Use {argument}={settings[name]!r}."
                 )
         return settings
 

@@ -21,6 +21,7 @@ from evigrad.likelihoods import Likelihood, make_likelihood
 from evigrad.likelihoods.calls import lacks_a_column
 from evigrad.measure.bracket import check_bracket
 from evigrad.measure.metrics import probe_outputs
+from evigrad.network.arguments import check_mode
 from evigrad.network.network import PROBE_SIZE
 from evigrad.passes.checks import check_inputs
 from evigrad.passes.parameters import trainable
@@ -29,6 +30,7 @@ from evigrad.priors import GaussianPrior
 from evigrad.training.checkpoint import shared_settings
 from evigrad.training.data import RunData, stream
 from evigrad.training.data_checks import check_data, learns_likelihood, warn_of_data
+from evigrad.training.effects import refuse, refuse_idle, refuse_without_estimator
 from evigrad.training.plan import plan, planned
 from evigrad.training.run_directory import RunDirectory
 from evigrad.training.settings import Laplace, Optimization, Schedule, Settings, explains_groups
@@ -96,8 +98,9 @@ def fit(
             (the weights of each parameter tensor) or diagonal (none). Use a ``GaussianPrior`` for
             other groups, a hyperprior, or a nonzero mean (``mean="initial"`` for fine-tuning).
         precision: Value of the prior precision if it is fixed, or its initial value if it is
-            learned with ``Optimization(prior_update="adam")``. Fixed-point updates ignore it.
-            Weight decay is precision / N. Default: 5e-4 N if it is fixed, 1 for Adam.
+            learned with ``Optimization(prior_update="adam")`` or without a burn-in. Otherwise, the
+            precisions start from ``Optimization(start_decay=...)``. Weight decay is precision / N.
+            Default: 5e-4 N if it is fixed, 1 if it is learned.
         hyperparameters: Names, or prefixes of names, of model parameters that are learned from the
             evidence instead of the training loss. Without an estimator they keep their values.
         laplace: Temperature, root and details of the curvature.
@@ -135,7 +138,8 @@ def fit(
         The trained model, its evidence, the history and the final metrics.
 
     Raises:
-        ConfigurationError: If a setting is invalid, before anything is computed or written.
+        ConfigurationError: If a setting is invalid or has no effect, before anything is computed or
+            written.
         InputError: If the data do not fit the model, the likelihood or the estimator.
         EvigradError: If training diverges. The metrics of earlier epochs are kept.
 
@@ -165,11 +169,14 @@ def fit(
         anchoring=anchoring,
         seed=seed,
     )
+    if run_dir is None:
+        words = "without run_dir, because checkpoints are files in that folder"
+        refuse([settings.schedule], [(("checkpoint_every",), words, "Set run_dir")])
     make_trainer = partial(prepare, model, process_group=process_group)
     chooses = validation_fraction is not None or validation is not None
     if chooses:
         check_choice(settings, validation_fraction, validation)
-    trainer, choice = make_trainer(train, settings, test=test), None
+    trainer, choice = make_trainer(train, settings, test=test, strict=True), None
     if chooses:
         if isinstance(run_dir, str | Path) and trainer.evidence.ranks.is_first:
             run_dir = RunDirectory(run_dir, resume=resume)
@@ -198,13 +205,16 @@ def prepare(
     network: Mapping[str, Any] | None = None,
     process_group: Group | None = None,
     make: Callable[..., T] = Trainer,
+    strict: bool = False,
 ) -> T:
     """Return a trainer after checks, without training the network or writing files.
 
     ``model``, ``train``, ``test`` and ``process_group`` are the arguments of ``fit``. ``network``
     is the record of the model if ``evigrad.models.make_network`` built it. ``make`` creates the
-    trainer from the arguments of ``Trainer``.
+    trainer from the arguments of ``Trainer``. If ``strict`` is True, settings without effect raise
+    an error.
     """
+    check_mode()
     check_whole(model)
     place, seed, ranks = place_of(model), settings.seed, Ranks(process_group)
     tensors = [*model.parameters(), *model.buffers()]
@@ -219,7 +229,7 @@ def prepare(
             alike["test data"] = None if held_out is None else held_out.fingerprint()
     ranks.share([t for t in tensors if not is_lazy(t)])
     with ranks.together():
-        evidence, settings = prepare_evidence(model, data, settings, process_group)
+        evidence, settings = prepare_evidence(model, data, settings, process_group, strict)
         if held_out is not None:  # read next when training is over
             held_out.is_column = data.is_column
             check_data(evidence, held_out, place, len(held_out))
@@ -233,9 +243,12 @@ def prepare_evidence(
     data: RunData,
     settings: Settings,
     process_group: Group | None = None,
+    strict: bool = True,
 ) -> tuple[Evidence, Settings]:
     """Check the data, and return the initial evidence of a run and its complete settings."""
     place = place_of(model)
+    if strict and settings.estimator is None:
+        refuse_without_estimator(settings)
     trainable(model, {})  # raises for lazy and frozen models before a pass
     x, y = data.first(PROBE_SIZE)
     check_inputs(x, place)
@@ -244,8 +257,10 @@ def prepare_evidence(
     shape = probe_outputs(model, x).shape[1:]
     data.is_column = lacks_a_column(likelihood, shape, y)
     num_data = len(by_target(data, likelihood, shape))
-    settings = plan(settings, num_data, len(data))
+    chosen, settings = settings, plan(settings, num_data, len(data))
     evidence = make_evidence(model, num_data, settings, process_group)
+    if strict and settings.estimator is not None:
+        refuse_idle(chosen, settings, evidence)
     if settings.optimization.noise_on_loss and not learns_likelihood(evidence.likelihood):
         raise ConfigurationError(
             "noise_on_loss requires a likelihood with learnable parameters, such as the noise of a"

@@ -25,6 +25,7 @@ from evigrad.passes.kept import KeptPass
 from evigrad.passes.parameters import named_in_errors
 from evigrad.training.checkpoint import fitting, load_optimizer, shared_settings
 from evigrad.training.data import RunData
+from evigrad.training.effects import OF_FIT, of_learner, of_one_start, refuse
 from evigrad.training.fixed_point import FixedPoint
 from evigrad.training.history import Row, round_columns
 from evigrad.training.optimizers import cosine, make_hyper_optimizer
@@ -123,10 +124,10 @@ class Learner:
             make a run reproducible, give it a seeded ``generator``.
         data: All training data. See ``Evidence.blocks``.
         schedule: Epochs, burn-in and rounds. ``epochs`` is required: the number of times you will
-            call ``step``. If your loop has few epochs, call ``step`` after each optimizer step. The
-            settings of batches, evaluations and checkpoints are ignored.
+            call ``step``. If your loop has few epochs, call ``step`` after each optimizer step.
+            Settings of batches, evaluations and checkpoints raise an error.
         optimization: Update rules and learning rates of the hyperparameters. Settings of the
-            weights are ignored.
+            weights raise an error.
         seed: Seed of random draws in the items of a data set, such as random transforms.
 
     Attributes:
@@ -135,8 +136,8 @@ class Learner:
             ``fit``'s history for the log evidence and the hyperparameters.
 
     Raises:
-        ConfigurationError: If settings are invalid, there is nothing to learn, or the ranks
-            differ in settings or data.
+        ConfigurationError: If settings are invalid or have no effect, there is nothing to learn, or
+            the ranks differ in settings or data.
         InputError: If the data do not match the evidence.
 
     Examples:
@@ -188,13 +189,21 @@ class Learner:
             check_burn_in(schedule.burn_in, schedule.epochs)
             device = next(iter(evidence.weights().values())).device
             self.evidence = evidence
-            self.data = data if isinstance(data, RunData) else RunData(data, device, seed)
+            is_alone = not isinstance(data, RunData)  # fit and callbacks check their settings
+            self.data = RunData(data, device, seed) if is_alone else data
             optimization = optimization or Optimization()
+            chosen = (schedule, optimization)
+            if is_alone:
+                words = "in a Learner, because your own loop trains the weights"
+                refuse(chosen, [(OF_FIT, words, "Set it in your loop")])
+                refuse(chosen, of_one_start(optimization))
             alike.update(shared_settings({**vars(schedule), **vars(optimization), "seed": seed}))
-            if evidence.ranks.count > 1 and not isinstance(data, RunData):  # which fit has compared
+            if evidence.ranks.count > 1 and is_alone:
                 alike["data"] = self.data.fingerprint()
             self.schedule = plan_schedule(schedule, evidence.num_data)
             optimization = plan_optimization(optimization, evidence.likelihood, evidence.prior)
+            if is_alone:
+                refuse(chosen, of_learner(self.schedule, optimization, evidence))
             self.hyper_optimizer = make_hyper_optimizer(hyperparameters, optimization)
             self.step_groups = step_groups(self.schedule, hyperparameters)
             self.fixed_point: FixedPoint | None = None

@@ -145,7 +145,8 @@ class Optimization:
 
     Attributes:
         optimizer: Optimizer of the weights: adam, or sgd with a momentum of 0.9. (In Python, you
-            can also pass a function that makes an optimizer from the named weights.)
+            can also pass a function that makes an optimizer from the named weights. The function
+            sets the learning rates at the start.)
         lr: Learning rate of the weights at the start. Default: 0.003, or 0.01 for regression.
         lr_min: Learning rate of the weights at the end. The rate follows a cosine, epoch by epoch.
         prior_update: Update of the precisions: fixed_point or adam. fixed_point is MacKay's update
@@ -210,6 +211,11 @@ class Optimization:
         if self.start_decay is not None and not (decays and all(map(_is_positive, decays))):
             raise ConfigurationError(
                 f"start_decay must be one or more positive numbers, got {self.start_decay!r}."
+            )
+        if len(set(decays)) < len(decays):
+            raise ConfigurationError(
+                f"start_decay must not contain a value twice, got {self.start_decay!r}. Remove"
+                " repeated values."
             )
         for first in ("lr", "prior_lr", "hyper_lr"):
             last = f"{first}_min"

@@ -39,7 +39,7 @@ class Starts:
         optimization, learner = trainer.settings.optimization, trainer.learner
         decays, evidence = optimization.start_decays, trainer.evidence
         around_zero = len(evidence.prior.means()) < len(evidence.weights())
-        self.until = _comparison(trainer.schedule)
+        self.until = comparison(trainer.schedule)
         has_several = learner is not None and learner.fixed_point is not None and around_zero
         if not (has_several and self.until and trainer.schedule.burn_in):
             decays = decays[:1]
@@ -143,7 +143,7 @@ class Starts:
         trainer.seconds = seconds
 
 
-def _comparison(schedule: Schedule) -> int:
+def comparison(schedule: Schedule) -> int:
     """Return the epoch after which starts are compared, or 0 if the run has too few rounds."""
     burn_in, every, epochs = map(planned, (schedule.burn_in, schedule.every, schedule.epochs))
     rounds = range(burn_in + (ROUNDS - 1) * every, epochs, every)

@@ -21,6 +21,7 @@ from evigrad.errors import (
     ConfigurationError,
     EvigradError,
     EvigradWarning,
+    InputError,
     MemoryBudgetError,
     RankError,
     listed,
@@ -157,6 +158,9 @@ class Trainer:
         scalars = [p for p in fixup_scalars(evidence.model).values() if id(p) in held]
         self.weight_optimizer = make_weight_optimizer(weights, rates, scalars)
         self._base_rates = [group["lr"] for group in self.weight_optimizer.param_groups]
+        usual = planned(rates.lr)
+        is_custom = not isinstance(rates.optimizer, str)
+        self._rate = float(max(self._base_rates)) or usual if is_custom else usual
         self.learner: Learner | None = None
         if settings.estimator is not None:
             self.learner = Learner(evidence, data, self.schedule, rates, settings.seed)
@@ -164,7 +168,8 @@ class Trainer:
         self.on_loss: list[str] = []
         if rates.noise_on_loss:
             self.on_loss = [name for name in hyperparameters if name.startswith("likelihood.")]
-            rates = replace(rates, prior_lr=planned(rates.lr), prior_lr_min=rates.lr_min)
+            last = min(rates.lr_min, self._rate)
+            rates = replace(rates, prior_lr=self._rate, prior_lr_min=last)
         self.loss_optimizer = make_hyper_optimizer(hyperparameters, rates)
         self.probe, _ = data.first(PROBED)  # shows that a loaded network is the same
         self.history: list[Row] = []  # one row for each epoch so far
@@ -342,7 +347,7 @@ class Trainer:
             try:
                 row = self.epoch(epoch)
             except EvigradError as error:
-                has_diverged = not isinstance(error, MemoryBudgetError | RankError)
+                has_diverged = not isinstance(error, InputError | MemoryBudgetError | RankError)
                 if not (has_diverged and self.starts.are_tried):
                     raise
                 self._next_start(record, callbacks, error)
@@ -500,7 +505,7 @@ class Trainer:
             share = self.data.num_targets(local_batch) / total
             if share and len(local_batch):
                 step = f"a training step on {len(local_batch)} examples"
-                with memory_for(step, "a smaller batch_size"):
+                with memory_for(step, "a smaller batch_size"), torch.enable_grad():
                     loss = share * self.loss(*self.data.fetch(local_batch), local_batch, scale)
                     value = loss.item()
                     if math.isfinite(value):
@@ -552,10 +557,10 @@ class Trainer:
         return {words for words, part in parts.items() if bool(part.detach().isfinite().all())}
 
     def _set_rates(self, epoch: int) -> None:
-        s, progress = self.settings.optimization, self.cycles.progress(epoch)
-        rate = planned(s.lr)
-        start = max(rate * self.cycles.first_rate(epoch), s.lr_min)
-        factor = cosine(progress, start, s.lr_min) / rate
+        rate, progress = self._rate, self.cycles.progress(epoch)
+        last = min(self.settings.optimization.lr_min, rate)
+        start = max(rate * self.cycles.first_rate(epoch), last)
+        factor = cosine(progress, start, last) / rate
         for group, base in zip(self.weight_optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = base * factor
         for group in self.loss_optimizer.param_groups:

@@ -14,6 +14,7 @@ from evigrad.likelihoods import Likelihood
 from evigrad.passes.allocator import kept_memory
 from evigrad.passes.settings import Memory
 from evigrad.priors import GaussianPrior
+from evigrad.training.effects import OF_TRAINING, refuse
 from evigrad.training.fit import prepare
 from evigrad.training.history import Row, round_columns
 from evigrad.training.progress import summary
@@ -81,14 +82,14 @@ def tune(
         likelihood: Likelihood of the targets. See ``fit``.
         estimator: Name of the evidence estimator. It cannot be None.
         prior: Prior of the weights. See ``fit``.
-        precision: Initial prior precision. Only Adam uses it.
+        precision: Initial prior precision. Default: 1.
         hyperparameters: Names of model parameters to learn.
         rounds: Number of rounds. Each round chooses new anchors and passes over the data again.
         steps: Number of hyperparameter steps per round.
         prior_blocks: Number of blocks over which all steps of a round average. See ``Schedule``.
         laplace: Temperature, root and details of the curvature.
-        optimization: Learning rates of the hyperparameters, and ``prior_update``. Settings of the
-            weights are ignored.
+        optimization: Learning rates of the hyperparameters, and ``prior_update``. Other settings
+            have no effect and raise an error.
         memory: Batch sizes and data types of the passes that compute estimates.
         anchoring: How an anchored estimator chooses its anchors.
         seed: Seed of the blocks.
@@ -135,8 +136,10 @@ def tune(
         anchoring=anchoring,
         seed=seed,
     )
+    words = "in evigrad.tune, which has no burn-in and does not change the weights"
+    refuse([settings.optimization], [(OF_TRAINING, words, "Use evigrad.fit")])
     with kept_memory():
-        learner = prepare(model, data, settings).learner
+        learner = prepare(model, data, settings, strict=True).learner
         assert learner is not None  # as there is an estimator
         _check_deviations(learner.evidence)
         history: list[Row] = []
