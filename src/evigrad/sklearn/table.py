@@ -174,12 +174,12 @@ def refuse_targets(y: Any, is_classes: bool) -> None:
         return
     array = y.to_numpy() if hasattr(y, "to_numpy") else np.asarray(y)
     cells = array.ravel().tolist()
+    if missing := sum(map(is_missing, cells)):
+        raise InputError(
+            f"y lacks {missing:,} of {len(cells):,} targets (None or NaN). Remove the rows without"
+            " a target."
+        )
     if array.dtype.kind in "OUS":
-        if missing := sum(map(is_missing, cells)):
-            raise InputError(
-                f"y lacks {missing:,} of {len(cells):,} targets (None or NaN). Remove the rows"
-                " without a target."
-            )
         kinds = kinds_of_cells(cells)
         if problem := problem_of_mixture("y", kinds):
             raise InputError(f"{problem}.")
