@@ -186,7 +186,8 @@ def test_the_plug_in_prediction_is_that_of_certain_outputs() -> None:
         predictive(Categorical(), "plug-in").probabilities,
     )
     noisy = Predictive(torch.tensor([[0.0, 1.0]]), torch.ones(1, 2, 2), HeteroscedasticGaussian())
-    assert noisy.plug_in.noise_variance.item() == pytest.approx(math.e)
+    noise = noisy.plug_in.noise_variance
+    assert noise is not None and noise.item() == pytest.approx(math.e)
     positions = Predictive(torch.zeros(2, 5, 1), torch.ones(2, 5, 1, 1), Poisson()).plug_in
     assert torch.equal(positions.mean, torch.ones(2, 5, 1))
 

@@ -69,7 +69,8 @@ def as_numbers(values: Any) -> Tensor:
         array = np.array(array.tolist())  # numbers in an array of objects
     if array.dtype.kind not in "biufc":
         raise InputError(f"Targets must be numbers, got an array of dtype {array.dtype}.")
-    return torch.as_tensor(array, device="cpu")
+    # PyTorch warns about arrays that are read-only, such as columns of pandas.
+    return torch.as_tensor(array if array.flags.writeable else array.copy(), device="cpu")
 
 
 def precisely(values: Tensor) -> Tensor:

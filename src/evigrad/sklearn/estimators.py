@@ -493,7 +493,7 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
         if isinstance(likelihood, Ordinal) and self.classes_.dtype.kind in "OUS":
             raise InputError(
                 "Ordered labels must be numbers, whose order is the order of the classes, got"
-                f" {self.classes_[0]!r}. Number them, for example with y.map({{'low': 0, ...}})."
+                f" {str(self.classes_[0])!r}. Number them, for example with y.map({{'low': 0, ...}})."
             )
         numbers, labels, weights = in_order(numbers, labels, weights)
         self._fit(numbers, labels, weights, likelihood, num_outputs, self.posterior)
@@ -555,7 +555,7 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
             deviation, and a fixed noise is in units of the targets. docs/sklearn.md lists what each
             likelihood predicts.
         module: Network to use instead of these layers: a torch module from inputs (n, inputs) to
-            outputs (n, targets), or twice as many outputs if the network predicts the noise. You
+            outputs (n, targets), or (n, 2 × targets) if the network predicts the noise. You
             can also pass a function that makes a module from the numbers of inputs and outputs. A
             copy of the module is trained, with the module's data type and on its device.
         relevance: Whether the evidence learns a scale for each column, in front of the network.
@@ -733,9 +733,9 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
     def score(self, X: Any, y: Any, sample_weight: Any = None, exposure: Any = None) -> float:
         """Return R² of the predicted means, or D² for counts.
 
-        R² is 1 minus the squared error divided by that of the mean target. D² is 1 minus the
-        Poisson deviance divided by that of the mean rate, as in scikit-learn's PoissonRegressor.
-        Both are averages over the targets of a row, and neither depends on the predicted noise.
+        R² is the share of the variance that the means explain. D² is the share of the Poisson
+        deviance that the rates explain, as in scikit-learn's PoissonRegressor. Both are averages
+        over the targets of a row, and neither depends on the predicted noise.
 
         Args:
             X: Table with the columns of the training table.
