@@ -492,8 +492,9 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
         likelihood, num_outputs = for_classes(self.likelihood, len(self.classes_))
         if isinstance(likelihood, Ordinal) and self.classes_.dtype.kind in "OUS":
             raise InputError(
-                "Ordered labels must be numbers, whose order is the order of the classes, got"
-                f" {str(self.classes_[0])!r}. Number them, for example with y.map({{'low': 0, ...}})."
+                "Ordered labels must be numbers, whose order is the order of the classes, got text,"
+                f" such as {str(self.classes_[0])!r}. Number them, for example with"
+                " y.map({'low': 0, ...})."
             )
         numbers, labels, weights = in_order(numbers, labels, weights)
         self._fit(numbers, labels, weights, likelihood, num_outputs, self.posterior)
