@@ -628,7 +628,7 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
         """
         conditions = {"noise": noise, "exposure": exposure}
         conditions = {name: values for name, values in conditions.items() if values is not None}
-        num_targets = int(np.prod(np.shape(y)[1:]))
+        num_targets = int(np.prod(np.asarray(y).shape[1:]))
         likelihood, num_outputs = for_numbers(self.likelihood, num_targets, conditions)
         target_shape = None
         for name, values in conditions.items():
