@@ -168,8 +168,8 @@ def test_a_fixed_noise_is_in_units_of_the_targets() -> None:
     assert fixed.fit(X, PRICES).noise_ == pytest.approx(3.0)
     both = np.stack([PRICES, 0.5 * PRICES], 1)
     np.testing.assert_allclose(fixed.fit(X, both).noise_, [3.0, 3.0], rtol=1e-5)
-    rest = EvidenceRegressor(likelihood=Gaussian(2.0, learnable=False), **SHORT)
-    assert rest.fit(X, PRICES, noise=0.5).noise_ == pytest.approx(2.0)
+    beyond = EvidenceRegressor(likelihood=Gaussian(2.0, learnable=False), **SHORT)
+    assert beyond.fit(X, PRICES, noise=0.5).noise_ == pytest.approx(2.0)
 
 
 class Waiting(Likelihood):
