@@ -377,6 +377,9 @@ def test_the_blocks_on_scikit_learn_run(capsys: pytest.CaptureFixture[str]) -> N
         "docs/sklearn.md",
         {
             "EvidenceRegressor(random_state=0)": "EvidenceRegressor(**short)",
+            "epochs=60, random_state=0": "**short",
+            "epochs=80, random_state=0": "**short",
+            "epochs=20, random_state=0": "**short",
             "EvidenceClassifier(random_state=0)": "EvidenceClassifier(**short)",
             'settings={"prior_lr": 0.05}': 'epochs=4, settings={"prior_lr": 0.05, "burn_in": 1}',
             "import numpy as np\n": f"import numpy as np\nshort = {short}\n",

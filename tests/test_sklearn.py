@@ -594,7 +594,7 @@ def test_a_known_noise_of_each_row() -> None:
     assert fit.predict(X[:4]).shape == (4, 2) and np.shape(fit.noise_) == (2,)
     with pytest.raises(ValueError, match=r"one value per row.*got the shape \(299,\)"):
         fit.fit(X, y, noise=errors[1:])
-    with pytest.raises(ValueError, match="finite and non-negative"):
+    with pytest.raises(ValueError, match="Noise -.* must be finite and at least 0"):
         fit.fit(X, y, noise=-errors)
 
 

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from math import prod
 from typing import Any, Self
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -309,14 +310,32 @@ def _made(like: Any, parts: Any) -> Any:
     return type(like)(*parts) if hasattr(like, "_fields") else type(like)(parts)
 
 
-def refuse_where(wrong: Tensor, y: Tensor, words: str) -> None:
+# Errors about labels end with this advice.
+MISSING_LABELS = (
+    "If a label is missing, remove the example. At positions of outputs (m, …, C) and in heads of a"
+    " Joint likelihood, mark missing labels with the likelihood's ignore_index, -100"
+)
+MISSING_TARGETS = (
+    f'{MISSING_LABELS}. Mark other missing targets with NaN and set missing="nan" in the likelihood'
+)
+
+
+def refuse_where(wrong: Tensor, y: Tensor, words: str, what: str = "Target") -> None:
     """Raise an InputError for the first target that ``wrong`` marks, if any."""
     if bool(wrong.any()):
         where = [int(i) for i in wrong.nonzero()[0]]
         raise InputError(
-            f"Target {y[tuple(where)].item()} at index {where[0] if len(where) == 1 else where}"
+            f"{what} {y[tuple(where)].item()} at index {where[0] if len(where) == 1 else where}"
             f" {words}."
         )
+
+
+def refuse_cells(targets: Any) -> None:
+    """Raise an InputError for the first target in a list or array that is None or a string."""
+    for index, cell in enumerate(np.asarray(targets, dtype=object).ravel().tolist()):
+        if cell is None or isinstance(cell, str):
+            advice = MISSING_TARGETS if cell is None else "Number the classes from 0"
+            raise InputError(f"Target {cell!r} at index {index} is not a number. {advice}.")
 
 
 def check_integers(x: Inputs) -> None:

@@ -335,7 +335,7 @@ def test_predictions_under_conditions() -> None:
         prediction.with_conditions(noise=FACTS[:3])
     with pytest.raises(InputError, match="values for 4 examples.*outputs for 8"):
         likelihood.with_conditions(noise=FACTS[:4]).hessian(f)
-    with pytest.raises(InputError, match="is a standard deviation"):
+    with pytest.raises(InputError, match="must be finite and at least 0, because it is a stand"):
         prediction.with_conditions(noise=-1.0)
 
 
@@ -399,16 +399,24 @@ def test_what_is_refused() -> None:
         likelihood.targets(Z, error=1.0)
     with pytest.raises(InputError, match=r"noise must have the shape.*\(8, 2\), or \(8,\)"):
         likelihood.targets(Z, noise=FACTS[:3])
-    with pytest.raises(InputError, match="-1.0 at index .* standard deviation"):
-        likelihood.validate((N, 2), likelihood.targets(Z, noise=-1.0))
-    with pytest.raises(InputError, match="is not a number, but it is the noise"):
-        likelihood.validate((N, 2), likelihood.targets(Z, noise=NAN))
     counts = Poisson(exposure=True)
-    with pytest.raises(InputError, match="is an exposure. It must be finite and positive"):
-        counts.validate((N, 2), counts.targets(COUNTS, exposure=0.0))
-    for exposure in (1e-50, 1e45):
-        with pytest.raises(InputError, match="is an exposure"):
-            counts.validate((N, 2), counts.targets(COUNTS, exposure=exposure))
+    for likelihood_of_y, y, condition, words in (
+        (likelihood, Z, {"noise": -1.0}, r"Noise -1.0 at index \[0, 0\] must be .* standard dev"),
+        (likelihood, Z, {"noise": NAN}, "Noise nan at index .* is not a number"),
+        (counts, COUNTS, {"exposure": 0.0}, "Exposure 0.0 at index .* must be finite and positive"),
+        (counts, COUNTS, {"exposure": NAN}, "Exposure nan at index .* is not a number"),
+        *((counts, COUNTS, {"exposure": e}, "must be finite and pos") for e in (-2.0, 1e-35, 1e35)),
+    ):
+        with pytest.raises(InputError, match=words):
+            likelihood_of_y.targets(y, **condition)
+        # Targets that were combined by hand.
+        (value,) = condition.values()
+        with pytest.raises(InputError, match=words):
+            likelihood_of_y.validate((N, 2), torch.cat([y, torch.full((N, 2), value)], 1))
+    # The exposure of a missing count does not count.
+    holes = Poisson(missing="nan", exposure=True)
+    y = holes.targets(torch.tensor([NAN, 1.0]), exposure=torch.tensor([0.0, 2.0]))
+    holes.validate((2, 1), y)
     with pytest.raises(InputError, match="is the ignore_index of missing labels"):
         Categorical().validate((2, 3), torch.tensor([0, -100]))
     with pytest.raises(InputError, match="Poisson has no condition 'exposure'.*are: none"):
@@ -428,7 +436,7 @@ def test_missing_targets_of_a_weighted_likelihood() -> None:
     assert log_prob[1] == 0 and log_prob[0] != 0
     with pytest.raises(InputError, match="is NaN"):
         Weighted(Gaussian(0.5)).validate((2, 1), y)
-    with pytest.raises(InputError, match="is a weight"):
+    with pytest.raises(InputError, match="Weight nan at index 1 must be finite"):
         likelihood.validate((2, 1), likelihood.targets(y[:, :1], torch.tensor([1.0, NAN])))
 
 

@@ -161,7 +161,7 @@ def test_bad_weights() -> None:
     x, y = data(Categorical())
     weighted = Weighted(Categorical())
     one = evidence(weighted, "ntk-2-1", N)
-    with pytest.raises(InputError, match="is a weight. It must be finite and at least 0"):
+    with pytest.raises(InputError, match="must be finite and at least 0"):
         one.map_loss(x, weighted.targets(y, -torch.ones(N)))
     with pytest.raises(InputError, match="must be finite"):
         one.map_loss(x, weighted.targets(y, torch.full((N,), torch.nan)))

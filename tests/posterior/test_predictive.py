@@ -1,23 +1,27 @@
 """What a prediction says of targets: in closed form, by samples, and in limits."""
 
 import math
+import warnings
 
 import numpy as np
 import pytest
 import torch
 from posterior.cases import case
-from torch import nn
+from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
+import evigrad
 from evigrad import Evidence
-from evigrad.errors import ConfigurationError, InputError
+from evigrad.errors import ConfigurationError, EvigradWarning, InputError
 from evigrad.likelihoods import (
     Bernoulli,
     Categorical,
     Gaussian,
     HeteroscedasticGaussian,
     Likelihood,
+    NegativeBinomial,
     Poisson,
+    StudentT,
 )
 from evigrad.posterior import Predictive
 from evigrad.priors import GaussianPrior
@@ -117,6 +121,7 @@ def test_a_posterior_draws_by_its_generator():
     assert posterior.sample(x, 4).shape == (4, 5, 3)
 
 
+@pytest.mark.filterwarnings("ignore:The mean or the noise")
 @pytest.mark.parametrize("likelihood", (HeteroscedasticGaussian(), Poisson()))
 def test_moments_of_targets_are_those_of_samples(likelihood):
     torch.manual_seed(1)
@@ -134,6 +139,7 @@ def test_moments_of_targets_are_those_of_samples(likelihood):
     torch.testing.assert_close(prediction.std, y.std(0), atol=0.02, rtol=0.03)
 
 
+@pytest.mark.filterwarnings("ignore:The mean or the noise")
 def test_the_means_of_a_heteroscedastic_network_are_its_own():
     mean, root = torch.randn(5, 6).double(), torch.randn(5, 6, 6).double()
     prediction = Predictive(mean, root @ root.mT, HeteroscedasticGaussian())
@@ -163,6 +169,72 @@ def test_densities_of_numbers_are_averaged_over_the_outputs(likelihood):
     torch.testing.assert_close(plain.log_prob(y), likelihood.log_prob(prediction.outputs, y))
     with pytest.raises(ConfigurationError, match="probit' needs a classification likelihood"):
         Predictive(prediction.outputs, prediction.covariance, likelihood, "probit").log_prob(y)
+
+
+def test_the_plug_in_prediction_is_that_of_certain_outputs() -> None:
+    prediction = predictive(Poisson(exposure=True), num_samples=50)
+    rates = prediction.outputs.exp()
+    plug_in = prediction.plug_in
+    torch.testing.assert_close(plug_in.mean, rates)
+    torch.testing.assert_close(plug_in.variance, rates)
+    torch.testing.assert_close(plug_in.with_conditions(exposure=3.0).mean, 3 * rates)
+    y = Poisson(exposure=True).targets(torch.ones(4, 3), exposure=2.0)
+    certain = Predictive(prediction.outputs, 0 * prediction.covariance, prediction.likelihood)
+    torch.testing.assert_close(plug_in.log_prob(y), certain.log_prob(y))
+    torch.testing.assert_close(
+        predictive(Categorical()).plug_in.probabilities,
+        predictive(Categorical(), "plug-in").probabilities,
+    )
+    noisy = Predictive(torch.tensor([[0.0, 1.0]]), torch.ones(1, 2, 2), HeteroscedasticGaussian())
+    noise = noisy.plug_in.noise_variance
+    assert noise is not None and noise.item() == pytest.approx(math.e)
+    positions = Predictive(torch.zeros(2, 5, 1), torch.ones(2, 5, 1, 1), Poisson()).plug_in
+    assert torch.equal(positions.mean, torch.ones(2, 5, 1))
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "limit"),
+    [
+        (Poisson(), 1.0),
+        (NegativeBinomial(), 1.0),
+        (HeteroscedasticGaussian(), 4.0),  # of log variances: their deviations are √ of them
+    ],
+)
+@pytest.mark.parametrize("correlated", [True, False])
+def test_log_rates_that_are_too_uncertain_for_a_mean(
+    likelihood: Likelihood, limit: float, correlated: bool
+) -> None:
+    def mean(variance: float) -> Tensor:
+        variances = torch.tensor([[0.1, 0.1], [0.1, variance]])
+        covariance = variances.diag_embed() if correlated else variances
+        return Predictive(torch.zeros(2, 2), covariance, likelihood).mean
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mean(limit)
+        for unaffected in (Gaussian(), StudentT(), Categorical()):
+            assert predictive(unaffected, size=50.0).std.isfinite().all()
+        prediction = Predictive(torch.zeros(2, 2), 60 * torch.ones(2, 2, 2), likelihood)
+        assert prediction.plug_in.std.isfinite().all()
+        y = torch.ones(2, 1 if limit == 4.0 else 2)
+        assert prediction.log_prob(y).isfinite().all()
+    with pytest.warns(EvigradWarning, match=r"For 1 of 2 .*at most .*prediction.plug_in"):
+        mean(limit + 0.1)
+
+
+def test_totals_of_counts_are_sums_of_plug_in_rates() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(100, 3, dtype=torch.float64)
+    y = torch.poisson((x[:, :1] - 1).exp())
+    schedule = evigrad.Schedule(epochs=100)
+    model, lr = nn.Linear(3, 1).double(), evigrad.Optimization(lr=0.05)
+    result = evigrad.fit(
+        model, (x, y), likelihood="poisson", schedule=schedule, optimization=lr, progress=False
+    )
+    prediction = result.evidence.posterior((x, y))(x)
+    total = prediction.plug_in.mean.sum().item()
+    assert total == pytest.approx(y.sum().item(), rel=0.05)
+    assert prediction.mean.sum().item() > 1.01 * total
 
 
 class Counts(Likelihood):

@@ -13,7 +13,16 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from evigrad.blocks.samplers import check_sampler, warn_of_ignored_sampler
 from evigrad.core.partition import class_labels
 from evigrad.errors import InputError
-from evigrad.inputs import Inputs, Tree, as_inputs, mapped, stacked, tensors_of
+from evigrad.inputs import (
+    MISSING_TARGETS,
+    Inputs,
+    Tree,
+    as_inputs,
+    mapped,
+    refuse_cells,
+    stacked,
+    tensors_of,
+)
 
 _ACCEPTED = (
     "a pair (x, y) of tensors, a TensorDataset, a map-style data set of pairs, or a DataLoader for"
@@ -223,9 +232,12 @@ def _as_tensor(value: Any, name: str, index: int) -> Tensor:
         return value
     if isinstance(value, bool | int | float | np.ndarray | np.generic):
         return torch.as_tensor(value, device="cpu")
+    advice = "Convert it to a tensor, for example with a transform of the data set"
+    if value is None and name == "y":
+        advice = MISSING_TARGETS
     raise InputError(
-        f"The {name} of item {index} is a {type(value).__name__}, not a tensor or a number. Convert"
-        " it to a tensor, for example with a transform of the data set."
+        f"The {name} of item {index} is a {type(value).__name__}, not a tensor or a number."
+        f" {advice}."
     )
 
 
@@ -304,6 +316,8 @@ def without_arrays(pair: Any, dtype: torch.dtype | None = None) -> list[Any]:
 def _tensor_source(pair: Any) -> Source:
     if len(pair) == 2:
         _refuse_several_targets(pair[1])
+    if len(pair) == 2 and isinstance(pair[1], list | np.ndarray):
+        refuse_cells(pair[1])
     accepted = len(pair) == 2 and isinstance(pair[1], Tensor)
     if not accepted or not isinstance(pair[0], Tensor | Tree | Mapping | tuple | list):
         kinds = ", ".join(type(entry).__name__ for entry in pair)

@@ -19,7 +19,7 @@ from evigrad.core.roots import (
     scaled_units,
 )
 from evigrad.errors import ConfigurationError, InputError, raised_in
-from evigrad.inputs import refuse_where
+from evigrad.inputs import MISSING_LABELS, refuse_where
 from evigrad.likelihoods.targets import total
 
 # A sum over examples, or a sum and the number of values that its mean is over.
@@ -159,7 +159,8 @@ class Likelihood(nn.Module, ABC):
                 f" {tuple(y.shape)}. Pass one target per example."
             )
         if y.is_floating_point() and not is_finite(y):
-            refuse_where(~torch.isfinite(y), y, "is not finite. Remove or impute such targets")
+            fix = MISSING_LABELS if self.has_labels else "Remove or impute such targets"
+            refuse_where(~torch.isfinite(y), y, f"is not finite. {fix}")
 
     def counted(self, y: Tensor) -> Bool[Tensor, " m"] | None:
         """Return which of the targets count, if outputs (m, …, C) have a target per position.
@@ -392,6 +393,17 @@ class Likelihood(nn.Module, ABC):
             The mean of y, the variance of E[y|f] (epistemic), and the mean variance of y given f
             (noise). Variances are in units of y². The default, None, limits the posterior to the
             mean and variance of the outputs.
+        """
+        return None
+
+    def variance_of_logs(self, covariance: Float[Tensor, "m C C"]) -> Float[Tensor, "m K"] | None:
+        """Return the variances of log means or log deviations that ``moments`` averages.
+
+        Predictions warn if the variance of a logarithm is too large for an average. The default,
+        None, means that ``moments`` averages no exponentials.
+
+        Args:
+            covariance: Covariance of the outputs of each example.
         """
         return None
 

@@ -40,9 +40,11 @@ class Bernoulli(Independent):
         """Check that the labels are zeros or ones (floating point, integer or bool)."""
         if y.is_complex():
             raise InputError(f"Labels must be real zeros and ones, got {y.dtype}. Use y.real.")
-        refuse_where(
-            (y != 0) & (y != 1), y, "must be 0 or 1 (for one of several classes, use Categorical)"
+        words = (
+            "must be 0 or 1 (for one of several classes, use Categorical). Mark missing labels with"
+            ' NaN and use Bernoulli(missing="nan")'
         )
+        refuse_where((y != 0) & (y != 1), y, words)
 
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
         """Return Λ = diag(p(1 − p))."""

@@ -16,9 +16,8 @@ from evigrad.core.roots import (
     top_norms,
 )
 from evigrad.errors import InputError
-from evigrad.inputs import refuse_where
 from evigrad.likelihoods.base import Likelihood, Metric
-from evigrad.likelihoods.targets import total
+from evigrad.likelihoods.targets import check_labels, total
 
 
 class Categorical(Likelihood):
@@ -85,25 +84,8 @@ class Categorical(Likelihood):
             raise InputError(
                 f"Class labels must have the shape ({num_data},), got {tuple(y.shape)}{hint}."
             )
-        if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-            raise InputError(f"Class labels must be integers, got {y.dtype}. Use y.long().")
-        label = y.long()
-        nearest_label = label.clamp(0, num_outputs - 1)
-        if torch.equal(label, nearest_label):
-            return
-        outside = label != nearest_label
-        refuse_where(
-            outside & (label == self.ignore_index),
-            label,
-            "is the ignore_index of missing labels. Labels may be missing at positions of outputs"
-            " (m, …, C) and in heads of a Joint likelihood. Otherwise, remove the example",
-        )
-        refuse_where(
-            outside,
-            label,
-            f"is outside 0 … {num_outputs - 1} (the model has {num_outputs} outputs). Number the"
-            " labels from 0",
-        )
+        what = f" (the model has {num_outputs} outputs)"
+        check_labels(y, num_outputs, self.ignore_index, what, "Number the labels from 0")
 
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
         """Return Λ = diag(p) − ppᵀ."""

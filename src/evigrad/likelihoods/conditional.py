@@ -72,7 +72,8 @@ class Conditional(Likelihood):
             condition.
 
         Raises:
-            InputError: If there is no such condition, or a shape does not match the targets.
+            InputError: If there is no such condition, a value is out of range, or a shape does not
+                match the targets.
         """
         self._check_names(conditions)
         y = as_numbers(y).double()
@@ -88,6 +89,7 @@ class Conditional(Likelihood):
                     f" {tuple(y.shape[:-1])}, got {tuple(values.shape)}."
                 )
             columns.append(values.expand(y.shape))
+            self._check_condition(name, torch.where(y.isnan(), default, columns[-1]))
         return torch.cat(columns, -1)
 
     def _check_names(self, conditions: Mapping[str, object]) -> None:
@@ -200,7 +202,7 @@ class Conditional(Likelihood):
             self._check_condition(name, values)
 
     def _check_condition(self, name: str, values: Tensor) -> None:
-        refuse_where(values.isnan(), values, f"is not a number, but it is the {name}")
+        refuse_where(values.isnan(), values, "is not a number", name.capitalize())
         self.validate_condition(name, values)
 
     def validate_plain(self, f_shape: Sequence[int], y: Tensor) -> None:

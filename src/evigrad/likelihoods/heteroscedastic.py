@@ -85,6 +85,10 @@ class HeteroscedasticGaussian(Likelihood):
         epistemic, of_log = covariance.diagonal(dim1=1, dim2=2).chunk(2, dim=1)
         return mean, epistemic, (log_variance + 0.5 * of_log).exp()
 
+    def variance_of_logs(self, covariance: Float[Tensor, "m C C"]) -> Float[Tensor, "m D"] | None:
+        """Return the variances of the log standard deviations s/2."""
+        return 0.25 * covariance.diagonal(dim1=1, dim2=2).chunk(2, dim=1)[1]
+
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Float[Tensor, "m D"]:
         """Draw targets μ + exp(s/2)·ε."""
         mean, log_variance = self._of_targets(f.detach())
@@ -161,6 +165,9 @@ class NaturalGaussian(HeteroscedasticGaussian):
         slopes = torch.cat([variance.diag_embed(), of_b.diag_embed()], dim=2)
         epistemic = torch.einsum("mdc,mce,mde->md", slopes, covariance, slopes)
         return mean, epistemic.clamp(min=0.0), variance
+
+    def variance_of_logs(self, covariance: Float[Tensor, "m C C"]) -> None:
+        """Return None, because ``moments`` averages nothing."""
 
 
 def _precision(b: Tensor) -> Tensor:

@@ -49,7 +49,8 @@ class KnownNoise(Noisy):
     def validate_condition(self, name: str, values: Float[Tensor, "m C"]) -> None:
         """Check that standard deviations are finite and not negative."""
         wrong = (values < 0) | values.isinf()
-        refuse_where(wrong, values, "is a standard deviation. It must be finite and at least 0")
+        words = "must be finite and at least 0, because it is a standard deviation"
+        refuse_where(wrong, values, words, "Noise")
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Float[Tensor, "m D"]) -> Float[Tensor, " m"]:
         y, conditions = self.split(y)

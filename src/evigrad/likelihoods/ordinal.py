@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, pad
 
 from evigrad.errors import ConfigurationError, InputError
-from evigrad.inputs import refuse_where
 from evigrad.likelihoods.base import Likelihood, Metric, by_entry
-from evigrad.likelihoods.targets import total
+from evigrad.likelihoods.targets import check_labels, total
 
 
 class Ordinal(Likelihood):
@@ -127,14 +126,8 @@ class Ordinal(Likelihood):
             raise InputError(
                 f"Class labels must have the shape ({num_data},), got {tuple(y.shape)}{hint}."
             )
-        if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-            raise InputError(f"Class labels must be integers, got {y.dtype}. Use y.long().")
-        label, last = y.long(), self.num_classes - 1
-        refuse_where(
-            (label < 0) | (label > last),
-            label,
-            f"is outside 0 … {last}. Number the labels from 0, or set num_classes",
-        )
+        fix = "Number the labels from 0, or set num_classes"
+        check_labels(y, self.num_classes, self.ignore_index, "", fix)
 
     def hessian(self, f: Float[Tensor, "m 1"]) -> Float[Tensor, "m 1 1"]:
         """Return the Fisher information, differentiable in f and in the thresholds."""

@@ -41,13 +41,17 @@ class Counts(Independent):
     def validate_condition(self, name: str, values: Float[Tensor, "m C"]) -> None:
         """Check that exposures are positive, and neither tiny nor huge."""
         wrong = ~((values > 1e-30) & (values < 1e30))
-        refuse_where(wrong, values, "is an exposure. It must be finite and positive")
+        refuse_where(wrong, values, "must be finite and positive", "Exposure")
 
     def validate_observed(self, f_shape: Sequence[int], y: Tensor) -> None:
         """Check that the targets are counts 0, 1, 2, … (floating point or integer)."""
         if y.is_complex():
             raise InputError(f"Counts must be real whole numbers, got {y.dtype}. Use y.real.")
         refuse_where((y < 0) | (y % 1 != 0), y, "must be a count, a whole number of at least 0")
+
+    def variance_of_logs(self, covariance: Float[Tensor, "m C C"]) -> Float[Tensor, "m C"]:
+        """Return the variances of the log rates."""
+        return covariance.diagonal(dim1=1, dim2=2)
 
     def metrics(self, f: Float[Tensor, "m C"], y: Tensor) -> Mapping[str, Metric]:
         """Return the sums ``log_likelihood`` (nats) and ``squared_error`` of means (counts²)."""

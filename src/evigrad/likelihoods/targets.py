@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from evigrad.errors import InputError
-from evigrad.inputs import refuse_where
+from evigrad.inputs import MISSING_LABELS, refuse_cells, refuse_where
 
 
 def check_one_per_output(f_shape: Sequence[int], y: Tensor) -> None:
@@ -23,8 +23,35 @@ def check_one_per_output(f_shape: Sequence[int], y: Tensor) -> None:
 
 def check_whole_labels(labels: Tensor, of: str = "") -> None:
     """Raise an InputError if a label among real numbers is a fraction or NaN."""
-    words = f"is not a label{of}. Labels are whole numbers"
+    words = f"is not a label{of}. Labels are whole numbers. {MISSING_LABELS}"
     refuse_where(labels != labels.round(), labels, words)
+
+
+def check_labels(y: Tensor, num_classes: int, ignore_index: int, what: str, fix: str) -> None:
+    """Raise an InputError unless labels (m,) are integers from 0 to ``num_classes`` − 1.
+
+    ``what`` explains the range and ``fix`` says how to change it.
+
+    Raises:
+        InputError: If the type or a label is wrong.
+    """
+    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+        advice = f" NaN cannot be converted. {MISSING_LABELS}." if y.is_floating_point() else ""
+        raise InputError(f"Class labels must be integers, got {y.dtype}. Use y.long().{advice}")
+    label = y.long()
+    nearest_label = label.clamp(0, num_classes - 1)
+    if torch.equal(label, nearest_label):
+        return
+    outside = label != nearest_label
+    refuse_where(
+        outside & (label == ignore_index),
+        label,
+        "is the ignore_index of missing labels. Labels may be missing at positions of outputs"
+        " (m, …, C) and in heads of a Joint likelihood. Otherwise, remove the example",
+    )
+    words = f"is outside 0 … {num_classes - 1}{what}. {fix}"
+    refuse_where(label < 0, label, f"{words}. {MISSING_LABELS}")
+    refuse_where(outside, label, words)
 
 
 def like(f: Tensor, targets: Tensor) -> Tensor:
@@ -36,7 +63,14 @@ def as_numbers(values: Any) -> Tensor:
     """Return a tensor of numbers, sequences, arrays or series. Tensors stay on their device."""
     if isinstance(values, Tensor):
         return values
-    return torch.as_tensor(np.asarray(values), device="cpu")
+    array = np.asarray(values)
+    if array.dtype.kind not in "biufc":
+        refuse_cells(array)
+        array = np.array(array.tolist())  # numbers in an array of objects
+    if array.dtype.kind not in "biufc":
+        raise InputError(f"Targets must be numbers, got an array of dtype {array.dtype}.")
+    # PyTorch warns about arrays that are read-only, such as columns of pandas.
+    return torch.as_tensor(array if array.flags.writeable else array.copy(), device="cpu")
 
 
 def precisely(values: Tensor) -> Tensor:

@@ -63,7 +63,8 @@ class Weighted(Likelihood):
             A float64 tensor with the weights as the last entry of the last dimension.
 
         Raises:
-            InputError: If there is not one weight per target.
+            InputError: If there is not one weight per target, or a weight is negative or not
+                finite.
         """
         y, weights = as_numbers(y), as_numbers(weights)
         columns = y.unsqueeze(-1) if self._has_labels or y.ndim == 1 else y
@@ -72,7 +73,9 @@ class Weighted(Likelihood):
                 f"Weights must have the shape {tuple(columns.shape[:-1])}, one weight per"
                 f" target, got {tuple(weights.shape)} for targets of shape {tuple(y.shape)}."
             )
-        return torch.cat([columns.double(), weights.to(y.device).double()[..., None]], -1)
+        weights = weights.to(y.device).double()
+        _check_weights(weights)
+        return torch.cat([columns.double(), weights[..., None]], -1)
 
     def at(self, y: Tensor) -> Likelihood:
         if not self.has_conditions:
@@ -130,8 +133,7 @@ class Weighted(Likelihood):
                 f" {y.dtype} and shape {tuple(y.shape)}. Use likelihood.targets(y, weights)."
             )
         targets, weights = self.split(y)
-        wrong = ~(weights >= 0) | weights.isinf()
-        refuse_where(wrong, weights, "is a weight. It must be finite and at least 0")
+        _check_weights(weights)
         self.likelihood.validate(f_shape, targets)
 
     def check_derivatives(self, f: Float[Tensor, "m C"], y: Tensor, curvature: str = "ggn") -> None:
@@ -175,6 +177,11 @@ class Weighted(Likelihood):
 
     def reported(self) -> dict[str, float]:
         return self.likelihood.reported()
+
+
+def _check_weights(weights: Tensor) -> None:
+    wrong = ~(weights >= 0) | weights.isinf()
+    refuse_where(wrong, weights, "must be finite and at least 0", "Weight")
 
 
 def unweighted(likelihood: Likelihood) -> Likelihood:

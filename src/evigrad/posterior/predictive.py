@@ -1,6 +1,7 @@
 """Predict targets from the posterior of the outputs."""
 
 import math
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from evigrad.errors import ConfigurationError, InputError
+from evigrad.errors import ConfigurationError, EvigradWarning, InputError
 from evigrad.likelihoods import Conditional, Likelihood
 from evigrad.likelihoods.calls import (
     check_targets,
@@ -27,6 +28,9 @@ from evigrad.likelihoods.weighted import unweighted
 LINKS = ("monte-carlo", "probit", "plug-in")
 # Number of sampled outputs at once, 128 MiB in float64.
 _NUMBERS_AT_ONCE = 2**24
+# Half of the mean of a log-normal distribution comes from values above exp(f + variance). At a
+# variance of 1, only 16 % of the posterior lies there, and the mean is 1.65 times exp(f).
+_WIDE_LOG = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,9 +127,30 @@ class Predictive:
     def mean(self) -> Float[Tensor, "m ... D"]:
         """Return the mean of numeric targets in their units. For other targets, return the outputs.
 
-        The mean equals the outputs for Gaussian noise, and exp(f + variance/2) for counts.
+        The mean equals the outputs for Gaussian noise, and exp(f + variance/2) for counts. To
+        predict a total of counts, add up ``plug_in.mean`` instead, because the means of the
+        training data add up to more than the number of events. A warning is shown if the variance
+        of a log rate is too large for a mean.
         """
         return self._moments[0]
+
+    @property
+    def plug_in(self) -> "Predictive":
+        """Return the prediction without uncertainty of the weights (the MAP prediction).
+
+        Its ``mean`` is the rate exp(f) for counts, and its ``noise_variance`` is the noise of the
+        network's outputs. The epistemic variance is zero.
+
+        Examples:
+            >>> import torch
+            >>> from evigrad import Predictive
+            >>> from evigrad.likelihoods import Poisson
+            >>> prediction = Predictive(torch.zeros(1, 1), torch.ones(1, 1, 1), Poisson())
+            >>> prediction.mean.item(), prediction.plug_in.mean.item()
+            (1.6487212181091309, 1.0)
+        """
+        zeros = self.outputs.new_zeros(()).expand(self.outputs.shape)
+        return replace(self, covariance=zeros, link="plug-in")
 
     @property
     def epistemic_variance(self) -> Float[Tensor, "m ... D"]:
@@ -166,17 +191,34 @@ class Predictive:
         whole = self.correlated or self.likelihood.has_conditions
         size = len(f) if whole else max(1, _NUMBERS_AT_ONCE // f.shape[1] ** 2)
         covariances = self.covariance.flatten(0, self.outputs.dim() - 2)
-        parts = []
+        parts, largest = [], []
         for of_part, part in zip(f.split(size), covariances.split(size), strict=True):
             covariance = part if self.correlated else part.diag_embed()
             if (target_moments := moments(self.likelihood, of_part, covariance)) is None:
                 return self.outputs, self._variance, None
             parts.append(target_moments)
+            of_logs = self.likelihood.variance_of_logs(covariance)
+            largest.append(f.new_zeros(0) if of_logs is None else of_logs.amax(1))
+        self._warn_of_wide_logs(torch.cat(largest))
         shape = self.outputs.shape[:-1]
         mean, epistemic, noise = (
             torch.cat(p).unflatten(0, shape) for p in zip(*parts, strict=True)
         )
         return mean, epistemic, noise
+
+    def _warn_of_wide_logs(self, variances: Float[Tensor, " m"]) -> None:
+        """Warn if the mean of an exponential is mostly due to the tails of the posterior."""
+        if not bool((wide := variances > _WIDE_LOG).any()):
+            return
+        warnings.warn(
+            "The mean or the noise averages exponentials over the posterior. For"
+            f" {int(wide.sum()):,} of {len(wide):,} examples, the logarithm has a variance above"
+            f" {_WIDE_LOG:g} (at most {float(variances.max()):.3g}). The tails of the posterior"
+            " then determine the average, which can be far too large. Use prediction.plug_in, which"
+            " ignores the uncertainty of the weights. log_prob(y) is not affected.",
+            EvigradWarning,
+            stacklevel=5,  # the caller of mean
+        )
 
     @property
     def _variance(self) -> Float[Tensor, "m ... C"]:

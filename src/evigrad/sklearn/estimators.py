@@ -12,7 +12,6 @@ from typing import Any, Literal, ParamSpec, Self, cast, overload
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, is_classifier
-from sklearn.preprocessing import StandardScaler
 from sklearn.utils import Tags, check_array, check_random_state, check_X_y
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
@@ -20,13 +19,17 @@ from torch import Tensor, nn
 
 from evigrad.core.names import DEFAULT_ESTIMATOR
 from evigrad.errors import ConfigurationError, InputError, nearest
-from evigrad.likelihoods import Categorical, Gaussian, KnownNoise, Likelihood, Weighted
+from evigrad.likelihoods import Likelihood, Ordinal, Weighted
+from evigrad.likelihoods.calls import class_probabilities
+from evigrad.likelihoods.noisy import Noisy
+from evigrad.likelihoods.poisson import Counts
+from evigrad.likelihoods.weighted import unweighted
 from evigrad.measure.metrics import probe_outputs
 from evigrad.models import make_model
 from evigrad.network.arguments import check_mode
 from evigrad.network.modes import seeded
 from evigrad.passes.checks import check_choice
-from evigrad.posterior import DEFAULT_STRUCTURE, STRUCTURES, Posterior
+from evigrad.posterior import DEFAULT_STRUCTURE, STRUCTURES, Posterior, Predictive
 from evigrad.priors import GaussianPrior
 from evigrad.sklearn.table import (
     Columns,
@@ -38,7 +41,14 @@ from evigrad.sklearn.table import (
     refuse_numbers,
     refuse_targets,
     weights_of_classes,
-    with_noise,
+)
+from evigrad.sklearn.targets import (
+    Units,
+    beside,
+    deviance_explained,
+    for_classes,
+    for_numbers,
+    in_columns,
 )
 from evigrad.training import FitResult, fit
 from evigrad.training.settings import GROUPS, grouped
@@ -51,8 +61,15 @@ UNKNOWN = ("error", "ignore")
 _BLOCKS = 10
 # Rows of whole-number weights are repeated if the table does not grow by more than this factor.
 _MOST_REPEATED = 10
-# Keywords of ``fit`` that the estimators set themselves.
-_OWN = {"model", "train", "likelihood", "hyperparameters", "seed", "progress"}
+# Keywords of ``fit`` that the estimators set themselves, and the arguments that set them.
+_OWN = {
+    "model": "module=...",
+    "train": "fit(X, y)",
+    "likelihood": "likelihood=...",
+    "hyperparameters": "relevance=...",
+    "seed": "random_state=...",
+    "progress": "verbose=...",
+}
 # Number of rows that are predicted at once.
 _AT_ONCE = 8192
 
@@ -81,6 +98,7 @@ class _EvidenceEstimator(BaseEstimator):
         hidden_layer_sizes: int | Sequence[int] = (64, 64),
         activation: str = "relu",
         *,
+        likelihood: str | Likelihood = "gaussian",
         module: Module | None = None,
         relevance: bool = True,
         estimator: str | None = DEFAULT_ESTIMATOR,
@@ -96,6 +114,7 @@ class _EvidenceEstimator(BaseEstimator):
     ) -> None:
         self.hidden_layer_sizes = hidden_layer_sizes
         self.activation = activation
+        self.likelihood = likelihood
         self.module = module
         self.relevance = relevance
         self.estimator = estimator
@@ -330,6 +349,11 @@ class _EvidenceEstimator(BaseEstimator):
         single = {setting.name for kind in GROUPS.values() for setting in fields(kind)}
         allowed_names = single | {*signature(fit).parameters} - {*_OWN, *GROUPS}
         for name in settings:
+            if name in _OWN:
+                raise ConfigurationError(
+                    f"settings must not contain '{name}', which is an argument of"
+                    f" {type(self).__name__}. Use {_OWN[name]}."
+                )
             if name not in allowed_names:
                 raise ConfigurationError(
                     "Each key of settings must be an argument of evigrad.fit or a field of Laplace,"
@@ -363,10 +387,13 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
             network linear. Default: (64, 64).
         activation: Nonlinearity after each hidden layer: relu, tanh, silu, gelu, elu, softplus or
             sigmoid.
+        likelihood: Distribution of the labels: categorical (default), ordinal for labels that are
+            ordered numbers, such as ratings, or a ``Likelihood`` of single labels, of which a copy
+            is trained.
         module: Network to use instead of these layers: a torch module from inputs (n, inputs) to
-            outputs (n, classes). You can also pass a function that makes a module from the numbers
-            of inputs and classes. A copy of the module is trained, with the module's data type and
-            on its device.
+            outputs (n, classes), or (n, 1) for ordinal. You can also pass a function that makes a
+            module from the numbers of inputs and outputs. A copy of the module is trained, with the
+            module's data type and on its device.
         relevance: Whether the evidence learns a scale for each column, in front of the network.
         estimator: Name of the evidence estimator. None learns only the weights.
         prior: Which weights share a precision: layerwise, scalar, diagonal or a ``GaussianPrior``.
@@ -420,6 +447,7 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
         hidden_layer_sizes: int | Sequence[int] = (64, 64),
         activation: str = "relu",
         *,
+        likelihood: str | Likelihood = "categorical",
         module: Module | None = None,
         relevance: bool = True,
         estimator: str | None = DEFAULT_ESTIMATOR,
@@ -437,6 +465,7 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
         super().__init__(
             hidden_layer_sizes,
             activation,
+            likelihood=likelihood,
             module=module,
             relevance=relevance,
             estimator=estimator,
@@ -472,7 +501,9 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
             The estimator itself.
 
         Raises:
-            InputError: If all labels belong to one class, or all weights are zero.
+            ConfigurationError: If the likelihood is not one of these labels.
+            InputError: If all labels belong to one class, all weights are zero, or labels of an
+                ordinal likelihood are not numbers.
             ValueError: If the table, labels or settings are invalid or do not match each other.
         """
         numbers, y, weights = self._training_table(X, y, sample_weight)
@@ -483,9 +514,15 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
                 f"y must have at least two classes, got one class, {self.classes_[0]!r}. Add rows"
                 " of another class."
             )
+        likelihood, num_outputs = for_classes(self.likelihood, len(self.classes_))
+        if isinstance(likelihood, Ordinal) and self.classes_.dtype.kind in "OUS":
+            raise InputError(
+                "Ordered labels must be numbers, whose order is the order of the classes, got text,"
+                f" such as {str(self.classes_[0])!r}. Number them, for example with"
+                " y.map({'low': 0, ...})."
+            )
         numbers, labels, weights = in_order(numbers, labels, weights)
-        count = len(self.classes_)
-        self._fit(numbers, labels, weights, Categorical(), count, self.posterior)
+        self._fit(numbers, labels, weights, likelihood, num_outputs, self.posterior)
         return self
 
     def predict_proba(self, X: Any) -> np.ndarray:
@@ -503,11 +540,13 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
         check_is_fitted(self)
         if (posterior := self.posterior_) is not None:
             return self._in_parts(X, lambda x: posterior(x).probabilities)
-        model = self.result_.model
-        return self._in_parts(X, lambda x: probe_outputs(model, x).double().softmax(dim=1))
+        model, likelihood = self.result_.model, unweighted(self.result_.evidence.likelihood)
+        return self._in_parts(
+            X, lambda x: class_probabilities(likelihood, probe_outputs(model, x).double())
+        )
 
     def predict(self, X: Any) -> np.ndarray:
-        """Return the most probable class of each row.
+        """Return the most probable class of each row, also for ordered classes.
 
         Args:
             X: Table with the columns of the training table.
@@ -529,17 +568,22 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
     ``category``, ``string`` or ``object``) are one-hot encoded. The prior precision of each layer's
     weights, the relevance of each column and the noise of the targets are learned by maximizing the
     marginal likelihood of the training table. You need no validation split and no hyperparameter
-    search. Predictions are in the units of the targets.
+    search. Predictions are in the units of the targets. Counts are not standardized.
 
     Args:
         hidden_layer_sizes: Number of units of each hidden layer. An empty sequence makes the
             network linear. Default: (64, 64).
         activation: Nonlinearity after each hidden layer: relu, tanh, silu, gelu, elu, softplus or
             sigmoid.
+        likelihood: Distribution of the targets: gaussian (default), student-t, heteroscedastic,
+            natural-gaussian, poisson or negative-binomial, or a ``Likelihood``. A copy of a
+            ``Likelihood`` is trained. Its learned noise starts in units of the targets' standard
+            deviation, and a fixed noise is in units of the targets. docs/sklearn.md lists what each
+            likelihood predicts.
         module: Network to use instead of these layers: a torch module from inputs (n, inputs) to
-            outputs (n, targets). You can also pass a function that makes a module from the numbers
-            of inputs and targets. A copy of the module is trained, with the module's data type and
-            on its device.
+            outputs (n, targets), or (n, 2 × targets) if the network predicts the noise. You
+            can also pass a function that makes a module from the numbers of inputs and outputs. A
+            copy of the module is trained, with the module's data type and on its device.
         relevance: Whether the evidence learns a scale for each column, in front of the network.
         estimator: Name of the evidence estimator. None learns only the weights.
         prior: Which weights share a precision: layerwise, scalar, diagonal or a ``GaussianPrior``.
@@ -558,7 +602,8 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
 
     Attributes:
         noise_: Learned standard deviation of the noise in the units of the targets: a number, or
-            one per target if there are several.
+            one per target if there are several. For student-t, the scale of the noise. Exists only
+            if the likelihood has one noise for all rows.
         relevance_: Learned scale of each column of the table, relative to the largest scale, (d,).
             The network hardly uses columns with scales near 0. Exists only if ``relevance`` is
             True.
@@ -583,7 +628,9 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
     See also: docs/sklearn.md.
     """
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None, noise: Any = None) -> Self:
+    def fit(
+        self, X: Any, y: Any, sample_weight: Any = None, noise: Any = None, exposure: Any = None
+    ) -> Self:
         """Train the network and learn the prior precisions, the columns' relevances and the noise.
 
         Args:
@@ -591,84 +638,166 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
             y: Targets (n,), or several per row (n, D).
             sample_weight: Number of times that each row counts, (n,). Default: 1.
             noise: Known standard deviation of each target's measurement error, in the units of the
-                targets, (n,) or (n, D). ``noise_`` is then the noise beyond these errors. Default:
-                none is known.
+                targets, (n,) or (n, D), for a Gaussian likelihood. ``noise_`` is then the noise
+                beyond these errors. Default: none is known.
+            exposure: Time or population over which each count was recorded, (n,) or (n, D), for
+                poisson and negative-binomial. Default: 1.
 
         Returns:
             The estimator itself.
 
         Raises:
-            ValueError: If the table, targets, noise or settings are invalid or do not match each
-                other.
+            ConfigurationError: If the likelihood is not one of these targets.
+            InputError: If noise, exposures or counts are invalid.
+            ValueError: If the table, targets or settings are invalid or do not match each other.
         """
+        conditions = {"noise": noise, "exposure": exposure}
+        conditions = {name: values for name, values in conditions.items() if values is not None}
+        num_targets = int(np.prod(np.asarray(y).shape[1:]))
+        likelihood, num_outputs = for_numbers(self.likelihood, num_targets, conditions)
         target_shape = None
-        if noise is not None:
-            y, target_shape = with_noise(y, noise)
+        for name, values in conditions.items():
+            y, target_shape = beside(likelihood, y, name, values)
         numbers, y, weights = self._training_table(
             X, y, sample_weight, multi_output=True, y_numeric=True
         )
         self._target_shape = y.shape[1:] if target_shape is None else target_shape
+        self._has_exposure = exposure is not None
         columns = y.reshape(len(y), -1).astype(np.float64)
+        if isinstance(likelihood, Counts):  # before rows are sorted
+            counts = torch.as_tensor(columns[:, :num_targets], device="cpu")
+            likelihood.validate_observed(counts.shape, counts)
         numbers, columns, weights = in_order(numbers, columns, weights)
-        columns, errors = (columns, None) if noise is None else np.split(columns, 2, axis=1)
-        self._scaler = StandardScaler().fit(columns, sample_weight=weights)
-        self._units = np.asarray(self._scaler.scale_)
-        standardized = np.asarray(self._scaler.transform(columns))
-        num_outputs = columns.shape[1]
-        kind = Gaussian if errors is None else KnownNoise
-        likelihood = kind(num_outputs=None if num_outputs == 1 else num_outputs)
-        if isinstance(likelihood, KnownNoise) and errors is not None:
-            known_noise = torch.as_tensor(errors / self._units, device="cpu")
-            values = torch.as_tensor(standardized, device="cpu")
-            standardized = likelihood.targets(values, noise=known_noise).numpy()
+        condition = columns[:, num_targets:] if conditions else None
+        columns = columns[:, :num_targets]
+        self._units = Units.of(likelihood, columns, condition, weights)
+        self._units.fix_noise(likelihood)
+        targets = self._units.targets(likelihood, columns, condition).numpy()
         posterior = self.posterior or DEFAULT_STRUCTURE
-        self._fit(numbers, standardized, weights, likelihood, num_outputs, posterior)
-        count = len(y) if weights is None else weights.sum()
-        self.log_evidence_ -= float(count * np.log(self._units).sum())
-        noise = likelihood.log_noise.detach().exp().double().cpu().numpy() * self._units
-        self.noise_ = float(noise[0]) if num_outputs == 1 else noise
+        self._fit(numbers, targets, weights, likelihood, num_outputs, posterior)
+        count = len(columns) if weights is None else weights.sum()
+        self.log_evidence_ -= float(count * np.log(self._units.scale).sum())
+        vars(self).pop("noise_", None)  # of an earlier fit
+        if isinstance(likelihood, Noisy):
+            learned = likelihood.log_noise.detach().exp().double().cpu().numpy()
+            learned = learned * self._units.scale
+            self.noise_ = float(learned[0]) if num_targets == 1 else learned
         return self
 
     @overload
-    def predict(self, X: Any, return_std: Literal[False] = False) -> np.ndarray: ...
+    def predict(
+        self, X: Any, return_std: Literal[False] = False, exposure: Any = None
+    ) -> np.ndarray: ...
 
     @overload
-    def predict(self, X: Any, return_std: Literal[True]) -> tuple[np.ndarray, np.ndarray]: ...
+    def predict(
+        self, X: Any, return_std: Literal[True], exposure: Any = None
+    ) -> tuple[np.ndarray, np.ndarray]: ...
 
     def predict(
-        self, X: Any, return_std: bool = False
+        self, X: Any, return_std: bool = False, exposure: Any = None
     ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
         """Return the predicted mean of each row's target.
+
+        The mean is the prediction of the trained network, without the uncertainty of the weights.
+        For counts, it is the rate times the exposure, and sums over rows predict totals.
 
         Args:
             X: Table with the columns of the training table.
             return_std: Whether to also return the standard deviation of the target. This deviation
-                includes the learned noise and the uncertainty of the weights, but no measurement
-                errors that you passed to ``fit``.
+                includes the noise and the uncertainty of the weights, but no measurement errors
+                that you passed to ``fit``.
+            exposure: Exposures of the rows, for counts. Default: 1, which predicts rates.
 
         Returns:
             Means in the shape of the targets. If ``return_std`` is True, means and standard
             deviations.
 
         Raises:
+            ConfigurationError: If the likelihood has no exposures.
             ValueError: If the table does not match the training table.
         """
         check_is_fitted(self)
+        x = self.inputs(X)
+        exposures = self._exposures(exposure, len(x))
+        parts = list[Tensor]()
+        for rows in torch.arange(len(x), device=x.device).split(_AT_ONCE):
+            prediction = self._prediction(x[rows], return_std)
+            if exposures is not None:
+                unit = torch.as_tensor(exposures[rows.cpu()] * self._units.rate, device="cpu")
+                prediction = prediction.with_conditions(exposure=unit.to(x))
+            deviations = [prediction.std] if return_std else []
+            parts.append(torch.stack([prediction.plug_in.mean, *deviations]))
+        numbers = torch.cat(parts, 1).double().cpu().numpy()
+        shape = (len(x), *self._target_shape)
+        means = (numbers[0] * self._units.scale + self._units.shift).reshape(shape)
         if not return_std:
-            outputs = self._in_parts(X, lambda x: probe_outputs(self.result_.model, x))
-            return self._in_units(outputs)
-        both = self._in_parts(X, self._mean_and_std)
-        deviations = both[:, 1] * self._units
-        return self._in_units(both[:, 0]), deviations.reshape(len(both), *self._target_shape)
+            return means
+        return means, (numbers[1] * self._units.scale).reshape(shape)
 
-    def _mean_and_std(self, x: Tensor) -> Tensor:
-        """Return mean and standard deviation of standardized targets, (n, 2, C)."""
-        predictive = cast("Posterior", self.posterior_)(x)
-        return torch.stack([predictive.mean, predictive.std], dim=1)
+    def _prediction(self, x: Tensor, has_posterior: bool) -> Predictive:
+        """Return a prediction in the network's units."""
+        if has_posterior:
+            return cast("Posterior", self.posterior_)(x)
+        outputs = probe_outputs(self.result_.model, x)
+        likelihood = unweighted(self.result_.evidence.likelihood)
+        return Predictive(outputs, torch.zeros_like(outputs), likelihood)
 
-    def _in_units(self, outputs: np.ndarray) -> np.ndarray:
-        means = np.asarray(self._scaler.inverse_transform(outputs))
-        return means.reshape(len(means), *self._target_shape)
+    def _exposures(self, exposure: Any, num_rows: int) -> np.ndarray | None:
+        """Return the exposure of each target (n, D), or None if the likelihood has none."""
+        likelihood = unweighted(self.result_.evidence.likelihood)
+        if isinstance(likelihood, Counts):
+            shape = (num_rows, *self._target_shape)
+            return in_columns("exposure", 1.0 if exposure is None else exposure, shape)
+        if exposure is not None:
+            raise ConfigurationError(
+                f"exposure is only for counts, but the likelihood is {type(likelihood).__name__}."
+                ' Omit exposure, or use likelihood="poisson" or "negative-binomial".'
+            )
+        return None
+
+    def score(self, X: Any, y: Any, sample_weight: Any = None, exposure: Any = None) -> float:
+        """Return R² of the predicted means, or D² for counts.
+
+        R² is the share of the variance that the means explain. D² is the share of the Poisson
+        deviance that the rates explain, as in scikit-learn's PoissonRegressor. Both are averages
+        over the targets of a row, and neither depends on the predicted noise.
+
+        Args:
+            X: Table with the columns of the training table.
+            y: Targets in the shape of the training targets.
+            sample_weight: Weights of the rows. Default: 1.
+            exposure: Exposures of the rows, for counts that were trained with exposures.
+
+        Returns:
+            A number of at most 1, which is 1 for perfect predictions.
+
+        Raises:
+            InputError: If exposures are missing, although the training table had exposures.
+            ValueError: If the table or targets do not match the training table.
+        """
+        check_is_fitted(self)
+        if not isinstance(unweighted(self.result_.evidence.likelihood), Counts):
+            self._exposures(exposure, 0)  # raises if there are exposures
+            return float(super().score(X, y, sample_weight))
+        if self._has_exposure and exposure is None:
+            raise InputError(
+                "score needs the exposures of the counts, because fit() had exposures. Use"
+                " score(X, y, exposure=...). For cross-validation, use"
+                " sklearn.set_config(enable_metadata_routing=True) and"
+                " set_fit_request(exposure=True).set_score_request(exposure=True)."
+            )
+        means = self.predict(X, exposure=exposure)
+        y = np.asarray(y, dtype=np.float64)
+        if y.shape != means.shape:
+            raise InputError(
+                f"y must have the shape of the predictions, {means.shape}, got {y.shape}."
+            )
+        columns, count = (len(y), -1), len(y)
+        rows = np.ones(count) if sample_weight is None else np.asarray(sample_weight, np.float64)
+        exposures = self._exposures(exposure, count)
+        assert exposures is not None
+        return deviance_explained(y.reshape(columns), means.reshape(columns), exposures, rows)
 
     def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()

@@ -174,12 +174,12 @@ def refuse_targets(y: Any, is_classes: bool) -> None:
         return
     array = y.to_numpy() if hasattr(y, "to_numpy") else np.asarray(y)
     cells = array.ravel().tolist()
+    if missing := sum(map(is_missing, cells)):
+        raise InputError(
+            f"y lacks {missing:,} of {len(cells):,} targets (None or NaN). Remove the rows without"
+            " a target."
+        )
     if array.dtype.kind in "OUS":
-        if missing := sum(map(is_missing, cells)):
-            raise InputError(
-                f"y lacks {missing:,} of {len(cells):,} targets (None or NaN). Remove the rows"
-                " without a target."
-            )
         kinds = kinds_of_cells(cells)
         if problem := problem_of_mixture("y", kinds):
             raise InputError(f"{problem}.")
@@ -322,29 +322,3 @@ class Relevance(nn.Module):
     def forward(self, x: Float[Tensor, "m inputs"]) -> Float[Tensor, "m inputs"]:
         """Return the inputs, each multiplied by the scale of its feature."""
         return x * self.values[self.feature_of]
-
-
-def with_noise(y: Any, noise: Any) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Return targets and known noise side by side, (n, 2D), and the shape of a row's targets.
-
-    Raises:
-        InputError: If the noise does not match the targets, or is negative or not finite.
-    """
-    y, noise = np.asarray(y), np.asarray(noise, dtype=np.float64)
-    if y.ndim == 2 and noise.shape == y.shape[:1]:
-        noise = noise[:, None]
-    if noise.ndim == 0:
-        noise = np.broadcast_to(noise, y.shape)
-    if noise.shape not in {y.shape, (*y.shape[:1], 1)}:
-        raise InputError(
-            f"noise must have one value per row or per target, got the shape {noise.shape} for"
-            f" targets of shape {y.shape}."
-        )
-    if not np.isfinite(noise).all() or (noise < 0).any():
-        raise InputError(
-            "noise must be finite and non-negative. It contains the standard deviations of"
-            " measurement errors, in the units of the targets."
-        )
-    columns = y.reshape(len(y), -1)
-    noise = np.broadcast_to(noise.reshape(len(y), -1), columns.shape)
-    return np.concatenate([columns, noise], axis=1), y.shape[1:]
