@@ -139,11 +139,12 @@ class CheckedSource(Source):
                 f" num_data={count}."
             )
         self.is_held = self._source.is_held
-        _, y, self.plan = checked(problem, *self._source.first(PROBE_SIZE))
-        if self.is_held:
+        if self.is_held:  # all targets at once, so that errors contain their shape
             y = self._source.targets()
-            shape = torch.Size((num_data, self.plan.num_outputs))
-            check_targets(problem.likelihood, shape, y, self.plan.outputs.device)
+            shape = torch.Size((num_data, plan.num_outputs))
+            check_targets(problem.likelihood, shape, y, plan.outputs.device)
+        _, first, self.plan = checked(problem, *self._source.first(PROBE_SIZE))
+        y = y if self.is_held else first
         if type(problem.likelihood) not in LIKELIHOODS.values():
             # A custom likelihood needs one trial for each label.
             y = y if y.is_floating_point() else y.unique(dim=0)
