@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 import evigrad
 from evigrad import Evidence, Schedule, fit
-from evigrad.errors import InputError
+from evigrad.errors import ConfigurationError, InputError
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from evigrad.priors import GaussianPrior
 
@@ -154,3 +154,60 @@ def test_inputs_that_are_single_numbers(estimator: str) -> None:
     )
     for block in evidence.blocks(pair).take(2):
         evidence.backward(block)
+
+
+WHOLE = ("estimate", "backward", "collect", "blocks", "blocks, anchored", "bracket", "fit")
+OTHERS: dict[str, tuple[str, Callable[[Evidence, Any, Any], Any]]] = {
+    "fit, test": VERBS["fit, test"],
+    "map_loss": ("ntk-N-1", lambda e, x, y: e.map_loss(x, y)),
+    "posterior": ("ntk-N-1", lambda e, x, y: e.posterior((x, y), structure="diag")),
+    "mode_gap": ("ntk-N-1", lambda e, x, y: e.mode_gap((x, y))),
+    "predict": ("ntk-N-1", lambda e, x, y: e.posterior((X, LABELS), structure="diag")(x)),
+    "item": ("ntk-N-1", lambda e, x, y: e.blocks([(x, y)] * N)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*Nested|.*nested")
+@pytest.mark.parametrize("verb", [*WHOLE, *OTHERS])
+def test_data_that_are_not_dense_are_refused_with_words(verb: str) -> None:
+    estimator, call = VERBS.get(verb) or OTHERS[verb]
+    evidence = build(Categorical(), estimator)
+    strided, jagged = (
+        torch.nested.nested_tensor(list(X), layout=layout)
+        for layout in (torch.strided, torch.jagged)
+    )
+    labels = torch.nested.nested_tensor(list(LABELS.float()[:, None]))
+    cases: list[tuple[Any, Any, str]] = [
+        (strided, LABELS, "must be dense, got a nested tensor.*to_padded_tensor"),
+        (jagged, LABELS, "must be dense, got a nested tensor"),
+        ({"input": strided}, LABELS, "'input' of the inputs must be dense, got a nested"),
+        (X.to_sparse(), LABELS, r"must be dense, got a sparse tensor. Call to_dense\(\)"),
+        (X, labels, "must be dense, got a nested tensor"),
+        (X, LABELS.to_sparse(), "must be dense, got a sparse tensor"),
+    ]
+    for x, y, words in cases[:4] if verb == "predict" else cases:
+        if verb == "item" and isinstance(x, dict):
+            words = "must be dense"
+        with pytest.raises(InputError, match=words):
+            call(evidence, x, y)
+
+
+@pytest.mark.parametrize("verb", ["blocks", "blocks, anchored", "estimate", "fit", "posterior"])
+def test_errors_contain_shapes_of_all_data(verb: str) -> None:
+    """Not those of the examples on which evigrad tries the model or the density first."""
+
+    class NotSummed(Gaussian):
+        def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+            return -(f - y).square()
+
+    estimator, call = VERBS.get(verb) or OTHERS[verb]
+    cases: list[tuple[Likelihood, Tensor, str]] = [
+        (Categorical(), LABELS[:, None], r"must have the shape \(40,\), got \(40, 1\)"),
+        (Gaussian(), NUMBERS[:, :2], r"shape of the outputs, \(40, 3\), got \(40, 2\)"),
+        (NotSummed(), NUMBERS, r"in the shape \(m,\) for outputs \(m, 3\), got \(m, 3\)"),
+    ]
+    for likelihood, y, words in cases:
+        with pytest.raises((InputError, ConfigurationError), match=words):
+            call(build(likelihood, estimator), X, y)
+    with pytest.raises(InputError, match=r"given \d+ examples of shape \(1,\) and type"):
+        call(build(Categorical(), estimator), X[:, :1], LABELS)

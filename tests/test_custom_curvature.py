@@ -47,6 +47,50 @@ class ReturnsVector(Traces):
         return super().log_det(statistic, precisions)[None]
 
 
+class ReturnsComplex(Traces):
+    def log_det(self, statistic: Any, precisions: Any) -> Tensor:
+        return super().log_det(statistic, precisions) + 0j
+
+
+class Negative(Traces):
+    def log_det(self, statistic: Any, precisions: Any) -> Tensor:
+        return -super().log_det(statistic, precisions)
+
+
+class Detached(Traces):
+    def log_det(self, statistic: Any, precisions: Any) -> Tensor:
+        return super().log_det(statistic, precisions).detach()
+
+
+class DetachedPrecisions(Traces):
+    def log_det(self, statistic: Any, precisions: Any) -> Tensor:
+        return super().log_det(statistic, {n: p.detach() for n, p in precisions.items()})
+
+
+class DetachedBias(Traces):
+    def log_det(self, statistic: Any, precisions: Any) -> Tensor:
+        detached = {"0.bias": precisions["0.bias"].detach()}
+        return super().log_det(statistic, {**precisions, **detached})
+
+
+class DetachedStatistic(Traces):
+    def log_det(self, statistic: Any, precisions: Any) -> Tensor:
+        fixed = statistic.with_tensors([t.detach() for t in statistic.tensors()])
+        return super().log_det(fixed, precisions)
+
+
+class Noisy(Traces):
+    def log_det(self, statistic: Any, precisions: Any) -> Tensor:
+        return super().log_det(statistic, precisions) * (1 + 0.01 * torch.rand(()))
+
+
+class Plain(Traces):
+    """Its statistic is a dictionary."""
+
+    def collect(self, *arguments: Any, **keywords: Any) -> Any:
+        return super().collect(*arguments, **keywords).blocks
+
+
 class Indefinite(Traces):
     def log_det(self, statistic: Any, precisions: Any) -> Tensor:
         value = super().log_det(statistic, precisions)
@@ -92,12 +136,75 @@ def test_a_missing_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "received"), [(ReturnsNumber, r"\d+\.\d+\."), (ReturnsVector, r"shape \(1,\)")]
+    ("kind", "received"),
+    [
+        (ReturnsNumber, r"\d+\.\d+\."),
+        (ReturnsVector, r"shape \(1,\)"),
+        (ReturnsComplex, r"shape \(\) and type torch.complex64"),
+    ],
 )
 def test_a_log_det_that_is_no_scalar_tensor(kind: type[Traces], received: str) -> None:
     weights = build(Traces).weights()
     with pytest.raises(ConfigurationError, match=f"{kind.__name__}.log_det must.*got {received}"):
         build(kind(weights)).backward(X, Y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Detached, "Detached.log_det must be differentiable in the statistic.* is 0 by automatic"),
+        (DetachedPrecisions, "DetachedPrecisions.log_det .* in the precisions.* is 0 by automatic"),
+        (DetachedBias, "DetachedBias.log_det must be differentiable in the precisions"),
+        (DetachedStatistic, "DetachedStatistic.log_det must be differentiable in the statistic"),
+        (Negative, "log-determinant of 'traces-N-C' must not be negative, got -"),
+        (Plain, "Plain.collect must return a Statistic, such as a BlockStatistic, got a dict"),
+    ],
+)
+def test_a_log_det_that_is_wrong_changes_no_gradient(
+    kind: type[Traces], words: str, dtype: torch.dtype
+) -> None:
+    evidence = build(kind(build(Traces).weights()))
+    evidence.model.to(dtype)
+    for method in (evidence.estimate, evidence.backward):
+        with pytest.raises(ConfigurationError, match=words):
+            method(X.to(dtype), Y.to(dtype))
+    assert all(p.grad is None for p in evidence.hyperparameters().values())
+
+
+def test_derivatives_are_compared_once_and_not_those_of_a_random_log_det(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    log_det = Traces.log_det
+
+    def counted(self: Traces, statistic: Any, precisions: Any) -> Tensor:
+        calls.append("log_det")
+        return log_det(self, statistic, precisions)
+
+    monkeypatch.setattr(Traces, "log_det", counted)
+    evidence, numbers = build(Traces), []
+    for _ in range(3):
+        evidence.backward(X, Y)
+        numbers.append(len(calls))
+        calls.clear()
+    assert numbers == [9, 1, 1]
+    noisy = build(Noisy(evidence.weights()))
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        noisy.estimate(X, Y)
+        after = torch.rand(())
+        torch.manual_seed(1)
+        torch.rand(())  # by the estimate, and none by the comparison
+        assert after == torch.rand(())
+
+
+def test_a_name_of_a_built_in_structure() -> None:
+    class Kfac(Traces):
+        name = "kfac"
+
+    with pytest.raises(ConfigurationError, match="name of a Kfac must differ .* got 'kfac'"):
+        build(Kfac({}), "kfac-N-C")
 
 
 @pytest.mark.parametrize("function", [evigrad.fit, evigrad.tune])

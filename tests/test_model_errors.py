@@ -167,7 +167,7 @@ def test_exceptions_of_the_model(verb: str, when: str) -> None:
     evidence.describe(X)
     model.left[0] = 0 if when == "first" else calls - 1
     words = (
-        r"The model, given inputs of shape \(\d, 2\) and type torch.float32, raised KeyError: 'x'"
+        r"The model, given \d examples of shape \(2,\) and type torch.float32, raised KeyError: 'x'"
     )
     with pytest.raises(InputError, match=words) as caught:
         VERBS[verb](evidence)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import evigrad
 from evigrad import Evidence, Schedule, fit, reference
-from evigrad.errors import ConfigurationError, InputError
-from evigrad.likelihoods import Categorical, Gaussian, Likelihood
+from evigrad.errors import ConfigurationError, InputError, NotFiniteError
+from evigrad.likelihoods import Categorical, Gaussian, Likelihood, RootRows
 from evigrad.priors import GaussianPrior
 
 N, C, MASK = 12, 3, -100
@@ -354,3 +354,145 @@ def test_overflow_is_not_blamed_on_targets():
 def test_a_posterior_gives_impossible_targets_no_probability():
     posterior = gamma().posterior((X, POSITIVE))
     assert posterior(X).log_prob(torch.zeros_like(POSITIVE)).tolist() == [-torch.inf] * N
+
+
+class OfWeights(Curved):
+    """Its weights are the results of a function of the targets."""
+
+    def __init__(self, weights: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.of = weights
+
+    def weights(self, y: Tensor) -> Any:
+        return self.of(y)
+
+
+WEIGHTS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "negative": (lambda y: torch.where(y[:, 0] > 0.5, -1.0, 1.0), "-1.0 .*comes from weights"),
+    "NaN": (lambda y: y[:, 0] * torch.nan, "nan at index 0 comes from weights of OfWeights"),
+    "too many": (lambda y: torch.ones(len(y) + 1), r"one factor per example.*got shape \(13,\)"),
+    "one": (lambda y: torch.ones(()), r"must return a tensor of shape \(12,\).*got shape \(\)"),
+    "columns": (lambda y: torch.ones(len(y), 2), r"\(12, 3\), with .*got shape \(12, 2\)"),
+    "list": (lambda y: [1.0] * len(y), "got a list"),
+    "raises": (lambda y: y.view(7), "weights of OfWeights, given outputs .* raised RuntimeError"),
+}
+
+
+class OfRoot(Curved):
+    """Its root is the result of a function of the outputs."""
+
+    def __init__(self, root: Callable[[Tensor, Any], Any]) -> None:
+        super().__init__()
+        self.of = root
+
+    def root(self, f: Tensor, columns: Any = None, kind: str = "subblock") -> Any:
+        return self.of(f, columns)
+
+
+def rows(f: Tensor, columns: Tensor | None) -> Tensor:
+    return torch.ones(len(f), C if columns is None else columns.shape[1], C)
+
+
+ROOTS: dict[str, Callable[[Tensor, Any], Any]] = {
+    "a Tensor|shape": rows,
+    r"shape \(.*, 2\)": lambda f, columns: RootRows(rows(f, columns)[..., :2]),
+    r"shape \(1, \d, 3\)": lambda f, columns: RootRows(rows(f, columns)[:1]),
+}
+
+
+class OfHessian(Curved):
+    """Its Hessian is a vector for each example."""
+
+    def hessian(self, f: Tensor) -> Tensor:
+        return torch.ones_like(f)
+
+
+@pytest.mark.parametrize("kind", [*WEIGHTS, *ROOTS, "hessian"])
+def test_methods_that_return_something_else_are_named(kind: str) -> None:
+    if kind in WEIGHTS:
+        likelihood, words = OfWeights(WEIGHTS[kind][0]), WEIGHTS[kind][1]
+    elif kind in ROOTS:
+        likelihood = OfRoot(ROOTS[kind])
+        words = f"root of OfRoot must return evigrad.likelihoods.RootRows with .*got ({kind})"
+    else:
+        likelihood, words = OfHessian(), r"hessian of OfHessian must return .*, 3, 3\), got shape"
+    calls: dict[str, tuple[str, Callable[[Evidence], Any]]] = {
+        "estimate": ("ntk-N-C", lambda e: e.estimate(X, NUMBERS)),
+        "backward": ("kfac-N-C", lambda e: e.backward(X, NUMBERS)),
+        "blocks": ("ntk-4-1", lambda e: e.blocks((X, NUMBERS))),
+        "anchored": ("ntk-4-rows-anchored", lambda e: e.blocks((X, NUMBERS))),
+        "posterior": ("ntk-N-C", lambda e: e.posterior((X, NUMBERS), structure="diag")),
+        "mode_gap": ("ntk-N-C", lambda e: e.mode_gap((X, NUMBERS))),
+    }
+    for verb, (estimator, call) in calls.items():
+        with pytest.raises((ConfigurationError, InputError), match=words):
+            call(build(likelihood, estimator))
+            pytest.fail(f"{verb}: accepted")
+
+
+def test_a_message_about_a_hessian_of_targets_names_estimators_that_need_none() -> None:
+    """Also if the first error is one of PyTorch, because the reference targets do not fit."""
+
+    class OneTarget(StudentT):
+        def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+            assert y.shape == (len(f), 1)
+            return super().log_prob(f, y)
+
+    way_out = "'ntk-400-1-ef', need only log_prob.*'mc' need log_prob and sample"
+    y = NUMBERS[:, :1]
+    for likelihood, of_likelihood in ((StudentT(), NUMBERS), (OneTarget(), y)):
+        for verb, (estimator, call) in VERBS.items():
+            with pytest.raises((ConfigurationError, InputError), match=way_out):
+                call(build(likelihood, estimator), of_likelihood)
+                pytest.fail(f"{verb}: accepted")
+    with pytest.raises(InputError, match="(?s)raised AssertionError.*Define reference_targets"):
+        build(OneTarget(), "ntk-N-C").estimate(X, y)
+    build(OneTarget(), "ntk-4-1-ef").backward(X[:4], y[:4])
+
+
+def test_anchors_use_outputs_in_the_type_of_the_model() -> None:
+    x, y = X.double(), NUMBERS[:, :1].double()
+    types: set[torch.dtype] = set()
+
+    class Noted(Curved):
+        def hessian(self, f: Tensor) -> Tensor:
+            types.add(f.dtype)
+            return super().hessian(f).to(f)
+
+    model = network(1).double()
+    evidence = Evidence(
+        model, Noted(), GaussianPrior(), estimator="ntk-4-rows-anchored", num_data=N, generator=0
+    )
+    evidence.map_loss(x, y, indices=torch.arange(N))
+    for block in evidence.blocks((x, y)).take(2):
+        evidence.backward(block)
+    assert types == {torch.float64}
+
+
+@pytest.mark.parametrize("num_outputs", [1, C])
+@pytest.mark.parametrize("couples", [False, True])
+def test_a_hessian_that_overflows_has_no_off_diagonal_entries(
+    num_outputs: int, couples: bool
+) -> None:
+    class Overflowing(Curved):
+        couples_outputs = couples
+
+        def hessian(self, f: Tensor) -> Tensor:
+            return super().hessian(f) * torch.inf
+
+    f = torch.zeros(2, num_outputs)
+    with pytest.raises(NotFiniteError, match="contains NaN or infinite values"):
+        Overflowing().root(f)
+
+
+def test_derivatives_that_are_not_finite_are_no_difference() -> None:
+    """As of a mask whose other branch is infinite."""
+
+    class Censored(Likelihood):
+        name, couples_outputs = "censored", False
+
+        def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+            return torch.where(y > 0, (f - f.detach()).sqrt(), -0.5 * (y - f).square()).sum(1)
+
+    with pytest.raises(NotFiniteError, match=r"Hessian of Censored.log_prob .*NaN.*torch.where"):
+        build(Censored(), "ntk-4-1").blocks((X, NUMBERS))

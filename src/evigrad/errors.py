@@ -136,6 +136,12 @@ def listed(names: Sequence[str]) -> str:
     return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
+def shape_or_type(value: object) -> str:
+    """Return the shape of a tensor, or the type of any other object, for messages."""
+    shape = getattr(value, "shape", None)
+    return f"a {type(value).__name__}" if shape is None else f"shape {tuple(shape)}"
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error from PyTorch, Python or a CUDA library means "out of memory"."""
     import torch  # here, so that --help does not wait for it
@@ -163,11 +169,11 @@ def memory_for(what: str, cheaper: str) -> Iterator[None]:
 
 
 @contextmanager
-def raised_in(whose: str) -> Iterator[None]:
+def raised_in(whose: str, hint: str = "") -> Iterator[None]:
     """Turn an exception from the user's code into an InputError that names this code.
 
     evigrad's errors and out-of-memory errors pass unchanged. ``whose`` names the code and its
-    arguments, as the subject of the message.
+    arguments, as the subject of the message. ``hint`` is appended to the message.
 
     Raises:
         InputError: If the code in this context raises any other exception.
@@ -177,8 +183,9 @@ def raised_in(whose: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, EvigradError) or is_out_of_memory(error):
             raise
-        hint = next((advice for words, advice in _ADVICE.items() if words in str(error)), "")
-        raise InputError(f"{whose} raised {type(error).__name__}: {error}{hint}") from error
+        hint = next((advice for words, advice in _ADVICE.items() if words in str(error)), hint)
+        words = str(error).rstrip(".") if hint else error
+        raise InputError(f"{whose} raised {type(error).__name__}: {words}{hint}") from error
 
 
 def require(module: str, purpose: str, extra: str = "data") -> Any:

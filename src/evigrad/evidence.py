@@ -637,8 +637,9 @@ class Evidence:
 
         The posterior is N(w*, (H + P0)⁻¹). Here w* are the current weights, P0 is the prior
         precision, and H is the Gauss-Newton matrix of all data at the evidence's temperature. H
-        does not depend on the estimator. Matrices are float64 unless you set
-        ``Memory(gram_dtype=...)``.
+        does not depend on the estimator, with one exception. If the estimator has ``ef`` or ``mc``,
+        and a custom likelihood does not define ``hessian``, H is the empirical or sampled Fisher
+        matrix. Matrices are float64 unless you set ``Memory(gram_dtype=...)``.
 
         Args:
             data: All N training examples, in a form that ``blocks`` takes.
@@ -660,6 +661,8 @@ class Evidence:
                 model.
             InputError: If the data are invalid for the model or the likelihood.
             MemoryBudgetError: If the structure would not fit into the free memory.
+            NotFiniteError: If a prior precision is not positive and finite.
+            NotPositiveDefiniteError: If the curvature is NaN or infinite.
         """
         if (data is None) == (state is None):
             raise ConfigurationError(
@@ -697,6 +700,8 @@ class Evidence:
                 model.
             InputError: If the data are invalid for the model or the likelihood.
             MemoryBudgetError: If the structure would not fit into the free memory.
+            NotFiniteError: If the gap or a prior precision is not finite.
+            NotPositiveDefiniteError: If the curvature is NaN or infinite.
 
         Examples:
             >>> import torch

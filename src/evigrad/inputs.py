@@ -182,10 +182,21 @@ class AtPositions(_Joined):
 Inputs = Tensor | Tree | AtPositions
 
 
+def check_dense(what: str, value: Tensor) -> None:
+    """Raise an InputError if a tensor of data is sparse or nested."""
+    if value.is_nested:
+        raise InputError(
+            f"{what} must be dense, got a nested tensor. Use torch.nested.to_padded_tensor(value,"
+            " padding), and mask the padding."
+        )
+    if value.layout != torch.strided:
+        raise InputError(f"{what} must be dense, got a sparse tensor. Call to_dense() on it.")
+
+
 def as_inputs(value: Any) -> Inputs:
     """Return a tensor unchanged. Check containers of tensors and return them as a ``Tree``."""
-    if isinstance(value, Tensor) and value.layout != torch.strided:
-        raise InputError("Inputs must be dense, got a sparse tensor. Use x.to_dense().")
+    if isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided):
+        check_dense("Inputs", value)
     if isinstance(value, Inputs):
         return value
     if not isinstance(value, Mapping | tuple | list):
@@ -202,10 +213,7 @@ def as_inputs(value: Any) -> Inputs:
                 f"{name} of the inputs must be a tensor, got {type(part).__name__}. Convert or"
                 " remove it."
             )
-        if part.layout != torch.strided:
-            raise InputError(
-                f"{name} of the inputs must be dense, got a sparse tensor. Call to_dense() on it."
-            )
+        check_dense(f"{name} of the inputs", part)
         if part.dim() == 0:
             raise InputError(
                 f"{name} of the inputs must have a first dimension that counts examples, got a"
@@ -368,9 +376,8 @@ def called(model: nn.Module, x: Inputs) -> object:
 
 def _result(model: nn.Module, x: Tensor | Tree) -> Any:
     if isinstance(x, Tensor):
-        with _raised_by(
-            model, f"The model, given inputs of shape {tuple(x.shape)} and type {x.dtype},"
-        ):
+        words = f"{len(x)} examples of shape {tuple(x.shape[1:])} and type {x.dtype}"
+        with _raised_by(model, f"The model, given {words},"):
             return model(x.clone())
     positional, named = arguments(model, x.clone().value)
     words = ", ".join(

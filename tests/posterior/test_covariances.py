@@ -7,12 +7,14 @@ from hypothesis import strategies as st
 from posterior.cases import LIKELIHOODS, Case, case
 from torch import nn
 
-from evigrad import Memory
+from evigrad import Evidence, Memory
 from evigrad.core.curvature.kfac import Factors
-from evigrad.errors import NotPositiveDefiniteError
+from evigrad.errors import NotFiniteError, NotPositiveDefiniteError
 from evigrad.invariances import AffineInvariance, Averaged
-from evigrad.posterior import covariances
+from evigrad.likelihoods import Gaussian
+from evigrad.posterior import STRUCTURES, covariances
 from evigrad.posterior.covariances import Kronecker
+from evigrad.priors import GaussianPrior
 
 
 def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
@@ -250,3 +252,51 @@ def test_a_curvature_that_is_not_finite_is_refused_before_it_is_needed():
     precisions = small_case.evidence.prior.precisions()
     with pytest.raises(NotPositiveDefiniteError, match="the curvature is NaN or infinite"):
         covariances.covariance_of(statistic, precisions, small_case.weights, torch.float64)
+
+
+def linear(precision: float = 1.0) -> Evidence:
+    """A linear model of two examples, with a precision that may be infinite."""
+    model = nn.Linear(1, 1).double()
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    prior = GaussianPrior()
+    evidence = Evidence(model, Gaussian(1.0), prior, estimator="full-N-C", num_data=2)
+    prior.get_parameter("log_precision").data.fill_(precision).log_()
+    return evidence
+
+
+@pytest.mark.filterwarnings("ignore:The fast derivatives")  # whose comparison overflows too
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_curvature_that_overflows_is_refused_as_by_an_estimate(structure):
+    """Squares of inputs of 1e160 are infinite, so a factor of H exists, but it is wrong."""
+    evidence, y = linear(), torch.zeros(2, 1).double()
+    x = torch.tensor([[1.0], [1e160]], dtype=torch.float64)
+    calls = (
+        lambda: evidence.estimate(x, y),
+        lambda: evidence.posterior((x, y), structure=structure),
+        lambda: evidence.mode_gap((x, y), structure=structure),
+    )
+    for call in calls:
+        with pytest.raises(NotPositiveDefiniteError, match="curvature is NaN or infinite"):
+            call()
+    x[1] = 1e150  # squares of 1e300 are finite
+    assert evidence.posterior((x, y), structure=structure)(x).std.isfinite().all()
+
+
+def test_kronecker_factors_whose_product_overflows_are_refused():
+    small_case = case("gaussian")
+    factor = 1e200 * torch.eye(2, dtype=torch.float64)[None]
+    statistic = covariances.KfacStatistic({"0.weight": Factors(factor, factor, 1, 1)})
+    precisions = small_case.evidence.prior.precisions()
+    with pytest.raises(NotPositiveDefiniteError, match="curvature is NaN or infinite"):
+        covariances.covariance_of(statistic, precisions, small_case.weights, torch.float64)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("precision", [torch.inf, 0.0])
+def test_a_precision_that_is_infinite_or_zero_is_refused(structure, precision):
+    data = torch.ones(2, 1).double(), torch.zeros(2, 1).double()
+    evidence = linear(precision)
+    for call in (evidence.posterior, evidence.mode_gap):
+        with pytest.raises(NotFiniteError, match="precision of .* must be positive and finite"):
+            call(data, structure=structure)

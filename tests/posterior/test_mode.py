@@ -4,10 +4,12 @@ import pytest
 import torch
 from posterior.cases import LIKELIHOODS, Case, case
 from torch import Tensor, nn
+from torch.distributions import Normal
 
 from evigrad import Evidence, reference
-from evigrad.errors import ConfigurationError
-from evigrad.likelihoods import Gaussian
+from evigrad.errors import ConfigurationError, NotFiniteError
+from evigrad.likelihoods import Gaussian, Likelihood
+from evigrad.posterior import STRUCTURES
 from evigrad.priors import GaussianPrior
 
 
@@ -135,3 +137,77 @@ def test_a_vector_needs_all_weights_in_their_shapes():
         posterior.variance_of({})
     zeros = {name: torch.zeros_like(weight) for name, weight in of.weights.items()}
     assert posterior.variance_of(zeros) == 0.0
+
+
+def test_a_gap_that_overflows_is_refused():
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.constant_(model.weight, 1e10)
+    prior = GaussianPrior(precision=1e300)
+    evidence = Evidence(model, Gaussian(), prior, estimator="full-N-C", num_data=2)
+    x, y = torch.ones(2, 1).double(), torch.zeros(2, 1).double()
+    with pytest.raises(NotFiniteError, match="The gap to the mode is nan"):
+        evidence.mode_gap((x, y))
+
+
+class Mixture(Likelihood):
+    """A mixture of two normal densities, whose Hessian depends on the target."""
+
+    name = "mixture"
+
+    def _parts(self, f: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        share, mean, log_std = f.split(2, 1)
+        return share.log_softmax(1), mean, log_std
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        share, mean, log_std = self._parts(f)
+        return (share + Normal(mean, log_std.exp()).log_prob(y)).logsumexp(1)
+
+    def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
+        share, mean, log_std = self._parts(f.detach())
+        kind = share.exp().multinomial(1, generator=generator)
+        noise = torch.randn(len(f), 1, generator=generator, dtype=f.dtype)
+        return mean.gather(1, kind) + log_std.exp().gather(1, kind) * noise
+
+
+def mixture(estimator: str) -> Case:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 6)).double()
+    data = torch.randn(9, 2).double(), torch.randn(9, 1).double()
+    prior = GaussianPrior(precision=2.0)
+    evidence = Evidence(model, Mixture(), prior, estimator=estimator, num_data=9, generator=0)
+    return Case(evidence, data, data[0][:4])
+
+
+def test_a_hessian_that_depends_on_targets_has_the_posterior_of_its_scores():
+    of = mixture("kfac-N-1-ef")
+    x, y = of.train
+    scores = of.evidence.likelihood.score(of.evidence.model(x).detach(), y)
+    rows = torch.einsum("nc,ncp->np", scores, of.rows(x))
+    covariance = of.covariance(rows.mT @ rows)
+    g, matrix = gradient(of), rows.mT @ rows + of.precision().diag()
+    expected_gap = 0.5 * float(g @ torch.linalg.solve(matrix, g))
+    for structure in ("full", "ntk"):
+        prediction = of.evidence.posterior(of.train, structure=structure)(of.test)
+        torch.testing.assert_close(prediction.covariance, covariance, rtol=1e-8, atol=1e-10)
+        gap = 9 * of.evidence.mode_gap(of.train, structure=structure)
+        assert gap == pytest.approx(expected_gap, rel=1e-8)
+    with pytest.raises(ConfigurationError, match=r"rows needs the Gauss-Newton.*Omit rows"):
+        of.evidence.mode_gap(of.train, rows=3)
+
+
+@pytest.mark.parametrize("estimator", ["kfac-N-1-ef", "diag-4-2-mc"])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_every_structure_has_a_posterior_of_scores(structure, estimator):
+    of = mixture(estimator)
+    posterior = of.evidence.posterior(of.train, structure=structure)
+    variance = posterior(of.test).variance
+    assert bool((variance > 0).all()) and of.evidence.mode_gap(of.train, structure=structure) > 0
+    saved = of.evidence.posterior(state=posterior.state_dict())
+    assert torch.equal(saved(of.test).variance, variance)
+
+
+def test_a_density_with_a_hessian_has_the_same_posterior_for_every_estimator():
+    of = case("categorical")
+    expected_covariance = of.evidence.posterior(of.train, structure="kfac")(of.test).covariance
+    other = of.evidence.with_estimator("kfac-N-1-ef").posterior(of.train, structure="kfac")
+    assert torch.equal(other(of.test).covariance, expected_covariance)

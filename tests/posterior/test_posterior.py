@@ -126,7 +126,7 @@ def test_data_that_do_not_fit_change_nothing():
         small_case.evidence.posterior((x, y + 2), structure="full")
     assert torch.equal(small_case.evidence.generator.get_state(), before)
     posterior = small_case.evidence.posterior(small_case.train, structure="full")
-    with pytest.raises(InputError, match="given inputs of shape"):
+    with pytest.raises(InputError, match="given 3 examples of shape"):
         posterior(small_case.test[:, :, :3])
     with pytest.raises(InputError, match="NaN"):
         posterior(small_case.test * torch.nan)

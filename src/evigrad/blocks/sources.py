@@ -18,6 +18,7 @@ from evigrad.inputs import (
     Inputs,
     Tree,
     as_inputs,
+    check_dense,
     mapped,
     refuse_cells,
     stacked,
@@ -86,8 +87,6 @@ class _TensorSource(Source):
     is_held = True
 
     def __init__(self, inputs: Inputs, targets: Tensor) -> None:
-        if targets.layout != torch.strided:
-            raise InputError("The targets are a sparse tensor. Convert them with y.to_dense().")
         self._inputs, self._all_targets = inputs, targets
 
     def __len__(self) -> int:
@@ -188,6 +187,8 @@ def collated(loader: DataLoader[Any], items: list[Any]) -> tuple[Any, Tensor]:
             " create the DataLoader from evigrad.data.Pairs(dataset, x=..., y=...)."
         )
     x, y = as_inputs(batch[0]), batch[1]
+    if isinstance(y, Tensor):
+        check_dense("Targets", y)
     if not isinstance(y, Tensor) or y.dim() == 0 or not len(x) == len(y) == len(items):
         raise InputError(
             f"For {len(items)} items, the collate_fn of the DataLoader must return {len(items)}"
@@ -229,6 +230,7 @@ def _pair(item: Any, index: int) -> tuple[Any, Tensor]:
 
 def _as_tensor(value: Any, name: str, index: int) -> Tensor:
     if isinstance(value, Tensor):
+        check_dense(f"The {name} of item {index}", value)
         return value
     if isinstance(value, bool | int | float | np.ndarray | np.generic):
         return torch.as_tensor(value, device="cpu")
@@ -325,6 +327,7 @@ def _tensor_source(pair: Any) -> Source:
             f"Data must be {_ACCEPTED}, not ({kinds}). Convert arrays with torch.as_tensor."
         )
     inputs, targets = as_inputs(pair[0]), pair[1]
+    check_dense("Targets", targets)
     if any(part.dim() == 0 for part in (*tensors_of(inputs), targets)):
         raise InputError(
             "The first dimension of x and y must be the example (batch) dimension, got a scalar."

@@ -42,10 +42,14 @@ def is_finite(value: Tensor) -> bool:
     return cmath.isfinite(value.sum().item()) or bool(value.isfinite().all())
 
 
+def widened(value: Tensor) -> Tensor:
+    """Return the tensor in float32 or wider."""
+    return value.float() if value.dtype.itemsize < torch.float32.itemsize else value
+
+
 def dot(a: Tensor, b: Tensor) -> Float[Tensor, ""]:
     """Return the dot product of two tensors of the same shape, in float32 or wider."""
-    if a.dtype.itemsize < torch.float32.itemsize:
-        a, b = a.float(), b.float()
+    a, b = widened(a), widened(b)
     # (a * b).sum() would first allocate a tensor of the same size.
     return torch.dot(a.reshape(-1), b.reshape(-1))
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from evigrad.core.changes import is_one_number, likelihood_changes
 from evigrad.core.curvature.anchored import LogDet
 from evigrad.core.curvature.base import Curvature
+from evigrad.core.curvature.linalg import TOLERATED_NATS
 from evigrad.core.roots import RootRows
 from evigrad.core.types import Estimate, Linearization, LinearizedModel, MicroBatch, Pass, Sweep
 from evigrad.errors import ConfigurationError, NotFiniteError
@@ -133,6 +134,8 @@ def run_pass(
     statistic = sums.statistic
     if condense and not sums.is_condensed:
         statistic = curvature.condense(statistic)
+    if model.estimator.custom is not None and statistic is not None:
+        model.check_custom(statistic)
     return Pass(
         model=model,
         curvature=curvature,
@@ -314,6 +317,12 @@ def _estimate(
     terms = (log_likelihood, log_prior, block_pass.block.scale * log_det.value, log_hyperprior)
     likelihood, prior, determinant, hyperprior = (float(t.detach()) for t in terms)
     value = likelihood + prior - 0.5 * model.log_det_weight * determinant
+    if determinant < -TOLERATED_NATS * block_pass.block.scale:
+        raise ConfigurationError(
+            f"The log-determinant of '{model.estimator.name}' must not be negative, got"
+            f" {determinant / block_pass.block.scale:.4g}. log|I + S| is at least 0, because S is a"
+            " sum of outer products. Check the signs in log_det."
+        )
     if not math.isfinite(value):
         raise NotFiniteError(
             f"The log evidence is {value} (log likelihood {likelihood:.4g}, log prior"

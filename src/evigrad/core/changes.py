@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from evigrad.core.curvature.base import Curvature
+from evigrad.core.roots import checked_rows
 from evigrad.core.types import LinearizedModel
 from evigrad.errors import NotPositiveDefiniteError, raised_in
 
@@ -31,9 +32,11 @@ def likelihood_changes(
     # Two examples with different outputs reveal scales that depend on f.
     weight = next(iter(model.weights.values()))
     f = torch.arange(2 * num_outputs, device="cpu").sin().view(2, num_outputs)
-    with torch.enable_grad(), raised_in(f"root of {type(likelihood).__name__}"):
+    name = type(likelihood).__name__
+    with torch.enable_grad(), raised_in(f"root of {name}"):
         try:
-            root = likelihood.root(f.to(weight.device, weight.dtype), None, model.root)
+            f = f.to(weight.device, weight.dtype)
+            root = checked_rows(likelihood.root(f, None, model.root), f, None, name)
         except NotPositiveDefiniteError:  # other outputs may work, and two passes always do
             return "rows"
         if root.vectors.requires_grad:

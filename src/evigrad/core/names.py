@@ -271,6 +271,11 @@ def _check_custom(name: str, custom: Curvature[Any]) -> None:
             f"{kind} needs a name for the names of estimators, got {structure!r}. Set it in the"
             " class, such as name = 'traces'."
         )
+    if structure in STRUCTURES:
+        raise ConfigurationError(
+            f"The name of a {kind} must differ from the names of the built-in structures, got"
+            f" {structure!r}. Rename the curvature. A built-in structure needs no curvature=..."
+        )
     if not name.startswith(f"{structure}-"):
         raise ConfigurationError(
             f"The curvature is a {kind}, so the estimator's name must begin with '{structure}-',"

@@ -24,8 +24,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.linalg import LinAlgError  # pyright: ignore[reportAttributeAccessIssue]
 
-from evigrad.core.algebra import is_finite
-from evigrad.errors import ConfigurationError, NotFiniteError, NotPositiveDefiniteError, nearest
+from evigrad.core.algebra import is_finite, widened
+from evigrad.errors import (
+    ConfigurationError,
+    NotFiniteError,
+    NotPositiveDefiniteError,
+    nearest,
+    shape_or_type,
+)
 
 ROOTS = ("subblock", "fisher", "eigen")
 
@@ -104,6 +110,29 @@ def check_root(kind: str) -> None:
         raise ConfigurationError(
             f"root must be one of {', '.join(ROOTS)}, got {kind!r}.{nearest(str(kind), ROOTS)}"
         )
+
+
+def checked_rows(
+    rows: object, f: Float[Tensor, "m C"], columns: Int[Tensor, "m k"] | None, name: str
+) -> RootRows:
+    """Return the result of ``root`` of the likelihood called ``name``, for these arguments.
+
+    Raises:
+        ConfigurationError: If the result is not RootRows of the right shape.
+    """
+    received, num_rows = rows, "k" if columns is None else columns.shape[1]
+    if isinstance(rows, RootRows):
+        shape, scale = rows.vectors.shape, rows.scale
+        is_right = len(shape) == 3 and shape[::2] == f.shape and num_rows in ("k", shape[1])
+        if is_right and (scale is None or scale.shape == shape[:2]):
+            return rows
+        received = scale if is_right else rows.vectors
+    m, num_outputs = f.shape
+    raise ConfigurationError(
+        f"root of {name} must return evigrad.likelihoods.RootRows with vectors of shape"
+        f" ({m}, {num_rows}, {num_outputs}) and a scale of shape ({m}, {num_rows}) or None, got"
+        f" {shape_or_type(received)}. Or define hessian(f) instead of root."
+    )
 
 
 def one_hot(f: Float[Tensor, "m C"], columns: Int[Tensor, "m k"] | None) -> Float[Tensor, "m k C"]:
@@ -302,20 +331,25 @@ def check_not_negative(eigenvalues: Tensor) -> None:
         )
 
 
+def check_finite_root(matrix: Tensor) -> None:
+    """Raise a NotFiniteError if an entry of Λ is NaN or infinite."""
+    if not is_finite(matrix):
+        raise NotFiniteError(
+            "The curvature Λ of the outputs contains NaN or infinite values, because some"
+            " outputs are too large or not finite. Look for weights, inputs or hyperparameters that"
+            " have diverged. If the likelihood is your own, compute its hessian(f) without"
+            " overflow."
+        )
+
+
 def _descending_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvalues, largest first, and eigenvectors, in float32 or wider.
 
     Raises:
         NotFiniteError: If an entry is not finite, or LAPACK does not converge even in float64.
     """
-    if not is_finite(matrix):
-        raise NotFiniteError(
-            "The curvature Λ of the outputs contains NaN or infinite values, because some"
-            " outputs are too large or not finite. Look for weights, inputs or hyperparameters that"
-            " have diverged."
-        )
-    if matrix.dtype.itemsize < torch.float32.itemsize:
-        matrix = matrix.float()
+    check_finite_root(matrix)
+    matrix = widened(matrix)
     for dtype in (matrix.dtype, torch.float64):  # in float32 LAPACK may not converge
         with suppress(LinAlgError):
             values, vectors = torch.linalg.eigh(matrix.to(dtype))

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from evigrad.core.block import Block, Conditioning
-from evigrad.core.roots import RootRows
+from evigrad.core.roots import RootRows, checked_rows
 from evigrad.errors import raised_in
 
 if TYPE_CHECKING:
@@ -263,6 +263,9 @@ class LinearizedModel:
         weighted = weights.to(log_probabilities) * log_probabilities
         return weighted.sum().double() / self.temperature
 
+    def check_custom(self, statistic: Any) -> None:
+        """Check the custom curvature, given the statistic of a pass. The default does nothing."""
+
     def cotangents(self, f: Float[Tensor, "m C"], batch: MicroBatch) -> RootRows:
         """Return the cotangents of a micro-batch's rows at outputs f, including the temperature.
 
@@ -270,14 +273,15 @@ class LinearizedModel:
         """
         likelihood = self.likelihood.at(batch.y)
         name = type(likelihood).__name__
-        with raised_in(f"log_prob of {name}, or its derivatives at its reference_targets,"):
+        methods = "root or hessian" if self.estimator.curvature == "ggn" else "score or log_prob"
+        with raised_in(f"{methods} of {name}"):
             if self.estimator.curvature == "ef":
                 root = RootRows(likelihood.score(f, batch.y)[:, None, :], None)
             elif self.estimator.curvature == "mc":
                 root = sampled_rows(likelihood, f, batch.labels)
             else:
                 columns = None if batch.columns is None else batch.columns.to(f.device)
-                root = likelihood.root(f, columns, self.root)
+                root = checked_rows(likelihood.root(f, columns, self.root), f, columns, name)
                 if columns is not None and (columns < 0).any():
                     root = replace(root, present=columns >= 0)
             weights = likelihood.weights(batch.y)

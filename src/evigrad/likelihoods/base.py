@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -12,13 +13,21 @@ from torch import Tensor, nn
 from evigrad.core.algebra import is_finite
 from evigrad.core.roots import (
     RootRows,
+    check_finite_root,
     check_not_negative,
     check_root,
+    checked_rows,
     diagonal_rows,
     hessian_rows,
     scaled_units,
 )
-from evigrad.errors import ConfigurationError, InputError, raised_in
+from evigrad.errors import (
+    ConfigurationError,
+    InputError,
+    NotFiniteError,
+    raised_in,
+    shape_or_type,
+)
 from evigrad.inputs import MISSING_LABELS, refuse_where
 from evigrad.likelihoods.targets import total
 
@@ -35,6 +44,11 @@ _DERIVED = (
     "probabilities",
     "noise_variance",
     "moments",
+)
+_DEPENDS_ON_TARGETS = (
+    "Densities whose Hessian depends on the targets need hessian(f), such as the Fisher"
+    " information. Estimators with 'ef', such as 'ntk-400-1-ef', need only log_prob. Estimators"
+    " with 'mc' need log_prob and sample(f, generator)."
 )
 # An inherited root is compared with the density on this many outputs of Λ.
 _COMPARED_OUTPUTS = 8
@@ -108,6 +122,14 @@ class Likelihood(nn.Module, ABC):
     def has_labels(self) -> bool:
         """Return whether the targets are single labels (m,). A subclass may override this."""
         return self.is_classification and self.couples_outputs
+
+    @property
+    def defines_hessian(self) -> bool:
+        """Return whether the class defines Λ, which then does not depend on the targets.
+
+        Otherwise, Λ is derived from ``log_prob``, and may depend on the targets.
+        """
+        return "hessian" not in self._inherited
 
     @abstractmethod
     def log_prob(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
@@ -207,8 +229,8 @@ class Likelihood(nn.Module, ABC):
             ConfigurationError: If the Hessian depends on the targets.
         """
         first, second = self.reference_targets(f)
-        # One example costs next to nothing.
-        self._check_same_hessian(f[:1].detach(), first[:1], second[:1])
+        with self._named_in_errors():  # one example costs next to nothing
+            self._check_same_hessian(f[:1].detach(), first[:1], second[:1])
 
         def total_score(f: Tensor) -> Tensor:
             # Examples are independent, so the derivative of the sum holds each example's Hessian.
@@ -236,17 +258,22 @@ class Likelihood(nn.Module, ABC):
                 ``score`` does not match ``log_prob``.
         """
         f = f.detach()
-        with raised_in(
-            f"log_prob of {type(self).__name__}, or its derivatives at its reference_targets,"
-        ):
+        with self._named_in_errors():
             if curvature == "ggn":
                 if "root" in self._inherited:
                     self.at(y[:1])._check_root(f[:1])
                 if "hessian" in self._inherited:
                     self._check_same_hessian(f, self.at(y).reference_targets(f)[0], y)
             elif curvature != "hessian" and "score" in self._inherited:
-                if _differ(self.score(f, y), Likelihood.score(self, f, y)):
+                words = f"The score of {type(self).__name__}"
+                if _differ(self.score(f, y), Likelihood.score(self, f, y), words):
                     self._refuse_inherited("score", "the gradient of its log_prob")
+
+    def _named_in_errors(self) -> AbstractContextManager[None]:
+        """Return a context for derivatives of ``log_prob``, in which errors name the class."""
+        whose = f"log_prob of {type(self).__name__}, or its derivatives at its reference_targets,"
+        hint = f". Define reference_targets(f) to return valid targets. {_DEPENDS_ON_TARGETS}"
+        return raised_in(whose, hint)
 
     def _refuse_inherited(self, name: str, what: str) -> None:
         raise ConfigurationError(
@@ -266,8 +293,10 @@ class Likelihood(nn.Module, ABC):
                 expected = torch.stack(rows)[:, outputs]
             else:
                 expected = self.hessian(f)[0][outputs][:, outputs]
-            vectors = self.root(f, outputs[None], "subblock").scaled
-        if _differ((vectors.mT @ vectors)[0][outputs][:, outputs], expected):
+            root, name = self.root(f, outputs[None], "subblock"), type(self).__name__
+            vectors = checked_rows(root, f, outputs[None], name).scaled
+        products = (vectors.mT @ vectors)[0][outputs][:, outputs]
+        if _differ(products, expected, f"The Hessian of {name}"):
             name = "hessian" if type(self).root is Likelihood.root else "root"
             self._refuse_inherited(name, "the Hessian of its log_prob")
 
@@ -279,15 +308,15 @@ class Likelihood(nn.Module, ABC):
         with torch.no_grad():
             expected = self._times_hessian(f, first, direction)
             product = self._times_hessian(f, y, direction)
-        if _differ(product, expected):
+        words = f"The Hessian of {type(self).__name__}.log_prob"
+        if _differ(product, expected, words):
             worst = int((product - expected).abs().amax(1).argmax())
             target = y[worst].item() if y.ndim == 1 else y[worst].flatten()[:3].tolist()
             raise ConfigurationError(
-                f"The Hessian of {type(self).__name__}.log_prob depends on the targets. At target"
+                f"{words} depends on the targets. At target"
                 f" {target}, it differs from the Hessian at reference_targets, which evigrad uses"
                 " for all targets. If log_prob masks some examples, remove them from the data set"
-                " and do not count them in num_data. Otherwise, override hessian(f) to return a"
-                " matrix that does not depend on the targets, such as the Fisher information."
+                f" and do not count them in num_data. {_DEPENDS_ON_TARGETS}"
             )
 
     def _times_hessian(self, f: Tensor, y: Tensor, direction: Tensor) -> Tensor:
@@ -430,20 +459,29 @@ class Likelihood(nn.Module, ABC):
             The columns, differentiable in f.
 
         Raises:
-            ConfigurationError: If the kind is unknown, or Λ has off-diagonal entries although
-                ``couples_outputs`` is False.
+            ConfigurationError: If the kind is unknown, if ``hessian`` does not return one matrix
+                per example, or if Λ has off-diagonal entries although ``couples_outputs`` is False.
+            NotFiniteError: If Λ is NaN or infinite.
             NotPositiveDefiniteError: If Λ has a negative eigenvalue.
         """
         check_root(kind)
         if (closed := self._closed_root(f)) is not None:
             return self._from_diagonal(f, closed, columns)
         curvature = self.hessian(f)
+        if getattr(curvature, "shape", None) != (*f.shape, f.shape[1]):
+            raise ConfigurationError(
+                f"hessian of {type(self).__name__} must return one matrix per example, of shape"
+                f" {(*f.shape, f.shape[1])}, got {shape_or_type(curvature)}."
+            )
         if self.couples_outputs:
             return RootRows(hessian_rows(curvature, columns, kind))
+        check_finite_root(curvature.detach())
         diagonal = curvature.diagonal(dim1=1, dim2=2)
-        if _differ(curvature.detach(), diagonal.detach().diag_embed()):
+        is_alone = f.shape[1] == 1
+        words = f"The Hessian of {type(self).__name__}"
+        if not is_alone and _differ(curvature.detach(), diagonal.detach().diag_embed(), words):
             raise ConfigurationError(
-                f"The Hessian of {type(self).__name__} has off-diagonal entries, but"
+                f"{words} has off-diagonal entries, but"
                 " couples_outputs is False. Set couples_outputs = True."
             )
         check_not_negative(diagonal.detach())
@@ -482,12 +520,14 @@ class Likelihood(nn.Module, ABC):
         num_outputs = f.shape[1]
         at_once = max(1, ROOT_BYTES // (f.element_size() * num_outputs**2))
         columns = torch.arange(num_outputs, device=f.device)
+        norms = list[Tensor]()
         with torch.no_grad():
-            roots = (
-                likelihood.root(part, columns.expand(len(part), -1), kind)
-                for likelihood, part in self._in_parts(f, at_once)
-            )
-            return torch.cat([root.scaled.square().sum(-1) for root in roots])
+            for likelihood, part in self._in_parts(f, at_once):
+                all_columns = columns.expand(len(part), -1)
+                rows = likelihood.root(part, all_columns, kind)
+                rows = checked_rows(rows, part, all_columns, type(self).__name__)
+                norms.append(rows.scaled.square().sum(-1))
+        return torch.cat(norms)
 
     def _in_parts(self, f: Tensor, size: int) -> Iterator[tuple["Likelihood", Tensor]]:
         """Yield outputs of at most ``size`` examples at a time, and the likelihood for them."""
@@ -581,9 +621,19 @@ def by_entry(name: str, values: Tensor) -> dict[str, float]:
     return {f"{name}/{i}": value for i, value in enumerate(values.flatten().tolist())}
 
 
-def _differ(one: Tensor, other: Tensor) -> bool:
-    """Return whether two Hessians differ by more than rounding. NaN differs from anything."""
+def _differ(one: Tensor, other: Tensor, words: str) -> bool:
+    """Return whether two Hessians or scores, called ``words``, differ by more than rounding.
+
+    Raises:
+        NotFiniteError: If an entry is NaN or infinite.
+    """
+    if not (is_finite(one) and is_finite(other)):
+        raise NotFiniteError(
+            f"{words} contains NaN or infinite values. Either the outputs are too large, because"
+            " weights, inputs or hyperparameters have diverged, or log_prob has no derivatives at"
+            " these outputs and targets. A torch.where has none if an unused branch is NaN or"
+            " infinite."
+        )
     eps = torch.finfo(one.dtype).eps
     size = torch.maximum(one.abs().amax(), other.abs().amax()) + eps**0.5
-    # Not ``any(… > …)``, which would accept NaN.
-    return not bool(((one - other).abs() <= SAME_HESSIAN * eps**0.5 * size).all())
+    return bool(((one - other).abs() > SAME_HESSIAN * eps**0.5 * size).any())

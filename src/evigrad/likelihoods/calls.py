@@ -14,7 +14,9 @@ from evigrad.errors import (
     InputError,
     NotFiniteOutputError,
     raised_in,
+    shape_or_type,
 )
+from evigrad.inputs import check_dense, refuse_where
 from evigrad.likelihoods.base import Likelihood
 
 # Outputs of at most this size do not overflow in the density of a target that it allows.
@@ -25,14 +27,38 @@ _SHOWN = 5  # numbers of a target or output in an error
 def check_targets(
     likelihood: Likelihood, f_shape: Sequence[int], y: object, device: torch.device
 ) -> None:
-    """Raise an InputError if the targets are invalid or not on the device of the outputs."""
+    """Check the targets, and the likelihood's weights for them.
+
+    Raises:
+        ConfigurationError: If ``weights`` does not return one number per example or output.
+        InputError: If the targets are invalid, or not on the device of the outputs, or if a weight
+            is negative or not finite.
+    """
+    name, shape = type(likelihood).__name__, tuple(f_shape)
+    if isinstance(y, Tensor) and (y.is_nested or y.layout != torch.strided):
+        check_dense("Targets", y)
     if isinstance(y, Tensor) and y.device != device:
         raise InputError(
             f"Targets must be on the same device as the outputs ({device}), got {y.device}. Move"
             " the targets or the model."
         )
-    with raised_in(f"validate of {type(likelihood).__name__}, {_given(f_shape, y)},"):
+    words = _given(f_shape, y)
+    with raised_in(f"validate of {name}, {words},"):
         likelihood.validate(f_shape, y)  # pyright: ignore[reportArgumentType]
+    if not isinstance(y, Tensor):
+        return
+    with raised_in(f"weights of {name}, {words},"):
+        weights = likelihood.weights(y)
+    if weights is None:
+        return
+    shapes = (shape[:1], (*shape[:1], 1), shape)
+    if not isinstance(weights, Tensor) or tuple(weights.shape) not in shapes:
+        raise ConfigurationError(
+            f"weights of {name} must return a tensor of shape {shape[:1]} or {shape}, with one"
+            f" factor per example or per output, got {shape_or_type(weights)}."
+        )
+    wrong = ~(weights >= 0) | weights.isinf()
+    refuse_where(wrong, weights, f"comes from weights of {name}. It must be finite and at least 0")
 
 
 def lacks_a_column(likelihood: Likelihood, shape: Sequence[int], y: Tensor) -> bool:
@@ -54,8 +80,20 @@ def in_columns(likelihood: Likelihood, shape: Sequence[int], y: Tensor) -> Tenso
 
 def _given(f_shape: Sequence[int], y: object) -> str:
     """Return the shapes that a likelihood got, in words."""
-    what = f"{tuple(y.shape)} of {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
-    return f"given outputs {tuple(f_shape)} and targets {what}"
+    m, what = f_shape[:1], type(y).__name__
+    if isinstance(y, Tensor):
+        what = f"{_shape(y.shape, m)} of {y.dtype}"
+    return f"given outputs {_shape(f_shape, m)} and targets {what}"
+
+
+def _shape(shape: Sequence[int], m: Sequence[int]) -> str:
+    """Return a shape in words, with "m" for the number of examples ``m[0]``.
+
+    This number may be the size of a first trial, which would confuse users.
+    """
+    sizes = ["m" if tuple(shape[:1]) == tuple(m) else str(n) for n in shape[:1]]
+    sizes += [str(n) for n in shape[1:]]
+    return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
 
 
 def check_finite(what: str, value: Tensor) -> None:
@@ -90,12 +128,14 @@ def log_probabilities(
             an exception, or the density does not allow a target.
         NotFiniteOutputError: If ``alone`` is True and the outputs are not finite.
     """
+    m = f.shape[:1]
     with raised_in(f"log_prob of {type(likelihood).__name__}, {_given(f.shape, y)},"):
         log_prob = likelihood.log_prob(f, y)
     if log_prob.shape != (len(f),):
         raise ConfigurationError(
             f"log_prob of {type(likelihood).__name__} must return one number per example, in the"
-            f" shape ({len(f)},), got {tuple(log_prob.shape)}. Sum over the outputs, as in .sum(1)."
+            f" shape (m,) for outputs {_shape(f.shape, m)}, got {_shape(log_prob.shape, m)}. Sum"
+            " over the outputs, as in .sum(1)."
         )
     if alone and not is_finite(f):
         raise NotFiniteOutputError(
@@ -111,9 +151,9 @@ def log_probabilities(
             raise InputError(
                 f"log_prob of {type(likelihood).__name__} must not depend on other examples, got"
                 f" {in_batch:.4g} for an example in a batch and {first:.4g} for"
-                f" the same example by itself. Targets of shape {tuple(y.shape)} broadcast against"
-                f" outputs {tuple(f.shape)}. Use targets with the outputs' shape, such as"
-                " y.unsqueeze(1), or fix log_prob."
+                f" the same example by itself. Targets of shape {_shape(y.shape, m)} broadcast"
+                f" against outputs {_shape(f.shape, m)}. Use targets with the outputs' shape, such"
+                " as y.unsqueeze(1), or fix log_prob."
             )
     if allowed and not is_finite(log_prob):
         _check_density(likelihood, f.detach(), y, log_prob)

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from evigrad.core.roots import RootRows, check_root
+from evigrad.core.roots import RootRows, check_root, checked_rows
 from evigrad.errors import ConfigurationError, InputError, nearest
 from evigrad.likelihoods.base import Likelihood, Metric
 from evigrad.likelihoods.targets import as_numbers, check_whole_labels, like, total
@@ -260,6 +260,10 @@ class Joint(Likelihood):
             if len(targets[which]):
                 head.likelihood.check_derivatives(of_head[which], targets[which], curvature)
 
+    @property
+    def defines_hessian(self) -> bool:
+        return all(head.likelihood.defines_hessian for head in self._parts)
+
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
         """Return the block-diagonal matrix of the heads' Hessians."""
         padded = []
@@ -280,7 +284,9 @@ class Joint(Likelihood):
             if columns is not None:
                 inside.append((columns >= start) & (columns < stop))
                 of_head = torch.where(inside[-1], columns - start, -1)
-            root = head.likelihood.root(f[:, start:stop], of_head, kind)
+            of_outputs, likelihood = f[:, start:stop], head.likelihood
+            root = likelihood.root(of_outputs, of_head, kind)
+            root = checked_rows(root, of_outputs, of_head, type(likelihood).__name__)
             roots.append(replace(root, vectors=pad(root.vectors, (start, f.shape[1] - stop))))
         scales = [root.factors for root in roots]
         has_scale = any(root.scale is not None for root in roots)

@@ -84,6 +84,10 @@ class Weighted(Likelihood):
         here._modules = {"likelihood": self.likelihood.at(self.split(y)[0])}
         return here
 
+    @property
+    def defines_hessian(self) -> bool:
+        return self.likelihood.defines_hessian
+
     def plain_targets(self, y: Tensor) -> Tensor:
         return self.likelihood.plain_targets(self.split(y)[0])
 

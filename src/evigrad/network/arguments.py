@@ -206,8 +206,8 @@ def check_output(
         else:
             hint = "It must return the same shape for inputs of the same shape."
         raise InputError(
-            f"For {m} examples, the model returned a tensor of shape {tuple(output.shape)}, but"
-            f" evigrad needs ({m}, C), or ({m}, …, C) with a target at each position. {hint}"
+            f"The model, given {m} examples, must return a tensor of shape ({m}, C), or"
+            f" ({m}, …, C) with a target at each position, got {tuple(output.shape)}. {hint}"
         )
     if not output.is_floating_point():
         hint = (

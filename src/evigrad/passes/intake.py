@@ -203,12 +203,13 @@ class CheckedSource(Source):
                 fix = f"Pass all training data. {advice(count)}"
             raise InputError(f"num_data is {num_data}, but the data set has {count} {kind}. {fix}")
         self.is_held = self._source.is_held
-        _, y, self.plan = checked(problem, *self._source.first(PROBE_SIZE))
         warn_of_changes(source, problem.device)
-        if self.is_held:
+        if self.is_held:  # all targets at once, so that errors contain their shape
             y = self._source.targets()
-            shape = torch.Size((num_data, self.plan.num_outputs))
-            check_targets(problem.likelihood, shape, y, self.plan.outputs.device)
+            shape = torch.Size((num_data, plan.num_outputs))
+            check_targets(problem.likelihood, shape, y, plan.outputs.device)
+        _, first, self.plan = checked(problem, *self._source.first(PROBE_SIZE))
+        y = y if self.is_held else first
         if type(problem.likelihood) not in LIKELIHOODS.values():
             # A custom likelihood needs one trial for each label.
             y = y if y.is_floating_point() else y.unique(dim=0)

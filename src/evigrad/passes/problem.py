@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.blocks.anchors.choice import LastLayer, last_layer, watched
-from evigrad.core.curvature import Curvature, make_curvature
+from evigrad.core.curvature import Curvature, check_log_det, make_curvature
 from evigrad.core.curvature.coloring import Reach
 from evigrad.core.partition import Partition
 from evigrad.core.types import LinearizedModel
@@ -43,7 +43,8 @@ class Problem(LinearizedModel):
         reaches: Which outputs may share backward passes, by shape of the inputs. Checkpoints
             contain it, because sums over outputs depend on it in their last digits.
         compared: Shapes of outputs and targets, and types of targets, for which the density of an
-            example does not depend on the other examples.
+            example does not depend on the other examples. After the check of a custom curvature,
+            also ``"log_det"``.
     """
 
     settings: Settings
@@ -79,6 +80,13 @@ class Problem(LinearizedModel):
         result = log_probabilities(self.likelihood, f, y, alone=key not in self.compared)
         self.compared.add(key)
         return result
+
+    def check_custom(self, statistic: Any) -> None:
+        """See ``LinearizedModel``. The derivatives of the log-determinant are checked once."""
+        custom = self.estimator.custom
+        if custom is not None and "log_det" not in self.compared:
+            check_log_det(custom, statistic, self.prior.precisions())
+            self.compared.add("log_det")
 
     def plan_of(self, x: Any) -> InputPlan:
         """Check these inputs and return their plan."""

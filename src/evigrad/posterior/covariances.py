@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from evigrad.core.algebra import is_finite
 from evigrad.core.curvature.base import ROWS_AT_ONCE
 from evigrad.core.curvature.dense import BlockStatistic
 from evigrad.core.curvature.kfac import Factors, KfacStatistic
@@ -29,6 +30,7 @@ from evigrad.core.curvature.linalg import check_finite_curvature, factor_identit
 from evigrad.core.curvature.ntk import NtkStatistic
 from evigrad.core.curvature.rows import slabs
 from evigrad.core.roots import one_hot
+from evigrad.errors import NotFiniteError
 from evigrad.network import Linearization
 
 
@@ -323,12 +325,23 @@ def covariance_of(
     """Return the covariance under Σ, from a statistic of all data and the prior precisions.
 
     ``dtype`` is the type of the kernel's matrix and of the prior precisions.
+
+    Raises:
+        NotFiniteError: If a prior precision is not positive and finite.
+        NotPositiveDefiniteError: If the curvature is NaN or infinite.
     """
     like = torch.zeros((), dtype=dtype, device=next(iter(weights.values())).device)
     flat = {
         name: precisions[name].detach().expand(weight.shape).reshape(-1).to(like)
         for name, weight in weights.items()
     }
+    for name, precision in flat.items():
+        if not is_finite(precision) or not bool((precision > 0).all()):
+            raise NotFiniteError(
+                f"The prior precision of {name!r} must be positive and finite in {dtype}, got"
+                f" {float(precisions[name].detach().amax()):.3g}. Lower the learning rate of the"
+                " hyperparameters, or create the prior with a smaller precision=..."
+            )
     if isinstance(statistic, NtkStatistic):
         prior = [Diagonal(name, precision.rsqrt()) for name, precision in flat.items()]
         return Covariance(prior, Explained.of(statistic, flat, like))
@@ -337,6 +350,7 @@ def covariance_of(
         for name, factors in statistic.factors.items():
             check_finite_curvature(factors.inputs)
             check_finite_curvature(factors.gradients)
+            check_finite_curvature(_trace(factors.inputs) * _trace(factors.gradients))
             precision = precisions[name].detach().to(like, copy=True)
             blocks.append(partial(Kronecker.of, name, factors, precision))
     for name, hessian in statistic.blocks.items():
@@ -345,6 +359,7 @@ def covariance_of(
         if hessian.ndim == 2:
             blocks.append(Dense.of(names, hessian, precision))
         else:
+            check_finite_curvature(hessian)
             blocks.append(Diagonal(name, (hessian + precision).rsqrt()))
     return Covariance(blocks)
 
@@ -368,6 +383,10 @@ def _rows(
 def _width(block: Block) -> int:
     """Return the number of columns of a block's J Σ^{1/2}."""
     return len(block.root) if isinstance(block, Dense) else block.std.numel()
+
+
+def _trace(matrices: Float[Tensor, "G n n"]) -> Float[Tensor, " G"]:
+    return matrices.diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
 def _sum(total: Tensor | None, term: Tensor) -> Tensor:

@@ -11,13 +11,14 @@ order in the Newton step. H and the log-determinant do not change (J. Antorán e
 arXiv:2206.08900, section 4).
 """
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from evigrad.blocks.sources import as_source
-from evigrad.errors import MemoryBudgetError
+from evigrad.errors import MemoryBudgetError, NotFiniteError
 from evigrad.likelihoods.calls import in_columns, log_probabilities
 from evigrad.likelihoods.positions import flattened
 from evigrad.network import model_outputs
@@ -35,10 +36,20 @@ def mode_gap(problem: Problem, data: Any, structure: str, rows: int | None = Non
     """Return ½ gᵀ (H + P0)⁻¹ g in nats, summed over all N training examples.
 
     H is approximated as in a posterior with this ``structure`` and this number of ``rows``.
+
+    Raises:
+        NotFiniteError: If the result is NaN or infinite.
     """
     posterior = make_posterior(problem, data, structure, rows)
     gradient = log_joint_gradient(problem, data)
-    return 0.5 * posterior.variance_of({name: gradient[name] for name in posterior.parameters})
+    gap = 0.5 * posterior.variance_of({name: gradient[name] for name in posterior.parameters})
+    if not math.isfinite(gap):
+        raise NotFiniteError(
+            f"The gap to the mode is {gap}, because the gradient of the log joint density is too"
+            " large. Look for weights, inputs or prior precisions that have diverged, and lower"
+            " their learning rates."
+        )
+    return gap
 
 
 def log_joint_gradient(problem: Problem, data: Any) -> dict[str, Tensor]:

@@ -413,8 +413,7 @@ def posterior_problem(
     problem: Problem, structure: str, rows: int | None, names: Sequence[str]
 ) -> Problem:
     """Return the problem for a posterior in which only the named weights are uncertain."""
-    name = STRUCTURES[structure] if rows is None else f"ntk-{rows}-rows-anchored"
-    estimator, settings = Estimator.parse(name), problem.settings
+    estimator, settings = _estimator(problem, structure, rows), problem.settings
     precise = torch.float32 if problem.device.type == "mps" else torch.float64
     settings = replace(
         settings,
@@ -438,6 +437,29 @@ def posterior_problem(
         partitions={},
         curvatures={},
     )
+
+
+def _estimator(problem: Problem, structure: str, rows: int | None) -> Estimator:
+    """Return the estimator whose statistic the structure uses."""
+    name, curvature = STRUCTURES[structure], curvature_of_posterior(problem)
+    if curvature == "ggn":
+        return Estimator.parse(name if rows is None else f"ntk-{rows}-rows-anchored")
+    if rows is not None:
+        raise ConfigurationError(
+            f"rows needs the Gauss-Newton matrix, got rows={rows} for {problem.estimator.name} and"
+            f" a {type(problem.likelihood).__name__} without hessian(f). Omit rows, or define"
+            " hessian(f)."
+        )
+    outputs = problem.estimator.outputs
+    return Estimator.parse(f"{name.removesuffix('C')}{outputs}-{curvature}")
+
+
+def curvature_of_posterior(problem: Problem) -> str:
+    """Return ``ggn``, or the estimator's curvature if the likelihood does not define its Hessian.
+
+    The Hessian of a density may depend on the targets, which ``ef`` and ``mc`` allow.
+    """
+    return "ggn" if problem.likelihood.defines_hessian else problem.estimator.curvature
 
 
 def collect(problem: Problem, data: object, structure: str) -> Pass:

@@ -16,6 +16,7 @@ from evigrad.errors import EvigradError, EvigradWarning, RankError
 from evigrad.likelihoods import Gaussian, StudentT
 from evigrad.likelihoods.positions import flattened
 from evigrad.measure.metrics import probe_outputs
+from evigrad.posterior.posterior import curvature_of_posterior
 from evigrad.training.data_checks import are_discrete
 from evigrad.training.history import Row
 
@@ -71,7 +72,8 @@ def _mode_gap(trainer: "Trainer") -> float:
     num_outputs = probe_outputs(evidence.model, trainer.probe).shape[-1]
     num_rows = evidence.num_data * num_outputs
     rows = None if num_rows <= _FEW_ROWS else _ROWS
-    if (rows or num_rows) * num_weights > _MOST_NUMBERS:
+    needs_all = curvature_of_posterior(evidence.problem) != "ggn"  # no anchored rows
+    if needs_all or (rows or num_rows) * num_weights > _MOST_NUMBERS:
         return evidence.mode_gap(data, structure="kfac")
     gap = evidence.mode_gap(data, structure="ntk", rows=rows)
     if rows is None or gap <= TOLERANCE or num_outputs > _MOST_OUTPUTS:

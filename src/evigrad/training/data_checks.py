@@ -56,9 +56,11 @@ def check_data(evidence: Evidence, data: RunData, device: torch.device, count: i
     if source is not data:
         probe, y = source.first(2)
         f = probe_outputs(evidence.model, probe)
-    check_targets(likelihood, f.shape, y, f.device)
+    # All targets at once if possible, so that errors contain their shape.
+    targets = source.targets() if data.is_held else y
+    check_targets(likelihood, (len(targets), *f.shape[1:]), targets, f.device)
     if data.is_held:
-        _check_observed(likelihood, source.targets(), f.shape[-1])
+        _check_observed(likelihood, targets, f.shape[-1])
     log_probabilities(likelihood, f, y)
     if data.is_held and not likelihood.is_classification:
         for targets in source.targets().split(_AT_ONCE):  # with the outputs of the first example

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from evigrad.blocks.sources import Source
-from evigrad.core.algebra import is_finite
+from evigrad.core.algebra import is_finite, widened
 from evigrad.errors import ConfigurationError, NotFiniteError, nearest
 from evigrad.inputs import Inputs, noted_calls
 from evigrad.likelihoods import Likelihood
@@ -284,7 +284,7 @@ def last_layer(
         return float(precisions[name].detach().reciprocal().mean()) / temperature
 
     features = inputs.detach().reshape(len(f), several, -1).mean(1)
-    return LastLayer(features.float(), variance(layer.weight), variance(layer.bias))
+    return LastLayer(widened(features), variance(layer.weight), variance(layer.bias))
 
 
 class LastLayerKernel:
@@ -324,7 +324,7 @@ class LastLayerKernel:
         else:
             likelihood = self._likelihood.at(torch.cat(self._targets)[position])
             root = likelihood.root(vectors[position], columns[:, None], self._root)
-            vectors = root.scaled.detach()[:, 0].float()
+            vectors = widened(root.scaled.detach()[:, 0])
         kernel = together.kernel(vectors).cpu()
         if not is_finite(kernel):
             raise NotFiniteError(
@@ -348,7 +348,7 @@ class LastLayerKernel:
                 # A root costs the same for one column of an example as for several.
                 columns = listed.to(f.device).expand(len(f), -1)
                 rows = self._likelihood.at(y).root(f, columns, self._root)
-                self._vectors.append(rows.scaled.detach().float())
+                self._vectors.append(widened(rows.scaled.detach()))
             else:
                 self._vectors.append(f.detach())
                 self._targets.append(y)

@@ -13,6 +13,7 @@ from evigrad.blocks.anchors.partition import AnchoredPartition, Groups, Scores, 
 from evigrad.blocks.anchors.stream import AnchoredStream, EntropyPredictor
 from evigrad.blocks.pool import Pool
 from evigrad.blocks.sources import Source
+from evigrad.core.algebra import widened
 from evigrad.core.block import Block
 from evigrad.distributed import Ranks
 from evigrad.errors import InputError
@@ -34,10 +35,11 @@ class OutputMemory:
 
     def update(self, indices: Tensor, f: Float[Tensor, "m C"]) -> None:
         """Store outputs (m, C), without a graph, for the examples at these places in the pool."""
-        where, values = indices.cpu(), f.detach().float().cpu()
+        where, values = indices.cpu(), widened(f.detach()).cpu()
         if self._outputs is None or self._outputs.shape[1:] != values.shape[1:]:
             self._outputs = values.new_zeros(self.num_data, values.shape[1])
             self._seen.zero_()
+        self._outputs = self._outputs.to(values.dtype)  # older checkpoints have float32
         self._outputs[where] = values
         self._seen[where] = True
 
@@ -225,7 +227,7 @@ class AnchorSelection:
                 f, _ = self._look_at(x)
                 total += float(log_probabilities(self._likelihood, f, y).detach().double().sum())
                 condensed = self._likelihood.at(y).condensed(f, self._root)
-                seen.append(self.pool.restrict(batch, condensed)[1].float().cpu())
+                seen.append(widened(self.pool.restrict(batch, condensed)[1]).cpu())
                 num_outputs = f.shape[1]
         # Store outputs last, so that an error in the data changes nothing.
         outputs = torch.cat(seen)[: len(local_indices)]

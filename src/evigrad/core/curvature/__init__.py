@@ -14,7 +14,13 @@ from torch import Tensor
 from evigrad.core.block import Conditioning
 from evigrad.core.curvature import ntk
 from evigrad.core.curvature.anchored import LogDet
-from evigrad.core.curvature.base import Curvature, Differential, Statistic, inner_product
+from evigrad.core.curvature.base import (
+    Curvature,
+    Differential,
+    Statistic,
+    check_log_det,
+    inner_product,
+)
 from evigrad.core.curvature.coloring import Reach
 from evigrad.core.curvature.dense import BlockDiagonal, Full
 from evigrad.core.curvature.diagonal import Diagonal
@@ -36,6 +42,7 @@ __all__ = [
     "Ntk",
     "RoundingError",
     "Statistic",
+    "check_log_det",
     "inner_product",
     "make_curvature",
     "rounding_refused",

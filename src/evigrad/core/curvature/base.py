@@ -8,6 +8,7 @@ P0^{-1/2}, ℓ is also log|I + S|. The temperature is part of ``scale``. Rows of
 nothing to H.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,9 @@ DENSE_WORKING_COPIES = 4
 # Rows of an example whose gradients are in memory together, for curvatures that sum over rows. Each
 # row has a gradient for each activation.
 ROWS_AT_ONCE = 64
+# Step of finite differences of a custom log-determinant, and the tolerated difference from its
+# derivative relative to both: in float64, and in float32, where sums and pivots round.
+DIFFERENCES = {torch.float64: (1e-3, 1e-4), torch.float32: (5e-2, 1e-2)}
 
 
 class Statistic(ABC):
@@ -150,7 +154,7 @@ class Curvature(ABC, Generic[StatisticT]):
 
         Raises:
             ConfigurationError: If anchors are given but not supported, or ``log_det`` does not
-                return a scalar tensor.
+                return a real scalar tensor.
             NotPositiveDefiniteError: If PyTorch cannot factor a matrix in ``log_det``.
         """
         self.check_conditioning(conditioning)
@@ -162,11 +166,13 @@ class Curvature(ABC, Generic[StatisticT]):
                 " curvature for huge, tiny or NaN entries, and compute the matrix in float64. Or"
                 " call evigrad.core.curvature.linalg.log_det_dense, which repairs rounding errors."
             ) from error
-        if not isinstance(value, Tensor) or value.ndim > 0:
-            shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        if not isinstance(value, Tensor) or value.ndim > 0 or not value.is_floating_point():
+            received = repr(value)
+            if isinstance(value, Tensor):
+                received = f"shape {tuple(value.shape)} and type {value.dtype}"
             raise ConfigurationError(
-                f"{type(self).__name__}.log_det must return a scalar tensor with a graph, got"
-                f" {shape}. Sum the terms with torch operations."
+                f"{type(self).__name__}.log_det must return a real scalar tensor with a graph, got"
+                f" {received}. Sum the terms with torch operations."
             )
         return LogDet(value)
 
@@ -251,6 +257,73 @@ class Curvature(ABC, Generic[StatisticT]):
     def describe(self) -> dict[str, str]:
         """Return a short description of the curvature of each weight."""
         return {}
+
+
+def check_log_det(
+    curvature: Curvature[StatisticT], statistic: StatisticT, precisions: Mapping[str, Tensor]
+) -> None:
+    """Compare derivatives of a curvature's ℓ with finite differences.
+
+    Nothing is checked if ℓ is random or not finite.
+
+    Raises:
+        ConfigurationError: If a derivative is wrong, for instance because of ``detach``.
+    """
+    if not isinstance(statistic, Statistic):
+        raise ConfigurationError(
+            f"{type(curvature).__name__}.collect must return a Statistic, such as a BlockStatistic,"
+            f" got a {type(statistic).__name__}."
+        )
+    arguments = {
+        "the statistic": [tensor.detach() for tensor in statistic.tensors()],
+        "the precisions": [precision.detach() for precision in precisions.values()],
+    }
+
+    def log_det(parts: Mapping[str, Sequence[Tensor]]) -> Tensor:
+        named = dict(zip(precisions, parts["the precisions"], strict=True))
+        changed = cast(StatisticT, statistic.with_tensors(parts["the statistic"]))
+        return curvature.evaluate(changed, named).value
+
+    with torch.random.fork_rng(devices=[]):
+        value = float(log_det(arguments))
+        is_random = float(log_det(arguments)) != value
+        if is_random or not math.isfinite(value):
+            return
+        for what, tensors in arguments.items():
+            derivative, difference, tolerance = _derivatives(
+                lambda parts, what=what: log_det({**arguments, what: parts}), tensors
+            )
+            size = max(abs(derivative), abs(difference))
+            if abs(derivative - difference) > tolerance * (size + abs(value)):
+                raise ConfigurationError(
+                    f"{type(curvature).__name__}.log_det must be differentiable in {what}. Along"
+                    f" one direction, its derivative is {derivative:.4g} by automatic"
+                    f" differentiation, but {difference:.4g} by finite differences. Use torch"
+                    f" operations, without detach, item or no_grad for {what}."
+                )
+
+
+def _derivatives(
+    log_det: Callable[[Sequence[Tensor]], Tensor], tensors: Sequence[Tensor]
+) -> tuple[float, float, float]:
+    """Return a derivative by autograd and by differences, and the tolerance for their difference.
+
+    The direction multiplies tensor i by 1 + t (1 + i/n), so a semidefinite matrix remains one.
+    """
+
+    def at(t: Tensor) -> Tensor:
+        scales = [1 + t * (1 + i / len(tensors)) for i in range(len(tensors))]
+        pairs = zip(tensors, scales, strict=True)
+        return log_det([x * scale.to(x) if x.is_floating_point() else x for x, scale in pairs])
+
+    start = torch.zeros((), dtype=torch.float64, device="cpu")
+    with torch.enable_grad():
+        t = start.clone().requires_grad_()
+        value = at(t)
+        (slope,) = torch.autograd.grad(value, t) if value.requires_grad else (start,)
+    step, tolerance = DIFFERENCES.get(value.dtype, DIFFERENCES[torch.float32])
+    difference = (float(at(start + step)) - float(at(start - step))) / (2 * step)
+    return float(slope), difference, tolerance
 
 
 def inner_product(cotangent: Statistic, statistic: Statistic) -> Float[Tensor, ""]:

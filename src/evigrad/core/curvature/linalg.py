@@ -264,11 +264,15 @@ def _check_pivots(sizes: Tensor, pivots: Tensor, dtype: torch.dtype) -> None:
 
     Each pivot is off by some rounding errors of its size. Exact pivots are at least 1. Rounding
     errors have random signs, so their squares add up.
+
+    Raises:
+        NotPositiveDefiniteError: If a size is not finite.
     """
     unit = torch.finfo(dtype).eps
     # In most steps a cheap bound makes the estimate of the error unnecessary.
     if PIVOT_ROUNDINGS * unit * float(sizes.sum()) <= TOLERATED_NATS / 2:
         return
+    check_finite_curvature(sizes)  # an infinite diagonal element has an infinite pivot
     value = pivots.log().sum()
     errors = (PIVOT_ROUNDINGS * unit * sizes / pivots).log1p()
     check_rounding(errors.square().sum().sqrt() + SUM_ROUNDINGS * unit * value, value, dtype)
