@@ -46,6 +46,7 @@ from evigrad.training.cycles import Cycles
 from evigrad.training.data import RunData, batches, derived_seed, stream
 from evigrad.training.history import Row, bracket_columns, evidence_columns, metric_columns
 from evigrad.training.learner import Learner
+from evigrad.training.offset import center_outputs
 from evigrad.training.optimizers import cosine, make_hyper_optimizer, make_weight_optimizer
 from evigrad.training.plan import planned
 from evigrad.training.progress import make_progress
@@ -318,6 +319,8 @@ class Trainer:
             KeyboardInterrupt: If ``stop`` returned True.
         """
         ranks = self.evidence.ranks
+        if not self.history:
+            center_outputs(self.evidence, self.data)
         with ranks.together():
             if record is not None and not self.history:
                 # Before the first epoch too: the initial weights are kept nowhere else.
