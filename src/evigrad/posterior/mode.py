@@ -9,8 +9,15 @@ At this mode, the log joint density and the log evidence of the linearized model
 This is exact for a Gaussian likelihood. For other likelihoods, it is an approximation of second
 order in the Newton step. H and the log-determinant do not change (J. Antorán et al., 2022,
 arXiv:2206.08900, section 4).
+
+A network with kinks, such as ReLU, can be at a mode where g is not zero. The linearized model then
+has a gap, but no step raises the log joint density of the network much. ``nearer_to_mode``
+therefore tries shorter and shorter steps along the Newton step.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +36,8 @@ from evigrad.posterior.posterior import make_posterior
 
 # Number of examples per backward pass, halved when memory runs out.
 _AT_ONCE = 1000
+# Lengths of the steps that ``nearer_to_mode`` tries, relative to the Newton step.
+_SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
 
 
 def mode_gap(problem: Problem, data: Any, structure: str, rows: int | None = None) -> float:
@@ -37,12 +46,50 @@ def mode_gap(problem: Problem, data: Any, structure: str, rows: int | None = Non
     H is approximated as in a posterior with this ``structure`` and this number of ``rows``.
     """
     posterior = make_posterior(problem, data, structure, rows)
-    gradient = log_joint_gradient(problem, data)
+    _, gradient = log_joint(problem, data)
     return 0.5 * posterior.variance_of({name: gradient[name] for name in posterior.parameters})
 
 
-def log_joint_gradient(problem: Problem, data: Any) -> dict[str, Tensor]:
-    """Return the gradient g of the log joint density of all data with respect to the weights.
+@contextmanager
+def nearer_to_mode(
+    problem: Problem, data: Any, structure: str, rows: int | None = None
+) -> Iterator[None]:
+    """Return a context in which the weights are nearer to the mode, if a step leads there.
+
+    H is approximated as for ``mode_gap``. Among steps along the Newton step, the context takes the
+    one that raises the log joint density most, or none if all of them lower it.
+    """
+    problem = replace(problem, generator=torch.Generator().manual_seed(0))
+    with problem.ranks.together():
+        posterior = make_posterior(problem, data, structure, rows)
+    best, gradient = log_joint(problem, data)
+    step = posterior._covariance.times(gradient)
+    weights = {name: problem.weights[name].detach() for name in step}
+    saved = {name: weight.clone() for name, weight in weights.items()}
+
+    def move(share: float) -> None:
+        for name, weight in weights.items():
+            weight.copy_(saved[name] + share * step[name])
+
+    try:
+        chosen = 0.0
+        for share in _SHARES:
+            move(share)
+            value, _ = log_joint(problem, data, slope=False)
+            best, chosen = (value, share) if value > best else (best, chosen)
+        move(chosen)
+        yield
+    finally:
+        for name, weight in weights.items():
+            weight.copy_(saved[name])
+
+
+def log_joint(
+    problem: Problem, data: Any, *, slope: bool = True
+) -> tuple[float, dict[str, Tensor]]:
+    """Return the log joint density of all data and the weights, without its constants.
+
+    With ``slope``, also return its gradient g with respect to the weights.
 
     The model is in evaluation mode. If it draws noise, the noise has seed 0.
 
@@ -51,6 +98,8 @@ def log_joint_gradient(problem: Problem, data: Any) -> dict[str, Tensor]:
     """
     source, ranks, weights = as_source(data), problem.ranks, problem.weights
     totals = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    dtype = torch.promote_types(problem.dtype, torch.float32)
+    log_prob = torch.zeros((), dtype=dtype, device=problem.device)
     generator = torch.Generator().manual_seed(0)
 
     def add(indices: Tensor) -> None:
@@ -61,15 +110,17 @@ def log_joint_gradient(problem: Problem, data: Any) -> dict[str, Tensor]:
         if not len(f):
             return
         value = log_probabilities(problem.likelihood, f, y, alone=False).sum()
-        gradients = torch.autograd.grad(value, list(weights.values()), allow_unused=True)
-        for name, gradient in zip(weights, gradients, strict=True):
-            if gradient is not None:
-                totals[name] += gradient
+        if slope:
+            gradients = torch.autograd.grad(value, list(weights.values()), allow_unused=True)
+            for name, gradient in zip(weights, gradients, strict=True):
+                if gradient is not None:
+                    totals[name] += gradient
+        log_prob.add_(value.detach())  # last, because memory may run out before
 
     with (
         ranks.together(),  # before the sum, in which the others would wait for a rank that failed
         evaluation_mode(problem.model, generator),
-        torch.enable_grad(),
+        torch.set_grad_enabled(slope),
     ):
         part, size = ranks.part(len(source)), _AT_ONCE
         start = part.start
@@ -84,9 +135,11 @@ def log_joint_gradient(problem: Problem, data: Any) -> dict[str, Tensor]:
                     "The gradient of one example does not fit into the free memory.",
                     "Use a smaller network, or a machine with more memory.",
                 )
-    sums = ranks.sum(list(totals.values()))
+    log_prob, *sums = ranks.sum([log_prob, *totals.values()])
     precisions, deviations = problem.prior.precisions(), problem.prior.deviations(weights)
-    return {
+    decay = sum((precisions[n] * d.square()).sum().item() for n, d in deviations.items())
+    gradient = {
         name: total / problem.temperature - precisions[name] * deviations[name]
         for name, total in zip(totals, sums, strict=True)
     }
+    return float(log_prob) / problem.temperature - 0.5 * decay, gradient

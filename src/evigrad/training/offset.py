@@ -26,8 +26,8 @@ from evigrad.likelihoods.positions import flattened
 from evigrad.measure.metrics import probe_outputs
 from evigrad.training.data import RunData
 
-# Number of examples that determine the mean.
-_COMPARED = 1000
+# Number of examples that determine the mean, if they are in memory or are read for it.
+_COMPARED, _READ = 1000, 100
 # Mean residuals beyond this many standard deviations of the targets are far from zero. Half a
 # standard deviation did not change the learned precisions, and two did.
 _FAR = 0.5
@@ -44,7 +44,7 @@ def center_outputs(evidence: Evidence, data: RunData) -> None:
     parts = evidence.likelihood.modules()
     if not any(isinstance(part, Noisy | HeteroscedasticGaussian) for part in parts):
         return
-    x, y = data.spread(_COMPARED)
+    x, y = data.spread(_COMPARED if data.is_held else _READ)
     f, y = flattened(evidence.likelihood, probe_outputs(evidence.model, x), y)
     residuals = _residuals(evidence.likelihood, f, y)
     mean, targets = residuals.nanmean(0), residuals + f

@@ -41,7 +41,7 @@ from evigrad.training.checkpoint import (
     restore,
     with_threads,
 )
-from evigrad.training.convergence import mode_columns, warn_of_distance, warn_of_tails
+from evigrad.training.convergence import mode_columns, warn_of_mode, warn_of_tails
 from evigrad.training.cycles import Cycles
 from evigrad.training.data import RunData, batches, derived_seed, stream
 from evigrad.training.history import Row, bracket_columns, evidence_columns, metric_columns
@@ -250,7 +250,7 @@ class Trainer:
                 print(f"{self.name}: {words}", file=sys.stderr, flush=True)
         self.evidence.model.eval()
         gap = self.history[-1].get("mode_gap")
-        warn_of_distance(gap)
+        warn_of_mode(self, gap)
         warn_of_tails(self)
         return FitResult(
             model=self.evidence.model,
