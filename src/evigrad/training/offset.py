@@ -28,8 +28,8 @@ from evigrad.training.data import RunData
 
 # Number of examples that determine the mean, if they are in memory or are read for it.
 _COMPARED, _READ = 1000, 100
-# Mean residuals beyond this many standard deviations of the targets are far from zero. Half a
-# standard deviation did not change the learned precisions, and two did.
+# A mean residual beyond this many standard deviations of the targets is far from zero. Half a
+# standard deviation did not change the learned precisions, but two did.
 _FAR = 0.5
 # Beyond this many, a model without an output bias is worth a warning.
 _WORTH_A_WARNING = 1.0
