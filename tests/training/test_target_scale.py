@@ -29,6 +29,7 @@ def net(num_outputs: int = 1) -> nn.Sequential:
 @pytest.mark.parametrize(("scale", "offset"), [(77.0, 152.0), (1.0, 30.0), (0.015, 0.0)])
 @pytest.mark.parametrize("estimator", [None, "ntk-20-1"])
 @pytest.mark.parametrize("likelihood", ["gaussian", "heteroscedastic", "natural-gaussian"])
+@pytest.mark.filterwarnings("ignore:The residuals")  # of a short training
 def test_raw_targets_are_warned_of(scale, offset, estimator, likelihood):
     settings = SMALL | {"estimator": estimator}
     data, outputs = regression(scale, offset), 1 if likelihood == "gaussian" else 2
