@@ -170,7 +170,7 @@ def gap_ratio(result: FitResult, train: Pair) -> float:
 def table_of(runs: list[Result]) -> str:
     """Return the means over seeds from one start and from two, as Markdown."""
     lines = [
-        "| data | starts | log evidence | distance from the mode | test log likelihood | noise"
+        "| data | starts | log evidence | mode gap | test log likelihood | noise"
         " | from 0.001 | time |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -234,7 +234,7 @@ def rare_table_of(runs: list[Result]) -> str:
 def continued_table_of(runs: list[Result]) -> str:
     """Return what training until it has settled changes, as Markdown."""
     lines = [
-        "| data | epochs, ratio | log evidence | distance from the mode | test log likelihood"
+        "| data | epochs, ratio | log evidence | mode gap | test log likelihood"
         " | noise, ratio |",
         "|---|---|---|---|---|---|",
     ]

@@ -188,7 +188,7 @@ def test_the_ten_lines_of_the_readme_converge(capsys: pytest.CaptureFixture[str]
     assert "precision" in capsys.readouterr().out
 
 
-def test_the_distance_from_the_mode_falls_as_the_page_says(
+def test_the_mode_gap_falls_as_the_page_says(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     names = run_blocks("docs/training.md")

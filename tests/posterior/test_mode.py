@@ -1,4 +1,4 @@
-"""The distance from the mode, against dense Newton steps."""
+"""The mode gap, against dense Newton steps."""
 
 import pytest
 import torch

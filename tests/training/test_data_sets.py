@@ -82,7 +82,7 @@ def test_an_epoch_reads_each_item_once_and_blocks_their_own():
     for epoch, count in enumerate(others, start=2):
         # Each item once, and behind every second epoch three blocks of 8.
         assert N + (24 if epoch % 2 == 0 else 0) <= count < N + (40 if epoch % 2 == 0 else 1)
-    # With the evaluation, the rows and the gradient of the distance from the mode.
+    # With the evaluation, and the rows and the gradient of the mode gap.
     assert last < 6 * N + 40
     assert max(largest) < 4 * N  # no tensor holds all inputs
 

@@ -92,6 +92,7 @@ _WITHOUT: dict[str, tuple[tuple[Any, Any], str]] = {
     **{name: (values, "Set an estimator") for name, values in _ROUNDS.items()},
     "root": (("fisher", "eigen"), "Set an estimator"),
     "parameter_partition": (("module", {"all": ["linear", "scale"]}), "Set an estimator"),
+    "log_det_weight": ((0.5, 2.0), "Set an estimator"),
     "prior_update": (("adam", "fixed_point"), "Set precision"),
     "start_decay": ((1e-4, 10.0), "Set precision"),
     "anchoring": ((Anchoring(share=0.5), Anchoring(share=0.7)), "Use an estimator with anchors"),

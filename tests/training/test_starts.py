@@ -177,7 +177,7 @@ def test_what_is_no_decay(decay):
 def test_a_run_that_has_not_converged_warns_and_a_longer_one_does_not():
     x, _ = sinusoid()
     y = 2 * x + 0.3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
-    with pytest.warns(EvigradWarning, match="not at the mode.* Train for more epochs"):
+    with pytest.warns(EvigradWarning, match="has not converged.* Train for more epochs"):
         early = fit(net(), (x, y), **grouped(SETTINGS))
     assert early.mode_gap is not None and early.mode_gap > 0.1
     settings = grouped(SETTINGS | {"epochs": 300, "burn_in": 30, "every": 15})

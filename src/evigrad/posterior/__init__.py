@@ -10,7 +10,7 @@ predictions of targets from the outputs. ``mode`` measures how far the weights a
 of the log joint density.
 """
 
-from evigrad.posterior.mode import mode_gap
+from evigrad.posterior.mode import mode_gap, nearer_to_mode
 from evigrad.posterior.posterior import (
     DEFAULT_STRUCTURE,
     STRUCTURES,
@@ -29,4 +29,5 @@ __all__ = [
     "load_posterior",
     "make_posterior",
     "mode_gap",
+    "nearer_to_mode",
 ]

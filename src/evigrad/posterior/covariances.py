@@ -286,6 +286,17 @@ class Covariance:
         total = self._of_rows(((block, row) for block in self.blocks), 1)
         return 0.0 if total is None else float(total)
 
+    def times(self, vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return Σ v for a vector v, as the gradient of ½ vᵀ Σ v with respect to v."""
+        names = [name for block in self.blocks for name in block.names]
+        with torch.enable_grad():
+            leaves = {name: vector[name].detach().clone().requires_grad_() for name in names}
+            row = {name: torch.atleast_1d(part)[None, None] for name, part in leaves.items()}
+            total = self._of_rows(((block, row) for block in self.blocks), 1)
+            assert total is not None
+            parts = torch.autograd.grad(0.5 * total.sum(), list(leaves.values()))
+        return dict(zip(names, parts, strict=True))
+
     def _of_rows(
         self, rows_of_blocks: Iterable[tuple[Block, Mapping[str, Tensor]]], k: int
     ) -> Float[Tensor, "m k k"] | None:

@@ -213,7 +213,7 @@ def metrics(runs: Sequence[Run]) -> Rows:
             "training loss (nats per example)": last("loss", digits=_NATS),
             f"log evidence {judge} (nats per example)": common,
             "log evidence during training, last round (nats per example)": evidence,
-            "distance from the mode (nats per example)": last("mode_gap", digits=_NATS),
+            "mode gap (nats per example)": last("mode_gap", digits=_NATS),
             "hyperparameter steps": last("hyper_steps"),
             "training time (seconds)": last("seconds"),
         },

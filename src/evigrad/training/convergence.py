@@ -1,4 +1,4 @@
-"""Warnings at the end of a training run: weights far from a mode, and residuals with heavy tails.
+"""Warnings at the end of a training run: weights far from the mode, and residuals with heavy tails.
 
 The log evidence assumes weights at a mode of the log joint density. A Gaussian likelihood assumes
 residuals without outliers. If there are outliers, the network fits the largest ones first, and the
@@ -7,15 +7,17 @@ learned noise grows with them.
 
 import math
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from evigrad.errors import EvigradError, EvigradWarning, RankError
 from evigrad.likelihoods import Gaussian, StudentT
+from evigrad.likelihoods.noisy import Noisy
 from evigrad.likelihoods.positions import flattened
-from evigrad.measure.metrics import probe_outputs
+from evigrad.measure.metrics import evaluate, hyperparameter_values, probe_outputs
+from evigrad.posterior import nearer_to_mode
 from evigrad.posterior.posterior import curvature_of_posterior
 from evigrad.training.data_checks import are_discrete
 from evigrad.training.history import Row
@@ -23,12 +25,21 @@ from evigrad.training.history import Row
 if TYPE_CHECKING:
     from evigrad.training.trainer import Trainer
 
-# A larger distance from the mode than this causes a warning, in nats per example.
-TOLERANCE = 0.1
-# With at most this many rows of the data, their kernel gives the exact distance.
+# A mode gap of at most this many nats, over all examples, changes hyperparameters little. One
+# nat for each effective parameter means that the mode is √2 posterior standard deviations away, in
+# each direction that the data determine. Kinks alone cause smaller gaps (docs/training.md).
+_FEW_NATS = 1.0
+# Factors by which a step toward the mode must change a precision or the noise to be worth a warning
+# (docs/training.md).
+_PRECISION, _NOISE = 1.5, 1.1
+# Factor of the number of epochs that the warning suggests.
+_MORE = 4
+# A rough approximation is enough to show that a gap is at most this many nats per example.
+_ROUGH = 0.1
+# With at most this many rows of the data, their kernel gives the exact gap.
 _FEW_ROWS = 1000
 # Otherwise as many rows give an upper bound, in a hundredth of the time of training. On images it
-# is 1.1 to 1.3 times the exact distance. On 10,000 rows with little noise it is 30 times as large.
+# is 1.1 to 1.3 times the exact gap. On 10,000 rows with little noise it is 30 times as large.
 _ROWS = 400
 # Kronecker factors of at most this many outputs then take about as long.
 _MOST_OUTPUTS = 16
@@ -42,13 +53,13 @@ _MOST_NUMBERS = 2**27
 
 
 def mode_columns(trainer: "Trainer", epoch: int) -> Row:
-    """Return the distance from the mode as a history column, in nats per example.
+    """Return the mode gap as a history column, in nats per example.
 
-    The distance is computed after the last epoch of a cycle and is None in other epochs. It is
-    exact for small data sets. For larger data sets it is an upper bound, or an estimate with
-    Kronecker factors. It is also None if its computation fails, for instance because memory runs
-    out. If epochs use only a part of the data, the distance is not computed, because it requires a
-    pass over all data. Without an estimator, there is no column.
+    The gap is computed after the last epoch of a cycle and is None in other epochs. It is exact for
+    small data sets. For larger data sets it is an upper bound, or an estimate with Kronecker
+    factors. It is also None if its computation fails, for instance because memory runs out. If
+    epochs use only a part of the data, the gap is not computed, because it requires a pass over all
+    data. Without an estimator, there is no column.
 
     Raises:
         RankError: If another rank fails.
@@ -67,18 +78,26 @@ def mode_columns(trainer: "Trainer", epoch: int) -> Row:
 
 
 def _mode_gap(trainer: "Trainer") -> float:
-    evidence, data = trainer.evidence, trainer.data
+    first, *others = _approximations(trainer)
+    gap = trainer.evidence.mode_gap(trainer.data, **first)
+    if gap <= _ROUGH:
+        return gap
+    return min([gap, *(trainer.evidence.mode_gap(trainer.data, **other) for other in others)])
+
+
+def _approximations(trainer: "Trainer") -> list[dict[str, Any]]:
+    """Return one or two approximations of H for the mode gap. The last one is the best."""
+    evidence = trainer.evidence
     num_weights = sum(weight.numel() for weight in evidence.weights().values())
     num_outputs = probe_outputs(evidence.model, trainer.probe).shape[-1]
     num_rows = evidence.num_data * num_outputs
     rows = None if num_rows <= _FEW_ROWS else _ROWS
     needs_all = curvature_of_posterior(evidence.problem) != "ggn"  # no anchored rows
+    by_factors = {"structure": "kfac"}
     if needs_all or (rows or num_rows) * num_weights > _MOST_NUMBERS:
-        return evidence.mode_gap(data, structure="kfac")
-    gap = evidence.mode_gap(data, structure="ntk", rows=rows)
-    if rows is None or gap <= TOLERANCE or num_outputs > _MOST_OUTPUTS:
-        return gap
-    return min(gap, evidence.mode_gap(data, structure="kfac"))
+        return [by_factors]
+    by_rows = {"structure": "ntk", "rows": rows}
+    return [by_rows] if rows is None or num_outputs > _MOST_OUTPUTS else [by_rows, by_factors]
 
 
 def warn_of_tails(trainer: "Trainer") -> None:
@@ -124,14 +143,77 @@ def tail_gain(residuals: Tensor) -> float:
     return float((means.amax(0) - normal).mean())
 
 
-def warn_of_distance(gap: float | None) -> None:
-    """Warn if the weights are so far from the mode that the log evidence is too low."""
-    if gap is not None and gap > TOLERANCE:
-        warnings.warn(
-            f"The weights are not at the mode: a Newton step of the linearized model would gain"
-            f" {gap:.2g} nats per example, so the log evidence is too low by this amount. Train"
-            " for more epochs (Schedule.epochs). A network with kinks, such as ReLU, may never"
-            " reach a mode. SiLU and tanh have no kinks.",
-            EvigradWarning,
-            stacklevel=3,
-        )
+def warn_of_mode(trainer: "Trainer", gap: float | None) -> None:
+    """Warn if training has not converged, so that longer training changes the hyperparameters."""
+    nats = 0.0 if gap is None else gap * trainer.evidence.num_data
+    if nats <= _FEW_NATS:
+        return
+    determined = sum(size for name, size in _sizes(trainer).items() if name != "noise")
+    reason = f"The mode gap is {nats:.3g} nats for {determined:.3g} effective parameters"
+    if nats <= determined:
+        changes = [
+            f"{name} from {before:.3g} to {after:.3g}"
+            for name, (before, after) in changes_at_mode(trainer).items()
+            if abs(math.log(after / before)) > math.log(_NOISE if name == "noise" else _PRECISION)
+        ]
+        if not changes:
+            return
+        reason = f"One step toward the mode would already change {' and '.join(changes)}"
+    warnings.warn(
+        "Training has not converged, so do not use the learned hyperparameters and the log evidence"
+        f" yet. {reason}. Train for more epochs, such as Schedule(epochs="
+        f"{_MORE * len(trainer.history)}).",
+        EvigradWarning,
+        stacklevel=3,
+    )
+
+
+def changes_at_mode(trainer: "Trainer") -> dict[str, tuple[float, float]]:
+    """Return learned precisions and noise, now and for the weights after a step toward the mode.
+
+    A precision is inversely proportional to the squares of its weights, and a noise is proportional
+    to the residuals. Precisions of weights that the data do not determine are omitted. The result
+    is empty if nothing is learned, or if the step cannot be computed.
+
+    Raises:
+        RankError: If another rank fails.
+    """
+    evidence, approximation = trainer.evidence, _approximations(trainer)[-1]
+    now, prior = hyperparameter_values(evidence), evidence.prior
+    names = [prior.group_names[index] for index in prior.learned_groups()] or evidence.weights()
+    learns_prior = "prior.log_precision" in trainer.learned
+    learned = {"noise", *(f"precision/{name}" for name in names if learns_prior)}
+    try:
+        before = _sizes(trainer)
+        with torch.no_grad(), nearer_to_mode(evidence.problem, trainer.data, **approximation):
+            after = _sizes(trainer)
+    except RankError:
+        raise
+    except EvigradError:
+        return {}
+    return {
+        name: (now[name], now[name] * (after[name] / size) ** (0.5 if name == "noise" else -1.0))
+        for name, size in before.items()
+        if name in learned & now.keys() and min(size, after[name]) > 0
+        if name == "noise" or size >= 1.0
+    }
+
+
+def _sizes(trainer: "Trainer") -> dict[str, float]:
+    """Return δ ‖w − w₀‖² of each prior group, and the mean squared error if a noise is learned.
+
+    At the fixed point, δ ‖w − w₀‖² is c times the effective number of parameters γ, for the weight c
+    of the log-determinant. The result is divided by c.
+    """
+    evidence = trainer.evidence
+    prior, likelihood = evidence.prior, evidence.likelihood
+    precisions, sizes = prior.precisions(), dict[str, float]()
+    for name, deviation in prior.deviations(evidence.weights()).items():
+        group = f"precision/{prior.group_name(name)}"
+        size = float((precisions[name] * deviation.square()).sum().detach())
+        size /= evidence.log_det_weight
+        sizes[group] = sizes.get(group, 0.0) + size
+    if isinstance(likelihood, Noisy) and likelihood.log_noise.requires_grad:
+        metrics = evaluate(evidence.model, likelihood, trainer.data, ranks=evidence.ranks)
+        sizes["noise"] = metrics["squared_error"]
+    return sizes

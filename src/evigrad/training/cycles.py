@@ -2,8 +2,8 @@
 
 A run has ``Schedule.epochs`` epochs, in which the learning rate falls along a cosine. If
 ``Schedule.max_epochs`` is larger, shorter cycles follow, in which the learning rate falls from a
-tenth of its first value. Training ends after a cycle that changes log evidence, noise and distance
-from the mode only a little.
+tenth of its first value. Training ends after a cycle that changes log evidence, noise and mode gap
+only a little.
 """
 
 import math
@@ -14,9 +14,9 @@ from evigrad.training.history import Row
 from evigrad.training.plan import planned
 from evigrad.training.settings import Schedule
 
-# A cycle changed little if log evidence and distance from the mode changed by at most this many
-# nats per example, and the log of the noise by at most NOISE. Precisions count as far as the log
-# evidence depends on them: those of weights that the data do not determine grow without limit.
+# A cycle changed little if log evidence and mode gap changed by at most this many nats per example,
+# and the log of the noise by at most NOISE. Precisions count as far as the log evidence depends on
+# them: those of weights that the data do not determine grow without limit.
 NATS, NOISE = 0.01, 0.03
 # Learning rate at the start of later cycles, relative to the first. At the full rate, a network
 # with a small noise loses all that it has learned (naval, benchmarks/convergence.py).
@@ -72,7 +72,7 @@ def has_settled(before: Sequence[Row], after: Sequence[Row]) -> bool:
 
 
 def _state(history: Sequence[Row]) -> dict[str, float]:
-    """Return log evidence, distance from the mode and log noise at the end of a history."""
+    """Return log evidence, mode gap and log noise at the end of a history."""
     values = [row["log_evidence"] for row in history if row["log_evidence"] is not None]
     state = {"log_evidence": fmean(values[-_ROUNDS:])} if values else {}
     for name, value in history[-1].items():

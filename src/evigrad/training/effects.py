@@ -97,7 +97,11 @@ def refuse_without_estimator(settings: Settings) -> None:
         _refuse_one("hyperprior", prior.hyperprior, condition, learn)
     idle: list[Idle] = [
         (_OF_ROUNDS, f"{without} has rounds of hyperparameter steps", learn),
-        (("root", "parameter_partition"), f"{without} needs the curvature", learn),
+        (
+            ("root", "parameter_partition", "log_det_weight"),
+            f"{without} needs the curvature",
+            learn,
+        ),
         (("prior_update", "start_decay"), f"{without} learns the prior's precisions", keep),
         (_RATES, f"{without} has its own learning rates", rates),
     ]

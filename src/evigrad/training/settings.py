@@ -74,8 +74,8 @@ class Schedule:
             20,000 steps, and at least 10.
         max_epochs: Number of epochs up to which training may continue. After ``epochs``, cycles of
             half that number of epochs follow. In each, the learning rate falls from lr/10. Training
-            ends after a cycle that changes log evidence, noise and distance from the mode
-            only a little. Default: epochs.
+            ends after a cycle that changes log evidence, noise and mode gap only a little. Default:
+            epochs.
         epoch_size: Number of examples per epoch. Set it for very large data sets, so that rounds
             and checkpoints also happen during a pass over the data. Each epoch continues where the
             previous one stopped. Default: all examples.

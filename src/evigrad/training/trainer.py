@@ -42,11 +42,12 @@ from evigrad.training.checkpoint import (
     restore,
     with_threads,
 )
-from evigrad.training.convergence import mode_columns, warn_of_distance, warn_of_tails
+from evigrad.training.convergence import mode_columns, warn_of_mode, warn_of_tails
 from evigrad.training.cycles import Cycles
 from evigrad.training.data import RunData, batches, derived_seed, stream
 from evigrad.training.history import Row, bracket_columns, evidence_columns, metric_columns
 from evigrad.training.learner import Learner
+from evigrad.training.offset import center_outputs
 from evigrad.training.optimizers import cosine, make_hyper_optimizer, make_weight_optimizer
 from evigrad.training.plan import planned
 from evigrad.training.progress import Progress
@@ -268,7 +269,7 @@ class Trainer:
                 print(f"{self.label}: {words}", file=sys.stderr, flush=True)
         self.evidence.model.eval()
         gap = self.history[-1].get("mode_gap")
-        warn_of_distance(gap)
+        warn_of_mode(self, gap)
         warn_of_tails(self)
         return FitResult(
             model=self.evidence.model,
@@ -337,6 +338,8 @@ class Trainer:
             KeyboardInterrupt: If ``stop`` returned True.
         """
         ranks = self.evidence.ranks
+        if not self.history:
+            center_outputs(self.evidence, self.data)
         with ranks.together():
             if record is not None and not self.history:
                 # Before the first epoch too: the initial weights are kept nowhere else.

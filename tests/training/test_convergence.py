@@ -1,0 +1,131 @@
+"""The warning that training has not converged: only if a step changes hyperparameters."""
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evigrad import Schedule
+from evigrad.errors import EvigradWarning
+from evigrad.likelihoods import Gaussian
+from evigrad.priors import GaussianPrior
+from evigrad.training.convergence import changes_at_mode, warn_of_mode
+from evigrad.training.fit import prepare
+from evigrad.training.settings import Settings
+from evigrad.training.trainer import Trainer
+
+NUM_GROUPS, NUM_DATA = 20, 200
+
+
+class Grouped(nn.Module):
+    """A linear model with an effect of each group. All effects have a common shift."""
+
+    def __init__(self, shift: float) -> None:
+        super().__init__()
+        self.groups, self.linear = nn.Embedding(NUM_GROUPS, 1), nn.Linear(1, 1)
+        with torch.no_grad():
+            self.groups.weight.copy_(shift + torch.linspace(-1.0, 1.0, NUM_GROUPS)[:, None])
+            self.linear.weight.fill_(1.0)
+            self.linear.bias.fill_(-shift)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x[:, :1]) + self.groups(x[:, 1].long())
+
+
+def trainer_of(model: nn.Module, x: Tensor, y: Tensor, **settings) -> Trainer:
+    settings = {"likelihood": "gaussian", "schedule": Schedule(epochs=10)} | settings
+    return prepare(model.double(), (x.double(), y.double()), Settings(**settings))
+
+
+def grouped(shift: float, **settings) -> Trainer:
+    """Return a trainer whose weights fit the data well, apart from a shift that is not needed."""
+    generator = torch.Generator().manual_seed(0)
+    group = torch.arange(NUM_DATA) % NUM_GROUPS
+    x = torch.stack([torch.randn(NUM_DATA, generator=generator), group.float()], 1)
+    noise = torch.randn(NUM_DATA, 1, generator=generator)
+    y = Grouped(0.0)(x).detach() + 0.1 * noise
+    trainer = trainer_of(Grouped(shift), x, y, **{"likelihood": Gaussian(noise=0.1)} | settings)
+    trainer.history = [{}] * 10
+    return trainer
+
+
+def test_a_linear_model_shows_the_precisions_at_its_mode():
+    trainer = grouped(0.7)
+    evidence, weights = trainer.evidence, trainer.evidence.weights()
+    saved = {name: weight.detach().clone() for name, weight in weights.items()}
+    changes = changes_at_mode(trainer)
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight.detach(), saved[name], rtol=0, atol=0)
+    # One Newton step on the loss, by automatic differentiation.
+    x, y = trainer.data.fetch(torch.arange(NUM_DATA))
+    names, sizes = list(weights), [weight.numel() for weight in weights.values()]
+    flat = torch.cat([saved[name].flatten() for name in names])
+
+    def loss(point: Tensor) -> Tensor:
+        named = {
+            name: part.view_as(saved[name])
+            for name, part in zip(names, point.split(sizes), strict=True)
+        }
+        f = torch.func.functional_call(evidence.model, named, (x,))
+        decay = sum(evidence.prior.precisions()[n] * named[n].square().sum() for n in names)
+        return -evidence.likelihood.log_prob(f, y).sum() + 0.5 * decay
+
+    hessian = torch.autograd.functional.hessian(loss, flat)
+    flat.requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(flat), flat)
+    at_mode = (flat - torch.linalg.solve(hessian, gradient)).detach().split(sizes)
+    before, after = changes["precision/groups.weight"]
+    index = names.index("groups.weight")
+    ratio = float(saved["groups.weight"].square().sum() / at_mode[index].square().sum())
+    assert after / before == pytest.approx(ratio, rel=1e-6)
+
+
+def test_a_few_nats_in_total_that_change_a_precision_are_warned_of():
+    """At 0.09 nats per example, they were not."""
+    trainer = grouped(0.7)
+    gap = trainer.evidence.mode_gap(trainer.data)
+    assert 1 / NUM_DATA < gap < 0.1
+    with pytest.warns(
+        EvigradWarning, match=r"has not converged.*precision/groups\.weight from 2 to .*epochs=40"
+    ):
+        warn_of_mode(trainer, gap)
+
+
+def test_weights_near_the_mode_are_not_warned_of():
+    trainer = grouped(0.2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_mode(trainer, trainer.evidence.mode_gap(trainer.data))
+        warn_of_mode(trainer, None)
+
+
+class Kink(nn.Module):
+    """A model with its mode at a kink: −|w| with w = 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1e-9]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.weight.abs()
+
+
+def test_a_gap_at_a_kink_changes_nothing():
+    x = torch.randn(50, 1, generator=torch.Generator().manual_seed(0))
+    trainer = trainer_of(Kink(), x, x + 1.0)
+    assert trainer.evidence.mode_gap(trainer.data) > 0.1
+    before, after = changes_at_mode(trainer)["noise"]
+    assert before == after
+
+
+def test_a_gap_beyond_the_effective_parameters_is_warned_of():
+    x = torch.randn(50, 1, generator=torch.Generator().manual_seed(0))
+    trainer = trainer_of(Kink(), x, x + 1.0)
+    with pytest.warns(EvigradWarning, match=r"mode gap is 24.8 nats for .* effective parameters"):
+        warn_of_mode(trainer, trainer.evidence.mode_gap(trainer.data))
+
+
+def test_a_fixed_prior_has_no_changes():
+    trainer = grouped(0.7, prior=GaussianPrior(learnable=False))
+    assert list(changes_at_mode(trainer)) == ["noise"]
