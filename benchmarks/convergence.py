@@ -234,8 +234,7 @@ def rare_table_of(runs: list[Result]) -> str:
 def continued_table_of(runs: list[Result]) -> str:
     """Return what training until it has settled changes, as Markdown."""
     lines = [
-        "| data | epochs, ratio | log evidence | mode gap | test log likelihood"
-        " | noise, ratio |",
+        "| data | epochs, ratio | log evidence | mode gap | test log likelihood | noise, ratio |",
         "|---|---|---|---|---|---|",
     ]
     for name in COMPARED:
