@@ -20,8 +20,6 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 pytest.importorskip("pyarrow")
 pytest.importorskip("PIL")
-pytest.importorskip("signac")
-pytest.importorskip("submitit")
 
 from image_files import pixels, png, write
 
@@ -30,7 +28,7 @@ from experiments.__main__ import main as main_of_experiments
 
 TRAINING = "--test-subset 20 --epochs 2 --burn-in 1 --every 1 --steps 1 --device cpu --threads 1"
 TRAIN = f"{TRAINING} --subset 105 --evaluate-with ntk-50-C --no-progress --no-figures"
-MANY = f"{TRAINING} --subset 20 --jobs 1"
+MANY = f"{TRAINING} --subset 20"
 # What an example that begins so has appended; the longest one counts.
 SHORTER = {
     "train": TRAIN,
