@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = "likelihoods priors invariances errors sklearn lightning transformers".split()
-PACKAGES += "data models plots report".split()
+PACKAGES += "data models plots".split()
 
 
 class Page(html.parser.HTMLParser):

@@ -1,7 +1,7 @@
 """Every example of every ``--help`` runs to its end, as a newcomer would paste it.
 
 Only sizes are smaller: what a row of ``SHORTER`` appends. Names that stand for something of the
-user's (DIR, FILE.yaml, runs/a) are there, and the runs that ``report`` and ``--resume`` take up are
+user's (DIR, FILE.yaml, runs/a) are there, and the runs that ``--resume`` takes up are
 those that the examples of ``train`` made.
 """
 
@@ -41,7 +41,6 @@ SHORTER = {
     "pareto --judge": f"{MANY} --model mlp --estimators ntk-9-1 ntk-9-rows-anchored"
     " --judge ntk-9-C",
     "pareto --data mnist": f"{MANY} --estimators ntk-9-1 kfac-9-1 --samples 2",
-    "report": "",
     "doctor": "--subset 100 --device cpu --threads 1",
 }
 

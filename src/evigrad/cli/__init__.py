@@ -33,7 +33,6 @@ _DESCRIPTION = (
 # imported on demand, because it needs PyTorch, whose import would delay the overview.
 COMMANDS = {
     "train": "Train a network, and learn its weight decay for each layer and its invariances",
-    "report": "Write an HTML page with figures and tables of a run",
     "doctor": "Show how an estimator treats each parameter of a network, and what it costs",
 }
 
