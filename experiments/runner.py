@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from evigrad import EvigradError, kept_memory
-from evigrad.errors import ConfigurationError
+from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.measure import evaluate_evidence
 from evigrad.training import FitResult
 from experiments.along import curves_along, evidence_along
@@ -82,8 +81,7 @@ def run(jobs: Sequence[Job], place: Place, tell: Tell | None = None) -> list[Fai
 def attempt(job: Job, place: Place) -> Outcome:
     """Run a job. Its error does not affect other jobs."""
     try:
-        with kept_memory():
-            return None, perform(job, place)["job_seconds"]
+        return None, perform(job, place)["job_seconds"]
     except EvigradError as error:
         reason = str(error)
     except Exception as error:  # such as PyTorch's error when the memory is full

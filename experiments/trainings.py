@@ -31,7 +31,6 @@ from evigrad.cli.setup import (
 from evigrad.cli.train import SETTINGS, Results, make_parser, prepare_runs, settings_of
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.files import replacing
-from evigrad.passes.allocator import kept_memory
 from evigrad.plots import save
 from evigrad.training import FitResult, RunDirectory
 from experiments.augerino import NAME as AUGERINO
@@ -218,8 +217,7 @@ def _attempt(
 ) -> tuple[dict[str, Any] | None, str]:
     start = time.perf_counter()
     try:
-        with kept_memory():
-            computed = work(config, place, **options)
+        computed = work(config, place, **options)
     except EvigradError as error:
         return None, str(error)
     except RuntimeError as error:  # such as PyTorch's error when the memory is full

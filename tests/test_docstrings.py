@@ -36,7 +36,7 @@ SHOWN = """
     sklearn.EvidenceClassifier sklearn.EvidenceRegressor
     transformers.EvidenceCallback
     Anchoring Evidence Laplace Learner Memory Optimization Outputs Posterior Predictive Schedule
-    bracket fit kept_memory load tune
+    bracket fit load tune
 """.split()
 # Public names without a guide: types, colors, and functions for other modules.
 WITHOUT_GUIDE = """

@@ -11,7 +11,6 @@ from evigrad.core.names import DEFAULT_ESTIMATOR
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import Likelihood
-from evigrad.passes.allocator import kept_memory
 from evigrad.passes.settings import Memory
 from evigrad.priors import GaussianPrior
 from evigrad.training.fit import prepare
@@ -133,14 +132,13 @@ def tune(
         anchoring=anchoring,
         seed=seed,
     )
-    with kept_memory():
-        learner = prepare(model, data, settings).learner
-        assert learner is not None  # as there is an estimator
-        _check_deviations(learner.evidence)
-        history: list[Row] = []
-        for number in range(1, rounds + 1):
-            hyper_round = learner.step()
-            history.append({"round": number, **round_columns(learner, hyper_round)})
+    learner = prepare(model, data, settings).learner
+    assert learner is not None  # as there is an estimator
+    _check_deviations(learner.evidence)
+    history: list[Row] = []
+    for number in range(1, rounds + 1):
+        hyper_round = learner.step()
+        history.append({"round": number, **round_columns(learner, hyper_round)})
     return TuneResult(learner.evidence, history)
 
 
