@@ -145,8 +145,6 @@ class MicroBatchSweep:
                     num_remaining = min(len(x), cut - first) - done
                     peak = partial(self._peak_bytes, partial(step, state), part)
                     size = self._size(label, x, num_remaining, first + done, peak)
-                    if first + done == 0 and label == "first" and self.block.columns is None:
-                        size = min(size, self._first_size() or size)
                     if states := fits(partial(step, state, part(size))):
                         (state,) = states
                     else:
@@ -360,12 +358,6 @@ class MicroBatchSweep:
         per_datum = partial(bytes_per_datum, peak, num_remaining)
         return sizes.size(key, num_remaining, per_datum, free, limit)
 
-    def _first_size(self) -> int | None:
-        """Return the largest size of the first micro-batch, or None for any size."""
-        if self.problem.likelihood.couples_outputs or torch.is_grad_enabled():
-            return None
-        return self.curvature.most_examples(self.num_outputs)
-
     def _memory_key(self, label: str, x: Inputs) -> str:
         """Return a description of everything that determines the memory of an example."""
         return f"{label} pass of {self.plan.numbers(x):,} numbers and {self._width} rows for each"
@@ -376,8 +368,7 @@ class MicroBatchSweep:
         """Return the peak memory of a step over ``size`` examples, without side effects."""
         batch, at_once = part(size), self.curvature.rows_at_once
         if batch.columns is None and at_once is not None and self.num_outputs > at_once:
-            # All parts of the rows take the same memory, and the second comes beside the sums. With
-            # given columns, the curvature does not learn from the examples.
+            # All parts of the rows take the same memory, and the second comes beside the sums.
             width = min(2 * at_once, self.num_outputs)
             columns = torch.arange(width, device="cpu").expand(size, -1)
             batch = replace(batch, columns=columns)
