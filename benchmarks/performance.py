@@ -105,16 +105,6 @@ def prior_steps(rows: Sequence[Row]) -> str:
     return markdown(header, lines)
 
 
-def allocation(rows: Sequence[Row]) -> str:
-    """Return times with memory kept and without, one line for each case."""
-    lines = []
-    for r in rows:
-        usual, kept = 1e3 * float(r["usual_seconds"]), 1e3 * float(r["kept_seconds"])
-        named = [r["model"], r["samples"], r["m"], r["step"]]
-        lines.append([*named, f"{usual:.0f} ms", f"{kept:.0f} ms", f"{r['ratio']} ×"])
-    return markdown(["model", "S", "m", "step", "default", "memory kept", "default / kept"], lines)
-
-
 def precision(rows: Sequence[Row]) -> str:
     """Return errors, one line for each case."""
     names = [name for name in rows[0] if name != "machine"]
@@ -163,7 +153,6 @@ TABLES: dict[str, tuple[str, Mapping[str, str], Callable[[Sequence[Row]], str]]]
     "memory": ("memory", {}, memory),
     "scaling": ("scaling", {}, scaling),
     "prior steps": ("prior_steps*", {}, prior_steps),
-    "allocation": ("allocation", {}, allocation),
     "precision": ("precision", {}, precision),
     "rounding": ("rounding", {}, rounding),
     "laplace-torch": ("peers", {}, peers),

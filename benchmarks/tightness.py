@@ -320,8 +320,7 @@ def main(arguments: list[str] | None = None) -> None:
         files = trained(data, seed, options.epochs, folder)
         last = max(files)
         if options.time or not (folder / "times.json").exists():
-            with evigrad.kept_memory():  # as in training
-                seconds = timings(files[last], data, seed, options.rows, TIMED)
+            seconds = timings(files[last], data, seed, options.rows, TIMED)
             (folder / "times.json").write_text(json.dumps({"machine": machine(), **seconds}))
         for stage, path in files.items() if not options.time else ():
             kept = folder / f"case-{seed}-{stage}.json"

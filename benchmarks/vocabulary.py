@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from evigrad import Evidence
 from evigrad.likelihoods import Categorical
-from evigrad.passes.allocator import kept_memory
 from evigrad.priors import GaussianPrior
 
 WORDS = (100, 1_000, 10_000, 50_000)
@@ -86,8 +85,7 @@ def measured(estimator: str, tied: bool, repeats: int) -> list[dict[str, Any]]:
         works[f"step {words}"] = step(evidence, data)
         if words <= MOST_TRAINED and estimator == ESTIMATORS[0]:
             works[f"training {words}"] = training_step(evidence, data)
-    with kept_memory():
-        times = paired(works, repeats)
+    times = paired(works, repeats)
     first = times[f"step {WORDS[0]}"]
     return [
         {

@@ -13,17 +13,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from evigrad import cli
-from evigrad.cli.setup import device_name
 from evigrad.errors import ConfigurationError, EvigradError
 from experiments import kinds  # noqa: F401  # the kinds that files may name
 from experiments.checks import problems
 from experiments.definition import PRESETS, Experiment, paper_experiments, read_experiment
-from experiments.forecast import forecast
 from experiments.jobs import Job, Store
 from experiments.present import PAGE_PRESETS, duration, present, state_of, write_page
-from experiments.runner import missing, run
+from experiments.runner import PARTIAL, RUN, missing, run
 from experiments.trainings import Place, place_of
-from experiments.work import PARTIAL, RUN, machine
 
 _DESCRIPTION = """\
 Reproduce a figure or table from the paper: run the experiments, draw the figure, and write the
@@ -43,7 +40,6 @@ examples:
   python -m experiments fig4 --preset tiny
   python -m experiments table1 --data-dir DIR
   python -m experiments FILE.yaml --seeds 0 1       a custom experiment
-  python -m experiments table1 --preset paper --cluster CLUSTER.yaml
   python -m experiments pareto --help               compare estimators on your data
   python -m experiments bounds --help               draw bounds along a hyperparameter"""
 # Modules of commands that take the options of ``evigrad train``, and more.
@@ -101,11 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="seeds that replace the seeds of the preset",
     )
     add("--list", action="store_true", help="only list experiments and their progress")
-    add(
-        "--dry-run",
-        action="store_true",
-        help="only list the missing jobs, with their predicted times",
-    )
+    add("--dry-run", action="store_true", help="only list the missing jobs")
     add("--no-run", action="store_true", help="only draw the existing results")
     add(
         "--page",
@@ -130,24 +122,14 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="write all results, without the trained networks, into a file (.jsonl.gz)",
     )
-    add(
-        "--jobs",
-        type=int,
-        metavar="N",
-        help="parallel runs; timings run by themselves (default: one per core, at most four; one"
-        " on a GPU)",
-    )
-    add("--cluster", type=Path, metavar="FILE", help="YAML file with the settings of a cluster")
     add("--data-dir", metavar="DIR", help="folder of data sets (default: EVIGRAD_DATA)")
     add("--device", default="auto", help="cpu, cuda, or auto (cuda if available)")
-    add("--threads", type=int, metavar="N", help="CPU threads per run")
+    add("--threads", type=int, metavar="N", help="CPU threads (default: one per core)")
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
-    place = place_of(
-        options.results, options.jobs, options.data_dir, options.device, options.threads
-    )
+    place = place_of(options.results, options.data_dir, options.device, options.threads)
     store = Store(place.results)
     if options.page is not None and options.name not in (None, *paper_experiments()):
         raise ConfigurationError(
@@ -185,29 +167,22 @@ def _done(options: argparse.Namespace, place: Place, store: Store) -> int:
     if options.dry_run:
         jobs = experiment.jobs()
         left = missing(jobs, store)
-        total, on_cpu = 0.0, device_name(place.device) == "cpu"
         for job in left:
-            seconds = forecast(job, place) if on_cpu else None
-            total += seconds or 0.0
-            about = "" if seconds is None else f"  about {duration(seconds)}"
-            print(f"{job.id}  {job.label}{_begun(job, store)}{about}", flush=True)
+            print(f"{job.id}  {job.label}{_begun(job, store)}")
         _say(f"{len(left)} of {len(jobs)} jobs are missing.")
-        if total:
-            _say(f"Predicted time, one job after another on {machine(place)}: {duration(total)}")
         _warn(problems(left, place), left)
         return 0
     if options.no_run:
         return 0 if _show(experiment, store) else 1
-    return reproduce(experiment, place, options.cluster)
+    return reproduce(experiment, place)
 
 
-def reproduce(experiment: Experiment, place: Place, cluster: Path | None = None) -> int:
+def reproduce(experiment: Experiment, place: Place) -> int:
     """Run what is missing of an experiment, draw its figure, and print its table.
 
     Args:
         experiment: Experiment.
         place: Where to run.
-        cluster: File for ``experiments.runner.run``.
 
     Returns:
         The exit code: 1 if a run failed.
@@ -234,7 +209,7 @@ def reproduce(experiment: Experiment, place: Place, cluster: Path | None = None)
             line = f"[{over}/{count}] {message}"
             bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-        failures = run(jobs, place, tell, cluster)
+        failures = run(jobs, place, tell)
     by_reason: dict[str, list[str]] = {}
     for failure in failures:
         by_reason.setdefault(failure.reason, []).append(failure.job.label)

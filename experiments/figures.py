@@ -302,7 +302,7 @@ def _styles(
     others = [name for name in names if name not in reference]
     # Only reference names are drawn in ink.
     plain = [color for color in LIGHT.lines if color != LIGHT.ink]
-    colors = shades_of(len(others), LIGHT) if ordered else plain
+    colors = shades_of(len(others)) if ordered else plain
     styles: dict[str, dict[str, Any]] = {}
     for place, name in enumerate(others):
         turn = place // len(colors) if ordered else place

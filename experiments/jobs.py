@@ -1,4 +1,4 @@
-"""Jobs of experiments and their results. Each job is a state point of a signac project."""
+"""Jobs of experiments and their results. Each job is a folder, whose name is a hash of the job."""
 
 import gzip
 import json
@@ -9,13 +9,9 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-import signac
-from signac.job import Job as SignacJob
-from signac.job import calc_id
-
 from evigrad.errors import ConfigurationError
 from evigrad.files import replacing
-from experiments.trainings import resolved, stored
+from experiments.trainings import digest, resolved, stored
 
 # Number of blocks of a partition whose mean is the estimate at the end of a training. Figure 1 and
 # the training figures share it, because they share trainings.
@@ -24,6 +20,7 @@ OVER_SUBSETS = "standard error over its subsets"  # the header of its column
 RANGE = "range/"  # prefix of the metrics of learned ranges
 # Estimators of trainings that have no estimate of the evidence.
 WITHOUT_ESTIMATE = (None, "map", "augerino")
+_RECORD = "job.json"  # the job, with its result or the reason of its failure
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,14 +38,14 @@ class Job:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def statepoint(self) -> dict[str, Any]:
-        """Return the state point of signac."""
+    def content(self) -> dict[str, Any]:
+        """Return everything that identifies the job."""
         return {"kind": self.kind, "training": self.training, **self.options}
 
     @cached_property
     def id(self) -> str:
         """Return the identity: equal for equal work, different for any other work."""
-        return calc_id(self.statepoint)
+        return digest(self.content)
 
     @property
     def needs(self) -> "Job | None":
@@ -161,9 +158,9 @@ def _along(hyperparameter: str, grid: list[float]) -> dict[str, Any]:
     return {"hyperparameter": hyperparameter, "grid": grid}
 
 
-def _job_of(statepoint: Mapping[str, Any]) -> Job:
-    """Return the job of a signac state point."""
-    options = dict(statepoint)
+def _job_of(content: Mapping[str, Any]) -> Job:
+    """Return the job with this content."""
+    options = dict(content)
     return Job(options.pop("kind"), options.pop("training"), options)
 
 
@@ -191,10 +188,10 @@ def distinct(jobs: Iterable[Job]) -> list[Job]:
 
 
 class Store:
-    """Results of jobs in a signac project. It contains no paths to other places.
+    """Results of jobs in a folder. It contains no paths to other places.
 
     Args:
-        path: Folder of the project, created when the first job begins.
+        path: Folder, created when the first job begins.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -206,11 +203,11 @@ class Store:
 
     def result(self, job: Job) -> dict[str, Any] | None:
         """Return the result of a job. None if it is not done."""
-        return self._document(job).get("result")
+        return self._record(job).get("result")
 
     def failure(self, job: Job) -> str | None:
         """Return why a job without a result failed the last time."""
-        return self._document(job).get("failure")
+        return self._record(job).get("failure")
 
     def begin(self, job: Job) -> Path:
         """Make the folder of a job.
@@ -218,15 +215,23 @@ class Store:
         Raises:
             ConfigurationError: If it cannot be made.
         """
-        return Path(self._opened(job).path)
+        folder = self.folder(job)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(
+                f"The folder of results {self.path} cannot be written ({error.strerror}); name"
+                " another: --results DIR."
+            ) from error
+        return folder
 
     def finish(self, job: Job, result: dict[str, Any]) -> None:
         """Store the result of a job: plain numbers, texts, lists and dictionaries of them."""
-        self._opened(job).document.reset({"result": result})
+        self._write(job, {"result": result})
 
     def fail(self, job: Job, reason: str) -> None:
         """Store why a job failed."""
-        self._opened(job).document["failure"] = reason
+        self._write(job, {**self._record(job), "failure": reason})
 
     def export(self, file: Path) -> int:
         """Write all results, without the trained networks, which may be large.
@@ -242,13 +247,12 @@ class Store:
             ConfigurationError: If there are no results, or if one cannot be read.
             OSError: If the file cannot be written.
         """
-        signac_jobs = self.project() if self.path.exists() else ()
-        jobs = [_job_of(signac_job.cached_statepoint) for signac_job in signac_jobs]
-        finished = [(job, result) for job in jobs if (result := self.result(job)) is not None]
+        records = map(stored, self.path.glob(f"workspace/*/{_RECORD}"))
+        finished = [(r["job"], r["result"]) for r in records if "result" in r]
         if not finished:
             raise ConfigurationError(f"There is no result in {self.path}. Run an experiment first.")
         lines = [
-            json.dumps({"job": job.statepoint, "result": result}, sort_keys=True) + "\n"
+            json.dumps({"job": job, "result": result}, sort_keys=True) + "\n"
             for job, result in finished
         ]
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -273,25 +277,10 @@ class Store:
             self.finish(job, result)
         return len(new)
 
-    def _opened(self, job: Job) -> SignacJob:
-        return self.project().open_job(job.statepoint).init()
-
-    def project(self) -> signac.Project:
-        """Return the signac project. Create it before several processes need it.
-
-        Raises:
-            ConfigurationError: If it cannot be made.
-        """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            return signac.init_project(str(self.path))
-        except OSError as error:
-            raise ConfigurationError(
-                f"The folder of results {self.path} cannot be written ({error.strerror}); name"
-                " another: --results DIR."
-            ) from error
-
-    def _document(self, job: Job) -> dict[str, Any]:
-        # Read without signac, which would make a folder.
-        path = self.folder(job) / SignacJob.FN_DOCUMENT
+    def _record(self, job: Job) -> dict[str, Any]:
+        path = self.folder(job) / _RECORD
         return stored(path) if path.exists() else {}
+
+    def _write(self, job: Job, record: Mapping[str, Any]) -> None:
+        with replacing(self.begin(job) / _RECORD) as file:
+            file.write(json.dumps({"job": job.content, **record}).encode("utf-8"))

@@ -1,7 +1,7 @@
 """``python -m experiments pareto``: compare estimators by tightness and time on your data."""
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
@@ -111,7 +111,7 @@ def run(parser: Parser, options: Namespace) -> int:
     ]
     done = trainings.each_done(evaluated, configs, place, judge=judge)
     left = [config for config, values in zip(configs, done, strict=True) if values is not None]
-    times = trainings.each_done(timed, left, replace(place, jobs=1))
+    times = trainings.each_done(timed, left, place)
     numbers_by_estimator: dict[str, list[dict[str, Any]]] = {name: [] for name in specs}
     pairs = zip(left, filter(None, done), times, strict=True)
     for config, values, seconds in pairs:

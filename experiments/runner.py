@@ -1,20 +1,28 @@
-"""Run missing jobs: one after another, side by side, or on a cluster."""
+"""Run missing jobs one after another: trainings, and work with a trained network."""
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass
-from itertools import chain
+import math
+import platform
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import date
 from pathlib import Path
+from typing import Any
 
-import submitit
-import yaml
+import torch
 
-from evigrad import EvigradError, kept_memory
-from evigrad.errors import ConfigurationError
-from experiments.jobs import Job, Store, distinct
-from experiments.trainings import Place, processes
-from experiments.work import RUN, perform
+from evigrad.errors import ConfigurationError, EvigradError
+from evigrad.measure import evaluate_evidence
+from evigrad.training import FitResult
+from experiments.along import curves_along, evidence_along
+from experiments.jobs import Job, Store, distinct, is_kept
+from experiments.times import time_steps
+from experiments.trainings import Place, trained
+
+RUN = "run"  # folder of a training inside the folder of its job
+PARTIAL = "partial.json"  # the finished part of a curve
+_DIGITS = 6  # significant digits of the stored metrics of all epochs
 
 # Called with a message about a job, the number of ended jobs, and the number of all jobs.
 Tell = Callable[[str, int, int], None]
@@ -42,105 +50,38 @@ def missing(jobs: Sequence[Job], store: Store) -> list[Job]:
     return [job for job in every if job.id in left]
 
 
-def run(
-    jobs: Sequence[Job], place: Place, tell: Tell | None = None, cluster: Path | None = None
-) -> list[Failure]:
-    """Run all missing jobs: first trainings, then jobs that need them, and timings by themselves.
+def run(jobs: Sequence[Job], place: Place, tell: Tell | None = None) -> list[Failure]:
+    """Run all missing jobs: first trainings, then jobs that need them, and finally timings.
 
     Args:
         jobs: Jobs to run.
-        place: Folder, device and number of parallel runs.
+        place: Folder and device.
         tell: Function that is called after every job.
-        cluster: File for ``cluster_executor``. Default: run on this machine.
 
     Returns:
         The failed jobs, and the jobs that needed them.
     """
     store = Store(place.results)
     left = missing(jobs, store)
-    waves: list[list[Job]] = [[], [], []]
-    for job in left:
-        waves[{"train": 0, "time": 2}.get(job.kind, 1)].append(job)
     failures: list[Failure] = []
-    over = 0
-    if left:
-        store.project()
-    alone = place.jobs == 1 or len(left) < 2 or cluster is not None
-    with nullcontext() if alone else processes(place.jobs) as pool:
-        for number, wave in enumerate(waves):
-            ready = [j for j in wave if j.needs is None or store.result(j.needs) is not None]
-            broken = [
-                (job, (f"a required job failed ({job.needs.label})", 0.0))
-                for job in wave
-                if job.needs is not None and job not in ready
-            ]
-            over_now = _done(ready, place, pool if number < 2 else None, cluster)
-            for job, (problem, seconds) in chain(broken, over_now):
-                over += 1
-                if problem is not None:
-                    failures.append(Failure(job, problem))
-                if tell is not None:
-                    message = f"{seconds:.0f} s" if problem is None else f"failed: {problem}"
-                    tell(f"{job.label}: {message}", over, len(left))
+    in_order = sorted(left, key=lambda job: {"train": 0, "time": 2}.get(job.kind, 1))
+    for over, job in enumerate(in_order, 1):
+        if job.needs is None or store.result(job.needs) is not None:
+            problem, seconds = attempt(job, place)
+        else:
+            problem, seconds = f"a required job failed ({job.needs.label})", 0.0
+        if problem is not None:
+            failures.append(Failure(job, problem))
+        if tell is not None:
+            message = f"{seconds:.0f} s" if problem is None else f"failed: {problem}"
+            tell(f"{job.label}: {message}", over, len(left))
     return failures
-
-
-def _done(
-    jobs: Sequence[Job], place: Place, pool: ProcessPoolExecutor | None, cluster: Path | None
-) -> Iterator[tuple[Job, Outcome]]:
-    """Yield independent jobs when they end."""
-    if cluster is not None and jobs:
-        executor = cluster_executor(cluster, place)
-        with executor.batch():
-            handles = [executor.submit(attempt, job, place) for job in jobs]
-        by_id = {handle.job_id: job for handle, job in zip(handles, jobs, strict=True)}
-        for handle in submitit.helpers.as_completed(handles, poll_frequency=1.0):
-            yield by_id[handle.job_id], _outcome(handle)
-    elif pool is None:
-        for job in jobs:
-            yield job, attempt(job, place)
-    else:
-        futures = {pool.submit(attempt, job, place): job for job in jobs}
-        for future in as_completed(futures):
-            yield futures[future], _outcome(future)
-
-
-def _outcome(over: Future[Outcome] | submitit.Job[Outcome]) -> Outcome:
-    """Return the outcome of a process that may have been killed, for example for its memory."""
-    error = over.exception()
-    return over.result() if error is None else (f"{type(error).__name__}: {error}", 0.0)
-
-
-def cluster_executor(file: Path, place: Place) -> submitit.AutoExecutor:
-    """Return the executor that submits jobs to a cluster.
-
-    Args:
-        file: YAML file with ``cluster``, such as slurm, and parameters of submitit's
-            ``AutoExecutor``, such as timeout_min, gpus_per_node, slurm_partition,
-            slurm_array_parallelism.
-        place: Place with a folder of results that all machines can access.
-
-    Returns:
-        The executor. Its own files are in the folder of results.
-
-    Raises:
-        ConfigurationError: If the file cannot be read, or if there is no such cluster or parameter.
-    """
-    try:
-        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
-        cluster = settings.pop("cluster", None)
-        executor = submitit.AutoExecutor(folder=place.results / "cluster", cluster=cluster)
-        executor.update_parameters(**settings)
-    except Exception as error:  # submitit raises errors of many types
-        raise ConfigurationError(f"The cluster of {file} cannot be used: {error}") from error
-    return executor
 
 
 def attempt(job: Job, place: Place) -> Outcome:
     """Run a job. Its error does not affect other jobs."""
     try:
-        with kept_memory():  # this process may be one of several
-            return None, perform(job, place)["job_seconds"]
+        return None, perform(job, place)["job_seconds"]
     except EvigradError as error:
         reason = str(error)
     except Exception as error:  # such as PyTorch's error when the memory is full
@@ -149,3 +90,77 @@ def attempt(job: Job, place: Place) -> Outcome:
     with suppress(ConfigurationError, OSError):
         Store(place.results).fail(job, reason)
     return reason, 0.0
+
+
+def perform(job: Job, place: Place) -> dict[str, Any]:
+    """Run or resume a job whose needs are done, and store its result.
+
+    Args:
+        job: Job.
+        place: Where to run.
+
+    Returns:
+        The result.
+    """
+    torch.set_num_threads(place.threads)
+    store = Store(place.results)
+    folder, start = store.begin(job), time.perf_counter()
+    job_result = _result(job, folder, store.folder(job.needs or job) / RUN, place)
+    # The time of a resumed training includes its earlier runs.
+    job_result["job_seconds"] = max(time.perf_counter() - start, job_result.get("seconds", 0.0))
+    job_result |= {"machine": machine(place), "date": date.today().isoformat()}
+    store.finish(job, job_result)
+    return job_result
+
+
+def _result(job: Job, folder: Path, run: Path, place: Place) -> dict[str, Any]:
+    setup, result = trained(job.training, run, place)
+    data, seed, options = setup.data.train, job.training["seed"], dict(job.options)
+    if job.kind == "train":
+        return _trained(result) | {"num_data": len(data[0])}
+    if job.kind == "time":
+        steps = job.training["hyper_steps"] or job.training["steps"]
+        times = time_steps(result.evidence, data, job.training["batch_size"], steps)
+        return {f"{name}_seconds": value for name, value in asdict(times).items()}
+    partial = folder / PARTIAL
+    if job.kind == "curves":
+        return curves_along(result.evidence, data, seed=seed, partial=partial, **options)
+    name = options.pop("estimator")
+    if job.kind == "evaluate":
+        return asdict(evaluate_evidence(result.evidence, data, name, seed=seed, **options))
+    return evidence_along(result.evidence, data, name, seed=seed, partial=partial, **options)
+
+
+def _trained(result: FitResult) -> dict[str, Any]:
+    history: dict[str, dict[str, list[float]]] = {}
+    for row in result.history:
+        for name, value in row.items():
+            if is_kept(name) and value is not None and math.isfinite(value):
+                column = history.setdefault(name, {"epoch": [], "value": []})
+                column["epoch"].append(row["epoch"] or 0)
+                column["value"].append(float(f"{value:.{_DIGITS}g}"))
+    return {
+        "train": result.train_metrics,
+        "test": result.test_metrics,
+        "seconds": result.seconds,
+        "epochs": len(result.history),
+        "history": history,
+        "num_weights": sum(w.numel() for w in result.evidence.weights().values()),
+    }
+
+
+def machine(place: Place) -> str:
+    """Return processor or GPU, threads, and version of PyTorch."""
+    if torch.cuda.is_available() and place.device != "cpu":
+        name = torch.cuda.get_device_name()
+    else:
+        count = "1 thread" if place.threads == 1 else f"{place.threads} threads"
+        name = f"{_processor()}, {count}"
+    return f"{name}, PyTorch {torch.__version__}"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -5,13 +5,10 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache, partial
+from functools import cache
 from inspect import signature
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,13 +26,11 @@ from evigrad.cli.setup import (
     NETWORK,
     Setup,
     check_range,
-    device_name,
     set_up,
 )
 from evigrad.cli.train import SETTINGS, Results, make_parser, prepare_runs, settings_of
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.files import replacing
-from evigrad.passes.allocator import kept_memory
 from evigrad.plots import save
 from evigrad.training import FitResult, RunDirectory
 from experiments.augerino import NAME as AUGERINO
@@ -48,9 +43,7 @@ if TYPE_CHECKING:
 _FREE = {"data_dir", "device", "threads", "progress", "checkpoint_every"}
 _FREE |= {"config", "resume", *(field.name for field in fields(Results))}
 # Options of the place that a command adds. The options of a training include the data folder.
-PLACE_OF_TRAINING = ("results", "jobs", "device", "threads")
-# Default of the parallel runs. More of them may exceed the memory.
-_MOST_JOBS = 4
+PLACE_OF_TRAINING = ("results", "device", "threads")
 _DIGITS = 16  # number of digits of a name that is a hash
 # Options that were added or removed after the first results. At their defaults, the results keep
 # their folders.
@@ -68,12 +61,10 @@ class Place:
     data_dir: str | None = None
     device: str = "auto"
     threads: int = 1
-    jobs: int = 1
 
 
 def place_of(
     results: str = "results",
-    jobs: int | None = None,
     data_dir: str | None = None,
     device: str = "auto",
     threads: int | None = None,
@@ -83,23 +74,17 @@ def place_of(
     Args:
         results: Folder of all results. Nothing runs twice, interrupted runs resume, and you can
             move the folder.
-        jobs: Number of parallel runs, each in its own process. Jobs that measure time run by
-            themselves. Default: one per CPU core, at most four, or one on a GPU.
         data_dir: Folder with NAME_train.parquet and NAME_test.parquet. Default: the environment
             variable EVIGRAD_DATA.
         device: Device: cpu, cuda, or auto (cuda if available).
-        threads: CPU threads per run. Default: the cores divided by the parallel runs.
+        threads: CPU threads. Default: one per core.
 
     Raises:
         ConfigurationError: If a number is invalid.
     """
-    for name, value in (("jobs", jobs), ("threads", threads)):
-        if value is not None:
-            check_range(name, value, 1, MOST_THREADS)
-    cores = torch.get_num_threads()
-    on_cpu = device_name(device) == "cpu"
-    together = jobs or (1 if not on_cpu else max(1, min(cores // (threads or 1), _MOST_JOBS)))
-    return Place(Path(results), data_dir, device, threads or max(1, cores // together), together)
+    if threads is not None:
+        check_range("threads", threads, 1, MOST_THREADS)
+    return Place(Path(results), data_dir, device, threads or torch.get_num_threads())
 
 
 def place_from(options: Namespace) -> Place:
@@ -213,56 +198,26 @@ def each_done(
 ) -> list[dict[str, Any] | None]:
     """Return the results of ``work(config, place, **options)`` for several trainings.
 
-    They run in parallel if the place has several jobs. The function must belong to a module. A
-    failure prints a warning and gives None, and the others continue.
+    A failure prints a warning and gives None, and the others continue.
     """
-    results: list[dict[str, Any] | None] = [None] * len(configs)
-    attempt = partial(_attempt, work, place, options)
-    outcomes = _outcomes(attempt, configs, place.jobs)
-    for over, (number, (result, message)) in enumerate(outcomes, 1):
-        results[number] = result
-        config = configs[number]
+    results: list[dict[str, Any] | None] = []
+    for config in configs:
+        result, message = _attempt(work, place, options, config)
+        results.append(result)
         name = f"{config['estimator'] or 'map'}, seed {config['seed']}"
         if result is None:
             show("warning", f"{name} failed: {message}")
         else:
-            show("note", f"[{over}/{len(configs)}] {name}: {message}")
+            show("note", f"[{len(results)}/{len(configs)}] {name}: {message}")
     return results
-
-
-Outcome = tuple[dict[str, Any] | None, str]
-
-
-def _outcomes(
-    attempt: Callable[[dict[str, Any]], Outcome], configs: Sequence[dict[str, Any]], jobs: int
-) -> Iterator[tuple[int, Outcome]]:
-    """Yield the position, result and message of each training when it ends."""
-    if jobs == 1 or len(configs) == 1:
-        yield from enumerate(map(attempt, configs))
-        return
-    with processes(min(jobs, len(configs))) as pool:
-        positions = {pool.submit(attempt, config): at for at, config in enumerate(configs)}
-        for future in as_completed(positions):
-            yield positions[future], future.result()
-
-
-@contextmanager
-def processes(count: int) -> Iterator[ProcessPoolExecutor]:
-    """Yield fresh interpreters, since threads of forked ones would hang. Drop unstarted work."""
-    pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"))
-    try:
-        yield pool
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _attempt(
     work: Work, place: Place, options: Mapping[str, Any], config: dict[str, Any]
-) -> Outcome:
+) -> tuple[dict[str, Any] | None, str]:
     start = time.perf_counter()
     try:
-        with kept_memory():
-            computed = work(config, place, **options)
+        computed = work(config, place, **options)
     except EvigradError as error:
         return None, str(error)
     except RuntimeError as error:  # such as PyTorch's error when the memory is full

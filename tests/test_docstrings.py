@@ -20,7 +20,7 @@ PACKAGES = sorted(
     ".".join(file.parent.relative_to(SOURCE).parts) for file in SOURCE.rglob("__init__.py")
 )
 # What these need is installed by an extra.
-EXTRAS = ("cli", "lightning", "report", "sklearn", "transformers")
+EXTRAS = ("cli", "lightning", "sklearn", "transformers")
 
 
 # Public names with an example in their docstring.
@@ -33,14 +33,14 @@ SHOWN = """
     likelihoods.NegativeBinomial likelihoods.Ordinal likelihoods.Poisson likelihoods.StudentT
     likelihoods.Weighted likelihoods.make_likelihood lightning.EvidenceCallback models.Choices
     plots.learning_curves plots.precision_paths priors.GaussianPrior priors.NormalHyperprior
-    report.write_report sklearn.EvidenceClassifier sklearn.EvidenceRegressor trackers.Tracker
+    sklearn.EvidenceClassifier sklearn.EvidenceRegressor
     transformers.EvidenceCallback
     Anchoring Evidence Laplace Learner Memory Optimization Outputs Posterior Predictive Schedule
-    bracket fit kept_memory load tune
+    bracket fit load tune
 """.split()
 # Public names without a guide: types, colors, and functions for other modules.
 WITHOUT_GUIDE = """
-    Palette Split draw_transforms fixup_scalars make_network new_figure numbers save save_all
+    Palette Split fixup_scalars make_network new_figure save save_all
 """.split()
 
 
@@ -92,8 +92,8 @@ def test_public_names_have_examples(name: str) -> None:
 
 @pytest.mark.parametrize(
     "package",
-    ["", *"data errors invariances likelihoods models plots priors report sklearn".split()]
-    + ["lightning", "trackers", "transformers"],
+    ["", *"data errors invariances likelihoods models plots priors sklearn".split()]
+    + ["lightning", "transformers"],
 )
 def test_public_names_link_their_guide(package: str) -> None:
     module = imported(f"evigrad.{package}".rstrip("."))

@@ -4,6 +4,7 @@ import re
 import tomllib
 import warnings
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -395,10 +396,16 @@ def test_the_blocks_on_other_trainers_run(
     pytest.importorskip("accelerate")
     pytest.importorskip("lightning")
     pytest.importorskip("tensorboard")
+    pytest.importorskip("wandb")
     monkeypatch.chdir(tmp_path)
+    for folder in ("CACHE", "CONFIG", "DATA"):
+        monkeypatch.setenv(f"WANDB_{folder}_DIR", str(tmp_path / folder))
+    monkeypatch.setenv("WANDB_SILENT", "true")
     short = {"range(40)": "range(2)", "epochs=40": "epochs=2", "range(20)": "range(2)"}
     short |= {"(own, train, evigrad.Schedule(epochs=20)": "(own, train, evigrad.Schedule(epochs=2)"}
-    short |= {"(epochs=20), callbacks": "(epochs=2), callbacks", "max_epochs=20": "max_epochs=1"}
+    two = "(epochs=2, burn_in=1, every=1, steps=1), "
+    short |= {"(epochs=20), callbacks": f"{two}callbacks", "max_epochs=20": "max_epochs=1"}
+    short |= {"(epochs=10), progress": f"{two}progress"}
     short |= {'"ntk-400-rows-anchored", num': '"ntk-50-1", num', "epochs=30": "epochs=1"}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="lightning")
@@ -408,4 +415,11 @@ def test_the_blocks_on_other_trainers_run(
     assert names["rounds"].hyper_steps == 20
     assert names["tuning"].history[-1]["step"] == 10
     assert "log_evidence" in capsys.readouterr().out
-    assert list((tmp_path / "board").iterdir())
+    reader: Any = import_module("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = reader.EventAccumulator(str(tmp_path / "board")).Reload()
+    columns = accumulator.Tags()["scalars"]
+    assert {"loss", "log_evidence", "test_accuracy", "hyper_steps"} <= set(columns)
+    assert [event.step for event in accumulator.Scalars("loss")] == [1, 2]
+    (offline,) = (tmp_path / "board").glob("wandb/offline-run-*/*.wandb")
+    written = offline.read_bytes()
+    assert not [name for name in columns if name.encode() not in written]

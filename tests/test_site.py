@@ -13,8 +13,8 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = "likelihoods priors invariances errors sklearn lightning transformers trackers".split()
-PACKAGES += "data models plots report".split()
+PACKAGES = "likelihoods priors invariances errors sklearn lightning transformers".split()
+PACKAGES += "data models plots".split()
 
 
 class Page(html.parser.HTMLParser):

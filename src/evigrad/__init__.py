@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from evigrad.inputs import Outputs as Outputs
     from evigrad.measure.bracket import Bracket as Bracket
     from evigrad.measure.bracket import bracket as bracket
-    from evigrad.passes.allocator import kept_memory as kept_memory
     from evigrad.passes.problem import ParameterReport as ParameterReport
     from evigrad.passes.settings import Memory as Memory
     from evigrad.posterior import Posterior as Posterior
@@ -59,7 +58,6 @@ _HOMES = {
     "Schedule": "evigrad.training.settings",
     "TuneResult": "evigrad.training",
     "fit": "evigrad.training",
-    "kept_memory": "evigrad.passes.allocator",
     "load": "evigrad.training",
     "tune": "evigrad.training",
 }

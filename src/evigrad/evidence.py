@@ -17,7 +17,6 @@ from evigrad.blocks.positions import PositionSource
 from evigrad.blocks.streams import BlockStream
 from evigrad.core.block import Block
 from evigrad.core.curvature import Curvature
-from evigrad.core.curvature.coloring import Reach
 from evigrad.core.names import DEFAULT_ESTIMATOR, Estimator
 from evigrad.core.types import Estimate
 from evigrad.distributed import Group, Ranks, check_whole
@@ -842,7 +841,6 @@ class Evidence:
             "generator": self.generator.get_state(),
             "micro_batches": dict(self.problem.sizes.chosen),
             "preparation": self.problem.network.state_dict(),
-            "reaches": {k: r.as_record() for k, r in self.problem.reaches.items() if r.has_learned},
             **anchors,
         }
 
@@ -867,10 +865,6 @@ class Evidence:
         self.problem.sizes.chosen = {kind: max(1, int(size)) for kind, size in chosen.items()}
         if "preparation" in state:
             self.problem.network.load_state_dict(state["preparation"])
-        self.problem.curvatures.clear()  # they keep their outputs' reach
-        self.problem.reaches.clear()
-        for key, record in state.get("reaches", {}).items():
-            self.problem.reaches[key] = Reach.from_record(record, self.problem.device)
         if self.anchors is not None and "anchors" in state:
             self.anchors.load_state_dict(state["anchors"])
 

@@ -1,7 +1,7 @@
 """Every example of every ``--help`` runs to its end, as a newcomer would paste it.
 
 Only sizes are smaller: what a row of ``SHORTER`` appends. Names that stand for something of the
-user's (DIR, FILE.yaml, runs/a) are there, and the runs that ``report`` and ``--resume`` take up are
+user's (DIR, FILE.yaml, runs/a) are there, and the runs that ``--resume`` takes up are
 those that the examples of ``train`` made.
 """
 
@@ -20,8 +20,6 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 pytest.importorskip("pyarrow")
 pytest.importorskip("PIL")
-pytest.importorskip("signac")
-pytest.importorskip("submitit")
 
 from image_files import pixels, png, write
 
@@ -30,7 +28,7 @@ from experiments.__main__ import main as main_of_experiments
 
 TRAINING = "--test-subset 20 --epochs 2 --burn-in 1 --every 1 --steps 1 --device cpu --threads 1"
 TRAIN = f"{TRAINING} --subset 105 --evaluate-with ntk-50-C --no-progress --no-figures"
-MANY = f"{TRAINING} --subset 20 --jobs 1"
+MANY = f"{TRAINING} --subset 20"
 # What an example that begins so has appended; the longest one counts.
 SHORTER = {
     "train": TRAIN,
@@ -43,7 +41,6 @@ SHORTER = {
     "pareto --judge": f"{MANY} --model mlp --estimators ntk-9-1 ntk-9-rows-anchored"
     " --judge ntk-9-C",
     "pareto --data mnist": f"{MANY} --estimators ntk-9-1 kfac-9-1 --samples 2",
-    "report": "",
     "doctor": "--subset 100 --device cpu --threads 1",
 }
 

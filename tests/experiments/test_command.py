@@ -9,7 +9,6 @@ from small_experiments import BOUNDS, TRAINING
 from experiments.__main__ import main
 from experiments.definition import paper_experiments, read_experiment
 from experiments.jobs import Store
-from experiments.trainings import place_of
 
 
 def run(*arguments, code=0):
@@ -32,7 +31,7 @@ def small_figure_4(monkeypatch):
 
 
 def test_figure_4_from_nothing(capsys, tmp_path, small_figure_4):
-    where = ("--results", tmp_path, "--device", "cpu", "--threads", 1, "--jobs", 1)
+    where = ("--results", tmp_path, "--device", "cpu", "--threads", 1)
     run("fig4", "--preset", "tiny", *where)
     captured = capsys.readouterr()
     assert "0 of 6 jobs are done" in captured.err and "[6/6]" in captured.err
@@ -55,7 +54,7 @@ def test_figure_4_from_nothing(capsys, tmp_path, small_figure_4):
     assert "6 results of" in there.err and "[1/" not in there.err and there.out == captured.out
     run("fig5", "--preset", "tiny", "--dry-run", *other)
     left = capsys.readouterr()
-    assert left.out.count(", again: its network was not imported  about") == 2
+    assert left.out.count(", again: its network was not imported") == 2
     # What is done can be drawn without what is missing.
     run("fig5", "--preset", "tiny", "--no-run", *other)
     drawn = capsys.readouterr()
@@ -88,21 +87,11 @@ def test_the_list_names_all_there_is(capsys, monkeypatch, tmp_path):
     assert not (tmp_path / "r").exists()
 
 
-def test_jobs_run_side_by_side_where_nothing_is_said(monkeypatch):
-    monkeypatch.setattr("torch.get_num_threads", lambda: 8)
-    assert (place := place_of(device="cpu")).jobs == 4 and place.threads == 2
-    assert (place := place_of(device="cpu", threads=4)).jobs == 2 and place.threads == 4
-    assert (place := place_of(device="cpu", jobs=8)).jobs == 8 and place.threads == 1
-    assert (place := place_of(device="cuda")).jobs == 1 and place.threads == 8
-    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
-    assert (place := place_of(device="cpu")).jobs == 1 and place.threads == 1
-
-
 def test_mistakes(capsys, tmp_path):
     for arguments, words in (
         ((), "Name an experiment, for example"),
         (("fgi4",), "Did you mean 'fig4'"),
-        (("fig4", "--jobs", 0), "jobs must be at least 1"),
+        (("fig4", "--threads", 0), "threads must be at least 1"),
         (("fig4", "--seeds", -1), "integer seeds of 0 or more"),
         ((tmp_path / "none.yaml",), "There is no file"),
         (("--import", tmp_path / "none.gz", "--results", tmp_path / "r"), "There is no file"),
@@ -123,7 +112,6 @@ def test_what_is_missing_is_said_once(capsys, monkeypatch, tmp_path):
     run("fig4", "--device", "gpu", "--results", tmp_path / "r", code=2)
     assert capsys.readouterr().err.count("Device 'gpu' is not available") == 1
     assert not (tmp_path / "r").exists()
-    monkeypatch.setattr("experiments.__main__.forecast", lambda job, place: 1.0)
     run("table1", "--dry-run", "--results", tmp_path / "r")
     error = capsys.readouterr().err
     assert error.count("jobs cannot run: The data set 'cifar10' was not found") == 1
@@ -134,7 +122,7 @@ def test_a_file_of_ones_own(capsys, tmp_path):
     content |= {"estimators": ["ntk-10-1", "ntk-20-rows-anchored"], "judge": "ntk-N-C"}
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump(content))
-    where = ("--results", tmp_path / "r", "--device", "cpu", "--threads", 1, "--jobs", 1)
+    where = ("--results", tmp_path / "r", "--device", "cpu", "--threads", 1)
     run(file, "--list", *where)
     assert "0/8" in capsys.readouterr().out
     run(file, *where)  # without any presets
@@ -150,7 +138,7 @@ def test_a_file_of_ones_own(capsys, tmp_path):
 def test_a_failed_run_is_told(capsys, tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump(BOUNDS | {"curves": {"ntk-50-C": None, "ntk-10-C": None}}))
-    where = ("--results", tmp_path / "r", "--device", "cpu", "--threads", 1, "--jobs", 1)
+    where = ("--results", tmp_path / "r", "--device", "cpu", "--threads", 1)
     run(file, *where, code=1)
     captured = capsys.readouterr()
     # Larger than the data set, which is known before anything runs.

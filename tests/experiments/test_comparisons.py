@@ -33,7 +33,7 @@ def run(*arguments, code=0):
         (("pareto", "--estimators", "ntk-10-1", "ntk-10"), "OUTPUTS is missing"),
         (("bounds", "--start", 2, "--stop", 1), "A grid must increase, got start=2 and stop=1"),
         (("bounds", "--points", 1), "at least 2 points"),
-        (("bounds", "--jobs", 0), "jobs must be at least 1"),
+        (("bounds", "--threads", 0), "threads must be at least 1"),
         (("bounds", "--threads", 1000000), "threads must be at most 1024, got 1000000"),
         (("bounds", "--curves", "ntk-50-C", *QUICK), "'ntk-50-C' needs"),
     ],
@@ -64,7 +64,7 @@ def test_what_would_be_ignored_is_refused(command, typed, needed, more, capsys):
 
 def test_bounds_of_two_seeds(capsys, tmp_path):
     options = ("--curves", "ntk-50-C", "ntk-10-C", "ntk-N-C", *QUICK, "--estimator", "ntk-20-1")
-    options = (*options, "--points", 3, "--results", tmp_path, "--jobs", 1)
+    options = (*options, "--points", 3, "--results", tmp_path)
     run("bounds", *options, "--seeds", 0, 1, code=1)
     captured = capsys.readouterr()
     # Larger than the data set, which is known before anything runs.

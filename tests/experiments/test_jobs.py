@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from signac.job import calc_id
 from small_experiments import TRAINING, place_in
 
 from evigrad.cli.train import make_parser
@@ -15,7 +14,7 @@ from evigrad.errors import ConfigurationError
 from experiments.checks import SHAPES, problems
 from experiments.definition import read_experiment
 from experiments.jobs import Job, Store, curve, distinct, evaluation, training
-from experiments.trainings import train_options
+from experiments.trainings import digest, train_options
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +27,7 @@ def test_the_same_settings_are_the_same_job_however_they_are_written():
 
 def test_exported_results_are_those_of_todays_options():
     lines = gzip.decompress((ROOT / "docs/results/paper.jsonl.gz").read_bytes()).splitlines()
-    kept = {calc_id(json.loads(line)["job"]) for line in lines}
+    kept = {digest(json.loads(line)["job"]) for line in lines}
     jobs = {job.id for job in read_experiment("fig7", "cpu").jobs()}
     assert jobs <= kept
 
@@ -102,8 +101,7 @@ def test_a_broken_result_is_named(tmp_path):
     store, job = Store(tmp_path), training(TRAINING, seed=0)
     store.finish(job, {"a": 1})
     assert store.result(job) == {"a": 1}
-    (file,) = store.folder(job).glob("*document*")
-    file.write_text("{")
+    (store.folder(job) / "job.json").write_text("{")
     with pytest.raises(ConfigurationError, match=r"cannot be read .* Remove it"):
         store.result(job)
 

@@ -23,7 +23,7 @@ def test_a_paper_preset_starts(name, data_dir, tmp_path, capsys):
     where = ["--results", str(tmp_path), "--data-dir", str(data_dir), "--device", "cpu"]
     handle = register_optimizer_step_post_hook(interrupt)
     try:
-        code = main([name, "--preset", "paper", "--jobs", "1", "--threads", "1", *where])
+        code = main([name, "--preset", "paper", "--threads", "1", *where])
     finally:
         handle.remove()
     words = capsys.readouterr().err

@@ -130,13 +130,6 @@ class ForgottenBias(Bilinear):
         return super().match(input1, input2, weight, None)
 
 
-class ScaledFactors(Bilinear):
-    """Only the product of inputs and gradients is specified."""
-
-    def factors(self, match: Match, gradient: Tensor) -> KroneckerUse:
-        return KroneckerUse(2 * aligned(match.input, gradient), gradient[:, :, None] / 2)
-
-
 class NoMatch(Bilinear):
     """The parts of a match, but not as a ``Match``."""
 
@@ -276,36 +269,6 @@ def test_the_package_s_rules_pass(
     jacobian_plan = plan(model, weights_of(model, ["gate"]), case.inputs(3))  # without a warning
     assert set(jacobian_plan.words.values()) == {RULES[function].name}
     assert compared.call_count == len(jacobian_plan.words)
-
-
-def assert_terms(linearization: Linearization) -> set[str]:
-    """The terms of biases sum to their rows. Returns the names of parameters with terms."""
-    names = [name for name in linearization.weights if linearization.has_terms(name)]
-    vectors = random(len(linearization.x), 2, linearization.outputs.shape[1])
-    expected = linearization.rows(vectors, names)
-    for name, terms in linearization.terms(vectors, names).items():
-        torch.testing.assert_close(terms.sum(2), expected[name].flatten(2))
-    return set(names)
-
-
-@pytest.mark.parametrize("name", ["linear", "conv1d", "conv2d", "conv3d"])
-def test_terms_of_biases(name: str) -> None:
-    (function,) = (function for function, rule in RULES.items() if rule.name == name)
-    for case in CALLS[name]:
-        for parts in case.parts:
-            model = Folded(Called(function, case), parts, tokens=case.tokens).double().eval()
-            weights, x = weights_of(model, ["gate"]), case.inputs(3)
-            linearization = Linearization(model, weights, x, plan(model, weights, x), False)
-            with_bias = {n for n in weights if n.endswith("bias")}
-            assert assert_terms(linearization) == with_bias
-
-
-def test_terms_of_a_rule_with_scaled_factors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RULES, F.bilinear, ScaledFactors())
-    model, weights, x = pair()
-    linearization = Linearization(model, weights, x, plan(model, weights, x), False)
-    assert "mixed.weight" in linearization.plan.kronecker
-    assert assert_terms(linearization) == {"first.bias", "out.bias"}
 
 
 def test_a_model_that_does_not_use_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:

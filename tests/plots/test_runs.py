@@ -2,11 +2,9 @@
 
 import math
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from run_folders import make_rows
 
 from evigrad import plots
 from evigrad.errors import ConfigurationError, InputError
@@ -15,11 +13,7 @@ pytest.importorskip("matplotlib")
 from figure_geometry import problems
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from evigrad.plots import DARK, LIGHT
-from evigrad.plots.runs import QUANTITIES, quantity_curves, value_paths
-
-ACCURACY, LOSS = QUANTITIES["accuracy"], QUANTITIES["loss"]
-LOG_EVIDENCE, LOG_LIKELIHOOD = QUANTITIES["log_evidence"], QUANTITIES["log_likelihood"]
+from evigrad.plots import LIGHT
 
 
 def make_history(epochs=20, groups=3, learned=True):
@@ -139,116 +133,38 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
         plots.learning_curves({"MAP": make_history()})
 
 
-# ------------------------------------------------------------ one quantity, for a report
-
-
-def legend_of(figure):
-    return [text.get_text() for text in figure.legends[0].get_texts()]
-
-
-def test_one_run_has_a_line_for_train_and_test():
-    figure = quantity_curves({"run": make_rows()}, ACCURACY)
-    (axes,) = figure.axes
-    assert axes.get_title(loc="left") == "accuracy"
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("epoch", "percent of the examples")
-    assert [np.asarray(line.get_ydata()).tolist() for line in axes.lines] == [
-        [80.0] * 4,
-        [90.0] * 4,
-    ]
-    assert np.asarray(axes.lines[0].get_xdata()).tolist() == [5, 10, 15, 20]
-    assert len({line.get_color() for line in axes.lines}) == 2
-    assert legend_of(figure) == ["test", "train"]
-
-
-def test_several_runs_keep_their_colours_in_every_figure():
-    runs = {"MAP": make_rows(learned=False), "$a_b$": make_rows()}
-    likelihood = quantity_curves(runs, LOG_LIKELIHOOD)
-    colours = [line.get_color() for line in likelihood.axes[0].lines]
-    assert colours == [LIGHT.lines[0]] * 2 + [LIGHT.lines[1]] * 2
-    assert legend_of(likelihood) == ["MAP", r"\$a_b\$", "test", "train"]
-    evidence = quantity_curves(runs, LOG_EVIDENCE)
-    (line,) = evidence.axes[0].lines
+def test_several_runs_keep_their_colours_in_every_panel():
+    figure = plots.learning_curves({"MAP": make_history(learned=False), "$a_b$": make_history()})
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["MAP", r"\$a_b\$"]
+    for axes in (figure.axes[0], figure.axes[2]):
+        assert [line.get_color() for line in axes.lines] == list(LIGHT.lines[:2])
+    (line,) = figure.axes[1].lines
     assert line.get_color() == LIGHT.lines[1]
-    assert len(evidence.axes[0].collections) == 1  # the standard error
-    assert legend_of(evidence) == [r"\$a_b\$"]
-    FigureCanvasAgg(evidence).draw()  # a dollar in a name starts no formula
+    FigureCanvasAgg(figure).draw()  # a dollar in a name starts no formula
 
 
 @pytest.mark.parametrize("low", [1e-3, -1.0])
 def test_a_loss_is_logarithmic_where_it_is_positive(low):
-    rows = make_rows()
+    rows = make_history()
     rows[-1]["loss"] = low
-    axes = quantity_curves({"run": rows}, LOSS).axes[0]
+    axes = plots.learning_curves({"run": rows}).axes[0]
     assert axes.get_yscale() == ("log" if low > 0 else "linear")
 
 
 def test_what_is_not_finite_is_left_out():
-    rows = make_rows()
+    rows = make_history()
     rows[3]["loss"] = math.nan
     rows[5]["loss"] = math.inf
-    (line,) = quantity_curves({"run": rows}, LOSS).axes[0].lines
+    (line,) = plots.learning_curves({"run": rows}).axes[0].lines
     assert set(range(1, 21)) - {*np.asarray(line.get_xdata()).tolist()} == {4, 6}
-    for row in rows:
-        row["loss"] = math.nan
-    with pytest.raises(InputError, match="training loss"):
-        quantity_curves({"run": rows}, LOSS)
 
 
 def test_a_single_value_is_a_point():
-    rows = make_rows(4)
-    rows[-1]["test_accuracy"] = 0.5
-    (line,) = quantity_curves({"run": rows}, ACCURACY).axes[0].lines
+    rows = make_history()[:6]
+    (line,) = plots.learning_curves({"run": rows}).axes[1].lines
     assert line.get_marker() == "o"
 
 
-def test_paths_are_named_from_the_highest_on():
-    rows = make_rows(ranges={"scale_x": 1.0, "scale_y": 0.2})
-    columns = {"y": "range/scale_y", "x": "range/scale_x"}
-    figure = value_paths(
-        rows, columns, "scaling, a run of a long name", "factor", change=math.exp, floor=1.0
-    )
-    assert legend_of(figure) == ["2.72  x", "1.22  y"]
-    assert figure.axes[0].get_ylim()[0] == 1.0
-    assert problems(figure) == []
-    with pytest.raises(InputError, match="no values in the columns y"):
-        value_paths(make_rows(), columns, "scaling", "factor")
-
-
-@pytest.mark.parametrize(("count", "quantity"), [(1, LOG_EVIDENCE), (2, LOSS), (5, LOG_LIKELIHOOD)])
-def test_curves_of_long_names_are_named_where_they_can_be_read(count, quantity):
-    name = "digits-mininet-ntk-400-rows-anchored-precision-0.1-seed-{}, MAP"
-    runs = {name.format(i): make_rows() for i in range(count)}
-    assert problems(quantity_curves(runs, quantity)) == []
-
-
-def test_a_rotation_has_radians_and_degrees():
-    figure = value_paths(
-        make_rows(ranges={"rotation": math.pi / 2}),
-        {"rotation": "range/rotation"},
-        "rotation",
-        "largest angle (radians)",
-        in_degrees=True,
-    )
-    FigureCanvasAgg(figure).draw()
-    (axes,) = figure.axes
-    (right,) = axes.child_axes
-    assert "radians" in axes.get_ylabel()
-    assert right.get_ylabel() == "degrees"
-    assert right.get_ylim() == pytest.approx(np.degrees(axes.get_ylim()))
-    assert float(np.asarray(axes.lines[0].get_ydata())[-1]) == pytest.approx(math.pi / 2)
-
-
-def test_dark_figures_are_dark():
-    figure = quantity_curves({"run": make_rows()}, LOSS, DARK)
-    FigureCanvasAgg(figure).draw()
-    pixels = np.asarray(figure.canvas.buffer_rgba())[..., :3] / 255  # pyright: ignore[reportAttributeAccessIssue]
-    assert pixels.mean() < 0.2
-    assert pixels[0, 0].mean() < 0.15
-    # Nothing is drawn in black on it.
-    assert pixels.min() > 0.05
-
-
-def test_a_palette_says_every_colour():
-    odd = replace(LIGHT, lines=("#123456",))
-    axes = quantity_curves({"a": make_rows(), "b": make_rows()}, LOSS, odd).axes[0]
-    assert {line.get_color() for line in axes.lines} == {"#123456"}
+def test_precisions_without_a_value_are_an_error():
+    with pytest.raises(InputError, match="no values in the columns precision/a"):
+        plots.precision_paths([{"epoch": 1, "precision/a": None}])

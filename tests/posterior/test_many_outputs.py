@@ -1,4 +1,4 @@
-"""Posteriors of many outputs: passes that outputs share, and predictions in parts."""
+"""Posteriors of many outputs: rows and predictions in parts."""
 
 import math
 
@@ -46,14 +46,6 @@ def local_case(likelihood: Likelihood, num_data: int = 9, **options) -> Case:
     return Case(evidence, (x, (x.flatten(1) > 0).double()), test)
 
 
-def curvature(small_case: Case, posterior) -> Kfac:
-    """The curvature that collected the posterior's statistic."""
-    problem = posterior._problem
-    kfac = problem.curvature(problem.network.plan(small_case.train[0]))
-    assert isinstance(kfac, Kfac)
-    return kfac
-
-
 def kronecker(small_case: Case) -> Tensor:
     """H of kfac: B ⊗ A / count of each convolution, and exact blocks of the biases."""
     exact, (x, y) = small_case.hessian(), small_case.train
@@ -88,116 +80,12 @@ def kronecker(small_case: Case) -> Tensor:
 
 
 @pytest.mark.parametrize("likelihood", [Gaussian(0.5), Bernoulli(), Poisson()])
-def test_shared_passes_give_the_kfac_of_every_output(likelihood, parts):
+def test_parts_of_the_rows_give_the_kfac_of_every_output(likelihood, parts):
     small_case = local_case(likelihood)
     posterior = small_case.evidence.posterior(small_case.train)
-    reach = curvature(small_case, posterior)._reach
-    assert reach.num_records == 1
     assert_close(
         posterior(small_case.test).covariance, small_case.covariance(kronecker(small_case))
     )
-
-
-def passes_of(monkeypatch) -> list[int]:
-    """The number of columns of each pass that collects a statistic."""
-    counts: list[int] = []
-    plain = Kfac._examples
-
-    def examples(self, linearization, root):
-        counts.append(root.vectors.shape[1])
-        return plain(self, linearization, root)
-
-    monkeypatch.setattr(Kfac, "_examples", examples)
-    return counts
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("bias", [True, False])
-def test_an_image_for_each_image_takes_few_passes(dtype, bias, monkeypatch):
-    torch.manual_seed(0)
-    layers = (nn.Conv2d(1, 4, 3, padding=1, bias=bias), nn.ReLU(), nn.Conv2d(4, 1, 3, padding=1))
-    model = nn.Sequential(*layers, nn.Flatten()).to(dtype)
-    x = torch.rand(10, 1, 12, 12).to(dtype)
-    covariances_of = {}
-    for shares in (True, False):
-        if not shares:
-            monkeypatch.setattr(Kfac, "_may_share", lambda *_: False)
-        evidence = Evidence(
-            model, Gaussian(0.5), GaussianPrior("layerwise"), num_data=10,
-            memory=Memory(micro_batch=5),
-        )  # fmt: skip
-        counts = passes_of(monkeypatch)
-        posterior = evidence.posterior((x, x.flatten(1)))
-        # 144 outputs of four examples, then 9 colors of the other six.
-        per_batch = [9, 9] if shares else [64, 64, 16, 64, 64, 16]
-        assert counts[-len(per_batch) :] == per_batch
-        assert sum(counts) == (144 + 18 if shares else 3 * 144)
-        covariances_of[shares] = posterior(x[:3]).covariance
-        monkeypatch.undo()
-    tolerance = 1e-8 if dtype == torch.float64 else 1e-4
-    torch.testing.assert_close(
-        covariances_of[True], covariances_of[False], rtol=tolerance, atol=tolerance
-    )
-
-
-def test_positions_that_the_first_examples_do_not_show(monkeypatch):
-    torch.manual_seed(0)
-    first = nn.Conv2d(1, 4, 3, padding=1)
-    layers = (first, nn.ReLU(), nn.Conv2d(4, 1, 3, padding=1))
-    model = nn.Sequential(*layers, nn.Flatten()).double()
-    assert first.bias is not None
-    with torch.no_grad():  # zeros in the input, and only these, are zeros after the ReLU
-        first.weight.copy_(first.weight.abs())
-        first.bias.fill_(-1e-6)
-    x = torch.rand(12, 1, 12, 12).double()
-    x[:4, :, :6] = 0.0
-    evidence = Evidence(
-        model, Gaussian(), GaussianPrior(), num_data=12, memory=Memory(micro_batch=4)
-    )
-    counts = passes_of(monkeypatch)
-    posterior = evidence.posterior((x, x.flatten(1)))
-    # The second micro-batch does not fit and takes all outputs. The third shares passes again.
-    assert counts == [64, 64, 16, 64, 64, 16, 9]
-    shared = posterior(x[:3]).covariance
-    monkeypatch.setattr(Kfac, "_may_share", lambda *_: False)
-    assert_close(shared, evidence.posterior((x, x.flatten(1)))(x[:3]).covariance)
-
-
-def test_inputs_of_other_lengths_share_passes_too(monkeypatch):
-    torch.manual_seed(0)
-    layers = (nn.Conv1d(1, 2, 3, padding=1), nn.Tanh(), nn.AdaptiveAvgPool1d(100))
-    model = nn.Sequential(*layers, nn.Conv1d(2, 1, 3, padding=1), nn.Flatten()).double()
-    batches = [
-        (torch.randn(3, 1, length).double(), torch.randn(3, 100).double())
-        for length in (100, 200, 200)
-    ]
-
-    def estimate() -> float:
-        evidence = Evidence(
-            model, Gaussian(0.5), GaussianPrior(), estimator="kfac-N-C", num_data=9,
-            memory=Memory(micro_batch=3),
-        )  # fmt: skip
-        return evidence.estimate(batches).log_evidence
-
-    counts = passes_of(monkeypatch)
-    shared = estimate()
-    # The second length takes all 100 outputs, and then shares passes again.
-    assert counts == [64, 36, 64, 36, 3]
-    monkeypatch.setattr(Kfac, "_may_share", lambda *_: False)
-    assert shared == pytest.approx(estimate(), rel=1e-10)
-
-
-def test_outputs_of_a_dense_layer_share_nothing(monkeypatch):
-    torch.manual_seed(0)
-    model = nn.Linear(3, 100).double()
-    x, y = torch.randn(8, 3).double(), torch.randn(8, 100).double()
-    evidence = Evidence(model, Gaussian(), GaussianPrior(), num_data=8)
-    posterior = evidence.posterior((x, y))
-    dense_case = Case(evidence, (x, y), x[:2])
-    reach = curvature(dense_case, posterior)._reach
-    assert not reach.is_local and reach.coloring is None and reach.num_records == 0
-    monkeypatch.setattr(Kfac, "_may_share", lambda *_: False)
-    assert_close(posterior(x[:2]).covariance, evidence.posterior((x, y))(x[:2]).covariance)
 
 
 # ------------------------------------------------------------------ predictions in parts
@@ -326,30 +214,6 @@ def test_a_posterior_takes_the_memory_that_its_estimator_predicts(structure, sid
     with PeakBytes() as held:
         evidence.posterior((x, x.flatten(1)), structure=structure)
     assert held.most / 2 < evidence.predicted_bytes(x) < 2 * held.most
-
-
-def test_measuring_memory_does_not_decide_which_outputs_share_passes(monkeypatch):
-    torch.manual_seed(0)
-    first = nn.Conv2d(1, 8, 3, padding=1)
-    layers = (first, nn.ReLU(), nn.Conv2d(8, 1, 3, padding=1))
-    model = nn.Sequential(*layers, nn.Flatten())
-    assert first.bias is not None
-    with torch.no_grad():  # memory is measured on two examples, whose zeros hide positions
-        first.weight.copy_(first.weight.abs())
-        first.bias.fill_(-1e-6)
-    x = torch.rand(64, 1, 10, 10)
-    x[:2, :, :6] = 0.0
-    budget = 2**22
-    evidence = Evidence(
-        model, Gaussian(), GaussianPrior(), estimator="kfac-N-C", num_data=64,
-        memory=Memory(micro_batch="auto", memory_budget=budget),
-    )  # fmt: skip
-    counts = passes_of(monkeypatch)
-    with PeakBytes() as held:
-        evidence.estimate(x, x.flatten(1))
-    assert held.most < budget
-    measured, recorded = 2 * [64, 36], [64, 36]
-    assert counts[:7] == [*measured, *recorded, 9]
 
 
 @pytest.mark.parametrize("correlated", [True, False])

@@ -33,7 +33,6 @@ _DESCRIPTION = (
 # imported on demand, because it needs PyTorch, whose import would delay the overview.
 COMMANDS = {
     "train": "Train a network, and learn its weight decay for each layer and its invariances",
-    "report": "Write an HTML page with figures and tables of a run",
     "doctor": "Show how an estimator treats each parameter of a network, and what it costs",
 }
 
@@ -130,7 +129,6 @@ def run_command(command: ModuleType, program: str, arguments: Sequence[str]) -> 
     # Imported here, because the overview does not need a parser of options.
     from evigrad.cli.parser import CommandLineError, check_needs, check_null, explain, with_hyphens
     from evigrad.cli.resume import resumed_configuration
-    from evigrad.passes.allocator import kept_memory
 
     arguments = with_hyphens(arguments)
     parser = command.make_parser()
@@ -152,8 +150,7 @@ def run_command(command: ModuleType, program: str, arguments: Sequence[str]) -> 
         ) from error
     except SystemExit as finished:  # --help and --print-config
         return int(finished.code or 0)
-    with kept_memory():
-        return command.run(parser, options)
+    return command.run(parser, options)
 
 
 def _overview() -> str:

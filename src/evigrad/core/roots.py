@@ -61,8 +61,6 @@ class RootRows:
             no graph. Factors may also depend on the outputs.
         present: Which pairs (example, column) exist, or None for all. All other pairs are padding
             with zero vectors, which a curvature may omit.
-        is_diagonal: Whether there is a column for each output d, a multiple of the unit vector of
-            this output, in the order of the outputs.
 
     See also: docs/layers.md.
     """
@@ -70,7 +68,6 @@ class RootRows:
     vectors: Float[Tensor, "m k C"]
     scale: Float[Tensor, "m k"] | None = None
     present: Bool[Tensor, "m k"] | None = None
-    is_diagonal: bool = False
 
     def parts(self, size: int | None) -> list["RootRows"]:
         """Return parts with at most ``size`` columns each, or a single part if ``size`` is None."""
@@ -91,12 +88,6 @@ class RootRows:
     def scaled(self) -> Float[Tensor, "m k C"]:
         """The vectors multiplied by ``scale``."""
         return self.vectors if self.scale is None else self.vectors * self.scale[..., None]
-
-    @property
-    def diagonal(self) -> Float[Tensor, "m C"]:
-        """The entries of a root that ``is_diagonal``, including ``scale``."""
-        entries = self.vectors.diagonal(dim1=1, dim2=2)
-        return entries if self.scale is None else entries * self.scale
 
     @property
     def factors(self) -> Float[Tensor, "m k"]:
@@ -156,7 +147,7 @@ def scaled_units(
 ) -> RootRows:
     """Return ``diagonal_rows`` as unit vectors with a scale. All columns share their memory."""
     scale = root if columns is None else root.gather(1, columns.clamp(min=0).long())
-    return RootRows(one_hot(f, columns), scale, is_diagonal=columns is None)
+    return RootRows(one_hot(f, columns), scale)
 
 
 def softmax_rows(

@@ -80,16 +80,6 @@ class Linearization(Protocol):
         """Return the Kronecker factors of the rows by parameter name, one item per use."""
         ...
 
-    def has_terms(self, name: str) -> bool:
-        """Return whether the rows of a parameter are sums of ``terms``."""
-        ...
-
-    def terms(
-        self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
-    ) -> dict[str, Float[Tensor, "m k T n"]]:
-        """Return terms at T positions whose sums are the rows, by parameter name."""
-        ...
-
     def inner(
         self, vectors: Float[Tensor, "m k C"], cotangents: Mapping[str, Tensor]
     ) -> Float[Tensor, ""]:

@@ -498,7 +498,7 @@ class Likelihood(nn.Module, ABC):
         The columns of many outputs are unit vectors with a scale, which contains the entries.
         """
         if f.shape[1] <= _MANY_OUTPUTS:
-            return RootRows(diagonal_rows(f, root, columns), is_diagonal=columns is None)
+            return RootRows(diagonal_rows(f, root, columns))
         return scaled_units(f, root, columns)
 
     def num_rows(self, num_outputs: int) -> int:

@@ -9,21 +9,15 @@ from evigrad.network.arguments import (
     derivatives_named,
     model_outputs,
 )
-from evigrad.network.differences import (
-    CHECKED_EXAMPLES,
-    check_rows,
-    refuse_once_differentiable,
-)
 from evigrad.network.layers import matrix_uses
 from evigrad.network.linearization import Linearization
 from evigrad.network.modes import model_run
 from evigrad.network.paths import JacobianPlan, demote
 from evigrad.network.plan import adapted, plan
 from evigrad.network.recorder import Recorder
-from evigrad.network.verification import check_separate, spot_check
+from evigrad.network.verification import check_separate, refuse_once_differentiable, spot_check
 
 __all__ = [
-    "CHECKED_EXAMPLES",
     "NO_DERIVATIVE",
     "JacobianPlan",
     "KroneckerUse",
@@ -32,7 +26,6 @@ __all__ = [
     "Recorder",
     "check_hooks",
     "check_output",
-    "check_rows",
     "adapted",
     "check_separate",
     "demote",

@@ -21,7 +21,7 @@ from evigrad.fast.contraction import ProductRows
 from evigrad.inputs import called
 from evigrad.network.arguments import check_call, check_output
 from evigrad.network.generic import loop_rows, vmap_rows
-from evigrad.network.layers import Rule, is_custom, matrix_uses
+from evigrad.network.layers import Rule, matrix_uses
 from evigrad.network.modes import model_run, without_autocast
 from evigrad.network.ownership import placed, probed
 from evigrad.network.paths import JacobianPlan
@@ -323,38 +323,6 @@ class Linearization:
         if self._differentiable:
             return factors
         return {name: [use.detach() for use in uses] for name, uses in factors.items()}
-
-    def has_terms(self, name: str) -> bool:
-        """Return whether the rows of a parameter are sums of gradients over positions.
-
-        This is the case for a bias that is added in a single call of a linear layer or convolution.
-        """
-        if not self.is_closed(name) or len(self._uses[name]) > 1:
-            return False
-        ((call, slot),) = self._uses[name]
-        # A custom rule may multiply the gradients of its factors by any number.
-        return slot == "bias" and "weight" in call.rule.kronecker and not is_custom(call.rule)
-
-    def terms(
-        self, vectors: Float[Tensor, "m k C"], names: Sequence[str]
-    ) -> dict[str, Float[Tensor, "m k T n"]]:
-        """Return the terms, one for each position, whose sums are the rows (m, k, n).
-
-        Args:
-            vectors: Cotangents of the outputs.
-            names: Names for which ``has_terms`` is True.
-
-        Returns:
-            Terms by parameter name, without a graph. Augmentation samples count as positions.
-        """
-        terms: dict[str, Tensor] = {}
-        with self._computing():
-            gradients = self._gradients(vectors)
-            for name in names:
-                for call, _, (gradient,) in self._joined_uses(name, gradients, vectors):
-                    of_call = call.factors(gradient, average=False).gradients
-                    terms[name] = of_call.transpose(2, 3).flatten(3).detach()
-        return terms
 
     def products(
         self, vectors: Float[Tensor, "m k C"], names: Sequence[str]

@@ -7,18 +7,20 @@ real passes, with the passes' data and weights.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import Node
 
-from evigrad.errors import ConfigurationError, is_out_of_memory
+from evigrad.errors import ConfigurationError, is_out_of_memory, listed
 from evigrad.inputs import called, mixes_data, named_parameters, scores_of
 from evigrad.network.arguments import model_outputs
 from evigrad.network.generic import close, close_outputs, datum_rows, loop_rows, tolerances
 from evigrad.network.linearization import Linearization
-from evigrad.network.modes import held_tensors, model_run, without_autocast
+from evigrad.network.modes import evaluation_run, held_tensors, model_run, without_autocast
 from evigrad.network.paths import LOOP, JacobianPlan
 from evigrad.network.recorder import graph_nodes, reachable
 
@@ -339,6 +341,74 @@ def refuse_reentrant(model: nn.Module, x: Tensor) -> None:
             " gradients of single parameters. Pass use_reentrant=False, which gives the same"
             " results."
         )
+
+
+def refuse_scaled_gradients(nodes: Iterable[Node]) -> None:
+    """Raise an error if an embedding divides its gradient by the counts of its indices."""
+    if any(getattr(node, "_saved_scale_grad_by_freq", False) for node in nodes):
+        raise ConfigurationError(
+            "The model calls F.embedding or F.embedding_bag with scale_grad_by_freq=True. The"
+            " gradient and the curvature would correspond to a different function. Omit the"
+            " argument, or use an nn.Embedding, for which evigrad switches this flag off."
+        )
+
+
+def refuse_once_differentiable(
+    model: nn.Module, weights: Mapping[str, nn.Parameter], learned: Sequence[str], x: Tensor
+) -> None:
+    """Raise an error if the graph of the rows has a function marked ``once_differentiable``.
+
+    Args:
+        model: The model.
+        weights: Weights by name.
+        learned: Names of the hyperparameters whose gradient needs derivatives of the rows. If there
+            are none, the derivatives are for the exact Hessian.
+        x: A few inputs.
+
+    Raises:
+        ConfigurationError: If there is such a function.
+    """
+    with evaluation_run(model), torch.enable_grad():
+        nodes = _nodes_of_rows(model_outputs(model, x), weights.values())
+    names = sorted({name for node in nodes if (name := _once_differentiable(node))})
+    if names:
+        needed = f"The gradient for {listed(learned)}" if learned else "The exact Hessian"
+        raise ConfigurationError(
+            f"{listed(names)} cannot be differentiated twice, because the backward method is marked"
+            f" with @once_differentiable. {needed} needs a second derivative and would be silently"
+            " wrong. Write the backward method with differentiable operations and without this"
+            " mark, or fix the model's hyperparameters (requires_grad=False)."
+        )
+
+
+# The code of every function that the decorator returns.
+_ONCE = once_differentiable(lambda *_: None).__code__
+
+
+def _once_differentiable(node: Node) -> str:
+    """Return the name of a custom function that is not differentiable twice, or an empty string."""
+    function = getattr(node, "_forward_cls", None)
+    code = getattr(getattr(function, "backward", None), "__code__", None)
+    return function.__name__ if function is not None and code is _ONCE else ""
+
+
+def _nodes_of_rows(outputs: Tensor, weights: Iterable[Tensor]) -> set[Node]:
+    """Return the nodes of the outputs' graph from which a weight can be reached."""
+    nodes = graph_nodes(outputs)
+    users: dict[Node, list[Node]] = {}
+    for node in nodes:
+        for before, _ in node.next_functions:
+            if before is not None:
+                users.setdefault(before, []).append(node)
+    leaves = {id(w) for w in weights}
+    stack = [node for node in nodes if id(getattr(node, "variable", None)) in leaves]
+    leading = set(stack)
+    while stack:
+        for user in users.get(stack.pop(), ()):
+            if user not in leading:
+                leading.add(user)
+                stack.append(user)
+    return leading
 
 
 # ------------------------------------------------------------ checks of real passes

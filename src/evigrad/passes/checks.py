@@ -170,7 +170,7 @@ def check_state(
     state: Mapping[str, Any], current_state: Mapping[str, Any], modules: Mapping[str, nn.Module]
 ) -> None:
     """Raise an error if a state does not match this evidence. The evidence is not changed."""
-    later = {"micro_batches", "preparation", "reaches", "anchors"}
+    later = {"micro_batches", "preparation", "anchors"}
     if missing := current_state.keys() - state.keys() - later:
         raise ConfigurationError(
             f"The state lacks {', '.join(sorted(missing))}. Load the result of state_dict()."

@@ -1,5 +1,6 @@
 """Measure free memory, choose sizes of micro-batches, and reject blocks that are too large."""
 
+import ctypes
 import gc
 import os
 import warnings
@@ -16,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from evigrad.core.curvature import Curvature
 from evigrad.errors import EvigradWarning, MemoryBudgetError, is_out_of_memory
-from evigrad.passes.allocator import give_back
 
 T = TypeVar("T")
 
@@ -87,6 +87,14 @@ def check_memory(
         f" on {device}, but only {free / GIB:.3g} GiB is free.",
         f"Use {cheaper}. {hint}".rstrip(),
     )
+
+
+def give_back() -> None:
+    """Return free memory of the CPU allocator to the system, if the C library can do this."""
+    try:
+        ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
+    except (OSError, TypeError, AttributeError):  # not glibc
+        pass
 
 
 def _free_bytes(device: torch.device) -> int | None:

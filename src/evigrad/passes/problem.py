@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from evigrad.blocks.anchors.choice import LastLayer, last_layer, watched
 from evigrad.core.curvature import Curvature, check_log_det, make_curvature
-from evigrad.core.curvature.coloring import Reach
 from evigrad.core.partition import Partition
 from evigrad.core.types import LinearizedModel
 from evigrad.distributed import Ranks
@@ -40,8 +39,6 @@ class Problem(LinearizedModel):
         ranks: The processes that share the work.
         partitions: A cache of partitions, by number of outputs.
         curvatures: A cache of curvatures, by plan and data type of the matrices.
-        reaches: Which outputs may share backward passes, by shape of the inputs. Checkpoints
-            contain it, because sums over outputs depend on it in their last digits.
         compared: Shapes of outputs and targets, and types of targets, for which the density of an
             example does not depend on the other examples. After the check of a custom curvature,
             also ``"log_det"``.
@@ -54,7 +51,6 @@ class Problem(LinearizedModel):
     ranks: Ranks = field(default_factory=Ranks)
     partitions: dict[int, Partition] = field(default_factory=dict, repr=False)
     curvatures: dict[Any, Curvature[Any]] = field(default_factory=dict, repr=False)
-    reaches: dict[str, Reach] = field(default_factory=dict, repr=False)
     compared: set[Any] = field(default_factory=set, repr=False)
 
     @property
@@ -138,15 +134,7 @@ class Problem(LinearizedModel):
             keep=storage.keep,
             itemsize=storage.itemsize(self.dtype, self.device),
             num_rows=None if settings.plain_curvature else rows,
-            reach=self._reach(plan),
         )
-
-    def _reach(self, plan: InputPlan) -> Reach:
-        """Return what passes over inputs of this shape have shown. The latest shapes are kept."""
-        key = f"{tuple(plan.jacobian.datum_shape)} {plan.num_outputs}"
-        self.reaches[key] = self.reaches.pop(key, None) or Reach()
-        drop_oldest(self.reaches, KEPT_PLANS)
-        return self.reaches[key]
 
     def last_layer(self, x: Inputs) -> tuple[Tensor, LastLayer | None]:
         """Return outputs (m, C) without a graph, and the last layer (None if it is not linear)."""

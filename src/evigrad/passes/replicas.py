@@ -79,9 +79,6 @@ class ReducedCurvature(Curvature[Any]):
     def predicted_bytes(self, num_rows: int) -> int:
         return self._curvature.predicted_bytes(num_rows)
 
-    def most_examples(self, num_outputs: int) -> int | None:
-        return self._curvature.most_examples(num_outputs)
-
 
 def mean_over_ranks(
     problem: Problem,

@@ -22,12 +22,11 @@ from evigrad.inputs import Inputs
 from evigrad.invariances.noise import Noise
 from evigrad.likelihoods.calls import check_finite
 from evigrad.network import (
-    CHECKED_EXAMPLES,
     Linearization,
     Recorder,
-    check_rows,
     check_separate,
     model_outputs,
+    refuse_once_differentiable,
 )
 from evigrad.network.modes import evaluation_mode, model_run
 from evigrad.network.network import InputPlan
@@ -146,8 +145,6 @@ class MicroBatchSweep:
                     num_remaining = min(len(x), cut - first) - done
                     peak = partial(self._peak_bytes, partial(step, state), part)
                     size = self._size(label, x, num_remaining, first + done, peak)
-                    if first + done == 0 and label == "first" and self.block.columns is None:
-                        size = min(size, self._first_size() or size)
                     if states := fits(partial(step, state, part(size))):
                         (state,) = states
                     else:
@@ -273,19 +270,19 @@ class MicroBatchSweep:
         return plans[0]
 
     def _check_second_derivatives(self) -> None:
-        """Check once that the rows of the first examples have correct derivatives."""
+        """Check once that the rows of the first examples can be differentiated."""
         problem, learned, checked = self.problem, self.learned, self.problem.network.differentiated
         if checked.issuperset(learned):
             return
         of_model = {name: p for name, p in learned.items() if name.startswith("model.")}
         with torch.enable_grad(), self._evaluating():
             x, part = self._first()
-            batch = part(min(CHECKED_EXAMPLES, len(x)))
+            batch = part(min(2, len(x)))  # a forward pass over a few examples suffices
             root = problem.cotangents(self.linearize(batch, graph=True).outputs, batch)
             varies = root.vectors.requires_grad
             if of_model or varies:
                 model, weights = self._plan_of(batch).model, problem.network.weights
-                check_rows(model, weights, of_model, list(learned), batch.x, varies)
+                refuse_once_differentiable(model, weights, list(learned), batch.x)
         checked.update(learned)
 
     def _check_outputs(self, plan: InputPlan, f: Tensor) -> None:
@@ -361,12 +358,6 @@ class MicroBatchSweep:
         per_datum = partial(bytes_per_datum, peak, num_remaining)
         return sizes.size(key, num_remaining, per_datum, free, limit)
 
-    def _first_size(self) -> int | None:
-        """Return the largest size of the first micro-batch, or None for any size."""
-        if self.problem.likelihood.couples_outputs or torch.is_grad_enabled():
-            return None
-        return self.curvature.most_examples(self.num_outputs)
-
     def _memory_key(self, label: str, x: Inputs) -> str:
         """Return a description of everything that determines the memory of an example."""
         return f"{label} pass of {self.plan.numbers(x):,} numbers and {self._width} rows for each"
@@ -377,8 +368,7 @@ class MicroBatchSweep:
         """Return the peak memory of a step over ``size`` examples, without side effects."""
         batch, at_once = part(size), self.curvature.rows_at_once
         if batch.columns is None and at_once is not None and self.num_outputs > at_once:
-            # All parts of the rows take the same memory, and the second comes beside the sums. With
-            # given columns, the curvature does not learn from the examples.
+            # All parts of the rows take the same memory, and the second comes beside the sums.
             width = min(2 * at_once, self.num_outputs)
             columns = torch.arange(width, device="cpu").expand(size, -1)
             batch = replace(batch, columns=columns)

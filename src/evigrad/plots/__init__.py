@@ -5,10 +5,9 @@ without a display and in threads, and does not change the user's figures or sett
 """
 
 from evigrad.plots.runs import learning_curves, precision_paths, save_all
-from evigrad.plots.style import DARK, LIGHT, Palette, new_figure, save
+from evigrad.plots.style import LIGHT, Palette, new_figure, save
 
 __all__ = [
-    "DARK",
     "LIGHT",
     "Palette",
     "learning_curves",

@@ -1,19 +1,15 @@
 """Figures of training runs: quantities and hyperparameters over the epochs."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from evigrad.errors import InputError
 from evigrad.plots.style import (
     DASHES,
     LIGHT,
-    SMALL,
-    Palette,
     add_legend,
     burst_limits,
     decorate,
@@ -30,11 +26,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 History = Sequence[Mapping[str, int | float | None]]
-Look = tuple[str, Any]  # color and dash of a line
 
-PRECISION, PRECISION_UNIT = "precision/", "prior precision (1 / variance of the weights)"
-# Inches: letters of 9 points are legible at the width of a phone.
-WIDTH, HEIGHT = 4.6, 3.1
+PRECISION = "precision/"
 # Nobody can tell more lines apart.
 _MAX_LABELS = 24
 # Up to this many values are also shown as points, because a line with one value is invisible.
@@ -68,18 +61,12 @@ class Quantity:
 
     title: str
     unit: str
-    columns: Mapping[str, str]  # from the name of each kind of line to its column of the metrics
+    column: str  # of the metrics
     logarithmic: bool = False  # whether the axis is logarithmic if all values are positive
-    factor: float = 1.0  # factor from the column's values to the figure's
 
     def values(self, histories: Mapping[str, History]) -> list[float]:
-        """Return the values of all runs in the figure's unit."""
-        return [
-            self.factor * value
-            for history in histories.values()
-            for column in self.columns.values()
-            for value in series(history, column)[1]
-        ]
+        """Return the values of all runs."""
+        return [v for history in histories.values() for v in series(history, self.column)[1]]
 
     def is_logarithmic(self, histories: Mapping[str, History]) -> bool:
         """Return whether the axis is logarithmic. It is linear if any value is 0 or negative."""
@@ -90,50 +77,21 @@ class Quantity:
 
         The limits never omit a later value, because the end of a run matters most.
         """
-        if self.is_logarithmic(histories):
-            return None
         limits = burst_limits(self.values(histories))
         if limits is None:
             return None
         for history in histories.values():
-            for column in self.columns.values():
-                is_below = [self.factor * v < limits[0] for v in series(history, column)[1]]
-                if is_below != sorted(is_below, reverse=True):
-                    return None
+            is_below = [value < limits[0] for value in series(history, self.column)[1]]
+            if is_below != sorted(is_below, reverse=True):
+                return None
         return limits
 
 
-QUANTITIES = {
-    "loss": Quantity(
-        "training loss", "mean NLL + prior term\n(nats per example)", {"train": "loss"}, True
-    ),
-    "log_likelihood": Quantity(
-        "log likelihood",
-        "nats per example",
-        {"test": "test_log_likelihood", "train": "train_log_likelihood"},
-    ),
-    "accuracy": Quantity(
-        "accuracy",
-        "percent of the examples",
-        {"test": "test_accuracy", "train": "train_accuracy"},
-        factor=100.0,
-    ),
-    "squared_error": Quantity(
-        "squared error",
-        "mean over the examples,\nstandardized targets",
-        {"test": "test_squared_error", "train": "train_squared_error"},
-        logarithmic=True,
-    ),
-    "log_evidence": Quantity(
-        "log evidence", "estimate during training\n(nats per example)", {"train": "log_evidence"}
-    ),
-    "log_evidence_bounds": Quantity(
-        "bounds on the log evidence",
-        "the exact value is between them\n(nats per example)",
-        {"lower": "bracket_lower", "upper": "bracket_upper"},
-    ),
-}
-_TEST = Quantity("test log likelihood", "nats per example", {"test": "test_log_likelihood"})
+QUANTITIES = (
+    Quantity("training loss", "mean NLL + prior term\n(nats per example)", "loss", True),
+    Quantity("log evidence", "estimate during training\n(nats per example)", "log_evidence"),
+    Quantity("test log likelihood", "nats per example", "test_log_likelihood"),
+)
 
 
 def learning_curves(histories: Mapping[str, History]) -> "Figure":
@@ -159,66 +117,34 @@ def learning_curves(histories: Mapping[str, History]) -> "Figure":
     See also: docs/command_line.md.
     """
     _check(histories)
-    shown = (QUANTITIES["loss"], QUANTITIES["log_evidence"], _TEST)
-    panels = [quantity for quantity in shown if quantity.values(histories)]
+    panels = [quantity for quantity in QUANTITIES if quantity.values(histories)]
     figure = new_figure(3.6 * len(panels) + 0.4, 3.1)
     for position, quantity in enumerate(panels, start=1):
-        _draw(figure.add_subplot(1, len(panels), position), histories, quantity, LIGHT)
+        _draw(figure.add_subplot(1, len(panels), position), histories, quantity)
     colors = [LIGHT.lines[place % len(LIGHT.lines)] for place in range(len(histories))]
     add_legend(figure, [(*named, "-") for named in zip(histories, colors, strict=True)])
     return figure
 
 
-def quantity_curves(
-    histories: Mapping[str, History], quantity: Quantity, palette: Palette = LIGHT
-) -> "Figure":
-    """Return curves of a quantity over the epochs, with shaded standard errors if known.
-
-    Each run has its own color. If there is only one run, each kind of line, such as train and test,
-    has its own color.
-
-    Raises:
-        InputError: If no run has a value of the quantity.
-    """
-    if not quantity.values(histories):
-        raise InputError(f"No run has a value for the {quantity.title}. Choose another quantity.")
-    figure = new_figure(WIDTH, HEIGHT, palette)
-    runs, kinds = _draw(figure.add_subplot(), histories, quantity, palette)
-    named = ({} if len(histories) == 1 else runs) | (kinds if len(kinds) > 1 else {})
-    if named:
-        add_legend(figure, [(name, *look) for name, look in named.items()], palette)
-    return figure
-
-
-def _draw(
-    axes: "Axes", histories: Mapping[str, History], quantity: Quantity, palette: Palette
-) -> tuple[dict[str, Look], dict[str, Look]]:
-    """Draw the lines of a quantity, and return the looks of runs and of kinds that have values."""
-    decorate(axes, quantity.title, "epoch", quantity.unit, palette)
+def _draw(axes: "Axes", histories: Mapping[str, History], quantity: Quantity) -> None:
+    """Draw the lines of a quantity, with shaded standard errors if known."""
+    decorate(axes, quantity.title, "epoch", quantity.unit)
     axes.locator_params(axis="x", integer=True)
-    alone = len(histories) == 1
-    runs: dict[str, Look] = {}
-    kinds: dict[str, Look] = {}
-    for place, (name, history) in enumerate(histories.items()):
-        for kind, (label, column) in enumerate(quantity.columns.items()):
-            epochs, values = series(history, column)
-            if not epochs:
-                continue
-            # A run has the same color in every figure, even if other runs have no line.
-            color = palette.lines[(kind if alone else place) % len(palette.lines)]
-            few = len(epochs) == 1 or (len(epochs) <= _FEW and len(epochs) < len(history))
-            draw_line(
-                axes,
-                epochs,
-                [quantity.factor * value for value in values],
-                [quantity.factor * error for error in errors(history, column)],
-                color=color,
-                linestyle=DASHES[kind],
-                marker="o" if few else None,
-                markersize=3.5,
-            )
-            runs.setdefault(name, (color, "-"))
-            kinds.setdefault(label, (color if alone else palette.muted, DASHES[kind]))
+    for place, history in enumerate(histories.values()):
+        epochs, values = series(history, quantity.column)
+        if not epochs:
+            continue
+        few = len(epochs) == 1 or (len(epochs) <= _FEW and len(epochs) < len(history))
+        draw_line(
+            axes,
+            epochs,
+            values,
+            errors(history, quantity.column),
+            # A run has the same color in every panel, even if other runs have no line.
+            color=LIGHT.lines[place % len(LIGHT.lines)],
+            marker="o" if few else None,
+            markersize=3.5,
+        )
     last = max((series(history, "epoch")[0] or [1.0])[-1] for history in histories.values())
     axes.set_xlim(0, 1.02 * last)
     if quantity.is_logarithmic(histories):
@@ -226,13 +152,14 @@ def _draw(
         plain_ticks(axes.yaxis)
     elif limits := quantity.limits(histories):
         axes.set_ylim(*limits)
-    return runs, kinds
 
 
 def precision_paths(
     history: History, title: str = "prior precision of each layer", width: float = 7.2
 ) -> "Figure":
     """Return a figure of learned prior precisions over the epochs, on a logarithmic axis.
+
+    The legend is sorted by the final values.
 
     Args:
         history: History of a run (``FitResult.history`` or ``read_metrics``).
@@ -261,45 +188,18 @@ def precision_paths(
         raise InputError(
             "The history must have columns precision/..., got none. Use the history of a run."
         )
-    return value_paths(history, columns, title, PRECISION_UNIT, log=True, size=(width, 4.0))
-
-
-def value_paths(
-    history: History,
-    columns: Mapping[str, str],
-    title: str,
-    unit: str,
-    *,
-    change: Callable[[float], float] = float,
-    floor: float | None = None,
-    log: bool = False,
-    in_degrees: bool = False,
-    size: tuple[float, float] = (WIDTH, HEIGHT),
-    palette: Palette = LIGHT,
-) -> "Figure":
-    """Return a figure of hyperparameters over the epochs, with a legend sorted by final value.
-
-    If there are too many lines to tell apart, they are shaded in order, and only the first and the
-    last line are named. Hyperparameters without a value are omitted. ``columns`` maps names of
-    lines to columns of the metrics. ``change`` converts the values for the figure. ``floor`` is the
-    lower limit of the vertical axis.
-
-    Raises:
-        InputError: If there is no value.
-    """
-    figure = new_figure(*size, palette)
+    figure = new_figure(width, 4.0)
     axes = figure.add_subplot()
     many = len(columns) > _MAX_LABELS
     title = f"{title} ({len(columns)} groups)" if many else title
-    decorate(axes, title, "epoch", unit, palette)
+    decorate(axes, title, "epoch", "prior precision (1 / variance of the weights)")
     axes.locator_params(axis="x", integer=True)
-    colors = shades_of(len(columns), palette) if many else palette.lines
+    colors = shades_of(len(columns)) if many else LIGHT.lines
     lines = []
     for place, (name, column) in enumerate(columns.items()):
         epochs, values = series(history, column)
         if not epochs:
             continue
-        values = [change(value) for value in values]
         color = colors[place % len(colors)]
         dash = DASHES[place // len(colors) % len(DASHES)]
         look = {"color": color, "linestyle": dash, "linewidth": 0.8 if many else 1.6}
@@ -308,27 +208,20 @@ def value_paths(
         lines.append((values[-1], name, color, dash))
     if not lines:
         raise InputError(
-            f"The history has no values in the columns {', '.join(columns)}. Use the history of a"
-            " run that records one of them."
+            f"The history has no values in the columns {', '.join(columns.values())}. Use the"
+            " history of a run that records one of them."
         )
     axes.margins(x=0)
-    if log:
-        axes.set_yscale("log")
-        plain_ticks(axes.yaxis)
-    if floor is not None:
-        axes.set_ylim(bottom=floor)
-    if in_degrees:
-        right = axes.secondary_yaxis("right", functions=(np.degrees, np.radians))
-        right.set_ylabel("degrees", fontsize=SMALL, color=palette.ink)
-        right.tick_params(labelsize=SMALL, color=palette.ink, labelcolor=palette.ink)
-        right.spines["right"].set_color(palette.ink)
+    axes.set_yscale("log")
+    plain_ticks(axes.yaxis)
+    # Too many lines to tell apart are shaded in order, and only the first and last are named.
     if many:
         ends = (("first", *lines[0]), ("last", *lines[-1]))
         named = [(f"{end}: {name}", color, dash) for end, _, name, color, dash in ends]
     else:
         lines.sort(key=lambda line: line[0], reverse=True)
         named = [(f"{number(value)}  {name}", *look) for value, name, *look in lines]
-    add_legend(figure, named, palette, beside=not many)
+    add_legend(figure, named, beside=not many)
     return figure
 
 

@@ -59,18 +59,9 @@ LIGHT = Palette(
     lines=("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A4B1E", "#000000"),
     shades="viridis_r",
 )
-# The hues of ``LIGHT``, lighter.
-DARK = Palette(
-    paper="#16181d",
-    ink="#e6e6e6",
-    muted="#a3a8b0",
-    grid="#363a42",
-    lines=("#56B4E9", "#FF9050", "#2FCF9F", "#EBA3CB", "#F0C63C", "#A9B8FF", "#C8A27A", "#ffffff"),
-    shades="viridis",
-)
 
 
-def new_figure(width: float, height: float, palette: Palette = LIGHT) -> "Figure":
+def new_figure(width: float, height: float) -> "Figure":
     """Return an empty figure, with width and height in inches.
 
     Raises:
@@ -82,7 +73,7 @@ def new_figure(width: float, height: float, palette: Palette = LIGHT) -> "Figure
         raise ConfigurationError(
             "Figures need matplotlib, which is not installed. Run: pip install 'evigrad[plots]'."
         ) from error
-    return Figure(figsize=(width, height), layout="constrained", facecolor=palette.paper)
+    return Figure(figsize=(width, height), layout="constrained", facecolor=LIGHT.paper)
 
 
 def save(figure: "Figure", path: str | Path) -> Path:
@@ -91,33 +82,33 @@ def save(figure: "Figure", path: str | Path) -> Path:
     return Path(path)
 
 
-def shades_of(count: int, palette: Palette) -> list[str]:
-    """Return ``count`` ordered colors of a palette that differ from its background."""
+def shades_of(count: int) -> list[str]:
+    """Return ``count`` ordered colors that differ from the background."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
-    shades = colormaps[palette.shades]
+    shades = colormaps[LIGHT.shades]
     return [to_hex(shades(0.1 + 0.9 * i / max(count - 1, 1))) for i in range(count)]
 
 
-def decorate(axes: "Axes", title: str, across: str, along: str, palette: Palette = LIGHT) -> None:
+def decorate(axes: "Axes", title: str, across: str, along: str) -> None:
     """Set the title, axis labels (``across``, ``along``) and colors of empty axes."""
     figure: Any = axes.figure
     grid: Any = axes.get_subplotspec()
     rows, columns = grid.get_gridspec().get_geometry()
     width = figure.get_figwidth() / columns - _SURROUNDINGS[0]
     height = figure.get_figheight() / rows - _SURROUNDINGS[1]
-    colors: dict[str, Any] = {"fontsize": SMALL, "color": palette.ink}
+    colors: dict[str, Any] = {"fontsize": SMALL, "color": LIGHT.ink}
     axes.set_title(
-        words(fitted(title, width, _LARGE)), loc="left", fontsize=_LARGE, color=palette.ink
+        words(fitted(title, width, _LARGE)), loc="left", fontsize=_LARGE, color=LIGHT.ink
     )
     axes.set_xlabel(words(across), **colors)
     axes.set_ylabel(words(fitted(along, height, SMALL)), **colors)
-    axes.set_facecolor(palette.paper)
-    axes.tick_params(which="both", labelsize=SMALL, color=palette.ink, labelcolor=palette.ink)
+    axes.set_facecolor(LIGHT.paper)
+    axes.tick_params(which="both", labelsize=SMALL, color=LIGHT.ink, labelcolor=LIGHT.ink)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(palette.ink)
-    axes.grid(color=palette.grid, linewidth=0.6)
+    axes.spines[["left", "bottom"]].set_color(LIGHT.ink)
+    axes.grid(color=LIGHT.grid, linewidth=0.6)
     axes.set_axisbelow(True)
 
 
@@ -168,7 +159,6 @@ def burst_limits(values: Sequence[float]) -> tuple[float, float] | None:
 def add_legend(
     figure: "Figure",
     lines: Sequence[tuple[str, str, Any]],
-    palette: Palette = LIGHT,
     beside: bool = False,
 ) -> None:
     """Add a legend of the lines (name, color, style) below the axes, and enlarge the figure for it.
@@ -198,7 +188,7 @@ def add_legend(
         ncols=columns,
         frameon=False,
         fontsize=SMALL,
-        labelcolor=palette.ink,
+        labelcolor=LIGHT.ink,
     )
 
 

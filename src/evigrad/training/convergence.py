@@ -202,8 +202,8 @@ def changes_at_mode(trainer: "Trainer") -> dict[str, tuple[float, float]]:
 def _sizes(trainer: "Trainer") -> dict[str, float]:
     """Return δ ‖w − w₀‖² of each prior group, and the mean squared error if a noise is learned.
 
-    At the fixed point, δ ‖w − w₀‖² is c times the effective number of parameters γ, for the weight c
-    of the log-determinant. The result is divided by c.
+    At the fixed point, δ ‖w − w₀‖² is c times the effective number of parameters γ, where c is the
+    weight of the log-determinant. The result is divided by c.
     """
     evidence = trainer.evidence
     prior, likelihood = evidence.prior, evidence.likelihood

@@ -32,7 +32,6 @@ from evigrad.likelihoods.noisy import noisy_parts
 from evigrad.measure.metrics import evaluate, hyperparameter_values
 from evigrad.models import fixup_scalars
 from evigrad.network.modes import seeded
-from evigrad.passes.allocator import kept_memory
 from evigrad.training.checkpoint import (
     PROBED,
     check_format,
@@ -252,7 +251,6 @@ class Trainer:
         if not ranks.is_first:
             run_dir, progress, callbacks = None, False, ()
         with ExitStack() as stack:
-            stack.enter_context(kept_memory())
             directory = self._begin(stack, run_dir, resume, progress)
             record, watchers = None, list[Callback]()
             if directory is not None:

@@ -11,7 +11,6 @@ from evigrad.core.names import DEFAULT_ESTIMATOR
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import Likelihood
-from evigrad.passes.allocator import kept_memory
 from evigrad.passes.settings import Memory
 from evigrad.priors import GaussianPrior
 from evigrad.training.effects import OF_TRAINING, refuse
@@ -138,14 +137,13 @@ def tune(
     )
     words = "in evigrad.tune, which has no burn-in and does not change the weights"
     refuse([settings.optimization], [(OF_TRAINING, words, "Use evigrad.fit")])
-    with kept_memory():
-        learner = prepare(model, data, settings, strict=True).learner
-        assert learner is not None  # as there is an estimator
-        _check_deviations(learner.evidence)
-        history: list[Row] = []
-        for number in range(1, rounds + 1):
-            hyper_round = learner.step()
-            history.append({"round": number, **round_columns(learner, hyper_round)})
+    learner = prepare(model, data, settings, strict=True).learner
+    assert learner is not None  # as there is an estimator
+    _check_deviations(learner.evidence)
+    history: list[Row] = []
+    for number in range(1, rounds + 1):
+        hyper_round = learner.step()
+        history.append({"round": number, **round_columns(learner, hyper_round)})
     return TuneResult(learner.evidence, history)
 
 

@@ -21,7 +21,6 @@ from evigrad.core.curvature.base import (
     check_log_det,
     inner_product,
 )
-from evigrad.core.curvature.coloring import Reach
 from evigrad.core.curvature.dense import BlockDiagonal, Full
 from evigrad.core.curvature.diagonal import Diagonal
 from evigrad.core.curvature.kfac import DENSE_LIMIT, Kfac
@@ -63,7 +62,6 @@ def make_curvature(
     keep: Callable[[Tensor], Tensor] | None = None,
     itemsize: int | None = None,
     num_rows: int | None = None,
-    reach: Reach | None = None,
 ) -> Curvature[Any]:
     """Return the curvature for a structure.
 
@@ -85,7 +83,6 @@ def make_curvature(
         num_rows: Number of rows of a whole block. It determines whether ``full`` and ``blockdiag``
             use H or Gram matrices (``BlockKernel``), which give the same ℓ up to rounding. None:
             use H.
-        reach: See ``Kfac``.
 
     Raises:
         ConfigurationError: If the structure is unknown, or a setting is invalid for the structure.
@@ -107,7 +104,7 @@ def make_curvature(
         return BlockKernel(dense, weights, labels, gram_dtype, contracted, keep, itemsize)
     if structure == "kfac":
         constant = {name: name in labels for name in weights}
-        return Kfac(weights, kronecker, constant, sharing, gram_dtype, dense_limit, reach)
+        return Kfac(weights, kronecker, constant, sharing, gram_dtype, dense_limit)
     if structure == "diag":
         return Diagonal(weights, gram_dtype)
     names = ("ntk", "full", "blockdiag", "kfac", "diag")

@@ -107,15 +107,6 @@ class Curvature(ABC, Generic[StatisticT]):
     takes_anchors: bool = False
     formed: Sequence[str] = ()
 
-    def most_examples(self, num_outputs: int) -> int | None:
-        """Return the largest size of the first micro-batch, or None for any size.
-
-        This method is called before a pass over all columns of separate outputs. A curvature may
-        learn from a small micro-batch how to collect the following ones faster.
-        """
-        del num_outputs
-        return None
-
     # ------------------------------------------------------------ abstract methods
 
     @abstractmethod

@@ -31,11 +31,9 @@ from evigrad.core.curvature.base import (
     ROWS_AT_ONCE,
     Curvature,
     Statistic,
-    flatten_rows,
     scaled_rows,
     working_dtype,
 )
-from evigrad.core.curvature.coloring import Coloring, Reach
 from evigrad.core.curvature.kronecker import KroneckerUse
 from evigrad.core.curvature.linalg import (
     Spectra,
@@ -56,9 +54,6 @@ from evigrad.errors import ConfigurationError
 # block up to this size. The widest layers of the paper's ResNets have 512 channels. Such a block
 # takes 2 MiB and 45 MFLOP in float64, less than the factors of the adjacent layer.
 DENSE_LIMIT = 512
-# Number of examples in the first pass over many outputs. A position that these examples do not
-# show, such as one with a dead ReLU, takes another pass over all outputs.
-RECORDED_EXAMPLES = 4
 
 
 @dataclass(frozen=True)
@@ -164,7 +159,6 @@ class Kfac(Curvature[KfacStatistic]):
         gram_dtype: Dtype of the sums and their factorizations. None: the dtype of the rows.
         dense_limit: Largest size of a parameter without Kronecker factors that gets a dense block.
             Larger parameters get only a diagonal.
-        reach: Which outputs may share backward passes, as far as earlier passes have shown.
 
     Raises:
         ConfigurationError: If a precision varies within a Kronecker block.
@@ -184,7 +178,6 @@ class Kfac(Curvature[KfacStatistic]):
         sharing: str = "expand",
         gram_dtype: torch.dtype | None = None,
         dense_limit: int = DENSE_LIMIT,
-        reach: Reach | None = None,
     ) -> None:
         self._shapes = {name: weight.shape for name, weight in weights.items()}
         self._itemsize = max((weight.dtype.itemsize for weight in weights.values()), default=4)
@@ -193,7 +186,6 @@ class Kfac(Curvature[KfacStatistic]):
         self._kronecker = [name for name in weights if name in kronecker]
         self.formed = [name for name in weights if name not in kronecker]
         self._dense = {name for name in self.formed if weights[name].numel() <= dense_limit}
-        self._reach = reach or Reach()
         self._check_constant(name for name in self._kronecker if not precision_constant[name])
 
     def collect(
@@ -205,18 +197,9 @@ class Kfac(Curvature[KfacStatistic]):
         alone: bool = False,
     ) -> KfacStatistic:
         statistic = statistic or KfacStatistic()
-        may_share = root.is_diagonal and self._may_share(linearization, root)
-        if may_share and (coloring := self._reach.coloring) is not None:
-            shared = self._collect_colors(statistic, linearization, root.diagonal, coloring)
-            if shared is not None:
-                return shared
         factors, blocks = dict(statistic.factors), statistic.blocks
         is_fixed = root.scale is None or not root.scale.requires_grad
         first, *others = root.parts(self.rows_at_once)
-        records = may_share and self._reach.records
-        if records:
-            self._reach.start()
-            self._record(linearization, first, root.vectors.shape[2])
         for name, examples in self._examples(linearization, first).items():
             small = alone and is_fixed and len(examples) == 1 and not others
             shape = self._shapes[name] if small else None
@@ -224,85 +207,10 @@ class Kfac(Curvature[KfacStatistic]):
             factors[name] = factors[name] + sums if name in factors else sums
         blocks = self._add_others(blocks, linearization, first)
         for part in others:
-            if records and self._reach.is_local:
-                self._record(linearization, part, root.vectors.shape[2])
             for name, examples in self._examples(linearization, part).items():
                 for use in examples:
                     factors[name] = factors[name].with_rows(use)
             blocks = self._add_others(blocks, linearization, part)
-        if records and self._reach.is_local:
-            self._reach.finish()
-        return KfacStatistic(factors, blocks)
-
-    @property
-    def _at_once(self) -> int:
-        assert self.rows_at_once is not None
-        return self.rows_at_once
-
-    def _may_share(self, linearization: Linearization, root: RootRows) -> bool:
-        """Return whether outputs might share backward passes. See ``coloring``."""
-        return (
-            root.vectors.shape[2] > self._at_once
-            and self._sharing == "expand"
-            and not self._has_graph(root)
-            and root.vectors.dtype in (torch.float32, torch.float64)
-            and not linearization.mixed
-            and all(linearization.is_closed(name) for name in self._kronecker)
-            and all(linearization.has_terms(name) for name in self.formed)
-        )
-
-    @staticmethod
-    def _has_graph(root: RootRows) -> bool:
-        return root.vectors.requires_grad or (root.scale is not None and root.scale.requires_grad)
-
-    def _record(self, linearization: Linearization, part: RootRows, num_outputs: int) -> None:
-        """Record the positions of layers that some outputs reach."""
-        for name, gradients in self._gradients(linearization, part.vectors).items():
-            self._reach.add(name, gradients, num_outputs)
-
-    def _gradients(self, linearization: Linearization, vectors: Tensor) -> dict[str, Tensor]:
-        """Return the gradients (m, k, G, T, o) of each use of each weight, by name and number."""
-        gradients = {}
-        for name, uses in linearization.factors(vectors, self._kronecker).items():
-            for number, use in enumerate(uses):
-                gradients[f"{name}/{number}"] = use.gradients
-        for name, terms in linearization.terms(vectors, self.formed).items():
-            gradients[name] = terms[:, :, None]
-        return gradients
-
-    def _collect_colors(
-        self,
-        statistic: KfacStatistic,
-        linearization: Linearization,
-        root: Float[Tensor, "m C"],
-        coloring: Coloring,
-    ) -> KfacStatistic | None:
-        """Return ``collect`` for a diagonal root, from a backward pass for each color.
-
-        The result is None if an output reaches other positions than the coloring expects.
-        """
-        factors, blocks = dict(statistic.factors), dict(statistic.blocks)
-        for start in range(0, coloring.num_colors, self._at_once):
-            colors = slice(start, min(start + self._at_once, coloring.num_colors))
-            vectors = coloring.vectors(root, colors, factors=True)
-            multiplied = self._gradients(linearization, vectors)
-            vectors = coloring.vectors(root, colors)
-            for name, gradients in self._gradients(linearization, vectors).items():
-                if not coloring.agrees(name, colors, gradients, multiplied.pop(name)):
-                    return None
-            part = RootRows(vectors)
-            for name, examples in self._examples(linearization, part).items():
-                for use in examples:
-                    if start:
-                        factors[name] = factors[name].with_rows(use)
-                    elif name in factors:
-                        factors[name] = factors[name] + _factors(use)
-                    else:
-                        factors[name] = _factors(use)
-            for name, terms in linearization.terms(vectors, self.formed).items():
-                rows = coloring.rows(name, colors, terms)
-                flat = flatten_rows(rows, working_dtype(rows.dtype, self._gram_dtype))
-                blocks[name] = self._added(name, blocks.get(name), flat)
         return KfacStatistic(factors, blocks)
 
     def _added(
@@ -326,12 +234,6 @@ class Kfac(Curvature[KfacStatistic]):
             )
             added[name] = self._added(name, blocks.get(name), flat)
         return added
-
-    def most_examples(self, num_outputs: int) -> int | None:
-        """See ``Curvature.most_examples``. The first examples show whether outputs share passes."""
-        reach = self._reach
-        unknown = reach.coloring is None and reach.records
-        return RECORDED_EXAMPLES if unknown and num_outputs > self._at_once else None
 
     def log_det(
         self, statistic: KfacStatistic, precisions: Mapping[str, Tensor]

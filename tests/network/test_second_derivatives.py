@@ -1,6 +1,5 @@
-"""A backward that is no derivative, or has none itself, must not make a gradient silently wrong."""
+"""A backward without a derivative must not make a gradient silently wrong."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from zoo import CASES, HYPERPARAMETERS
 
 from evigrad import Evidence, Memory
-from evigrad.errors import ConfigurationError, EvigradWarning, InputError
+from evigrad.errors import ConfigurationError, InputError
 from evigrad.likelihoods import Categorical, Gaussian, Likelihood
-from evigrad.network import differences
 from evigrad.passes import sweep
 from evigrad.priors import GaussianPrior
 
@@ -36,45 +33,6 @@ class Square(Function):
 
 class OnceSquare(Square):
     backward: Any = staticmethod(once_differentiable(Square.backward))
-
-
-class DetachedSquare(Square):
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (h,) = ctx.saved_tensors
-        return 2 * h.detach() * gradients[0]
-
-
-class DetachedTriple(Function):
-    """Linear, so that its backward depends on the gradient that it is given alone."""
-
-    @staticmethod
-    def forward(ctx: Any, h: Tensor) -> Tensor:
-        return 3 * h
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return 3 * gradients[0].detach()
-
-
-class StraightThrough(Function):
-    @staticmethod
-    def forward(ctx: Any, h: Tensor) -> Tensor:
-        return h.round()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0]
-
-
-class Reversed(Function):
-    @staticmethod
-    def forward(ctx: Any, h: Tensor) -> Tensor:
-        return h.view_as(h)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return -gradients[0]
 
 
 class Net(nn.Module):
@@ -136,18 +94,9 @@ def gradient(evidence: Evidence, x: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("estimator", ["ntk-N-C", "kfac-N-C", "ntk-3-1"])
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [
-        (OnceSquare, "'OnceSquare' cannot be differentiated twice.*'model.scale'"),
-        (DetachedSquare, "gradient for 'model.scale' would be wrong.*backward of 'DetachedSquare'"),
-    ],
-)
-def test_a_backward_that_cannot_be_differentiated(
-    function: Any, words: str, estimator: str
-) -> None:
+def test_a_backward_that_cannot_be_differentiated(estimator: str) -> None:
     x, y = data()
-    evidence = build(behind(function.apply), estimator=estimator)
+    evidence = build(behind(OnceSquare.apply), estimator=estimator)
     plain = build(behind(Square.apply), estimator=estimator)
     size = 3 if "3" in estimator else N
     x, y = x[:size], y[:size]
@@ -155,7 +104,9 @@ def test_a_backward_that_cannot_be_differentiated(
     assert evidence.estimate(x, y) == plain.estimate(x, y)
     state = evidence.generator.get_state()
     for _ in range(2):
-        with pytest.raises(ConfigurationError, match=words):
+        with pytest.raises(
+            ConfigurationError, match="'OnceSquare' cannot be differentiated twice.*'model.scale'"
+        ):
             evidence.backward(x, y)
     assert torch.equal(evidence.generator.get_state(), state)
     assert all(p.grad is None for p in evidence.model.parameters())
@@ -164,44 +115,22 @@ def test_a_backward_that_cannot_be_differentiated(
     evidence.backward(x, y, wrt=["prior"])
 
 
-@pytest.mark.parametrize("function", [OnceSquare, DetachedSquare])
-def test_cotangents_without_a_graph(function: Any) -> None:
+def test_cotangents_without_a_graph() -> None:
     """A Gaussian's cotangents are constant, so that autograd leaves no node for its error."""
     x, y = data()[0], torch.zeros(N, 3, dtype=torch.float64)
-    with pytest.raises(ConfigurationError, match=f"{function.__name__}"):
-        build(behind(function.apply), likelihood=Gaussian(0.5)).backward(x, y)
+    with pytest.raises(ConfigurationError, match="OnceSquare"):
+        build(behind(OnceSquare.apply), likelihood=Gaussian(0.5)).backward(x, y)
 
 
-def test_a_constant_derivative_in_the_cotangents() -> None:
-    x, y = data()
-    with pytest.raises(ConfigurationError, match="linear in its cotangents.*'DetachedTriple'"):
-        build(behind(DetachedTriple.apply)).backward(x, y)
-    # A Gaussian's cotangents depend on nothing, and the gradient is right.
-    y = torch.zeros(N, 3, dtype=torch.float64)
-    twins = [behind(DetachedTriple.apply), behind(lambda h: 3 * h)]
-    values = [gradient(build(twin, likelihood=Gaussian(0.5)), x, y) for twin in twins]
-    assert torch.allclose(*values, rtol=1e-10)
-
-
-@pytest.mark.parametrize("function", [OnceSquare, DetachedSquare])
-def test_scores_that_depend_on_a_learned_noise(function: Any) -> None:
+def test_scores_that_depend_on_a_learned_noise() -> None:
     """The empirical Fisher's cotangents depend on the noise: the rows are differentiated in it."""
     x, y = data()[0], torch.ones(N, 3, dtype=torch.float64)
     settings: Any = {"estimator": "ntk-N-1-ef", "hyperparameters": []}
-    if function is DetachedSquare:  # linear in its cotangent, and right
-        values = []
-        for square in (function, Square):
-            evidence = build(behind(square.apply), likelihood=Gaussian(0.5), **settings)
-            evidence.backward(x, y)
-            values.append([p.grad for p in evidence.hyperparameters().values()])
-        assert all(torch.allclose(a, b) for a, b in zip(*values, strict=True))
-        return
     with pytest.raises(ConfigurationError, match=r"'OnceSquare'.*'likelihood\."):
-        build(behind(function.apply), likelihood=Gaussian(0.5), **settings).backward(x, y)
+        build(behind(OnceSquare.apply), likelihood=Gaussian(0.5), **settings).backward(x, y)
 
 
-@pytest.mark.parametrize("function", [OnceSquare, DetachedSquare])
-def test_a_function_before_all_weights_is_right(function: Any) -> None:
+def test_a_function_before_all_weights_is_right() -> None:
     """As the kernel of an augmentation: only its first derivative is needed."""
     x, y = data()
     values = [
@@ -210,120 +139,21 @@ def test_a_function_before_all_weights_is_right(function: Any) -> None:
             x,
             y,
         )
-        for square in (function, Square)
+        for square in (OnceSquare, Square)
     ]
     assert torch.equal(*values)
 
 
-@pytest.mark.parametrize("function", [Square, DetachedSquare])
-def test_a_model_that_takes_float32_alone(function: Any) -> None:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        assert x.dtype == torch.float32
-        return function.apply(net.last(net.hidden(x)))
-
-    x, y = data(torch.float32)
-    evidence = build(forward, torch.float32)
-    if function is Square:
-        assert gradient(evidence, x, y).isfinite()
-        return
-    with pytest.raises(ConfigurationError, match="gradient for 'model.scale' would be wrong"):
-        evidence.backward(x, y)
-
-
-def test_a_head_that_starts_at_zero_hides_nothing() -> None:
-    x, y = data()
-    evidence = build(lambda net, x: net.last(DetachedSquare.apply(net.hidden(x))))
-    with torch.no_grad():
-        evidence.weights()["last.weight"].zero_()
-    with pytest.raises(ConfigurationError, match="would be wrong"):
-        evidence.backward(x, y)
-
-
 def test_the_check_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(sweep, "check_rows", lambda *arguments: calls.append(arguments[3]))
+    monkeypatch.setattr(
+        sweep, "refuse_once_differentiable", lambda *arguments: calls.append(arguments[2])
+    )
     x, y = data()
     evidence = build(behind(Square.apply), memory=Memory(micro_batch=2))
     for _ in range(3):
         evidence.backward(x, y)
     assert calls == [["model.scale"]]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, None], ids=["float64", "float32"])
-@pytest.mark.parametrize("case", CASES)
-def test_no_false_alarm(
-    case: str, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With differences in either type."""
-    monkeypatch.setattr(differences, "_first_result", lambda compute: compute(dtype))
-    model, x = CASES[case].build(2)
-    model, x = model.eval().float(), x.float() if x.is_floating_point() else x
-    parameters = dict(model.named_parameters())
-    learned = {n: p for n, p in parameters.items() if n in HYPERPARAMETERS}
-    weights = {n: p for n, p in parameters.items() if n not in learned and p.requires_grad}
-    before = [p.clone() for p in model.parameters()]
-    differences.check_rows(model, weights, learned, list(learned), x, True)
-    assert all(map(torch.equal, before, model.parameters()))
-
-
-def test_a_kink_is_no_alarm() -> None:
-    """At 0 the sides differ, and autograd has one of them."""
-    x, y = data()
-    evidence = build(lambda net, x: net.last(net.hidden(x)) * (1 + (net.scale - 1.3).relu()))
-    assert gradient(evidence, x, y).isfinite()
-
-
-# ------------------------------------------------------------ first derivatives that are none
-
-
-def test_straight_through_hyperparameters_get_autograds_gradient() -> None:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        scale = net.scale + ((10 * net.scale).round() / 10 - net.scale).detach()
-        return net.last(torch.tanh(net.first(x * scale)))
-
-    x, y = data()
-    evidence = build(forward)
-    with pytest.warns(EvigradWarning, match="'model.scale' differs from a finite difference"):
-        straight = gradient(evidence, x, y)
-    # The rounded scale is 1.3, which it already is.
-    assert torch.allclose(straight, gradient(build(lambda net, x: net.last(net.hidden(x))), x, y))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        evidence.backward(x, y)
-
-
-@pytest.mark.parametrize("function", [StraightThrough, Reversed])
-def test_a_custom_backward_that_is_no_derivative_is_told(function: Any) -> None:
-    x, y = data()
-    evidence = build(
-        lambda net, x: net.last(function.apply(net.first(x))), hyperparameters=["table"]
-    )
-    with pytest.warns(EvigradWarning, match=f"backward of '{function.__name__}' is not"):
-        evidence.estimate(x, y)
-
-
-def test_detached_parts_are_on_purpose() -> None:
-    x, y = data()
-    build(lambda net, x: net.last(net.hidden(x).detach() + net.hidden(x))).estimate(x, y)
-
-
-def hooked(hook: Callable[[Tensor], Tensor | None]) -> Callable[[Net, Tensor], Tensor]:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        h = net.hidden(x)
-        if h.requires_grad:
-            h.register_hook(hook)
-        return net.last(h)
-
-    return forward
-
-
-def test_hooks_on_tensors_that_change_gradients() -> None:
-    x, y = data()
-    with pytest.raises(ConfigurationError, match="hook on a tensor.*register_hook"):
-        build(hooked(lambda g: 2 * g)).estimate(x, y)
-    # One that only reads is no harm.
-    estimate = build(hooked(lambda g: None)).estimate(x, y)
-    assert estimate == build(lambda net, x: net.last(net.hidden(x))).estimate(x, y)
 
 
 # ------------------------------------------------------------ embeddings

@@ -3,22 +3,18 @@
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import pytest
-import yaml
 from small_experiments import TRAINING, bounds, place_in
 
 from evigrad.cli import main
-from evigrad.errors import ConfigurationError
 from evigrad.files import sole_writer
 from experiments import runner
 from experiments.jobs import Store, evaluation, timing, training
 from experiments.present import present, state_of
-from experiments.runner import attempt, cluster_executor, missing, run
+from experiments.runner import RUN, attempt, missing, perform, run
 from experiments.trainings import trained
-from experiments.work import RUN, perform
 
 
 @pytest.fixture(scope="module")
@@ -155,21 +151,6 @@ def test_what_measures_time_comes_last(tmp_path, performed):
     assert performed == ["train", "train", "evaluate", "time", "time"]
 
 
-def test_what_measures_time_runs_in_no_pool(tmp_path, monkeypatch):
-    waves = []
-
-    def record(jobs, place, pool, cluster):
-        waves.append(([job.kind for job in jobs], pool is not None))
-        for job in jobs:
-            Store(place.results).finish(job, {})
-            yield job, (None, 1.0)
-
-    monkeypatch.setattr(runner, "_done", record)
-    jobs = [timing(training(TRAINING, seed=seed)) for seed in (0, 1)]
-    assert run(jobs, replace(place_in(tmp_path), jobs=2)) == []
-    assert waves == [(["train", "train"], True), ([], True), (["time", "time"], False)]
-
-
 def test_jobs_of_one_training_take_turns_with_it(done):
     place, job = done
     with ThreadPoolExecutor(1) as pool:
@@ -194,32 +175,6 @@ def test_an_imported_training_runs_again_where_its_network_is_needed(done, tmp_p
     assert [needed_job.kind for needed_job in missing([evaluation(job, "ntk-2-C")], store)] == [
         "evaluate"
     ]
-
-
-def test_side_by_side_is_the_same_as_one_after_the_other(done, tmp_path):
-    jobs = [evaluation(training(TRAINING, seed=seed)) for seed in (0, 1)]
-    together = replace(place_in(tmp_path), jobs=2)
-    assert run(jobs, together) == []
-    assert result_of(together, jobs[0].needs)["test"] == result_of(*done)["test"]
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # its open logs
-@pytest.mark.parametrize("cluster", ["debug", pytest.param("local", marks=pytest.mark.long)])
-def test_a_cluster_does_the_same(done, tmp_path, cluster):
-    """As submitit's own imitations of one, in this process or with a process for each job."""
-    file, place = tmp_path / "cluster.yaml", place_in(tmp_path / "results")
-    file.write_text(yaml.safe_dump({"cluster": cluster, "timeout_min": 5}))
-    assert run([done[1]], place, cluster=file) == []
-    assert result_of(place, done[1])["test"] == result_of(*done)["test"]
-    assert list((place.results / "cluster").glob("*.out"))
-
-
-@pytest.mark.parametrize("content", [{"cluster": "slum"}, {"timeout": 3}, [1]])
-def test_a_cluster_that_is_none(tmp_path, content):
-    file = tmp_path / "cluster.yaml"
-    file.write_text(yaml.safe_dump(content))
-    with pytest.raises(ConfigurationError, match="cannot be used"):
-        cluster_executor(file, place_in(tmp_path))
 
 
 def test_what_cannot_be_written_is_a_reason(tmp_path):
