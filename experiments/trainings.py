@@ -48,6 +48,7 @@ _DIGITS = 16  # number of digits of a name that is a hash
 # Options that were added or removed after the first results. At their defaults, the results keep
 # their folders.
 _YOUNGER = {"prior_mean": "zero", "noise_on_loss": False, "pixels": "normalized"}
+_YOUNGER |= {"log_det_weight": 1.0}
 _YOUNGER |= dict.fromkeys(("categorical", "drop", "features", "max_epochs", "start_decay"))
 _GONE = {"split_blocks": False, "augerino_weight": WEIGHT}
 _MAP = "map"  # the stored name of trainings without an estimator

@@ -1,6 +1,6 @@
 """Exceptions and the warning category of evigrad, and conversions from other exceptions."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import SequenceMatcher
 from importlib import import_module
@@ -169,11 +169,12 @@ def memory_for(what: str, cheaper: str) -> Iterator[None]:
 
 
 @contextmanager
-def raised_in(whose: str, hint: str = "") -> Iterator[None]:
+def raised_in(whose: str | Callable[[], str], hint: str = "") -> Iterator[None]:
     """Turn an exception from the user's code into an InputError that names this code.
 
     evigrad's errors and out-of-memory errors pass unchanged. ``whose`` names the code and its
-    arguments, as the subject of the message. ``hint`` is appended to the message.
+    arguments, as the subject of the message. If it is a function, it returns these words.
+    ``hint`` is appended to the message.
 
     Raises:
         InputError: If the code in this context raises any other exception.
@@ -185,6 +186,7 @@ def raised_in(whose: str, hint: str = "") -> Iterator[None]:
             raise
         hint = next((advice for words, advice in _ADVICE.items() if words in str(error)), hint)
         words = str(error).rstrip(".") if hint else error
+        whose = whose if isinstance(whose, str) else whose()
         raise InputError(f"{whose} raised {type(error).__name__}: {words}{hint}") from error
 
 

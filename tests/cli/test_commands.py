@@ -46,7 +46,7 @@ def error_of(capsys, *arguments):
 
 
 def test_train_compares_and_leaves_a_whole_run_directory(capsys, tmp_path):
-    same = ("--precision", 0.6)  # in place of MAP's usual weight decay, as in the other's burn-in
+    same = ("--start-decay", 5e-4)  # the burn-in has the weight decay of MAP
     run("train", *QUICK, *same, "--compare-map", "--eval-every", 2, "--run-dir", tmp_path / "run")
     output = capsys.readouterr().out
     shown = re.search(
@@ -85,7 +85,7 @@ def test_train_compares_and_leaves_a_whole_run_directory(capsys, tmp_path):
     base, learned_score = (results[name]["test"]["log_likelihood"] for name in results)
     assert shown and float(shown[1]) == pytest.approx(learned_score, abs=6e-3)
     assert float(shown[2]) == pytest.approx(base, abs=6e-3)
-    assert results["MAP"]["hyperparameters"]["precision/linear1.weight"] == pytest.approx(0.6)
+    assert results["MAP"]["hyperparameters"]["precision/linear1.weight"] == pytest.approx(0.03)
     assert results["MAP"]["evidence"]["estimator"] == "ntk-20-C"
     for result in results.values():  # what the curve was made by, of both
         value = result["evidence_as_in_training"]
@@ -221,7 +221,7 @@ def test_help_is_complete_and_narrow(capsys, command):
 def test_every_option_of_fit_is_on_the_command_line():
     # Those that only Python can give, or that the command gives itself.
     beside = {"model", "train", "test", "seed", "run_dir", "callbacks", "anchoring"}
-    beside |= {"hyperparameters", "resume", "process_group"}
+    beside |= {"hyperparameters", "resume", "process_group", "validation", "validation_fraction"}
     options = set(module_of("train").make_parser().get_defaults().keys())
     assert set(inspect.signature(fit).parameters) - {*GROUPS} <= options | beside
     for source in (*GROUPS.values(), set_up):
@@ -484,7 +484,7 @@ def test_options_may_be_typed_with_either_dash():
 
 
 def test_interruption_is_no_traceback(capsys, monkeypatch):
-    def interrupt(setup, options, group):
+    def interrupt(setup, options, group, strict):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("evigrad.cli.train.prepare_runs", interrupt)
@@ -493,7 +493,7 @@ def test_interruption_is_no_traceback(capsys, monkeypatch):
 
 
 def test_our_warnings_are_one_line_once_and_others_pass(capsys, monkeypatch):
-    def warn(setup, options, group):
+    def warn(setup, options, group, strict):
         for _ in range(2):
             warnings.warn("The model [has] layers.", EvigradWarning, stacklevel=1)
         raise KeyboardInterrupt
@@ -502,7 +502,7 @@ def test_our_warnings_are_one_line_once_and_others_pass(capsys, monkeypatch):
     run("train", code=130)
     assert capsys.readouterr().err.splitlines()[0] == "warning: The model [has] layers."
 
-    def warn_of_points(setup, options, group):
+    def warn_of_points(setup, options, group, strict):
         for value in ("0.1", "2.5e-3", "-1,234"):
             for name in ("ntk-10-C", "ntk-50-C", "block.3.weight"):
                 warnings.warn(f"{name} is off by {value} nats.", EvigradWarning, stacklevel=1)
@@ -517,7 +517,7 @@ def test_our_warnings_are_one_line_once_and_others_pass(capsys, monkeypatch):
     ]
     shown = warnings.showwarning
 
-    def warn_of_another(setup, options, group):
+    def warn_of_another(setup, options, group, strict):
         warnings.warn("other", UserWarning, stacklevel=1)
 
     monkeypatch.setattr("evigrad.cli.train.prepare_runs", warn_of_another)
@@ -547,7 +547,7 @@ def test_an_evaluation_that_fails_loses_nothing_else(capsys, tmp_path):
     run("train", *arguments)
     captured = capsys.readouterr()
     assert "warning: Could not evaluate the log evidence with ntk-999-1" in captured.err
-    assert "Could not evaluate the log evidence" in " ".join(captured.out.split())
+    assert "The log evidence could not be evaluated" in " ".join(captured.out.split())
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert all(result["evidence"] is None for result in results.values())
     assert (tmp_path / "run" / "figures" / "learning_curves.png").exists()

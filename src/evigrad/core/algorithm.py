@@ -173,7 +173,8 @@ def log_evidence(block_pass: Pass) -> tuple[Estimate, Tensor]:
     log_det = block_pass.curvature.evaluate(statistic, precisions, block_pass.conditioning)
     log_prior, log_hyperprior = _prior_terms(model)
     estimate = _estimate(block_pass, log_likelihood, log_det, log_prior, log_hyperprior)
-    value = log_likelihood + log_prior - block_pass.log_det_factor * log_det.value
+    factor = 0.5 * model.log_det_weight * block_pass.block.scale
+    value = log_likelihood + log_prior - factor * log_det.value
     return estimate, -(value + log_hyperprior) / model.num_data
 
 
@@ -243,7 +244,7 @@ def two_passes(
     of_passes = [p for name, p in learned.items() if not name.startswith("prior.")]
     with torch.no_grad():
         first = run_pass(model, curvature, sweep, keep_graph=True)
-    factor = first.log_det_factor
+    factor = 0.5 * model.log_det_weight * first.block.scale
     precisions = model.prior.precisions()
     differential = curvature.differentiate(
         first.statistic, precisions, of_prior, first.conditioning

@@ -351,11 +351,6 @@ class Pass:
             self.model.root, coupled
         )
 
-    @property
-    def log_det_factor(self) -> float:
-        """The factor of the block's log-determinant in the log evidence, ½ c · scale."""
-        return 0.5 * self.model.log_det_weight * self.block.scale
-
 
 @dataclass(frozen=True)
 class Estimate:

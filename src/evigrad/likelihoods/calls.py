@@ -42,12 +42,11 @@ def check_targets(
             f"Targets must be on the same device as the outputs ({device}), got {y.device}. Move"
             " the targets or the model."
         )
-    words = _given(f_shape, y)
-    with raised_in(f"validate of {name}, {words},"):
+    with raised_in(lambda: f"validate of {name}, {_given(f_shape, y)},"):
         likelihood.validate(f_shape, y)  # pyright: ignore[reportArgumentType]
     if not isinstance(y, Tensor):
         return
-    with raised_in(f"weights of {name}, {words},"):
+    with raised_in(lambda: f"weights of {name}, {_given(f_shape, y)},"):
         weights = likelihood.weights(y)
     if weights is None:
         return
@@ -129,7 +128,8 @@ def log_probabilities(
         NotFiniteOutputError: If ``alone`` is True and the outputs are not finite.
     """
     m = f.shape[:1]
-    with raised_in(f"log_prob of {type(likelihood).__name__}, {_given(f.shape, y)},"):
+    name = type(likelihood).__name__
+    with raised_in(lambda: f"log_prob of {name}, {_given(f.shape, y)},"):
         log_prob = likelihood.log_prob(f, y)
     if log_prob.shape != (len(f),):
         raise ConfigurationError(
@@ -182,7 +182,8 @@ def _check_density(likelihood: Likelihood, f: Tensor, y: Tensor, log_prob: Tenso
 
 def summed_metrics(likelihood: Likelihood, f: Tensor, y: Tensor) -> dict[str, tuple[float, float]]:
     """Return the sums of the likelihood's ``metrics`` for these examples, and their counts."""
-    with raised_in(f"metrics of {type(likelihood).__name__}, {_given(f.shape, y)},"):
+    name = type(likelihood).__name__
+    with raised_in(lambda: f"metrics of {name}, {_given(f.shape, y)},"):
         sums = likelihood.metrics(f, y)
         pairs = {name: e if isinstance(e, tuple) else (e, len(f)) for name, e in sums.items()}
         return {name: (float(value), float(count)) for name, (value, count) in pairs.items()}

@@ -16,8 +16,9 @@ from evigrad.core.roots import (
     top_norms,
 )
 from evigrad.errors import InputError
+from evigrad.inputs import MISSING_LABELS, refuse_where
 from evigrad.likelihoods.base import Likelihood, Metric
-from evigrad.likelihoods.targets import check_labels, total
+from evigrad.likelihoods.targets import total
 
 
 class Categorical(Likelihood):
@@ -163,3 +164,30 @@ def _score_norms(p: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
     squares = p.square()
     others = squares.sum(dim=1, keepdim=True) - squares
     return p * ((1.0 - p).square() + others.clamp(min=0.0))
+
+
+def check_labels(y: Tensor, num_classes: int, ignore_index: int, what: str, fix: str) -> None:
+    """Raise an InputError unless labels (m,) are integers from 0 to ``num_classes`` − 1.
+
+    ``what`` explains the range and ``fix`` says how to change it.
+
+    Raises:
+        InputError: If the type or a label is wrong.
+    """
+    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+        advice = f" NaN cannot be converted. {MISSING_LABELS}." if y.is_floating_point() else ""
+        raise InputError(f"Class labels must be integers, got {y.dtype}. Use y.long().{advice}")
+    label = y.long()
+    nearest_label = label.clamp(0, num_classes - 1)
+    if torch.equal(label, nearest_label):
+        return
+    outside = label != nearest_label
+    refuse_where(
+        outside & (label == ignore_index),
+        label,
+        "is the ignore_index of missing labels. Labels may be missing at positions of outputs"
+        " (m, …, C) and in heads of a Joint likelihood. Otherwise, remove the example",
+    )
+    words = f"is outside 0 … {num_classes - 1}{what}. {fix}"
+    refuse_where(label < 0, label, f"{words}. {MISSING_LABELS}")
+    refuse_where(outside, label, words)

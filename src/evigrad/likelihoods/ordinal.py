@@ -10,7 +10,8 @@ from torch.nn.functional import logsigmoid, pad
 
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.likelihoods.base import Likelihood, Metric, by_entry
-from evigrad.likelihoods.targets import check_labels, total
+from evigrad.likelihoods.categorical import check_labels
+from evigrad.likelihoods.targets import total
 
 
 class Ordinal(Likelihood):

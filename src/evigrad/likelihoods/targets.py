@@ -27,33 +27,6 @@ def check_whole_labels(labels: Tensor, of: str = "") -> None:
     refuse_where(labels != labels.round(), labels, words)
 
 
-def check_labels(y: Tensor, num_classes: int, ignore_index: int, what: str, fix: str) -> None:
-    """Raise an InputError unless labels (m,) are integers from 0 to ``num_classes`` − 1.
-
-    ``what`` explains the range and ``fix`` says how to change it.
-
-    Raises:
-        InputError: If the type or a label is wrong.
-    """
-    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-        advice = f" NaN cannot be converted. {MISSING_LABELS}." if y.is_floating_point() else ""
-        raise InputError(f"Class labels must be integers, got {y.dtype}. Use y.long().{advice}")
-    label = y.long()
-    nearest_label = label.clamp(0, num_classes - 1)
-    if torch.equal(label, nearest_label):
-        return
-    outside = label != nearest_label
-    refuse_where(
-        outside & (label == ignore_index),
-        label,
-        "is the ignore_index of missing labels. Labels may be missing at positions of outputs"
-        " (m, …, C) and in heads of a Joint likelihood. Otherwise, remove the example",
-    )
-    words = f"is outside 0 … {num_classes - 1}{what}. {fix}"
-    refuse_where(label < 0, label, f"{words}. {MISSING_LABELS}")
-    refuse_where(outside, label, words)
-
-
 def like(f: Tensor, targets: Tensor) -> Tensor:
     """Return targets that are numbers in the type of the outputs, and labels unchanged."""
     return targets.to(f) if targets.is_floating_point() else targets

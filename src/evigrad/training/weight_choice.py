@@ -3,8 +3,8 @@
 The log evidence sets the ratios of precisions well, but not always their level (docs/theory.md).
 The weight c moves the level of all precisions, so one number remains to choose. A trial trains the
 network with one weight, and predicts held-out data. The log likelihood of these predictions is
-smooth in log c with a single maximum. The search therefore starts at c = 1, goes uphill in steps of
-a factor of four, and ends at the vertex of the parabola through the best trial and its two
+smooth in log c with a single maximum. The search therefore starts at c = 1 and goes uphill in steps
+of a factor of four. It ends at the vertex of the parabola through the best trial and its two
 neighbors.
 
 All trials predict the same examples, so their differences have small standard errors. If the
