@@ -57,7 +57,7 @@ def test_no_place_is_part_of_a_job():
         *("data_dir", "device", "threads", "progress", "checkpoint_every", "config", "resume"),
         *("compare_map", "evaluate_with", "run_dir", "figures"),
         # At their defaults, which jobs from before there was a choice had.
-        *("prior_mean", "noise_on_loss", "start_decay", "max_epochs"),
+        *("prior_mean", "noise_on_loss", "start_decay", "max_epochs", "log_det_weight"),
         *("categorical", "drop", "features", "pixels"),
     }
     other = training(TRAINING, {"prior_mean": "initial"}, seed=0)
