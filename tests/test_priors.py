@@ -302,7 +302,7 @@ def test_the_error_for_precision_zero_names_a_prior_without_decay(precision) -> 
     prior.bind(weights())
     assert prior.group_of == {name: int("bias" not in name) for name in weights()}
     assert prior.learned_groups() == [1]
-    assert prior.precisions()["head.bias"].item() == pytest.approx(1e-4)
+    assert prior.precisions()["head.bias"].item() == pytest.approx(1e-3)
     with pytest.raises(ConfigurationError, match="requires_grad_.False"):
         GaussianPrior("scalar", precision=math.inf)
 
@@ -314,7 +314,7 @@ def test_a_small_precision_acts_like_no_weight_decay() -> None:
     y = 5 + x.sum(1, keepdim=True) + torch.randn(30, 1, generator=generator).double()
     model = nn.Linear(3, 1).double()
     groups = {"free": "*bias", "decayed": "*"}
-    prior = GaussianPrior(groups, {"free": 1e-4, "decayed": 2.0}, {"free": False})
+    prior = GaussianPrior(groups, {"free": 1e-3, "decayed": 2.0}, {"free": False})
     evidence = Evidence(
         model, Gaussian(noise=1.0), prior, estimator="full-N-C", num_data=30, generator=0
     )
@@ -362,7 +362,7 @@ def test_matrices_and_posteriors_are_refused_with_a_recipe() -> None:
         assert "[1., 0." not in str(caught.value)  # no numbers of a large matrix
     title, page = "## Use a posterior as the prior", Path(__file__).parent.parent
     assert title in (page / "docs" / "fine_tuning.md").read_text()
-    with pytest.raises(ConfigurationError, match="got 5.$"):
+    with pytest.raises(ConfigurationError, match=r"got 5. Use GaussianPrior\(precision=5\).$"):
         GaussianPrior(number)
 
 
@@ -742,3 +742,28 @@ def test_copies_are_independent(structure) -> None:
         expected = prior.log_det() + sum(t.numel() for t in weights().values())
         torch.testing.assert_close(other.log_det(), expected)
     copy.deepcopy(GaussianPrior(structure)).bind(weights())
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(torch.ones(2), r"float32 tensor \(2,\)"), (3.0, "3.0"), ([1], r"\[1\]")]
+)
+def test_values_in_the_place_of_groups_name_precision_and_mean(value: Any, shown: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"got {shown} for '0.weight'. Use .*precision="):
+        GaussianPrior({"0.weight": value})
+
+
+def test_the_error_for_a_prior_of_another_type_names_the_argument_and_a_prior() -> None:
+    cases: list[tuple[Any, str]] = [
+        (None, r"got None. Use GaussianPrior\(\)"),
+        (3.0, r"got 3.0. Use GaussianPrior\(precision=3.0\)"),
+        (torch.eye(3), r"got float32 tensor \(3, 3\). A prior has one mean"),
+        ("layerwse", "got 'layerwse'. Did you mean 'layerwise'"),
+    ]
+    data = torch.ones(4, 2), torch.ones(4, 1)
+    for prior, words in cases:
+        with pytest.raises(ConfigurationError, match=f"^structure must be .*{words}"):
+            GaussianPrior(prior)
+        with pytest.raises(ConfigurationError, match=f"^prior must be .*{words}"):
+            fit(nn.Linear(2, 1), data, likelihood="gaussian", prior=prior)
+        with pytest.raises(ConfigurationError, match=f"^prior must be .*{words}"):
+            Evidence(nn.Linear(2, 1), Gaussian(), prior, num_data=4)

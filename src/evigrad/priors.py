@@ -36,10 +36,12 @@ _WHITEN = (
 # What to do instead of the precision zero.
 _NO_DECAY = (
     "For weights without weight decay, use a small precision that is not learned:"
-    " GaussianPrior({'free': '*bias', 'decayed': '*'}, precision={'free': 1e-4, 'decayed': 1.0},"
+    " GaussianPrior({'free': '*bias', 'decayed': '*'}, precision={'free': 1e-3, 'decayed': 1.0},"
     " learnable={'free': False})."
 )
 
+# What to do instead of values by weight in the place of groups.
+_VALUES = " Pass numbers in precision={...} and tensors in mean={...}."
 # What to do instead of an infinite precision.
 _FIXED = "To keep weights at their values, call requires_grad_(False) on them."
 
@@ -149,8 +151,8 @@ class GaussianPrior(nn.Module):
     ) -> None:
         super().__init__()
         if isinstance(structure, Mapping):
-            self.structure, self._patterns = "groups", checked_groups(structure, "a prior")
-        elif structure in STRUCTURES:
+            self.structure, self._patterns = "groups", checked_groups(structure, "a prior", _VALUES)
+        elif isinstance(structure, str) and structure in STRUCTURES:
             self.structure, self._patterns = structure, {}
         else:
             what = f"structure must be one of {', '.join(STRUCTURES)}, or a dict of groups"
@@ -544,9 +546,11 @@ class GaussianPrior(nn.Module):
 def not_a_prior(requirement: str, value: object) -> str:
     """Return the error for a value that is neither a prior nor the structure of a prior."""
     fix = nearest(value, STRUCTURES) if isinstance(value, str) else f" {_WHITEN}"
-    if isinstance(value, int | float | None):
-        fix = ""
-    return f"{requirement}, got {_in_words(value)}.{fix}"
+    if isinstance(value, bool | None):
+        fix = " Use GaussianPrior()."
+    elif isinstance(value, int | float):
+        fix = f" Use GaussianPrior(precision={value!r})."
+    return f"{requirement}, got {_shown(value)}.{fix}"
 
 
 def _positive(value: object, what: str) -> float:
@@ -562,7 +566,7 @@ def _positive(value: object, what: str) -> float:
 def _checked_precision(value: object, what: str) -> float:
     """Return a positive number. The error for another value tells what to use instead."""
     if isinstance(value, Tensor | np.ndarray) and value.ndim:
-        raise ConfigurationError(f"The {what} must be a number, got {_in_words(value)}. {_WHITEN}")
+        raise ConfigurationError(f"The {what} must be a number, got {_shown(value)}. {_WHITEN}")
     try:
         return _positive(value, what)
     except ConfigurationError as error:
@@ -601,17 +605,22 @@ def _checked_mean(mean: object) -> dict[str, str | Tensor | None]:
         else:
             raise ConfigurationError(
                 f"The mean of '{key}' must be 'zero', 'initial', or a finite floating-point tensor"
-                f" of the weight's shape, got {_in_words(value)}.{nearest(str(value), MEANS)}"
+                f" of the weight's shape, got {_shown(value)}.{nearest(str(value), MEANS)}"
             )
     return means
 
 
-def _in_words(value: object) -> str:
-    """Return a mean or another value in words, without the entries of a tensor or an array."""
+def _in_words(mean: object) -> str:
+    """Return a mean in words. None means zero."""
+    return _shown("zero" if mean is None else mean)
+
+
+def _shown(value: object) -> str:
+    """Return a value in words, without the entries of a tensor or an array."""
     if isinstance(value, Tensor | np.ndarray):
         kind = "tensor" if isinstance(value, Tensor) else "array"
         return f"{str(value.dtype).removeprefix('torch.')} {kind} {tuple(value.shape)}"
-    return repr("zero" if value is None else value)
+    return repr(value)
 
 
 def _difference(bound: Mapping[str, torch.Size], other: Mapping[str, torch.Size]) -> str:
@@ -635,8 +644,18 @@ def matches(pattern: str, name: str) -> bool:
     return name == pattern or name.startswith(above) or fnmatchcase(name, pattern)
 
 
-def checked_groups(groups: Mapping[str, Sequence[str]], what: str) -> dict[str, list[str]]:
-    """Check that each group has patterns, and return the patterns of each group as a list."""
+def checked_groups(
+    groups: Mapping[str, Sequence[str]], what: str, instead: str = ""
+) -> dict[str, list[str]]:
+    """Check that each group has patterns, and return lists of them. ``instead`` ends an error."""
+    for name, patterns in groups.items():
+        is_list = isinstance(patterns, Iterable) and not isinstance(patterns, Tensor | np.ndarray)
+        if not is_list or not all(isinstance(pattern, str) for pattern in patterns):
+            raise ConfigurationError(
+                f"Each group of {what} must be a pattern or a list of patterns of parameter names,"
+                f" got {_shown(patterns)} for '{name}'. Use a dict such as"
+                " {'body': ['encoder.*'], 'head': '*'}." + instead
+            )
     taken = {
         name: [patterns] if isinstance(patterns, str) else list(patterns)
         for name, patterns in groups.items()

@@ -1,5 +1,7 @@
 """The covariance of the outputs against dense float64 matrices."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -118,7 +120,7 @@ def test_kfac_is_exact_for_one_datum_and_no_shared_weights(likelihood, build):
 
 
 def test_last_layer_holds_the_others_constant():
-    small_case = case(parameter_partition=[["0"], ["3", "4"]])
+    small_case = case(estimator="blockdiag-N-C", parameter_partition=[["0"], ["3", "4"]])
     posterior = small_case.evidence.posterior(small_case.train, structure="last-layer")
     assert posterior.parameters == ["4.weight", "4.bias"]
     expected = small_case.covariance(small_case.hessian(), posterior.parameters)
@@ -300,3 +302,15 @@ def test_a_precision_that_is_infinite_or_zero_is_refused(structure, precision):
     for call in (evidence.posterior, evidence.mode_gap):
         with pytest.raises(NotFiniteError, match="precision of .* must be positive and finite"):
             call(data, structure=structure)
+
+
+@pytest.mark.parametrize(("wrong", "change"), [(torch.inf, "smaller"), (0.0, "larger")])
+def test_the_error_shows_the_wrong_precision_and_which_way_to_change_it(wrong, change):
+    prior = GaussianPrior("diagonal", learnable=False)
+    model = nn.Linear(2, 1, bias=False).double()
+    evidence = Evidence(model, Gaussian(), prior, estimator="full-N-C", num_data=2)
+    with torch.no_grad():
+        prior.get_parameter("log_precision")[1] = math.log(wrong) if wrong else -torch.inf
+    data = torch.ones(2, 2).double(), torch.zeros(2, 1).double()
+    with pytest.raises(NotFiniteError, match=f"got {wrong:.3g}. .* a {change} precision"):
+        evidence.posterior(data, structure="diag")

@@ -315,3 +315,32 @@ def test_memory_without_an_estimator_is_for_the_posterior():
     ]
     one, other = (r.evidence.posterior((X, LABELS))(X).variance for r in results)
     assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "Set start_decay, the weight decay of the burn-in, or prior_update='adam', or remove"),
+        ({"mean": "initial"}, r"by a start, got 2.0. Set prior_update='adam', or remove precision"),
+        (
+            {
+                "structure": {"free": "scale", "decayed": "*"},
+                "precision": {"free": 1e-3, "decayed": 2.0},
+                "learnable": {"free": False},
+            },
+            "got 2.0. .* or use 1.0 for the learned groups 'decayed'.$",
+        ),
+    ],
+)
+def test_the_error_about_a_precision_names_settings_that_work(settings, words):
+    run = SMALL | {"prior": lambda: GaussianPrior(**{"precision": 2.0, **settings})}
+    model, data, all_settings = made(run)
+    with pytest.raises(ConfigurationError, match=words):
+        prepare(model, data, all_settings, strict=True)
+    if settings.get("structure"):
+        settings = {**settings, "precision": {"free": 1e-3, "decayed": 1.0}}
+        changes = {"prior": lambda: GaussianPrior(**settings)}
+    else:
+        changes = {"prior_update": "adam"}
+    model, data, all_settings = made(run | changes)
+    prepare(model, data, all_settings, strict=True)

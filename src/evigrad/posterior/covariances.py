@@ -348,10 +348,12 @@ def covariance_of(
     }
     for name, precision in flat.items():
         if not is_finite(precision) or not bool((precision > 0).all()):
+            wrong = float(precision[~(precision.isfinite() & (precision > 0))][0])
+            change = "larger" if wrong <= 0 else "smaller"
             raise NotFiniteError(
                 f"The prior precision of {name!r} must be positive and finite in {dtype}, got"
-                f" {float(precisions[name].detach().amax()):.3g}. Lower the learning rate of the"
-                " hyperparameters, or create the prior with a smaller precision=..."
+                f" {wrong:.3g}. Lower the learning rate of the hyperparameters, or create the prior"
+                f" with a {change} precision=..."
             )
     if isinstance(statistic, NtkStatistic):
         prior = [Diagonal(name, precision.rsqrt()) for name, precision in flat.items()]

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import fields
 from typing import Any, NoReturn
 
-from evigrad.errors import ConfigurationError
+from evigrad.errors import ConfigurationError, listed
 from evigrad.evidence import Evidence
 from evigrad.priors import GaussianPrior
 from evigrad.training.plan import LEARNED_PRECISION
@@ -195,8 +195,17 @@ def _check_precision(settings: Settings, complete: Settings, evidence: Evidence)
     value = prior.learned_precision if is_object else settings.precision
     if value is not None and value != LEARNED_PRECISION:
         condition = "with prior_update='fixed_point', which replaces learned precisions by a start"
-        instead = "Set start_decay, the weight decay of the burn-in, or prior_update='adam'"
-        _refuse_one("precision", value, condition, instead)
+        adam = "prior_update='adam'"
+        around_zero = _learns_around_zero(evidence)
+        ways = f"start_decay, the weight decay of the burn-in, or {adam}" if around_zero else adam
+        names = [prior.group_names[index] for index in prior.learned_groups()]
+        if len(names) == len(prior.group_names):
+            _refuse_one("precision", value, condition, f"Set {ways}")
+        # The dict of precisions must keep the precision of the fixed groups.
+        raise ConfigurationError(
+            f"precision has no effect {condition}, got {value!r}. Set {ways}, or use"
+            f" {LEARNED_PRECISION} for the learned groups {listed(names)}."
+        )
 
 
 def _learns_around_zero(evidence: Evidence) -> bool:

@@ -26,7 +26,7 @@ from evigrad.network.network import PROBE_SIZE
 from evigrad.passes.checks import check_inputs
 from evigrad.passes.parameters import trainable
 from evigrad.passes.settings import Memory
-from evigrad.priors import GaussianPrior
+from evigrad.priors import STRUCTURES, GaussianPrior, not_a_prior
 from evigrad.training.checkpoint import shared_settings
 from evigrad.training.data import RunData, stream
 from evigrad.training.data_checks import check_data, learns_likelihood, warn_of_data
@@ -311,6 +311,9 @@ def place_of(model: nn.Module) -> torch.device:
 def _make_prior(settings: Settings) -> GaussianPrior:
     prior, precision = settings.prior, settings.precision
     if not isinstance(prior, GaussianPrior):
+        if not isinstance(prior, Mapping) and not (isinstance(prior, str) and prior in STRUCTURES):
+            kinds = f"a GaussianPrior, one of {', '.join(STRUCTURES)}, or a dict of groups"
+            raise ConfigurationError(not_a_prior(f"prior must be {kinds}", prior))
         return GaussianPrior(prior, planned(precision), mean=settings.prior_mean)
     if precision is not None or settings.prior_mean != "zero":
         raise ConfigurationError(
