@@ -22,7 +22,7 @@ results are about the same as with MAP.
 import argparse
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -75,6 +75,11 @@ def train(
 ) -> FitResult:
     """Train one network. Without an estimator, its hyperparameters stay fixed."""
     epochs = options.epochs or task.epochs
+    schedule, optimization = Schedule(epochs=epochs, batch_size=100), Optimization(lr=5e-3)
+    if estimator is not None:
+        schedule = replace(schedule, burn_in=epochs // 4, every=3, steps=3)
+        # Adam, as in the paper: the fixed point learns more decay here than is best on test data.
+        optimization = replace(optimization, prior_update="adam")
     # The same initial weights for both methods.
     torch.manual_seed(options.seed)
     return evigrad.fit(
@@ -85,9 +90,8 @@ def train(
         prior="layerwise",
         precision=1.0,
         hyperparameters=[task.hyperparameter],
-        schedule=Schedule(epochs=epochs, batch_size=100, burn_in=epochs // 4, every=3, steps=3),
-        # Adam, as in the paper: the fixed point learns more decay here than is best on test data.
-        optimization=Optimization(lr=5e-3, prior_update="adam"),
+        schedule=schedule,
+        optimization=optimization,
         seed=options.seed,
         progress=False,
     )

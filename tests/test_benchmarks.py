@@ -140,7 +140,7 @@ def short_rivals(monkeypatch):
     script = load_script("rivals", monkeypatch)
     data = script.load("digits", subset=60).with_test_subset(50)
     monkeypatch.setattr(script, "load", lambda *_, **__: data)
-    monkeypatch.setattr(script, "SCHEDULE", Schedule(epochs=2, eval_every=0, burn_in=1))
+    monkeypatch.setattr(script, "SCHEDULE", Schedule(epochs=2, eval_every=0))
     monkeypatch.setattr(script, "DECAYS", (1e-3, 10.0))
     monkeypatch.setattr(script, "TRIALS", {"tpe-12": 2, "tpe-36": 3})
     return script
@@ -300,8 +300,7 @@ def multi_task(monkeypatch):
     monkeypatch.setattr(script, "make_problem", lambda *_: problem)
     monkeypatch.setattr(script, "SETS", ("wine_red",))
     monkeypatch.setattr(script, "WEIGHTS", (1.0, 10.0))
-    schedule = Schedule(epochs=3, burn_in=1, steps=1, eval_every=0)
-    monkeypatch.setattr(script, "SCHEDULE", schedule)
+    monkeypatch.setattr(script, "SCHEDULE", Schedule(epochs=3, eval_every=0))
     return script
 
 
@@ -525,7 +524,7 @@ def test_first_run(monkeypatch, tmp_path):
 def test_structures(monkeypatch, tmp_path):
     pytest.importorskip("mlxtend")
     script = load_script("structures", monkeypatch)
-    monkeypatch.setattr(script, "SCHEDULE", Schedule(epochs=3, steps=1, eval_every=0))
+    monkeypatch.setattr(script, "SCHEDULE", Schedule(epochs=3, eval_every=0))
     (page := tmp_path / "page.md").write_text("<!-- structures -->\n<!-- end structures -->\n")
     arguments = ["--sets", "autompg", "--seeds", "0", "1", "--results", str(tmp_path)]
     script.main([*arguments, "--pages", str(page)])

@@ -110,17 +110,17 @@ def test_the_two_forms_give_the_same(structure: str, outputs: str) -> None:
 
 @pytest.mark.usefixtures("form")
 @pytest.mark.parametrize(
-    ("name", "prior", "partition", "micro_batch"),  # each pair of them
+    ("name", "prior", "partition", "micro_batch"),  # each pair that is allowed
     [
         ("blockdiag-4-2", "scalar", "tensor", 4),
         ("blockdiag-N-C", "scalar", "module", None),
         ("full-4-2", "scalar", "tensor", None),
         ("blockdiag-4-2", "layerwise", "module", None),
         ("blockdiag-N-C", "layerwise", "tensor", 4),
-        ("full-4-2", "layerwise", "module", 4),
+        ("full-4-2", "layerwise", "tensor", 4),
         ("blockdiag-4-2", "diagonal", "module", 4),
         ("blockdiag-N-C", "diagonal", "tensor", None),
-        ("full-4-2", "diagonal", "module", None),
+        ("full-4-2", "diagonal", "tensor", None),
     ],
 )
 def test_steps_on_a_kept_pass(

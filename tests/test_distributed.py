@@ -348,7 +348,7 @@ def failures(group: Any) -> Any:
     for call in (
         lambda: ranks.any(False) if (wrong < OUTPUTS).all() else full_memory(),
         lambda: made("ntk-2-1", group).blocks((x, wrong)),
-        lambda: Learner(made("ntk-2-1", group), (x, wrong), LEARNED),
+        lambda: Learner(made("ntk-2-1", group), (x, wrong), ROUNDS),
         lambda: made("ntk-2-1", group).posterior((x, wrong)),
         lambda: made("ntk-2-1", group).posterior((x, wrong), structure="ntk"),
         lambda: bracket(made("ntk-2-1", group), (x, wrong), rows=12),
@@ -377,10 +377,10 @@ def differences(group: Any) -> Any:
         "the data": lambda: made("ntk-2-1", group).blocks((x[order], y[order])),
         "the batches (": lambda: made("kfac-N-C", group).estimate(lists),
         "the steps": lambda: Learner(
-            made("ntk-2-1", group), data(), replace(LEARNED, steps=2 + last)
+            made("ntk-2-1", group), data(), replace(ROUNDS, steps=2 + last)
         ),
         "the data.": lambda: Learner(
-            made("ntk-2-1", group), [(x[i], y[i]) for i in order.tolist()], LEARNED
+            made("ntk-2-1", group), [(x[i], y[i]) for i in order.tolist()], ROUNDS
         ),
         "the seed, lr": lambda: fitted(
             "map", group, seed=int(last), optimization=Optimization(lr=0.1 if last else 0.2)
@@ -421,8 +421,8 @@ def full_memory(*_: Any) -> None:
     raise MemoryError("no memory left")
 
 
-LEARNED = Schedule(epochs=3, burn_in=1, every=1, steps=2)
-FEW = replace(LEARNED, batch_size=5)
+ROUNDS = Schedule(epochs=3, burn_in=1, every=1, steps=2)
+FEW = replace(ROUNDS, batch_size=5)
 PLAIN = Schedule(epochs=3, batch_size=5)
 # Runs of ``fit``: name -> the network, and what differs in the settings.
 FITS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {

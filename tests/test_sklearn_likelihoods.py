@@ -335,8 +335,9 @@ def test_intervals_of_transformed_targets() -> None:
 
 
 def test_a_module_for_two_outputs_per_target() -> None:
+    options = {n: v for n, v in SHORT.items() if n != "hidden_layer_sizes"}
     regressor = EvidenceRegressor(
-        likelihood="heteroscedastic", **{**SHORT, "module": lambda i, o: nn.Linear(i, o).double()}
+        likelihood="heteroscedastic", module=lambda i, o: nn.Linear(i, o).double(), **options
     )
     assert regressor.fit(X, PRICES).result_.model.out_features == 2
     with pytest.raises(ConfigurationError, match=r"shape \(2,\) per row, got \(1,\)"):

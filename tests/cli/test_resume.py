@@ -63,7 +63,7 @@ MOMENTS: dict[str, tuple[Any, str, int]] = {
     "after the baseline": (Evidence, "map_loss", 5),
     "in a round": (Evidence, "backward", 3),
     "in the last evaluation": (train, "evaluate_evidence", 2),
-    "before the results": (train, "_gain", 1),
+    "before the results": (train, "_comparison", 1),
 }
 
 

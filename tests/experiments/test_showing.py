@@ -96,8 +96,7 @@ def test_rows_are_means_over_the_seeds_that_are_done(tmp_path):
 
 
 def remove(store: Store, job: Job) -> None:
-    (file,) = store.folder(job).glob("*document*")
-    file.unlink()
+    (store.folder(job) / "job.json").unlink()
 
 
 def test_means_that_are_not_to_be_compared_are_named(tmp_path, monkeypatch):

@@ -113,6 +113,7 @@ def test_parts_of_the_outputs_change_nothing(structure, likelihood, monkeypatch)
             assert_close(variances.covariance, expected.covariance.diagonal(dim1=1, dim2=2))
 
 
+@pytest.mark.filterwarnings("ignore:The mean or the noise")  # of Poisson, whose logs vary widely
 @pytest.mark.parametrize("likelihood", ["gaussian", "poisson", "bernoulli", "categorical"])
 def test_outputs_without_correlations(likelihood):
     small_case = case(likelihood)

@@ -1,7 +1,7 @@
 """Bounds on the exact log evidence beside a run."""
 
 import pytest
-from training.small_runs import SMALL, net
+from training.small_runs import SMALL, net, without_estimator
 
 from evigrad.errors import ConfigurationError
 from evigrad.measure import evaluate_evidence
@@ -13,7 +13,8 @@ from evigrad.training.settings import grouped
 @pytest.mark.parametrize("estimator", [None, "kfac-20-1", "ntk-20-rows-anchored"])
 def test_bounds_on_the_evidence_of_any_run(blobs, estimator, monkeypatch):
     monkeypatch.setattr(history, "BRACKET_ROWS", 60)
-    options = {**SMALL, "estimator": estimator, "bracket_every": 4}
+    options = without_estimator(SMALL) if estimator is None else SMALL | {"estimator": estimator}
+    options["bracket_every"] = 4
     result = fit(net(), blobs[0], **grouped(options))
     bracketed = [row for row in result.history if row["bracket_lower"] is not None]
     last = result.history[-1]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from training.small_runs import SMALL
+from training.small_runs import SMALL, without_estimator
 
 import evigrad
 from evigrad import Optimization, Schedule
@@ -32,7 +32,10 @@ def trained(model: nn.Module, data: Any, likelihood: str | Likelihood, **changes
     """Return the model after hardly any training, so that its outputs show the start."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Training has not converged")
-        evigrad.fit(model, data, likelihood=likelihood, **grouped(RUN | changes))
+        settings = RUN | changes
+        if settings["estimator"] is None:
+            settings = without_estimator(settings)
+        evigrad.fit(model, data, likelihood=likelihood, **grouped(settings))
     return model
 
 
