@@ -368,8 +368,8 @@ class OfWeights(Curved):
 
 
 WEIGHTS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "negative": (lambda y: torch.where(y[:, 0] > 0.5, -1.0, 1.0), "-1.0 .*comes from weights"),
-    "NaN": (lambda y: y[:, 0] * torch.nan, "nan at index 0 comes from weights of OfWeights"),
+    "negative": (lambda y: torch.where(y[:, 0] > 0.5, -1.0, 1.0), "^Weight -1.0 .*from weights of"),
+    "NaN": (lambda y: y[:, 0] * torch.nan, "^Weight nan at index 0 from weights of OfWeights"),
     "too many": (lambda y: torch.ones(len(y) + 1), r"one factor per example.*got shape \(13,\)"),
     "one": (lambda y: torch.ones(()), r"must return a tensor of shape \(12,\).*got shape \(\)"),
     "columns": (lambda y: torch.ones(len(y), 2), r"\(12, 3\), with .*got shape \(12, 2\)"),
@@ -496,3 +496,21 @@ def test_derivatives_that_are_not_finite_are_no_difference() -> None:
 
     with pytest.raises(NotFiniteError, match=r"Hessian of Censored.log_prob .*NaN.*torch.where"):
         build(Censored(), "ntk-4-1").blocks((X, NUMBERS))
+
+
+def test_errors_about_shapes_show_m_instead_of_the_size_of_a_trial() -> None:
+    class OfHessian(Curved):
+        def hessian(self, f: Tensor) -> Tensor:
+            return f
+
+    class OfVectors(Curved):
+        def root(self, f: Tensor, columns: Any = None, kind: str = "subblock") -> Any:
+            return RootRows(rows(f, columns)[..., :2])
+
+    data = torch.randn(12, 2), torch.rand(12, C)
+    for kind, words in (
+        (OfHessian, r"of shape \(m, 3, 3\), got shape \(m, 3\)"),
+        (OfVectors, r"vectors of shape \(m, \w, 3\) and a scale.*, got shape \(m, \d, 2\)"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            fit(nn.Linear(2, C), data, likelihood=kind(), progress=False)

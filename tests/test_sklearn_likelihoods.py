@@ -313,9 +313,16 @@ def test_predicted_counts_are_plug_in_rates_without_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rates = estimator.predict(far)
-    with pytest.warns(EvigradWarning, match="prediction.plug_in"):
+    with pytest.warns(EvigradWarning, match="The means are not affected") as caught:
         mean, _ = estimator.predict(far, return_std=True)
     np.testing.assert_allclose(mean, rates, rtol=1e-6)
+    assert "prediction.plug_in" not in str(caught[0].message) and caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("kind", [EvidenceClassifier, EvidenceRegressor])
+def test_an_array_is_not_a_likelihood(kind: Any) -> None:
+    with pytest.raises(ConfigurationError, match="likelihood must be one of"):
+        kind(likelihood=np.zeros(3), **SHORT).fit(X, STARS)
 
 
 def test_intervals_of_transformed_targets() -> None:

@@ -136,10 +136,18 @@ def listed(names: Sequence[str]) -> str:
     return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def shape_or_type(value: object) -> str:
-    """Return the shape of a tensor, or the type of any other object, for messages."""
+def shape_or_type(value: object, m: int | None = None) -> str:
+    """Return the shape of a tensor, or the type of any other object, for messages.
+
+    A first dimension of size ``m``, the number of examples in a trial, is shown as "m".
+    """
     shape = getattr(value, "shape", None)
-    return f"a {type(value).__name__}" if shape is None else f"shape {tuple(shape)}"
+    if shape is None:
+        return f"a {type(value).__name__}"
+    sizes = [str(size) for size in shape]
+    if sizes and shape[0] == m:
+        sizes[0] = "m"
+    return f"shape ({', '.join(sizes)}{',' * (len(sizes) == 1)})"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -188,3 +188,10 @@ def test_demoting_an_unknown_name() -> None:
     jacobian_plan = plan(model, weights_of(model), random(3, 3))
     with pytest.raises(ConfigurationError, match=r"'lats\.weight'.*'last\.weight'"):
         demote(jacobian_plan, {"lats.weight"})
+
+
+def test_rows_whose_squares_overflow_are_not_compared() -> None:
+    model, x = nn.Linear(3, 2).double(), random(6, 3)
+    jacobian_plan = plan(model, weights_of(model), x[:3])
+    for scale in (1.0, 1e160, 1e200):
+        assert check(model, scale * x, jacobian_plan, 3) == set()

@@ -60,7 +60,6 @@ CALLS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.filterwarnings("ignore:The weights are not at the mode")
 def test_no_grad_changes_nothing(call):
     expected = CALLS[call](net())
     model = net()

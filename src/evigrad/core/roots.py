@@ -118,11 +118,11 @@ def checked_rows(
         if is_right and (scale is None or scale.shape == shape[:2]):
             return rows
         received = scale if is_right else rows.vectors
-    m, num_outputs = f.shape
+    num_outputs = f.shape[1]
     raise ConfigurationError(
         f"root of {name} must return evigrad.likelihoods.RootRows with vectors of shape"
-        f" ({m}, {num_rows}, {num_outputs}) and a scale of shape ({m}, {num_rows}) or None, got"
-        f" {shape_or_type(received)}. Or define hessian(f) instead of root."
+        f" (m, {num_rows}, {num_outputs}) and a scale of shape (m, {num_rows}) or None, got"
+        f" {shape_or_type(received, len(f))}. Or define hessian(f) instead of root."
     )
 
 

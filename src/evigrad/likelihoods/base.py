@@ -471,7 +471,7 @@ class Likelihood(nn.Module, ABC):
         if getattr(curvature, "shape", None) != (*f.shape, f.shape[1]):
             raise ConfigurationError(
                 f"hessian of {type(self).__name__} must return one matrix per example, of shape"
-                f" {(*f.shape, f.shape[1])}, got {shape_or_type(curvature)}."
+                f" (m, {f.shape[1]}, {f.shape[1]}), got {shape_or_type(curvature, len(f))}."
             )
         if self.couples_outputs:
             return RootRows(hessian_rows(curvature, columns, kind))

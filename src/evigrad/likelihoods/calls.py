@@ -57,7 +57,7 @@ def check_targets(
             f" factor per example or per output, got {shape_or_type(weights)}."
         )
     wrong = ~(weights >= 0) | weights.isinf()
-    refuse_where(wrong, weights, f"comes from weights of {name}. It must be finite and at least 0")
+    refuse_where(wrong, weights, f"from weights of {name} must be finite and at least 0", "Weight")
 
 
 def lacks_a_column(likelihood: Likelihood, shape: Sequence[int], y: Tensor) -> bool:

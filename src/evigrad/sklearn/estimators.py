@@ -1,6 +1,7 @@
 """The scikit-learn estimators ``EvidenceClassifier`` and ``EvidenceRegressor``."""
 
 import copy
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -726,7 +727,7 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
             if exposures is not None:
                 unit = torch.as_tensor(exposures[rows.cpu()] * self._units.rate, device="cpu")
                 prediction = prediction.with_conditions(exposure=unit.to(x))
-            deviations = [prediction.std] if return_std else []
+            deviations = [_std(prediction)] if return_std else []
             parts.append(torch.stack([prediction.plug_in.mean, *deviations]))
         numbers = torch.cat(parts, 1).double().cpu().numpy()
         shape = (len(x), *self._target_shape)
@@ -803,3 +804,20 @@ class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
         return tags
+
+
+def _std(prediction: Predictive) -> Tensor:
+    """Return the standard deviation, with a warning about wide posteriors in a user's words."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        std = prediction.std
+    for warning in caught:
+        words = str(warning.message)
+        if "prediction.plug_in" in words:
+            words = (
+                "The standard deviations of some rows can be far too large, because the posterior"
+                " of a log rate or log noise is wide there. The means are not affected, because"
+                " they ignore the uncertainty of the weights. For means alone, omit return_std."
+            )
+        warnings.warn(words, warning.category, stacklevel=3)  # the caller of predict
+    return std

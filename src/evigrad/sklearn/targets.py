@@ -41,7 +41,7 @@ def for_classes(likelihood: object, num_classes: int) -> tuple[Likelihood, int]:
     Raises:
         ConfigurationError: If the likelihood is not one of single labels, or not of K classes.
     """
-    if likelihood == "ordinal":
+    if isinstance(likelihood, str) and likelihood == "ordinal":
         return Ordinal(num_classes), 1
     likelihood = _new(likelihood, CLASS_NAMES)
     name = type(likelihood).__name__
@@ -116,7 +116,8 @@ def _new(likelihood: object, names: Sequence[str]) -> Likelihood:
     if isinstance(likelihood, str) and likelihood in names:
         return make_likelihood(likelihood)
     hint = nearest(likelihood, names) if isinstance(likelihood, str) else ""
-    if likelihood in (CLASS_NAMES if names is NUMBER_NAMES else NUMBER_NAMES):
+    others = CLASS_NAMES if names is NUMBER_NAMES else NUMBER_NAMES
+    if isinstance(likelihood, str) and likelihood in others:
         hint = f" Use {'EvidenceClassifier' if names is NUMBER_NAMES else 'EvidenceRegressor'}."
     elif isinstance(likelihood, Weighted):
         hint = " Pass the weights to fit(X, y, sample_weight=...)."
