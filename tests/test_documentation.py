@@ -103,7 +103,10 @@ def test_the_inequalities_on_theory_hold(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_blocks_on_choosing_run(capsys: pytest.CaptureFixture[str]) -> None:
-    names = run_blocks("docs/choosing.md")
+    short = "schedule=evigrad.Schedule(epochs=6, burn_in=1, every=1, steps=1)"
+    fraction = "validation_fraction=0.1"
+    names = run_blocks("docs/choosing.md", {fraction: f"{fraction}, {short}, progress=False"})
+    assert names["result"].weight_choice.num_held_out == 144
     predicted, bracket = names["predicted"], names["bracket"]
     assert predicted["kfac-400-1"] < predicted["ntk-400-rows-anchored"] < predicted["ntk-N-C"]
     assert bracket.lower < names["exact"] < bracket.upper
