@@ -12,6 +12,7 @@ import evigrad
 from evigrad import Optimization, Schedule
 from evigrad.errors import EvigradWarning
 from evigrad.likelihoods import Categorical, Gaussian, Joint, Likelihood, Weighted
+from evigrad.priors import GaussianPrior
 from evigrad.training.settings import grouped
 
 RUN: dict[str, Any] = SMALL | {"epochs": 4, "burn_in": 1, "every": 1, "lr": 1e-6}
@@ -102,6 +103,12 @@ def test_without_an_output_bias_a_warning_names_scaling(make):
         trained(make(), data, "gaussian")
     scaling = evigrad.data.Scaling.of(data[1])
     trained(make(), (data[0], scaling(data[1])), "gaussian")
+
+
+@pytest.mark.parametrize("estimator", [None, "ntk-20-1"])
+def test_without_precisions_to_learn_there_is_no_warning(estimator):
+    prior = GaussianPrior(precision=1.0, learnable=False)
+    trained(net(bias=False), targets(5.0), "gaussian", estimator=estimator, prior=prior)
 
 
 def test_groups_get_the_precision_of_centered_targets():

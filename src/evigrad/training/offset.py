@@ -39,7 +39,8 @@ def center_outputs(evidence: Evidence, data: RunData) -> None:
     """Shift the output bias, so that outputs have the mean of targets far from zero.
 
     The bias is the last weight of shape (C,) that shifts all outputs by its change. If there is
-    none, warn. Outputs whose mean is near the targets' mean do not change.
+    none, warn, unless all precisions are fixed. Outputs whose mean is near the targets' mean do
+    not change.
     """
     parts = evidence.likelihood.modules()
     if not any(isinstance(part, Noisy | HeteroscedasticGaussian) for part in parts):
@@ -53,7 +54,8 @@ def center_outputs(evidence: Evidence, data: RunData) -> None:
     if not bool(shift.any()) or _move_bias(evidence, x, shift):
         return
     far = (shift.abs() > _WORTH_A_WARNING * spread) & (spread > 0)
-    if bool(far.any()):
+    learns_precisions = any(name.startswith("prior.") for name in evidence.hyperparameters())
+    if learns_precisions and bool(far.any()):
         first = int(far.nonzero()[0])
         average, deviation = float(targets[:, first].nanmean()), float(spread[first])
         warnings.warn(
