@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evigrad import Schedule
+from evigrad import Schedule, fit
 from evigrad.errors import EvigradWarning
 from evigrad.likelihoods import Gaussian
 from evigrad.priors import GaussianPrior
@@ -129,3 +129,13 @@ def test_a_gap_beyond_the_effective_parameters_is_warned_of():
 def test_a_fixed_prior_has_no_changes():
     trainer = grouped(0.7, prior=GaussianPrior(learnable=False))
     assert list(changes_at_mode(trainer)) == ["noise"]
+
+
+def test_warnings_name_the_line_that_calls_fit():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 3, generator=generator)
+    y = x[:, :1] + 0.1 * torch.tan(3.0 * torch.rand(200, 1, generator=generator) - 1.5)
+    with pytest.warns(EvigradWarning, match="has not converged|heavy tails") as caught:
+        fit(nn.Linear(3, 1), (x, y), likelihood="gaussian", schedule=Schedule(epochs=4))
+    words = " ".join(str(w.message) for w in caught if w.filename == __file__)
+    assert "has not converged" in words or "heavy tails" in words

@@ -116,7 +116,7 @@ def warn_of_tails(trainer: "Trainer") -> None:
             f" {gain:.2g} nats per residual better than a Gaussian. A Gaussian adapts the network"
             ' to the largest errors. Use likelihood="student-t" (evigrad.likelihoods.StudentT).',
             EvigradWarning,
-            stacklevel=3,
+            stacklevel=5,  # the caller of fit
         )
 
 
@@ -164,7 +164,7 @@ def warn_of_mode(trainer: "Trainer", gap: float | None) -> None:
         f" yet. {reason}. Train for more epochs, such as Schedule(epochs="
         f"{_MORE * len(trainer.history)}).",
         EvigradWarning,
-        stacklevel=3,
+        stacklevel=5,  # the caller of fit
     )
 
 
