@@ -211,3 +211,12 @@ def test_errors_contain_shapes_of_all_data(verb: str) -> None:
             call(build(likelihood, estimator), X, y)
     with pytest.raises(InputError, match=r"given \d+ examples of shape \(1,\) and type"):
         call(build(Categorical(), estimator), X[:, :1], LABELS)
+
+
+def test_a_missing_label_in_a_list_of_pairs_is_named_by_its_item() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for item in (4, 70):
+        pairs = [(torch.randn(3, generator=generator), n % 2) for n in range(100)]
+        pairs[item] = (pairs[item][0], -1)
+        with pytest.raises(InputError, match=f"^Target -1 at index {item} is outside"):
+            fit(nn.Linear(3, 2), pairs, progress=False)

@@ -21,7 +21,7 @@ from evigrad.core.names import DEFAULT_ESTIMATOR, Estimator
 from evigrad.core.types import Estimate
 from evigrad.distributed import Group, Ranks, check_whole
 from evigrad.errors import ConfigurationError, EvigradWarning, InputError
-from evigrad.inputs import with_bare_names
+from evigrad.inputs import numbered, with_bare_names
 from evigrad.likelihoods import Likelihood
 from evigrad.likelihoods.calls import log_probabilities
 from evigrad.likelihoods.positions import flattened
@@ -365,7 +365,8 @@ class Evidence:
             if torch.is_grad_enabled() and not f.requires_grad:
                 raise InputError(NO_DERIVATIVE)
             has_positions = f.dim() > 2
-            f, y = flattened(self.likelihood, f, y)
+            with numbered(None if has_positions else indices):
+                f, y = flattened(self.likelihood, f, y)
             if not len(f):
                 return f.sum()  # 0, with a graph
             log_prob = log_probabilities(self.likelihood, f, y, alone=False)

@@ -328,13 +328,28 @@ MISSING_TARGETS = (
 )
 
 
+_indices: ContextVar[Tensor | None] = ContextVar("indices", default=None)
+
+
+@contextmanager
+def numbered(indices: Tensor | None) -> Iterator[None]:
+    """Let errors about targets of a batch show ``indices`` (m,) in the data set, if not None."""
+    token = _indices.set(indices)
+    try:
+        yield
+    finally:
+        _indices.reset(token)
+
+
 def refuse_where(wrong: Tensor, y: Tensor, words: str, what: str = "Target") -> None:
     """Raise an InputError for the first target that ``wrong`` marks, if any."""
     if bool(wrong.any()):
         where = [int(i) for i in wrong.nonzero()[0]]
+        value, indices = y[tuple(where)].item(), _indices.get()
+        if indices is not None and len(indices) == len(y):
+            where[0] = int(indices[where[0]])
         raise InputError(
-            f"{what} {y[tuple(where)].item()} at index {where[0] if len(where) == 1 else where}"
-            f" {words}."
+            f"{what} {value} at index {where[0] if len(where) == 1 else where} {words}."
         )
 
 
