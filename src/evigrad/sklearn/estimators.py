@@ -817,7 +817,7 @@ def _std(prediction: Predictive) -> Tensor:
             words = (
                 "The standard deviations of some rows can be far too large, because the posterior"
                 " of a log rate or log noise is wide there. The means are not affected, because"
-                " they ignore the uncertainty of the weights. For means alone, omit return_std."
+                " they ignore the uncertainty of the weights. For only the means, omit return_std."
             )
         warnings.warn(words, warning.category, stacklevel=3)  # the caller of predict
     return std
