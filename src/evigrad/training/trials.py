@@ -30,8 +30,9 @@ from evigrad.training.settings import Settings
 from evigrad.training.trainer import Trainer
 from evigrad.training.weight_choice import Predictions, WeightChoice, search
 
-# Length of a trial relative to the training that follows. On digits, images and text, trials of
-# this length order the weights as whole trainings do (benchmarks/strength.py).
+# Length of a trial relative to the training that follows. On scikit-learn's digits, trials of this
+# length order the weights 0.25 and 1 as whole trainings do. A network that overfits late prefers
+# smaller weights in short trials: on 600 lines of text, 0.25 instead of 4.
 SHARE = 1 / 3
 
 
