@@ -186,10 +186,11 @@ def test_data_that_are_not_dense_are_refused_with_words(verb: str) -> None:
         (X, LABELS.to_sparse(), "must be dense, got a sparse tensor"),
     ]
     for x, y, words in cases[:4] if verb == "predict" else cases:
-        if verb == "item" and isinstance(x, dict):
+        if verb == "item" and type(x) is dict:
             words = "must be dense"
+        inputs: Any = x
         with pytest.raises(InputError, match=words):
-            call(evidence, x, y)
+            call(evidence, inputs, y)
 
 
 @pytest.mark.parametrize("verb", ["blocks", "blocks, anchored", "estimate", "fit", "posterior"])

@@ -531,7 +531,8 @@ def test_settings() -> None:
     scalar = EvidenceRegressor(**SHORT, prior=prior)
     assert scalar.fit(X, y).fit(X, y).result_.evidence.prior.group_names == ["all"]
     assert prior.log_precision is None
-    fixed = EvidenceRegressor(**SHORT | {"settings": None, "estimator": None}).fit(X, y)
+    short: dict[str, Any] = SHORT | {"settings": None, "estimator": None}
+    fixed = EvidenceRegressor(**short).fit(X, y)
     assert np.isnan(fixed.log_evidence_) and np.ptp(fixed.relevance_) == 0
     with pytest.raises(NotFittedError):
         EvidenceRegressor().predict(X, return_std=True)

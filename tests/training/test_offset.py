@@ -10,6 +10,7 @@ from training.small_runs import SMALL, without_estimator
 
 import evigrad
 from evigrad import Optimization, Schedule
+from evigrad.data import Scaling
 from evigrad.errors import EvigradWarning
 from evigrad.likelihoods import Categorical, Gaussian, Joint, Likelihood, Weighted
 from evigrad.priors import GaussianPrior
@@ -101,7 +102,7 @@ def test_without_an_output_bias_a_warning_names_scaling(make):
     data = targets(5.0)
     with pytest.warns(EvigradWarning, match=r"average 4.92.*no output bias.*Scaling\.of\(y\)"):
         trained(make(), data, "gaussian")
-    scaling = evigrad.data.Scaling.of(data[1])
+    scaling = Scaling.of(data[1])
     trained(make(), (data[0], scaling(data[1])), "gaussian")
 
 
@@ -139,5 +140,7 @@ def test_groups_get_the_precision_of_centered_targets():
             optimization=Optimization(start_decay=0.01),
             progress=False,
         )
-        learned.append(result.history[-1]["precision/groups.weight"] ** -0.5)
+        precision = result.history[-1]["precision/groups.weight"]
+        assert precision is not None
+        learned.append(precision**-0.5)
     assert learned[1] == pytest.approx(learned[0], rel=0.05)

@@ -127,7 +127,7 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
 def test_training_with_a_chosen_weight_is_training_with_that_weight(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evigrad.training.weight_choice, "_DECISIVE", -math.inf)
+    monkeypatch.setattr("evigrad.training.weight_choice._DECISIVE", -math.inf)
     train: Any = data()
     if kind == "items":
         train = [(x, int(y)) for x, y in zip(*train, strict=True)]
