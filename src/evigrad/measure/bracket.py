@@ -176,7 +176,8 @@ def _choose_anchors(evidence: Evidence, source: Source) -> float:
 def check_bracket(spec: Estimator) -> None:
     """Raise ConfigurationError if the estimator's curvature is not the Gauss-Newton matrix."""
     if spec.curvature != "ggn":
+        name = spec.name.removesuffix(f"-{spec.curvature}")
         raise ConfigurationError(
             f"The bounds need the GGN curvature, got '{spec.curvature}' in {spec.name}. Use"
-            " an estimator with the GGN curvature."
+            f" estimator='{name}', or evidence.with_estimator('{name}')."
         )

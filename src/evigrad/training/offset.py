@@ -57,13 +57,14 @@ def center_outputs(evidence: Evidence, data: RunData) -> None:
     learns_precisions = any(name.startswith("prior.") for name in evidence.hyperparameters())
     if learns_precisions and bool(far.any()):
         first = int(far.nonzero()[0])
-        average, deviation = float(targets[:, first].nanmean()), float(spread[first])
+        distance, deviation = float(shift[first]), float(spread[first])
         warnings.warn(
-            f"The targets of output {first} average {average:.3g}, with a standard deviation of"
-            f" {deviation:.3g}, but the model has no output bias that could start there. Other"
-            " weights learn the mean, so their precisions become too small. Standardize the"
-            " targets: set scaling = evigrad.data.Scaling.of(y) and train on (x, scaling(y)). Or"
-            " add a bias to the last layer.",
+            f"Output {first} starts {abs(distance):.3g} {'below' if distance > 0 else 'above'} the"
+            f" mean of its targets, whose standard deviation is {deviation:.3g}, but the model has"
+            " no output bias that could start there. Other weights learn this difference, so their"
+            " precisions become too small. Standardize the targets: set scaling ="
+            " evigrad.data.Scaling.of(y) and train on (x, scaling(y)). Or add a bias to the last"
+            " layer.",
             EvigradWarning,
             stacklevel=5,  # the caller of fit
         )
