@@ -54,7 +54,7 @@ class Laplace:
         >>> Laplace(temperature=0.5).sharing
         'expand'
 
-    See also: docs/estimators.md.
+    See also: docs/theory.md.
     """
 
     temperature: float = 1.0
@@ -342,7 +342,7 @@ def explains_groups(function: Callable[P, T]) -> Callable[P, T]:
         if "curvature" in keywords and "curvature" not in accepted:
             raise ConfigurationError(
                 f"{function.__name__} has no argument curvature. Create an Evidence(...,"
-                " curvature=...) and learn with a Learner, as docs/layers.md shows."
+                " curvature=...) and learn with a Learner, as evigrad/network/README.md shows."
             )
         for name, value in keywords.items():
             for group, kind in GROUPS.items():
