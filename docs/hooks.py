@@ -345,7 +345,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, page_of(package), content=page))
     for name in public_names("evigrad"):
         files.append(File.generated(config, page_of("evigrad", name), content=name_page(name)))
-    changelog = (ROOT / "CHANGELOG.md").read_text().replace("](docs/", "](")
+    # Its links to files start at the root of the checkout.
+    changelog = re.sub(r"\]\((?!\w+:|#)", "](../", (ROOT / "CHANGELOG.md").read_text())
+    changelog = changelog.replace("](../docs/", "](")
     files.append(File.generated(config, "changelog.md", content=changelog))
     for page, moved in MOVED.items():
         if "" in moved:
