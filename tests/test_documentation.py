@@ -79,11 +79,11 @@ def test_every_extra_is_on_the_page_of_the_installation() -> None:
 def test_the_first_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("mlxtend")
     short = "schedule=evigrad.Schedule(epochs=2, burn_in=1, every=1, steps=1)"
-    changes = {"subset=500": "subset=100", "loader, test=": f"loader, {short}, test="}
+    changes = {"subset=500": "subset=100", "train, test=": f"train, {short}, test="}
     plain = "schedule=evigrad.Schedule(epochs=2)"
-    changes["loader, estimator=None"] = f"loader, {plain}, estimator=None"
+    changes["train, estimator=None"] = f"train, {plain}, estimator=None"
     names = run_blocks("docs/index.md", changes)
-    assert names["predictive"].probabilities.shape == (5, 10) and names["estimate"].is_bound
+    assert names["predictive"].probabilities.shape == (5, 10)
     assert "5.bias" in capsys.readouterr().out
 
 
@@ -122,31 +122,6 @@ def test_the_example_on_the_marginal_likelihood_agrees_with_test_data(
     assert capsys.readouterr().out in page
 
 
-def test_the_blocks_on_tuning_and_loading_run(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    short = {"subset=200": "subset=60", "epochs=50": "epochs=5", "epochs=4": "epochs=2"}
-    names = run_blocks("docs/tune_and_load.md", short)  # 600 rows instead of 2000
-    run, network, model = names["run"], names["network"], names["model"]
-    assert run.epoch == 2
-    for name, weight in model.state_dict().items():
-        assert torch.equal(weight, network.state_dict()[name])
-    assert capsys.readouterr().out
-
-
-def test_the_blocks_on_extending_run(capsys: pytest.CaptureFixture[str]) -> None:
-    names = run_blocks(
-        "docs/extending.md",
-        {
-            "Schedule(epochs=100)": "Schedule(epochs=4, steps=1)",
-            "epochs=100, batch_size": "epochs=60, batch_size",
-        },
-    )
-    assert names["width"] > 1.5
-    assert capsys.readouterr().out
-
-
 def test_the_blocks_on_layers_and_structures_run(capsys: pytest.CaptureFixture[str]) -> None:
     from evigrad.network.layers import RULES
 
@@ -173,16 +148,6 @@ def test_the_ten_lines_of_the_readme_converge(capsys: pytest.CaptureFixture[str]
     assert "precision" in capsys.readouterr().out
 
 
-def test_the_mode_gap_falls_as_the_page_says(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    names = run_blocks("docs/training.md")
-    lines = capsys.readouterr().out.splitlines()
-    short, long = (float(line.split()[-1]) for line in lines[:2])
-    assert short == pytest.approx(0.24, abs=0.02) and long == pytest.approx(0.02, abs=0.011)
-    _check_effective_parameters(names)
-
-
 def _check_effective_parameters(names: dict[str, Any]) -> None:
     """The product of precision and squared weights is close to the exact γ."""
     from evigrad.training.fixed_point import FixedPoint
@@ -197,8 +162,10 @@ def _check_effective_parameters(names: dict[str, Any]) -> None:
 BRIEF = "schedule=evigrad.Schedule(epochs=4, steps=1)"
 # Pages with scripts that take a minute and more: what makes them short.
 SHORT = {
-    "docs/usage.md": {"(x, y), progress=False": f"(x, y), {BRIEF}, progress=False"},
-    "docs/custom_loop.md": {"in range(80)": "in range(4)", "epoch >= 40": "epoch >= 2"},
+    "docs/fit.md": {
+        "(x, y), progress=False": f"(x, y), {BRIEF}, progress=False",
+        "pairs, progress=False": f"pairs, {BRIEF}, progress=False",
+    },
     "docs/likelihoods.md": {
         "epochs=300": "epochs=2, steps=1",
         "epochs=200": "epochs=2, steps=1",
@@ -216,17 +183,21 @@ SHORT = {
         "EvidenceClassifier(random_state=0)": "EvidenceClassifier(random_state=0, epochs=4)",
         'class_weight="balanced", random': 'class_weight="balanced", epochs=4, random',
         "(items, chosen), progress": (f"(items, chosen), {BRIEF}, progress"),
+        "NoisyLabels(0.15), progress": f"NoisyLabels(0.15), {BRIEF}, progress",
     },
     "docs/inputs.md": {
         "epochs=60, batch_size=10": "epochs=2, batch_size=10, burn_in=0, every=1, steps=1",
         "epochs=60, batch_size=30": "epochs=2, batch_size=30, burn_in=0, every=1, steps=1",
+        "epochs=60, burn_in=10": "epochs=2, burn_in=1",
+        "epochs=100, batch_size": "epochs=60, batch_size",
     },
-    "docs/data.md": {"progress=False": f"{BRIEF}, progress=False"},
-    "docs/augmentation.md": {"epochs=60, burn_in=10": "epochs=2, burn_in=1"},
     "docs/fine_tuning.md": {
         "epochs=30": "epochs=2",
         "epochs=60, batch_size=25": "epochs=2, batch_size=25, steps=1",
         "epochs=500": "epochs=2",
+        "subset=200": "subset=60",  # 600 rows instead of 2000
+        "epochs=50, batch": "epochs=5, batch",
+        "epochs=4, batch": "epochs=2, batch",
     },
 }
 
@@ -244,23 +215,29 @@ def test_the_blocks_of_the_guides_run(
     """For a few epochs; what they come to takes longer."""
     names = run_short(page, tmp_path, monkeypatch)
     match page.removeprefix("docs/").removesuffix(".md"):
-        case "usage":
+        case "fit":
             assert names["result"].history[-1]["log_evidence"] < 0
-        case "custom_loop":
-            assert names["estimate"].is_bound
         case "likelihoods":
             assert names["slope"].shape == (1, 3)
-        case "augmentation":
+        case "inputs":
             assert names["angle"] != pytest.approx(0.1)
+            assert names["width"] > 1.5
         case "fine_tuning":
             assert list(names["tuned"].evidence.prior.means())[-1] == "output.bias"
+            assert names["run"].epoch == 2
+            loaded = names["network"].state_dict()
+            for name, weight in names["model"].state_dict().items():
+                assert torch.equal(weight, loaded[name])
     assert capsys.readouterr().out
 
 
 @pytest.mark.long
-def test_the_blocks_of_the_guides_converge(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_blocks("docs/usage.md")["result"].train_metrics["accuracy"] >= 0.95
-    assert run_blocks("docs/custom_loop.md")["accuracy"] >= 0.95
+def test_the_blocks_of_the_guides_converge(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = run_blocks("docs/fit.md")
+    assert names["result"].train_metrics["accuracy"] >= 0.95
+    _check_effective_parameters(names)
     names = run_blocks("docs/likelihoods.md")
     slope = names["slope"]
     assert slope.flatten().tolist() == pytest.approx([1.0, -0.5, 0.0], abs=0.2)
@@ -275,17 +252,17 @@ def test_the_blocks_of_the_guides_converge(capsys: pytest.CaptureFixture[str]) -
     assert names["divided"][:, 1].mean() == pytest.approx(names["label"].mean(), abs=0.02)
     rewards = torch.stack([names["learned"].flatten(), names["reward"].flatten()])
     assert float(torch.corrcoef(rewards)[0, 1]) > 0.95
-    names = run_blocks("docs/augmentation.md")
+    names = run_blocks("docs/inputs.md")
+    assert names["majority"].train_metrics["accuracy"] >= 0.9
+    assert names["counting"].train_metrics["accuracy"] >= 0.98
     # Digits rotated by up to 90 degrees, ±1.57 radians: half of that is plainly learned.
     assert 0.8 <= names["angle"] <= 2.4
     assert names["turned"].test_metrics["accuracy"] >= 0.85
+    monkeypatch.chdir(tmp_path)
     names = run_blocks("docs/fine_tuning.md")
     assert names["tuned"].test_metrics["accuracy"] >= 0.9
     x, y = names["old"]
     assert (names["continued"](x) - y).square().mean().sqrt() < 0.4
-    names = run_blocks("docs/inputs.md")
-    assert names["majority"].train_metrics["accuracy"] >= 0.9
-    assert names["counting"].train_metrics["accuracy"] >= 0.98
     assert capsys.readouterr().out
 
 
@@ -444,6 +421,7 @@ def test_the_blocks_on_other_trainers_run(
         monkeypatch.setenv(f"WANDB_{folder}_DIR", str(tmp_path / folder))
     monkeypatch.setenv("WANDB_SILENT", "true")
     short = {"range(40)": "range(2)", "epochs=40": "epochs=2", "range(20)": "range(2)"}
+    short |= {"range(80)": "range(4)", "epoch >= 40": "epoch >= 2"}
     short |= {"(own, train, evigrad.Schedule(epochs=20)": "(own, train, evigrad.Schedule(epochs=2)"}
     two = "(epochs=2, burn_in=1, every=1, steps=1), "
     short |= {"(epochs=20), callbacks": f"{two}callbacks", "max_epochs=20": "max_epochs=1"}
@@ -453,6 +431,7 @@ def test_the_blocks_on_other_trainers_run(
         warnings.filterwarnings("ignore", module="lightning")
         warnings.filterwarnings("ignore", "The model has normalization layers")
         names = run_blocks("docs/trainers.md", short)
+    assert names["estimate"].is_bound
     assert names["learned"].history[-1]["step"] == 8
     assert names["rounds"].hyper_steps == 20
     assert names["tuning"].history[-1]["step"] == 10
