@@ -115,7 +115,7 @@ def test_every_public_name_is_in_the_reference(site: dict[Path, Page]) -> None:
 
 def test_docstrings_link_their_guide(site: dict[Path, Page]) -> None:
     pages = {path.name: page for path, page in site.items() if path.parent.name == "reference"}
-    assert "../tune_and_load.html" in pages["evigrad.tune.html"].links
+    assert "../fine_tuning.html" in pages["evigrad.tune.html"].links
     assert "../likelihoods.html" in pages["likelihoods.html"].links
     assert not [name for name, page in pages.items() if "docs/" in " ".join(page.words)]
 
