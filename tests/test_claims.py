@@ -16,7 +16,7 @@ RESULTS = DOCS / "results"
 # Pages of users quote only results with the defaults of ``fit``.
 FOR_USERS = (
     "README",
-    *(f"docs/{name}" for name in ("index", "choosing", "limits", "fit", "faq")),
+    *(f"docs/{name}" for name in ("index", "choosing", "limits", "usage", "faq")),
 )
 SUMMARIES = (*FOR_USERS, "docs/benchmarks")
 # Scripts with the pages and options of their tables.
