@@ -92,7 +92,7 @@ def test_violations_in_markdown_count(tmp_path: Path, text: str, reason: str) ->
     [
         "The log evidence is −0.15 ± 0.02 for 1,000 examples in 2023, with 0.67 s per step.",
         "Set `datum = -0.5; by heart` or $-0.5 ; x$ first.",
-        "Call [`fit`](fit.md) as in [the guide to custom loops](fit.md#datum).",
+        "Call [`fit`](usage.md) as in [the guide to custom loops](usage.md#datum).",
         "See <https://example.org/beside;datum>.",
         "Use a range of 3-5 epochs, as `fit` does. There is no bound. It is no longer slow.",
         "By default, the prior is layerwise. What is the evidence?",
