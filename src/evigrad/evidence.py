@@ -89,7 +89,7 @@ class Evidence:
         >>> {name: h.grad is not None for name, h in evidence.hyperparameters().items()}
         {'prior.log_precision': True, 'likelihood.log_noise': True}
 
-    See also: docs/custom_loop.md.
+    See also: docs/trainers.md.
     """
 
     def __init__(

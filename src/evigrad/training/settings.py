@@ -110,7 +110,7 @@ class Schedule:
         >>> Schedule(epochs=40, burn_in=5, steps=4).batch_size
         100
 
-    See also: docs/training.md.
+    See also: docs/fit.md.
     """
 
     epochs: int | None = None
@@ -174,7 +174,7 @@ class Optimization:
         >>> Optimization(optimizer="sgd", lr=0.1).hyper_lr
         0.2
 
-    See also: docs/training.md.
+    See also: docs/fit.md.
     """
 
     optimizer: Literal["adam", "sgd"] | OptimizerFactory = "adam"
