@@ -43,7 +43,7 @@ MOVED = {
     "anchored_bound": {
         "": "choosing#why-the-default-uses-anchors",
         "check-the-bound": "theory#in-numbers",
-        "how-tight-it-is": "benchmarks",
+        "how-tight-it-is": "benchmarks#tightness-of-the-bounds",
         "when-to-use-something-else": "choosing",
     },
     "architecture": {"the-house": "architecture#subpackages"},
@@ -60,7 +60,7 @@ MOVED = {
         "look-before-a-run": "choosing#predict-memory-before-a-run",
     },
     "contributing": {"which-script-writes-which-table": "contributing#write-pages"},
-    "criteria": {"": "benchmarks"},
+    "criteria": {"": "benchmarks#evidence-and-test-data"},
     "custom_loop": {"": "trainers#control-every-hyperparameter-step"},
     "data": {
         "": "fit#tensors-and-data-sets",
@@ -129,7 +129,7 @@ MOVED = {
     },
     "paper": {"": "experiments/paper/README.md"},
     "performance": {
-        "": "benchmarks",
+        "": "benchmarks#time-and-memory",
         "how-a-gradient-is-taken": "theory#how-the-gradient-is-computed",
         "how-the-gradient-is-computed": "theory#how-the-gradient-is-computed",
         "memory-that-is-kept": "faq#training-is-slow",
@@ -150,15 +150,15 @@ MOVED = {
         "what-is-supported": "supported",
     },
     "results": {"": "benchmarks"},
-    "rivals": {"": "benchmarks"},
-    "rotated": {"": "benchmarks"},
+    "rivals": {"": "benchmarks#against-other-methods"},
+    "rotated": {"": "benchmarks#rotated-digits"},
     "sklearn": {
         "another-network-other-settings": "sklearn#use-another-network-or-other-settings",
-        "comparison-with-other-estimators": "benchmarks",
-        "measured": "benchmarks",
+        "comparison-with-other-estimators": "benchmarks#tabular-data-with-scikit-learn",
+        "measured": "benchmarks#tabular-data-with-scikit-learn",
     },
     "small": {"": "experiments/paper/README.md"},
-    "start": {"": "benchmarks"},
+    "start": {"": "benchmarks#where-learning-starts"},
     "trainers": {
         "use-evigrad-in-other-trainers": "trainers",
         "why-not-the-optimisers-weight_decay": "trainers#why-not-the-optimizers-weight_decay",
@@ -174,7 +174,7 @@ MOVED = {
         "the-weight-decay": "fit#the-weight-decay",
         "what-the-update-neglects": "fit#how-hyperparameters-are-updated",
     },
-    "transfer": {"": "benchmarks"},
+    "transfer": {"": "benchmarks#fine-tuning"},
     "tune_and_load": {
         "": "fine_tuning",
         "load-a-run": "fine_tuning#load-a-run",
