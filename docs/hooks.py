@@ -59,6 +59,13 @@ MOVED = {
         "estimators-for-comparison-only": "choosing",
         "look-before-a-run": "choosing#predict-memory-before-a-run",
     },
+    "command_line": {
+        "before-a-long-run": "command_line#examine-an-estimator-before-a-long-run",
+        "configurations": "command_line#ready-configurations",
+        "data": "command_line#choose-data",
+        "invariances": "command_line#learn-invariances",
+        "what-a-run-leaves": "command_line#resume-a-run",
+    },
     "contributing": {"which-script-writes-which-table": "contributing#write-pages"},
     "criteria": {"": "benchmarks#evidence-and-test-data"},
     "custom_loop": {"": "trainers#control-every-hyperparameter-step"},
