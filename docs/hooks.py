@@ -115,8 +115,9 @@ MOVED = {
     },
     "layers": {"": "src/evigrad/network/README.md"},
     "limits": {
+        "little-data-and-almost-no-noise": "limits#data",
         "normalisation-layers": "limits#normalization-layers",
-        "small-data-and-noise-that-is-nearly-zero": "limits#little-data-and-almost-no-noise",
+        "small-data-and-noise-that-is-nearly-zero": "limits#data",
         "the-evidence-is-of-the-training-data-and-of-a-model-of-the-network": (
             "limits#evidence-and-test-data-can-disagree"
         ),
