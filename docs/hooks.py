@@ -3,7 +3,7 @@
 MkDocs calls these functions (``hooks`` in mkdocs.yml). Formulas are written as on GitHub, ``$x$``
 or a fenced block ``math``. They become MathML, which browsers show without a script. The pages of
 the API reference are generated from the lists ``__all__``, so no public name is missing. Addresses
-of sections that have moved lead to their new place.
+of pages and sections that have moved lead to their new place.
 """
 
 import ast
@@ -38,79 +38,186 @@ NAMES = re.compile(r"(<mi>(?:log|exp)</mi>)(?!<mo stretchy)")
 WHOLE = re.compile(
     r"<code>[^<>\n]{1,24}</code>|<td>(?:[^<>\s]{1,24}|[^<>\s]{1,8} ± [^<>\s]{1,8})</td>"
 )
-# Sections that have moved: "PAGE#SECTION" and the new address.
+# Where readers of old addresses go: of sections, and with "" of a whole page that is gone.
 MOVED = {
-    "architecture#the-house": "architecture#subpackages",
-    "criteria#what-other-criteria-say": "criteria#other-criteria",
-    "estimators#which-datum-a-row-belongs-to-and-data-that-mix": (
-        "estimators#how-rows-are-matched-to-examples"
-    ),
-    "experiments#experiments-of-your-own": "experiments#write-a-custom-experiment",
-    "experiments#what-there-is": "experiments#experiments-of-the-paper",
-    "estimators#load-a-run": "tune_and_load#load-a-run",
-    "estimators#tune-a-trained-network": "tune_and_load#tune-a-trained-network",
-    "extending#a-structure-of-the-curvature": "layers#add-a-structure-of-the-curvature",
-    "extending#the-closed-form-of-a-layer": "layers#add-the-closed-form-of-a-layer",
-    "extending#the-exact-hessian": "layers#the-exact-hessian",
-    "gallery#more": "gallery#more-scripts",
-    "index#keep-your-own-loop": "index#keep-your-own-training-loop",
-    "index#say-how-sure-the-network-is": "index#predict-with-uncertainty",
-    "index#what-it-does-to-training": "index#how-it-works",
-    "index#where-to-go": "index#where-to-go-next",
-    "limits#small-data-and-noise-that-is-nearly-zero": "limits#little-data-and-almost-no-noise",
-    "limits#the-evidence-is-of-the-training-data-and-of-a-model-of-the-network": (
-        "limits#evidence-and-test-data-can-disagree"
-    ),
-    "limits#what-it-does-not-learn": "limits#what-evigrad-does-not-learn",
-    "long_runs#tried": "long_runs#how-this-is-tested",
-    "machines#a-training": "machines#train-with-several-processes",
-    "machines#what-goes-wrong": "machines#failures",
-    "machines#what-is-not-there": "machines#what-is-not-supported",
-    "machines#who-does-what": "machines#how-the-work-is-divided-among-ranks",
-    "machines#your-own-loop": "machines#write-a-custom-loop",
-    "paper#a-rotation-that-is-learned-as-well": "paper#learned-rotation",
-    "paper#bounds-for-weights-that-were-trained-once": "paper#bounds-for-fixed-weights",
-    "paper#cifar-10-with-ranges-that-are-learned": "paper#cifar-10",
-    "paper#precisions-that-are-learned": "paper#learned-precisions",
-    "performance#many-steps-on-the-prior-for-one-pass": "performance#many-prior-steps-for-one-pass",
-    "performance#other-ways-to-speed": "performance#save-time-and-memory",
-    "posterior#keeping-it": "posterior#save-and-load-a-posterior",
-    "posterior#which-structure": "posterior#choose-a-structure",
-    "results#anchors-for-the-parametric-structures": (
-        "results#do-anchors-help-parametric-structures"
-    ),
-    "results#do-anchors-still-pay-where-data-are-many": (
-        "results#do-anchors-help-on-large-data-sets"
-    ),
-    "results#does-learning-an-invariance-pay": "results#does-learning-an-invariance-help",
-    "results#runs-that-are-killed": "results#interrupted-runs",
-    "results#tables-do-the-defaults-lose-to-early-stopping": (
-        "results#regression-on-tabular-data-against-early-stopping"
-    ),
-    "rivals#1000-images-of-cifar-10": "rivals#1000-cifar-10-images",
-    "rivals#ucis-tables": "rivals#uci-data-sets",
-    "sklearn#measured": "sklearn#comparison-with-other-estimators",
-    "start#a-direction-that-nothing-determines": "start#precisions-that-the-data-cannot-determine",
-    "start#from-weak-and-strong-starts": "start#weak-and-strong-starts",
-    "start#precisions-per-layer": "start#learned-precisions-per-layer",
-    "trainers#why-not-the-optimisers-weight_decay": "trainers#why-not-the-optimizers-weight_decay",
-    "usage#a-hyperparameter-of-the-forward-pass": "augmentation#make-the-range-a-hyperparameter",
-    "usage#a-likelihood-of-your-own": "likelihoods#write-a-custom-likelihood",
-    "usage#a-target-at-each-position": "inputs#a-target-at-each-position",
-    "usage#a-training-loop-of-your-own": "custom_loop#control-every-hyperparameter-step",
-    "usage#data-that-can-only-be-iterated": "large_data#data-that-can-only-be-iterated",
-    "usage#fine-tuning": "fine_tuning#fine-tune-a-pretrained-network",
-    "usage#inputs-of-several-tensors": "inputs#inputs-of-several-tensors",
-    "usage#likelihoods": "likelihoods#choose-a-likelihood",
-    "usage#noise-that-depends-on-the-input": "likelihoods#noise-that-depends-on-the-input",
-    "usage#smoothed-and-wrong-labels": "likelihoods#smoothed-and-wrong-labels",
-    "usage#very-large-data-sets": "large_data#very-large-data-sets",
-    "usage#very-many-data": "large_data#very-large-data-sets",
-    "usage#weights-of-examples": "likelihoods#weights-of-examples",
-    "usage#what-is-supported": "supported#what-is-supported",
-    "usage#write-a-custom-likelihood": "likelihoods#write-a-custom-likelihood",
-    "usage#write-a-custom-training-loop": "custom_loop#control-every-hyperparameter-step",
+    "anchored_bound": {
+        "": "choosing#why-the-default-uses-anchors",
+        "check-the-bound": "theory#in-numbers",
+        "how-tight-it-is": "benchmarks#tightness-of-the-bounds",
+        "when-to-use-something-else": "choosing",
+    },
+    "architecture": {"the-house": "architecture#subpackages"},
+    "augmentation": {
+        "": "inputs#learn-an-augmentation",
+        "other-hyperparameters-of-the-forward-pass": (
+            "inputs#other-hyperparameters-of-the-forward-pass"
+        ),
+    },
+    "choosing": {
+        "compare-by-one-estimator": "choosing#compare-runs-with-the-same-estimator",
+        "compare-runs-with-one-estimator": "choosing#compare-runs-with-the-same-estimator",
+        "estimators-for-comparison-only": "choosing",
+        "look-before-a-run": "choosing#predict-memory-before-a-run",
+    },
+    "command_line": {
+        "before-a-long-run": "command_line#examine-an-estimator-before-a-long-run",
+        "configurations": "command_line#ready-configurations",
+        "data": "command_line#choose-data",
+        "invariances": "command_line#learn-invariances",
+        "what-a-run-leaves": "command_line#resume-a-run",
+    },
+    "contributing": {"which-script-writes-which-table": "contributing#write-pages"},
+    "criteria": {"": "benchmarks#evidence-and-test-data"},
+    "custom_loop": {"": "trainers#control-every-hyperparameter-step"},
+    "data": {
+        "": "fit#tensors-and-data-sets",
+        "real-targets": "fit#real-targets",
+        "tables": "fit#tables",
+    },
+    "estimators": {
+        "": "theory#names-of-estimators",
+        "anchors": "theory#anchors",
+        "how-rows-are-matched-to-examples": "supported#layers",
+        "load-a-run": "fine_tuning#load-a-run",
+        "models-that-mix-examples": "supported#layers",
+        "roots": "theory#blocks-of-outputs-and-roots",
+        "tune-a-trained-network": "fine_tuning#tune-a-trained-network",
+        "what-the-gradient-leaves-out": "theory#what-the-gradient-leaves-out",
+    },
+    "experiments": {"": "experiments/README.md", "predicted-times": "experiments/README.md"},
+    "extending": {
+        "": "likelihoods#write-a-custom-likelihood",
+        "a-structure-of-the-curvature": "src/evigrad/network/README.md",
+        "a-transform": "inputs#write-a-transform",
+        "test-a-custom-autograd-function": "inputs#test-a-custom-autograd-function",
+        "the-closed-form-of-a-layer": "src/evigrad/network/README.md",
+        "the-exact-hessian": "src/evigrad/network/README.md",
+        "write-a-transform": "inputs#write-a-transform",
+    },
+    "fine_tuning": {"when-it-helps": "fine_tuning#fine-tune-a-pretrained-network"},
+    "gallery": {"more": "gallery#more-scripts"},
+    "glossary": {"": "supported#glossary", "notation": "supported#notation"},
+    "index": {
+        "evigrad": "index",
+        "keep-your-own-loop": "trainers#plain-pytorch",
+        "keep-your-own-training-loop": "trainers#plain-pytorch",
+        "say-how-sure-the-network-is": "index#predict-with-uncertainty",
+        "what-it-does-to-training": "index#how-it-works",
+        "where-to-go": "index#where-to-go-next",
+    },
+    "inputs": {"inputs-and-outputs": "inputs"},
+    "install": {"install-with-make": "install#install-with-pip"},
+    "large_data": {
+        "": "scale",
+        "data-that-can-only-be-iterated": "scale#data-that-can-only-be-iterated",
+        "number-of-epochs": "scale#number-of-epochs",
+        "very-large-data-sets": "scale#very-large-data-sets",
+    },
+    "layers": {"": "src/evigrad/network/README.md"},
+    "limits": {
+        "little-data-and-almost-no-noise": "limits#data",
+        "normalisation-layers": "limits#normalization-layers",
+        "small-data-and-noise-that-is-nearly-zero": "limits#data",
+        "the-evidence-is-of-the-training-data-and-of-a-model-of-the-network": (
+            "limits#evidence-and-test-data-can-disagree"
+        ),
+        "trained-networks": "fine_tuning#tune-a-trained-network",
+        "what-is-no-bound": "limits#which-estimates-are-not-bounds",
+        "what-it-does-not-learn": "limits#what-evigrad-does-not-learn",
+    },
+    "long_runs": {"": "scale#recover-long-runs"},
+    "machines": {
+        "": "scale#train-with-several-processes",
+        "failures": "scale#failures-of-ranks",
+        "weights-in-shards": "scale#weights-in-shards",
+        "what-goes-wrong": "scale#failures-of-ranks",
+        "what-is-not-supported": "scale#failures-of-ranks",
+        "write-a-custom-loop": "scale#write-a-custom-loop",
+        "your-own-loop": "scale#write-a-custom-loop",
+    },
+    "paper": {"": "experiments/paper/README.md"},
+    "performance": {
+        "": "benchmarks#time-and-memory",
+        "how-a-gradient-is-taken": "theory#how-the-gradient-is-computed",
+        "how-the-gradient-is-computed": "theory#how-the-gradient-is-computed",
+        "memory-that-is-kept": "faq#training-is-slow",
+        "other-ways-to-speed": "scale#save-time-and-memory",
+        "save-time-and-memory": "scale#save-time-and-memory",
+        "threads": "scale#save-time-and-memory",
+    },
+    "posterior": {
+        "keeping-it": "posterior#save-and-load-a-posterior",
+        "two-levels-of-noise": "posterior#regression",
+        "which-structure": "posterior#choose-a-structure",
+    },
+    "releases": {
+        "": "contributing#versions",
+        "deprecations": "contributing#deprecations",
+        "making-a-release": "contributing#make-a-release",
+        "what-is-public": "contributing#what-is-public",
+        "what-is-supported": "supported",
+    },
+    "results": {"": "benchmarks"},
+    "rivals": {"": "benchmarks#against-other-methods"},
+    "rotated": {"": "benchmarks#rotated-digits"},
+    "sklearn": {
+        "another-network-other-settings": "sklearn#use-another-network-or-other-settings",
+        "comparison-with-other-estimators": "benchmarks#tabular-data-with-scikit-learn",
+        "measured": "benchmarks#tabular-data-with-scikit-learn",
+    },
+    "small": {"": "experiments/paper/README.md"},
+    "start": {"": "benchmarks#where-learning-starts"},
+    "trainers": {
+        "use-evigrad-in-other-trainers": "trainers",
+        "why-not-the-optimisers-weight_decay": "trainers#why-not-the-optimizers-weight_decay",
+    },
+    "training": {
+        "": "fit",
+        "check-convergence": "fit#check-convergence",
+        "effective-parameters": "fit#effective-parameters",
+        "many-steps-from-one-pass": "trainers#many-steps-from-one-pass",
+        "noise-and-hyperparameters-of-the-forward-pass": "fit#how-hyperparameters-are-updated",
+        "precisions-mackays-fixed-point": "fit#how-hyperparameters-are-updated",
+        "the-schedule": "fit#the-schedule",
+        "the-weight-decay": "fit#the-weight-decay",
+        "what-the-update-neglects": "fit#how-hyperparameters-are-updated",
+    },
+    "transfer": {"": "benchmarks#fine-tuning"},
+    "tune_and_load": {
+        "": "fine_tuning",
+        "load-a-run": "fine_tuning#load-a-run",
+        "save-a-run": "fine_tuning#save-a-run",
+        "tune-a-trained-network": "fine_tuning#tune-a-trained-network",
+    },
+    "usage": {
+        "": "fit",
+        "a-hyperparameter-of-the-forward-pass": "inputs#learn-an-augmentation",
+        "a-likelihood-of-your-own": "likelihoods#write-a-custom-likelihood",
+        "a-target-at-each-position": "inputs#a-target-at-each-position",
+        "a-training-loop-of-your-own": "trainers#control-every-hyperparameter-step",
+        "data-that-can-only-be-iterated": "scale#data-that-can-only-be-iterated",
+        "fine-tuning": "fine_tuning#fine-tune-a-pretrained-network",
+        "guides": "index#where-to-go-next",
+        "inputs-of-several-tensors": "inputs#inputs-of-several-tensors",
+        "likelihoods": "likelihoods#choose-a-likelihood",
+        "noise-that-depends-on-the-input": "likelihoods#noise-that-depends-on-the-input",
+        "smoothed-and-wrong-labels": "likelihoods#smoothed-and-wrong-labels",
+        "very-large-data-sets": "scale#very-large-data-sets",
+        "very-many-data": "scale#very-large-data-sets",
+        "weights-of-examples": "likelihoods#weights-of-examples",
+        "what-is-supported": "supported",
+        "write-a-custom-likelihood": "likelihoods#write-a-custom-likelihood",
+        "write-a-custom-training-loop": "trainers#control-every-hyperparameter-step",
+    },
 }
+# A page that is gone: it leads on, also without a script.
+GONE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>This page has moved</title>
+<script>const moved = {moved};
+location.replace(moved[decodeURIComponent(location.hash.slice(1))] || moved[""]);</script>
+<noscript><meta http-equiv="refresh" content="0; url={target}"></noscript>
+<p>This page has moved to <a href="{target}">{target}</a>.</p></html>
+"""
 
 
 def mathml(source: str, display: str) -> str:
@@ -246,15 +353,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, page_of(package), content=page))
     for name in public_names("evigrad"):
         files.append(File.generated(config, page_of("evigrad", name), content=name_page(name)))
-    changelog = (ROOT / "CHANGELOG.md").read_text().replace("](docs/", "](")
+    # Its links to files start at the root of the checkout.
+    changelog = re.sub(r"\]\((?!\w+:|#)", "](../", (ROOT / "CHANGELOG.md").read_text())
+    changelog = changelog.replace("](../docs/", "](")
     files.append(File.generated(config, "changelog.md", content=changelog))
-    for file in list(files.documentation_pages()):
-        for _, name, _ in LINK.findall(file.content_string):
-            path = ROOT / name
-            if name not in WITHIN and path.is_file():
-                copy = f"source/{name}.txt"
-                if files.get_file_from_path(copy) is None:
-                    files.append(File.generated(config, copy, content=path.read_text()))
+    for page, moved in MOVED.items():
+        if "" in moved:
+            gone = GONE.format(moved=json.dumps(redirects(page)), target=redirects(page)[""])
+            files.append(File.generated(config, f"{page}.html", content=gone))
+    linked = {new for moved in MOVED.values() for new in moved.values() if new.endswith(".md")}
+    for file in files.documentation_pages():
+        linked |= {name for _, name, _ in LINK.findall(file.content_string)}
+    for name in sorted(linked - set(WITHIN)):
+        if (path := ROOT / name).is_file():
+            files.append(File.generated(config, f"source/{name}.txt", content=path.read_text()))
     return files
 
 
@@ -274,14 +386,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def redirects(page: str) -> dict[str, str]:
     """Return the sections that a page no longer has, with their addresses seen from there."""
-    moved = {}
     if page == "reference/evigrad":
-        moved = {f"evigrad.{name}": f"evigrad.{name}.html" for name in public_names("evigrad")}
-    for old, new in MOVED.items():
-        if old.partition("#")[0] == page:
-            target, _, section = new.partition("#")
-            moved[old.partition("#")[2]] = f"{target}.html#{section}"
-    return moved
+        return {f"evigrad.{name}": f"evigrad.{name}.html" for name in public_names("evigrad")}
+    return {section: address(new) for section, new in MOVED.get(page, {}).items()}
+
+
+def address(target: str) -> str:
+    """Return the address of a section, or of the copy of a file of the checkout."""
+    page, mark, section = target.partition("#")
+    return f"source/{page}.txt" if page.endswith(".md") else f"{page}.html{mark}{section}"
 
 
 def guide(name: str, page: Page) -> str:

@@ -7,7 +7,7 @@ of a rating under the Gaussian is the integral of its predictive density from ha
 rating to half a step above it. The first and the last interval are open.
 
 The data are the ratings of 1,599 red wines (UCI), if the data folder contains
-``uci/wine_red.parquet`` (docs/data.md). Otherwise, the script draws synthetic ratings from an
+``uci/wine_red.parquet`` (docs/fit.md). Otherwise, the script draws synthetic ratings from an
 ordinal model. It trains on 300 examples and tests on all others.
 
     python examples/ratings.py --data-dir FOLDER --figure ratings.png

@@ -517,7 +517,7 @@ def interrupted_fits(group: Any) -> Any:
 
 @claim
 def training_in_shards(group: Any) -> Any:
-    """The loop of docs/machines.md: weights and precisions after three epochs, all data a batch."""
+    """The loop of docs/scale.md: weights and precisions after three epochs, all data a batch."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

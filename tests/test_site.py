@@ -87,10 +87,8 @@ def test_formulas_are_no_source(site: dict[Path, Page]) -> None:
 
 def test_short_names_and_numbers_are_not_broken(site: dict[Path, Page]) -> None:
     pages = {path.name: path.read_text() for path in site}
-    results = pages["results.html"]
-    assert '<td class="whole">ntk-400-rows-anchored</td>' in results
-    assert '<code class="whole">ntk-400-rows-anchored</code>' in pages["estimators.html"]
-    assert re.search(r'<td class="whole">[−.\d]+ ± [.\d]+</td>', results)
+    assert '<code class="whole">ntk-400-rows-anchored</code>' in pages["theory.html"]
+    assert re.search(r'<td class="whole">[−.\d]+ ± [.\d]+</td>', pages["benchmarks.html"])
 
 
 def test_every_public_name_is_in_the_reference(site: dict[Path, Page]) -> None:
@@ -115,7 +113,7 @@ def test_every_public_name_is_in_the_reference(site: dict[Path, Page]) -> None:
 
 def test_docstrings_link_their_guide(site: dict[Path, Page]) -> None:
     pages = {path.name: page for path, page in site.items() if path.parent.name == "reference"}
-    assert "../tune_and_load.html" in pages["evigrad.tune.html"].links
+    assert "../fine_tuning.html" in pages["evigrad.tune.html"].links
     assert "../likelihoods.html" in pages["likelihoods.html"].links
     assert not [name for name, page in pages.items() if "docs/" in " ".join(page.words)]
 
@@ -135,24 +133,54 @@ def test_names_of_evigrad_have_pages_of_their_own(site: dict[Path, Page]) -> Non
         assert (inspect.getdoc(getattr(evigrad, name)) or "").partition("\n")[0] in purposes
 
 
-def test_moved_sections_lead_to_their_new_place(site: dict[Path, Page]) -> None:
-    """From a script below the page, as servers do not see what comes after #."""
-    (folder,) = {path.parent for path in site if path.name == "usage.html"}
+def test_moved_pages_and_sections_lead_to_their_new_place(site: dict[Path, Page]) -> None:
+    """From a script on the page, as servers do not see what comes after #."""
+    (folder,) = {path.parent for path in site if path.name == "theory.html"}
     count = 0
     for path, page in site.items():
         for moved in re.findall(r"const moved = (\{.*?\});", path.read_text()):
             for old, new in json.loads(moved).items():
                 target, _, section = new.partition("#")
                 assert old not in page.anchors, f"{path.name}: {old} has not moved"
-                there = site[Path(os.path.normpath(path.parent / target))]
-                assert not section or section in there.anchors, f"{path.name}: {new}"
+                there = Path(os.path.normpath(path.parent / target))
+                assert there.is_file(), f"{path.name}: {new}"
+                assert not section or section in site[there].anchors, f"{path.name}: {new}"
                 count += 1
     assert count > 50
-    assert "inputs.html#a-target-at-each-position" in (folder / "usage.html").read_text()
+    usage = (folder / "usage.html").read_text()
+    assert "inputs.html#a-target-at-each-position" in usage and "url=fit.html" in usage
+    assert "source/experiments/README.md.txt" in (folder / "experiments.html").read_text()
+
+
+# What a fresh reader wants, and the page and section that show it.
+TASKS = {
+    "learn a weight decay in my own training loop": "trainers.html#plain-pytorch",
+    "get error bars of a regression": "posterior.html#error-bars-of-a-regression",
+    "resume a run after a kill": "scale.html#recover-long-runs",
+    "find an estimator for five million weights": "choosing.html",
+    "learn the range of an augmentation": "inputs.html#learn-an-augmentation",
+    "predict the prices in a table": "sklearn.html",
+    "model counts or outliers": "likelihoods.html#choose-a-likelihood",
+    "find out whether it helps on my data": "limits.html#summary",
+    "fix a run that is out of memory": "scale.html#save-time-and-memory",
+    "fine-tune a pretrained network": "fine_tuning.html",
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_reader_finds_each_task_in_two_clicks(site: dict[Path, Page], task: str) -> None:
+    """The first click leads to a page, by the home page's own text, the second to a section."""
+    (home,) = [path for path in site if path.name == "index.html"]
+    first = set(re.findall(r"<article.*</article>", home.read_text(), re.DOTALL))
+    pages = {link.partition("#")[0] for text in first for link in Page(text).links}
+    page, _, section = TASKS[task].partition("#")
+    assert page in pages
+    contents = site[home.parent / page].links
+    assert not section or f"#{section}" in contents
 
 
 def test_every_page_has_a_place_in_the_navigation() -> None:
-    listed = re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    listed = re.findall(r"[ :] ?([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert pages <= set(listed)
     assert len(listed) == len(set(listed))

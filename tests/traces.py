@@ -1,4 +1,4 @@
-"""A curvature from outside the package, as docs/layers.md describes it."""
+"""A curvature from outside the package, as evigrad/network/README.md describes it."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -266,7 +266,7 @@ def check_whole(model: nn.Module) -> None:
         raise ConfigurationError(
             f"The model's parameters are sharded ({wrapped[0] if wrapped else 'DTensor'}), but"
             " estimates need whole parameters. Pass the model before you shard it. For a training"
-            ' loop with FSDP2, see "Weights in shards" in docs/machines.md.'
+            ' loop with FSDP2, see "Weights in shards" in docs/scale.md.'
         )
 
 

@@ -89,7 +89,7 @@ class Evidence:
         >>> {name: h.grad is not None for name, h in evidence.hyperparameters().items()}
         {'prior.log_precision': True, 'likelihood.log_noise': True}
 
-    See also: docs/custom_loop.md.
+    See also: docs/trainers.md.
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class Evidence:
             anchoring: How an anchored estimator divides the rows. Default: nine tenths of the rows
                 are anchors, chosen greedily for every third stream of blocks.
             curvature: Custom curvature. The estimator's name must begin with the curvature's
-                ``name``, for example ``trace-100-C``. See docs/layers.md. Default: the curvature
-                that the estimator names.
+                ``name``, for example ``trace-100-C``. See evigrad/network/README.md. Default: the
+                curvature that the estimator names.
             generator: CPU generator or seed. Default: PyTorch's initial seed.
             process_group: Processes that share the work, each with the same model, data and calls:
                 ``torch.distributed.group.WORLD``, or a device mesh of one dimension. Each process

@@ -63,7 +63,7 @@ class NormalHyperprior:
         >>> NormalHyperprior(mean=0.0, std=2.0)(torch.zeros(1))
         tensor(-1.6121)
 
-    See also: docs/training.md.
+    See also: docs/fit.md.
     """
 
     mean: float | int = 0.0
@@ -133,7 +133,7 @@ class GaussianPrior(nn.Module):
         >>> GaussianPrior({"body": ["0"], "head": ["1"]}, precision={"body": 1.0, "head": 10.0})
         GaussianPrior(structure='groups', groups=[], learnable=True)
 
-    See also: docs/usage.md.
+    See also: docs/fit.md.
     """
 
     log_precision: nn.Parameter | None

@@ -104,7 +104,7 @@ class Block:
         seed: Seed for random draws in passes over the block, if ranks have different blocks.
         shares: Number of ranks that share the original block (see ``share``).
 
-    See also: docs/custom_loop.md.
+    See also: docs/trainers.md.
     """
 
     indices: Int[Tensor, " m"]

@@ -38,7 +38,7 @@ def _grammar(structures: list[str], first: str, second: str) -> str:
 
 GRAMMAR = _grammar(list(STRUCTURES), "kfac", "ntk")
 
-# docs/estimators.md describes when another estimator is better.
+# docs/choosing.md describes when another estimator is better.
 DEFAULT_ESTIMATOR = "ntk-400-rows-anchored"
 
 # ASCII without leading zeros, so that every estimator has one spelling. 18 digits fit into int64.
@@ -175,7 +175,7 @@ class Estimator:
             raise ConfigurationError(
                 f"unknown structure {structure!r}. Use one of {', '.join(structures)}. A custom"
                 " curvature needs Evidence(..., curvature=...) and a Learner, because fit and tune"
-                " do not take one. See docs/layers.md."
+                " do not take one. See evigrad/network/README.md."
             )
         parts = name.removeprefix(structure).split("-")[1:]
         if not parts:
@@ -304,7 +304,7 @@ def _read_modifiers(modifiers: list[str]) -> dict[str, Any]:
         if modifier == "hessian":
             raise ConfigurationError(
                 "'hessian' is not a modifier. For the exact Hessian, use a custom curvature:"
-                " Evidence(..., curvature=ExactHessian(...)). See docs/layers.md."
+                " Evidence(..., curvature=ExactHessian(...)). See evigrad/network/README.md."
             )
         if modifier not in MODIFIERS:
             raise ConfigurationError(

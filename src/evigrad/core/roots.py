@@ -62,7 +62,7 @@ class RootRows:
         present: Which pairs (example, column) exist, or None for all. All other pairs are padding
             with zero vectors, which a curvature may omit.
 
-    See also: docs/layers.md.
+    See also: docs/theory.md.
     """
 
     vectors: Float[Tensor, "m k C"]

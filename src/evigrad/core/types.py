@@ -377,7 +377,7 @@ class Estimate:
         entropies: For an anchored block, ℓ(Z) of the anchors and ℓ(B_b|Z) of each drawn part, in
             nats. Empty for other blocks.
 
-    See also: docs/custom_loop.md.
+    See also: docs/trainers.md.
     """
 
     log_evidence: float

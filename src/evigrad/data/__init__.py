@@ -61,7 +61,7 @@ def available(data_dir: str | os.PathLike[str] | None = None) -> list[str]:
     Raises:
         ConfigurationError: If the folder does not exist.
 
-    See also: docs/data.md.
+    See also: docs/fit.md.
     """
     folder = _folder(data_dir)
     images, tables = set(HUB) if hub_is_installed() else set[str](), set[str]()
@@ -150,7 +150,7 @@ def load(
         >>> digits.describe()
         'digits: 500 train and 359 test examples of shape 1x8x8, 10 classes'
 
-    See also: docs/data.md.
+    See also: docs/fit.md.
     """
     if likelihood not in (None, *LIKELIHOODS):
         raise ConfigurationError(

@@ -46,7 +46,7 @@ class DataSet:
         target_std: Standard deviation that the targets were divided by, (D,). None for
             classification and counts.
 
-    See also: docs/data.md.
+    See also: docs/fit.md.
     """
 
     name: str
@@ -166,7 +166,7 @@ class Scaling:
         >>> scaling(y).flatten().tolist(), scaling.undo(scaling(y)).flatten().tolist()
         ([-1.0, 1.0], [1.0, 3.0])
 
-    See also: docs/data.md.
+    See also: docs/fit.md.
     """
 
     mean: Float[Tensor, "..."]

@@ -39,7 +39,7 @@ class Pairs(Dataset[tuple[Any, Any]]):
         >>> Pairs(rows, x="age", y=["deaths", "years"])[0]  # Poisson(exposure=True)
         (tensor([1.]), tensor([ 3.0000, 20.5000], dtype=torch.float64))
 
-    See also: docs/data.md.
+    See also: docs/fit.md.
     """
 
     def __init__(

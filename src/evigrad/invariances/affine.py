@@ -68,7 +68,7 @@ class AffineInvariance(Transform):
         >>> transform(torch.rand(3, 1, 8, 8), noise).shape
         torch.Size([3, 1, 8, 8])
 
-    See also: docs/augmentation.md.
+    See also: docs/inputs.md.
     """
 
     matrices: Tensor

@@ -48,7 +48,7 @@ class Averaged(nn.Module):
         >>> model(torch.rand(3, 1, 8, 8)).shape
         torch.Size([3, 10])
 
-    See also: docs/augmentation.md.
+    See also: docs/inputs.md.
     """
 
     invariance: Any  # whatever has the methods

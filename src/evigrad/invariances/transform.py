@@ -42,7 +42,7 @@ class Transform(nn.Module, ABC):
         >>> Shift()(torch.zeros(2, 1), torch.tensor([[1.0], [-1.0]])).flatten().tolist()
         [0.5, -0.5]
 
-    See also: docs/extending.md.
+    See also: docs/inputs.md.
     """
 
     bounds: Mapping[str, tuple[float, float]] = MappingProxyType({})
@@ -171,7 +171,7 @@ class InputScale(Transform):
         >>> InputScale(2, scale=3.0)(torch.ones(1, 2)).tolist()
         [[3.0, 3.0]]
 
-    See also: docs/augmentation.md.
+    See also: docs/inputs.md.
     """
 
     def __init__(self, shape: int | Sequence[int], scale: float | int = 1.0) -> None:
@@ -216,7 +216,7 @@ class AdditiveNoise(Transform):
         >>> noise(torch.zeros(1, 2), torch.tensor([[1.0, -2.0]])).tolist()
         [[0.5, -1.0]]
 
-    See also: docs/augmentation.md.
+    See also: docs/inputs.md.
     """
 
     def __init__(

@@ -88,7 +88,7 @@ class Likelihood(nn.Module, ABC):
         >>> Exponential().log_prob(torch.zeros(2, 1), torch.tensor([[1.0], [2.0]]))
         tensor([-1., -2.])
 
-    See also: docs/extending.md.
+    See also: docs/likelihoods.md.
     """
 
     name: ClassVar[str]

@@ -42,7 +42,7 @@ class Bracket:
         blocks: Number of blocks used.
         seconds: Computation time in seconds.
 
-    See also: docs/anchored_bound.md.
+    See also: docs/theory.md.
     """
 
     lower: float
@@ -115,7 +115,7 @@ def bracket(
         >>> bounds.lower <= bounds.upper
         True
 
-    See also: docs/anchored_bound.md.
+    See also: docs/theory.md.
     """
     start = time.perf_counter()
     check_count("rows", rows)

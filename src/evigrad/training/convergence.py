@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 # A mode gap of at most this many nats, over all examples, changes hyperparameters little. One
 # nat for each effective parameter means that the mode is √2 posterior standard deviations away, in
-# each direction that the data determine. Kinks alone cause smaller gaps (docs/training.md).
+# each direction that the data determine. Kinks alone cause smaller gaps (docs/fit.md).
 _FEW_NATS = 1.0
 # Factors by which a step toward the mode must change a precision or the noise to be worth a warning
-# (docs/training.md).
+# (docs/fit.md).
 _PRECISION, _NOISE = 1.5, 1.1
 # Factor of the number of epochs that the warning suggests.
 _MORE = 4

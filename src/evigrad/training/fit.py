@@ -76,7 +76,7 @@ def fit(
     ``fit`` does not change the global random state. Separate random streams, derived from ``seed``,
     determine the order of the data, the blocks and the model's own draws (such as dropout). The
     initial weights are the model's current weights. If the targets of a regression are far from
-    zero, the output bias starts at their mean (docs/data.md).
+    zero, the output bias starts at their mean (docs/fit.md).
 
     Args:
         model: Module that maps inputs (m, ...) to outputs (m, C), or to (m, ..., C) with a target
@@ -155,7 +155,7 @@ def fit(
         >>> [weight.name for weight in result.evidence.describe()]
         ['weight', 'bias']
 
-    See also: docs/usage.md.
+    See also: docs/fit.md.
     """
     settings = Settings(
         likelihood=likelihood,

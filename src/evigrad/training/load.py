@@ -34,7 +34,7 @@ class LoadedRun:
         history: One row per epoch up to the checkpoint.
         epoch: Epoch of the checkpoint. At least ``settings["epochs"]`` if the run is finished.
 
-    See also: docs/tune_and_load.md.
+    See also: docs/fine_tuning.md.
     """
 
     model: nn.Module
@@ -92,7 +92,7 @@ def load(
         >>> run.epoch, torch.equal(run.model.weight, model.weight)
         (1, True)
 
-    See also: docs/tune_and_load.md.
+    See also: docs/fine_tuning.md.
     """
     path = Path(run)
     if not path.is_dir():

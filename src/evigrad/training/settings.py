@@ -54,7 +54,7 @@ class Laplace:
         >>> Laplace(temperature=0.5).sharing
         'expand'
 
-    See also: docs/estimators.md.
+    See also: docs/theory.md.
     """
 
     temperature: float = 1.0
@@ -110,7 +110,7 @@ class Schedule:
         >>> Schedule(epochs=40, burn_in=5, steps=4).batch_size
         100
 
-    See also: docs/training.md.
+    See also: docs/fit.md.
     """
 
     epochs: int | None = None
@@ -174,7 +174,7 @@ class Optimization:
         >>> Optimization(optimizer="sgd", lr=0.1).hyper_lr
         0.2
 
-    See also: docs/training.md.
+    See also: docs/fit.md.
     """
 
     optimizer: Literal["adam", "sgd"] | OptimizerFactory = "adam"
@@ -342,7 +342,7 @@ def explains_groups(function: Callable[P, T]) -> Callable[P, T]:
         if "curvature" in keywords and "curvature" not in accepted:
             raise ConfigurationError(
                 f"{function.__name__} has no argument curvature. Create an Evidence(...,"
-                " curvature=...) and learn with a Learner, as docs/layers.md shows."
+                " curvature=...) and learn with a Learner, as evigrad/network/README.md shows."
             )
         for name, value in keywords.items():
             for group, kind in GROUPS.items():

@@ -85,7 +85,7 @@ class FitResult:
         weight_choice: The weight of the log-determinant that held-out data chose, and its trials.
             None if the weight was not chosen.
 
-    See also: docs/usage.md.
+    See also: docs/fit.md.
     """
 
     model: nn.Module

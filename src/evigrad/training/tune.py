@@ -36,7 +36,7 @@ class TuneResult:
         history: One row per round, with the mean log evidence over its steps and the
             hyperparameters after the round (see ``FitResult.history``).
 
-    See also: docs/tune_and_load.md.
+    See also: docs/fine_tuning.md.
     """
 
     evidence: Evidence
@@ -113,7 +113,7 @@ def tune(
         >>> result.history[-1]["round"]
         20
 
-    See also: docs/tune_and_load.md.
+    See also: docs/fine_tuning.md.
     """
     check_integer("rounds", rounds, 1)
     if estimator is None:

@@ -72,7 +72,7 @@ class Anchoring:
         >>> Anchoring(share=0.8, choice="greedy").refresh
         3
 
-    See also: docs/anchored_bound.md.
+    See also: docs/theory.md.
     """
 
     share: float = 0.9
