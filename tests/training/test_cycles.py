@@ -12,9 +12,11 @@ from training.small_runs import SMALL
 
 from evigrad import FitResult, Schedule
 from evigrad.errors import ConfigurationError
+from evigrad.likelihoods import Gaussian
 from evigrad.training import cycles, fit
 from evigrad.training.cycles import Cycles, has_settled
-from evigrad.training.settings import grouped
+from evigrad.training.plan import plan
+from evigrad.training.settings import Settings, grouped
 
 SETTINGS: dict[str, Any] = SMALL | {
     "epochs": 4,
@@ -88,6 +90,26 @@ def test_without_a_maximum_nothing_changes() -> None:
     assert run_cycles.end([row(0.1 * epoch) for epoch in range(10)]) == 10
 
 
+@pytest.mark.parametrize(
+    ("settings", "num_data", "most"),
+    [
+        ({}, 100, 8000),
+        ({}, 2000, 400),
+        ({}, 2001, None),
+        ({"likelihood": "categorical"}, 100, None),
+        ({"likelihood": Gaussian(learnable=False)}, 100, None),
+        ({"estimator": None}, 100, None),
+        ({"schedule": Schedule(epochs=50)}, 100, None),
+        ({"schedule": Schedule(max_epochs=3000)}, 100, 3000),
+    ],
+)
+def test_few_data_with_a_learned_noise_train_until_they_have_settled(
+    settings: dict[str, Any], num_data: int, most: int | None
+) -> None:
+    chosen = plan(Settings(**({"likelihood": "gaussian"} | settings)), num_data)
+    assert chosen.schedule.max_epochs == most
+
+
 def test_a_run_continues_where_the_shorter_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cycles, "NATS", 0.0)  # never settled
     short, long = train(), train(max_epochs=8)
@@ -96,7 +118,7 @@ def test_a_run_continues_where_the_shorter_one_ends(monkeypatch: pytest.MonkeyPa
     for one, other in zip(short.history, long.history, strict=False):
         assert {name: one[name] for name in columns} == {name: other[name] for name in columns}
     later = [r["lr"] for r in long.history[4:]]
-    assert later[:2] == later[2:] == pytest.approx([0.001, (0.001 + 1e-6) / 2])
+    assert later[:2] == later[2:] == pytest.approx([0.01, (0.01 + 1e-6) / 2])
     gap_epochs = [r["epoch"] for r in long.history if r["mode_gap"] is not None]
     assert gap_epochs == [4, 6, 8]  # the ends of cycles
     assert long.mode_gap == long.history[-1]["mode_gap"]

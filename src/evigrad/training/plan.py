@@ -42,6 +42,9 @@ FEWEST_EPOCHS = 100
 # by less than 0.005 nats (benchmarks/large_data.py). Rounds follow epochs, so there are a few.
 MOST_STEPS, USUAL_BATCH = 20_000, 100
 FEWEST_EPOCHS_OF_MANY = 10
+# With few data, training goes on until it has settled. The first cycle may end far from that
+# (benchmarks/README.md).
+FEW_DATA, MORE = 2000, 4
 # Share of the epochs before the first round (benchmarks/start.py).
 BURN_IN = 0.1
 ROUNDS = 20
@@ -57,10 +60,15 @@ def plan(settings: Settings, num_data: int, num_items: int | None = None) -> Set
         is_kept = settings.estimator is None
         precision = WEIGHT_DECAY * num_data if is_kept else LEARNED_PRECISION
     likelihood = make_likelihood(settings.likelihood)
+    schedule = plan_schedule(settings.schedule, num_data, num_items)
+    has_length = (settings.schedule.epochs or settings.schedule.max_epochs) is not None
+    is_short = settings.estimator is not None and not has_length and num_data <= FEW_DATA
+    if is_short and _learns_noise(likelihood):
+        schedule = replace(schedule, max_epochs=MORE * planned(schedule.epochs))
     return replace(
         settings,
         precision=precision,
-        schedule=plan_schedule(settings.schedule, num_data, num_items),
+        schedule=schedule,
         optimization=plan_optimization(settings.optimization, likelihood, settings.prior),
     )
 
@@ -104,9 +112,12 @@ def plan_optimization(
         update = "fixed_point" if has_fixed_point else "adam"
     starts = optimization.start_decay
     if starts is None:
-        learns_noise = any(part.log_noise.requires_grad for part in noisy_parts(likelihood))
-        starts = (BURN_IN_DECAY, WEAK_DECAY) if learns_noise else (BURN_IN_DECAY,)
+        starts = (BURN_IN_DECAY, WEAK_DECAY) if _learns_noise(likelihood) else (BURN_IN_DECAY,)
     return replace(optimization, lr=lr, prior_update=update, start_decay=starts)
+
+
+def _learns_noise(likelihood: Likelihood) -> bool:
+    return any(part.log_noise.requires_grad for part in noisy_parts(likelihood))
 
 
 def planned(value: T | None) -> T:
