@@ -24,7 +24,7 @@ last entry is the network trained on all data. Grids and settings below were fix
 run, and the test set is only evaluated. The script stores every finished run and resumes where it
 was stopped. TPE needs optuna.
 
-    python benchmarks/transfer.py --data-dir DIR --results docs/results --pages docs/transfer.md
+    python benchmarks/transfer.py --data-dir DIR --results docs/results --pages benchmarks/README.md
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -302,8 +302,9 @@ def main(arguments: list[str] | None = None) -> None:
         show(f"transfer {size}", table_of(size, results[size].read()), options.pages)
     runs_by_size = {f"{size:,} images": results[size].read() for size in SIZES}
     runs_by_size = {name: runs for name, runs in runs_by_size.items() if runs}
-    for page in options.pages:
-        draw(runs_by_size, ["grid"] * len(runs_by_size), WAYS, page.parent / FIGURE, LABELS)
+    if options.pages:
+        path = options.results.parent / FIGURE
+        draw(runs_by_size, ["grid"] * len(runs_by_size), WAYS, path, LABELS)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from evigrad.training.settings import Schedule
 # them: those of weights that the data do not determine grow without limit.
 NATS, NOISE = 0.01, 0.03
 # Learning rate at the start of later cycles, relative to the first. At the full rate, a network
-# with a small noise loses all that it has learned (naval, benchmarks/convergence.py).
+# with a small noise loses all that it has learned (seen on naval).
 LATER_RATE = 0.1
 # Number of rounds whose log evidence is averaged.
 _ROUNDS = 3
