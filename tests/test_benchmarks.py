@@ -97,7 +97,6 @@ def test_rivals(monkeypatch, tmp_path, capsys):
     text = page.read_text()
     assert "\nold\n" not in text and text.count("\n| ") == len(rows) + 1
     assert (tmp_path / "images" / "rivals.png").stat().st_size > 1000
-    assert "digits: 7 rows, about" in capsys.readouterr().out
     # What is there is not run again.
     whole = path.read_text()
     script.main([*common, "--seeds", "0", "--rows", *rows])

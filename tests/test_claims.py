@@ -1,6 +1,5 @@
 """The numbers that pages claim are those of the measurements, and pages do not contradict them."""
 
-import csv
 import re
 from pathlib import Path
 
@@ -133,10 +132,10 @@ def test_correlations_of_evidence_and_test_data_are_those_of_the_study():
 
 def test_networks_of_the_selection_are_counted_once():
     counts = {8: "eight"}
-    columns = ("weights", "log evidence", "test log likelihood")
-    with (RESULTS / "small" / "model_selection.csv").open(newline="") as file:
-        runs = list(csv.DictReader(file))
-    networks = {tuple(float(run[c].replace(",", "")) for c in columns) for run in runs}
+    lines = re.findall(r"^\| (?:depth|width) \(.*", read("experiments/paper/README"), re.MULTILINE)
+    cells = [line.replace("*", "").replace("−", "-").split(" | ") for line in lines]
+    numbers = [[cell.split(" ± ")[0].replace(",", "") for cell in row[2:5]] for row in cells]
+    networks = {tuple(map(float, row)) for row in numbers}
     number = counts[len(networks)]
     for page in ("docs/benchmarks", "docs/marginal_likelihood"):
         text = read(page).lower()
@@ -144,3 +143,8 @@ def test_networks_of_the_selection_are_counted_once():
         assert not re.search(r"\bnine (?:small )?networks", text), page
     # The evidence and the test data rank them in the same order, as the pages claim.
     assert sorted(networks, key=lambda n: n[1]) == sorted(networks, key=lambda n: n[2])
+
+
+def test_figures_of_the_site_are_those_of_the_experiments():
+    for figure in (ROOT / "docs" / "images" / "experiments").iterdir():
+        assert figure.read_bytes() == (ROOT / "experiments/paper/images" / figure.name).read_bytes()
