@@ -94,7 +94,7 @@ def make_network(record: Mapping[str, Any], seed: int = 0) -> nn.Module:
     In the record, ``model`` contains the arguments of ``make_model``. ``invariance`` is None, or
     contains ``num_samples``, ``average`` and ``transform``. Here ``transform`` contains the
     arguments of ``AffineInvariance``. Convolutions use the channels-last memory format, which is
-    faster (docs/performance.md).
+    faster (docs/scale.md).
     """
     # Not in make_model, because FSDP2 needs contiguous weights.
     model: Any = make_model(**record["model"], seed=seed)

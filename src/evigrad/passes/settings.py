@@ -56,7 +56,7 @@ class Memory:
         >>> Memory(micro_batch="auto", memory_budget="8GiB", rows_dtype="bfloat16").rows_dtype
         'bfloat16'
 
-    See also: docs/performance.md.
+    See also: docs/scale.md.
     """
 
     micro_batch: int | Literal["auto"] | None = None
