@@ -68,10 +68,7 @@ MODEL, OPTIONS = "wide_resnet", {"depth": 16, "widen_factor": 1}
 POOLED = 2  # pixels per side to average
 PRETRAINING = Schedule(epochs=15, eval_every=0)
 # 200 steps in batches of 50.
-SCHEDULES = {
-    size: Schedule(epochs=200 * 50 // size, batch_size=50, eval_every=0, prior_blocks=1)
-    for size in SIZES
-}
+SCHEDULES = {size: Schedule(epochs=200 * 50 // size, batch_size=50, eval_every=0) for size in SIZES}
 DECAYS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 BACKBONE = ("conv1", "bias1", "stages", "bias2")
 GROUPS = {"backbone": BACKBONE, "head": ("output",)}
@@ -187,8 +184,10 @@ def run_fisher(task: Transfer) -> Result:
 
 def run_learned(task: Transfer, structure: Any) -> list[Result]:
     """Return learned precisions by ``fit``, with MAP and posterior predictions."""
+    assert task.schedule is not None
+    schedule = replace(task.schedule, prior_blocks=1)
     with Clock() as clock:
-        fitted = train(task, prior=learned_prior(structure))
+        fitted = train(task, prior=learned_prior(structure), schedule=schedule)
     columns = judged(task, fitted) | {"seconds": clock.seconds, "decay": fitted.decay}
     x, y = task.data.test
     assert fitted.evidence is not None
