@@ -1,4 +1,4 @@
-"""Shared parts of the tables of trained networks: options, finished runs, and the main loop.
+"""Shared parts of the tables of trained networks: options and finished runs.
 
 A run is a row of the table for one seed. It becomes a line of a CSV file when it ends. A script
 skips runs with a line in that file, also in ``docs/results``, and resumes where it was stopped.
@@ -8,19 +8,13 @@ import argparse
 import csv
 import fcntl
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from measure import show
-
-from evigrad.data import DataSet, load
 
 Result = dict[str, Any]
-
-# Estimator of the exact log evidence after training, by all rows of all data.
-JUDGE = "ntk-N-C"
 
 
 class Results:
@@ -137,49 +131,3 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
         options.seeds = []
     torch.set_num_threads(options.threads)
     return options
-
-
-def add_data_and_rows(
-    parser: argparse.ArgumentParser, data: Sequence[str], rows: Sequence[str]
-) -> argparse.ArgumentParser:
-    """Return the parser with the options of ``run_and_show``: a data set, and rows."""
-    parser.add_argument("--data", choices=data, default=data[0])
-    parser.add_argument("--rows", nargs="+", choices=rows, default=list(rows))
-    return parser
-
-
-def run_and_show(
-    name: str,
-    options: argparse.Namespace,
-    columns: Sequence[str],
-    subset: int | None,
-    run_row: Callable[[DataSet, int, str], Result],
-    table_of: Callable[[list[Result]], str],
-    tidy: Callable[[int, str], None] | None = None,
-) -> None:
-    """Run what is missing, then print the table and insert it into the pages.
-
-    Args:
-        name: Name of the table.
-        options: Options of ``make_parser`` and ``add_data_and_rows``.
-        columns: Columns of the results.
-        subset: Number of training examples to draw.
-        run_row: Function that runs a row for a seed. Row, seed and threads are added to its result.
-        table_of: Function that returns the table as Markdown.
-        tidy: Function that is called with seed and row after a run was stored.
-    """
-    results = Results(options.results / f"{name}_{options.data.replace(':', '_')}.csv", columns)
-    for seed in options.seeds:
-        data = load(options.data, data_dir=options.data_dir, subset=subset, seed=seed)
-        for row in options.rows:
-            if results.has(row, seed):
-                continue
-            run = {"row": row, "seed": seed, "threads": options.threads, **run_row(data, seed, row)}
-            results.add(run)
-            if tidy is not None:
-                tidy(seed, row)
-            print({k: v for k, v in run.items() if not isinstance(v, dict)}, flush=True)
-    runs = results.read()
-    if not runs:
-        raise SystemExit(f"There are no runs in {results.path}.")
-    show(f"{name} {options.data}", table_of(runs), options.pages)

@@ -67,19 +67,6 @@ def network_and_data(network: str, data_dir: Path | None) -> tuple[nn.Module, Te
     return make_model(network, data.input_shape, data.num_outputs, seed=0), *data.train
 
 
-def train(
-    model: nn.Module, x: Tensor, y: Tensor, epochs: int, batch: int, weight_decay: float = 0.0
-) -> None:
-    """Train a classifier with Adam."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=weight_decay)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(epochs):
-        for index in torch.randperm(len(x), generator=generator).split(batch):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x[index]), y[index]).backward()
-            optimizer.step()
-
-
 def pass_checks(evidence: Evidence, x: Tensor, y: Tensor, passes: int) -> None:
     """Pass over a few examples until the next ``passes`` calls check nothing.
 
@@ -222,18 +209,6 @@ def summaries(
                 numbers = [r[key] for r in runs if r[key] is not None]
                 summary[key], summary[f"{key}_error"] = mean_and_error(numbers)
             averaged_rows.append(summary)
-    return averaged_rows
-
-
-def means(
-    results: Sequence[Mapping[str, Any]], keys: Sequence[str], names: Sequence[str]
-) -> list[dict[str, Any]]:
-    """Return the means of ``names`` over the seeds, for all distinct values of ``keys``."""
-    averaged_rows = []
-    for values in dict.fromkeys(tuple(r[key] for key in keys) for r in results):
-        same = [r for r in results if tuple(r[key] for key in keys) == values]
-        averages = {name: statistics.mean(r[name] for r in same) for name in names}
-        averaged_rows.append(dict(zip(keys, values, strict=True)) | averages | {"seeds": len(same)})
     return averaged_rows
 
 

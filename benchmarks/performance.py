@@ -1,4 +1,4 @@
-"""Write the tables of docs/performance.md from the CSV files of the other benchmarks.
+"""Write the tables of benchmarks/README.md from the CSV files of the other benchmarks.
 
 Run it after one of them, from any folder: ``python benchmarks/performance.py``.
 """
@@ -6,11 +6,11 @@ Run it after one of them, from any folder: ``python benchmarks/performance.py``.
 import csv
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 
 from measure import insert, measured_on
 
-DOCS = Path(__file__).parents[1] / "docs"
+HERE = Path(__file__).parent
+RESULTS = HERE.parent / "docs" / "results"
 STRUCTURES = ("ntk", "kfac-expand", "kfac-reduce")
 Row = Mapping[str, str]
 
@@ -45,30 +45,6 @@ def step_cost_of_models(rows: Sequence[Row]) -> str:
     return markdown(["network", "training step", *STRUCTURES], lines)
 
 
-def vocabulary(rows: Sequence[Row]) -> str:
-    """Return ratios to the smallest vocabulary, by estimator and output layer."""
-    words = list(dict.fromkeys(r["words"] for r in rows))
-    lines = []
-    for estimator, tied in dict.fromkeys((r["estimator"], r["tied"]) for r in rows):
-        mine = {r["words"]: r for r in rows if (r["estimator"], r["tied"]) == (estimator, tied)}
-        ratios = [f"{float(mine[w]['ratio']):.2f} ×" if w in mine else "–" for w in words]
-        first = f"{float(mine[words[0]]['seconds']):.2f} s"
-        lines.append([estimator, "tied" if tied == "True" else "own", first, *ratios])
-    trained = {r["words"]: float(r["training"]) for r in rows if r["training"]}
-    ratios = [f"{trained[w] / trained[words[0]]:.2f} ×" if w in trained else "–" for w in words]
-    lines.append(["training step", "own", f"{trained[words[0]]:.2f} s", *ratios])
-    header = ["step", "output layer", f"at {words[0]} words"]
-    return markdown([*header, *(f"{int(w):,} words" for w in words)], lines)
-
-
-def lengths(rows: Sequence[Row]) -> str:
-    """Return times of different lengths, relative to equal ones."""
-    lines = [
-        [r["estimator"], f"{float(r['equal']):.2f} s", f"{float(r['ratio']):.2f} ×"] for r in rows
-    ]
-    return markdown(["estimator", "step, equal lengths", "step, different lengths"], lines)
-
-
 def memory(rows: Sequence[Row]) -> str:
     """Return peaks in MiB, one line for each size."""
     columns = [(s, way) for way in ("two-pass", "one-graph") for s in ("kfac", "ntk")]
@@ -80,17 +56,6 @@ def memory(rows: Sequence[Row]) -> str:
         lines.append([m, cells[0], cells[1], held, *cells[2:]])
     header = ["m", "kfac", "ntk", "ntk: of which rows", "kfac, one graph", "ntk, one graph"]
     return markdown(header, lines)
-
-
-def scaling(rows: Sequence[Row]) -> str:
-    """Return milliseconds, one line for each size and structure."""
-    lines = []
-    for axis, structure in dict.fromkeys((r["axis"], r["structure"]) for r in rows):
-        mine = [r for r in rows if (r["axis"], r["structure"]) == (axis, structure)]
-        sizes = ", ".join(f"{int(r['size']):,}" for r in mine)
-        times = ", ".join(f"{float(r['milliseconds']):.3g}" for r in mine)
-        lines.append([axis, structure, sizes, times, f"{mine[-1]['over_first']} ×"])
-    return markdown(["varied size", "structure", "values", "ms per step", "last / first"], lines)
 
 
 def prior_steps(rows: Sequence[Row]) -> str:
@@ -105,12 +70,6 @@ def prior_steps(rows: Sequence[Row]) -> str:
     return markdown(header, lines)
 
 
-def precision(rows: Sequence[Row]) -> str:
-    """Return errors, one line for each case."""
-    names = [name for name in rows[0] if name != "machine"]
-    return markdown([n.replace("_", " ") for n in names], ([r[n] for n in names] for r in rows))
-
-
 def peers(rows: Sequence[Row]) -> str:
     """Return the times of evigrad and of another package, one line for each case."""
     lines = []
@@ -121,26 +80,6 @@ def peers(rows: Sequence[Row]) -> str:
     return markdown(header, lines)
 
 
-def rounding(rows: Sequence[Row]) -> str:
-    """Return the estimated over the true rounding, one line for each kind of case."""
-    lines = []
-    for network, weights in dict.fromkeys((r["network"], r["weights"]) for r in rows):
-        for structure in ("kfac", "ntk", "full"):
-            cases = [
-                r
-                for r in rows
-                if (r["network"], r["weights"]) == (network, weights)
-                and r["estimator"].startswith(structure)
-            ]
-            relative = max(float(r["error"]) / float(r["log_det"]) for r in cases)
-            gradient = max(float(r["gradient_error"]) for r in cases)
-            middle = median(float(r["ratio"]) for r in cases)
-            errors = [f"{relative:.0e}", f"{gradient:.0e}", f"{middle:.2g}"]
-            lines.append([network, weights, structure, *errors])
-    header = ["network", "weights", "structure", "largest error of the log-determinant"]
-    return markdown([*header, "largest error of the gradient", "estimated / true, median"], lines)
-
-
 # Marker in the page → file, required values of its rows, and the table.
 TABLES: dict[str, tuple[str, Mapping[str, str], Callable[[Sequence[Row]], str]]] = {
     "wrn precisions": ("step_cost_wrn_precisions", {}, step_cost),
@@ -148,13 +87,8 @@ TABLES: dict[str, tuple[str, Mapping[str, str], Callable[[Sequence[Row]], str]]]
     "mininet precisions": ("step_cost_mininet", {"learned": "precisions"}, step_cost),
     "mininet invariances": ("step_cost_mininet", {"learned": "invariances"}, step_cost),
     "sequences": ("step_cost_sequences", {}, step_cost_of_models),
-    "vocabulary": ("vocabulary", {}, vocabulary),
-    "lengths": ("lengths", {}, lengths),
     "memory": ("memory", {}, memory),
-    "scaling": ("scaling", {}, scaling),
     "prior steps": ("prior_steps*", {}, prior_steps),
-    "precision": ("precision", {}, precision),
-    "rounding": ("rounding", {}, rounding),
     "laplace-torch": ("peers", {}, peers),
     "paper": ("peers_paper", {}, peers),
 }
@@ -168,13 +102,13 @@ def read(path: Path) -> list[Row]:
 
 def main() -> None:
     for marker, (name, required_values, table) in TABLES.items():
-        paths = sorted((DOCS / "results").glob(f"{name}.csv"))
+        paths = sorted(RESULTS.glob(f"{name}.csv"))
         if not paths:
             print(f"{name}.csv is missing. Its table does not change")
             continue
         rows = [r for path in paths for r in read(path) if required_values.items() <= r.items()]
         machines = measured_on(row["machine"] for row in rows)
-        insert(DOCS / "performance.md", marker, f"{table(rows)}\n\n{machines}")
+        insert(HERE / "README.md", marker, f"{table(rows)}\n\n{machines}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ Their network has two hidden layers of 64, with learned precisions and noise. Wi
 ``plug-in`` is the MAP prediction, and the others use the posterior of a structure. Test data are
 only evaluated. The script stores every finished run and resumes where it was stopped.
 
-    python benchmarks/posterior.py --data-dir DIR --results docs/results --pages docs/posterior.md
+    python benchmarks/posterior.py --data-dir DIR --results docs/results \
+        --pages benchmarks/README.md
 """
 
 import math

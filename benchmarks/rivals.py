@@ -28,11 +28,12 @@ Classification: scikit-learn's ``digits`` (a random 80/20 split per seed, digits
 Regression: UCI data sets with one split per seed and two hidden layers of 50. Features and target
 are standardized, and log likelihoods refer to the standardized target:
 
-* ``early stopping``: as in ``tables.py``, with 10 % held out, Adam at a constant rate, patience.
+* ``early stopping``: a plain loop with Adam at a constant rate, which learns the noise with the
+  weights. It keeps the best weights on 10 % held-out data.
 * ``grid``: 5 decays × 5 noise levels on 20 % held-out data, then trained again on all data.
 * ``laplace-torch``: as above, with learned noise.
 * ``map-noise``: decay 5e-4, with noise learned on the training loss. ``default``: ``fit`` from one
-  start (``convergence.py`` measures its two starts).
+  start.
 * ``default, posterior``: the same network with predictions of its linearized posterior, by all rows
   of all data. ``laplace-torch, posterior``: its own posterior, by KFAC.
 
@@ -50,12 +51,13 @@ optuna, and laplace-torch needs laplace-torch==0.3 and asdl.
 
     python benchmarks/rivals.py --sets digits --seeds 0 1 2 3 4 5 6 7 8 9
     python benchmarks/rivals.py --sets mnist cifar10 --data-dir DIR --results docs/results
-    python benchmarks/rivals.py --results docs/results --table --pages docs/rivals.md
+    python benchmarks/rivals.py --results docs/results --table --pages benchmarks/README.md
 """
 
 import argparse
 import copy
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -68,10 +70,8 @@ from typing import Any
 import torch
 from learning import Result, Results, make_parser, parse
 from measure import Clock, insert, mean_and_error, summaries, with_error
-from prior_learning import DECAYS, NO_DECAY, VALIDATION
 from scipy.optimize import minimize_scalar
 from sklearn.model_selection import StratifiedKFold
-from tables import UCI, stop_early
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
@@ -85,7 +85,11 @@ from evigrad.plots.style import LIGHT, decorate, name_points, new_figure, plain_
 from evigrad.priors import GaussianPrior
 from evigrad.training.plan import plan_optimization, plan_schedule, planned
 
+UCI = ("yacht", "boston", "energy", "wine_red", "power", "naval")
 USUAL = 5e-4
+DECAYS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+NO_DECAY = 1e-10  # a Gaussian prior needs a positive precision; this one has no effect in float32
+VALIDATION = 0.2
 SCHEDULE = Schedule(eval_every=0)  # fit's defaults, without evaluations
 FOLDS = 5
 ONE_START = Optimization(start_decay=0.01)
@@ -96,6 +100,8 @@ OTHER_MEMBER = 1000  # added to the seed for each network of an ensemble
 LAPLACE = {"n_epochs_burnin": 10, "marglik_frequency": 5, "n_hypersteps": 10}
 TABLE_DECAYS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 TABLE_NOISES = (0.02, 0.05, 0.125, 0.32, 0.8)
+# Settings of early stopping in regression, fixed before the first run.
+LR, BATCH, HELD_OUT, PATIENCE, MOST_EPOCHS = 1e-2, 64, 0.1, 20, 1000
 BINS = 15
 AT_ONCE = 1000
 
@@ -121,19 +127,6 @@ EXTRAS = {
     "laplace-torch": ("laplace", "laplace-torch==0.3 asdl"),
     f"laplace-torch{BY_POSTERIOR}": ("laplace", "laplace-torch==0.3 asdl"),
 }
-# Cost of a method in trainings of ``map-5e-4``, roughly for learned precisions.
-COSTS = {
-    "grid": len(DECAYS) + 1,
-    "grid-5fold": FOLDS * len(DECAYS) + 1,
-    "tpe-12": TRIALS["tpe-12"] + 1,
-    "tpe-36": TRIALS["tpe-36"] - TRIALS["tpe-12"] + 1,
-    "ensemble-3": MEMBERS,
-    "laplace-torch": 3,
-    "kfac-400-1": 2,
-    "default": 3,
-}
-TIMED = 3  # epochs
-TABLE_COSTS = COSTS | {"grid": len(TABLE_DECAYS) * len(TABLE_NOISES) + 1}
 FIGURE = "images/rivals.png"
 FIGURE_SETS = ("mnist", "yacht")  # the panels, if both have runs
 LABELS = {
@@ -151,7 +144,16 @@ LABELS = {
 }
 TITLES = {"mnist": "1,000 MNIST digits", "yacht": "yacht (277 examples, regression)"}
 LOWEST_SHOWN = -1.0  # nats per example below the reference in the figure
-COLORS = [*LIGHT.lines[:7], "#888888", "#6A3D9A"]
+BLUE, ORANGE, GREEN, PINK, YELLOW, SKY, BROWN, INK = LIGHT.lines
+FAR = 14  # pixels from which a line joins a point with its name
+GRAY, PURPLE = "#888888", "#6A3D9A"
+# Methods of rivals.py and transfer.py. No figure has two methods of one color, except both TPEs.
+COLORS = {
+    **{"map-5e-4": GRAY, "usual": GRAY, "map-noise": BLUE, "last layer": BLUE},
+    **{"grid": GREEN, "grid-5fold": GREEN, "tpe-12": YELLOW, "tpe-36": YELLOW},
+    **{"temperature": SKY, "diag-ef": SKY, "early stopping": BROWN, "ensemble-3": PINK},
+    **{"laplace-torch": PURPLE, "kfac-400-1": ORANGE, "default-2": ORANGE, "default": INK},
+}
 
 Pair = tuple[Tensor, Tensor]
 Settings = Mapping[str, Any]
@@ -422,6 +424,41 @@ def run_temperature(task: Task) -> Result:
     return columns | {"seconds": clock.seconds, "decay": USUAL, "temperature": 1 / scale}
 
 
+def stop_early(model: nn.Module, train: Pair, test: Pair, seed: int) -> Result:
+    """Train with learned noise, and return the best network on held-out data."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(train[0]), generator=generator)
+    held, used = order.tensor_split([max(1, int(HELD_OUT * len(order)))])
+    log_noise = torch.zeros((), requires_grad=True)
+    optimizer = torch.optim.Adam([*model.parameters(), log_noise], lr=LR)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        error = (model(x) - y) * (-log_noise).exp()
+        return (0.5 * error.square() + log_noise + 0.5 * math.log(2 * math.pi)).mean()
+
+    best, since, epoch, kept = math.inf, 0, 0, {}
+    start = time.perf_counter()
+    while since < PATIENCE and epoch < MOST_EPOCHS:
+        for batch in used[torch.randperm(len(used), generator=generator)].split(BATCH):
+            optimizer.zero_grad()
+            loss_of(train[0][batch], train[1][batch]).backward()
+            optimizer.step()
+        with torch.no_grad():
+            value = float(loss_of(train[0][held], train[1][held]))
+        epoch, since = epoch + 1, since + 1
+        if value < best:
+            best, since = value, 0
+            kept = copy.deepcopy((model.state_dict(), log_noise.detach()))
+    seconds = time.perf_counter() - start
+    model.load_state_dict(kept[0])
+    with torch.no_grad():
+        log_noise.copy_(kept[1])
+        squared = (model(test[0]) - test[1]).square().mean()
+        value = -float(loss_of(*test))
+    rmse = math.sqrt(float(squared))
+    return {"log_likelihood": value, "rmse": rmse, "seconds": seconds, "epochs": epoch}
+
+
 def run_early(task: Task) -> Result:
     """Return the result without decay, at the best epoch on held-out data."""
     part, held_out = task.held_out()
@@ -618,19 +655,6 @@ def missing_runs(options: argparse.Namespace) -> Iterator[tuple[str, int, str]]:
                     yield name, seed, row
 
 
-def estimated(name: str, rows: Sequence[str], data_dir: str | None) -> float:
-    """Return the seconds of some rows, from a few epochs of MAP and ``COSTS``."""
-    task = make_task(name, 0, data_dir)
-    schedule = plan_schedule(SCHEDULE, len(task.data.train[0]))
-    short = partial(train, task, decay=USUAL, schedule=replace(SCHEDULE, epochs=TIMED))
-    short()  # the first passes of a process take longer
-    with Clock() as clock:
-        short()
-    costs = TABLE_COSTS if name in UCI else COSTS
-    one = clock.seconds / TIMED * planned(schedule.epochs)
-    return one * sum(costs.get(row, 1) for row in rows)
-
-
 def path_of(results: Path, name: str) -> Path:
     """Return the file of a data set's runs."""
     return results / f"rivals_{name}.csv"
@@ -707,8 +731,9 @@ def draw(
 ) -> None:
     """Draw the gain in test log likelihood over the time that each method took.
 
-    Lines show the best trial so far of a search, points the end of each method. Gains are
-    differences to a reference, seed by seed. A point outside of the panel is left out.
+    Lines show the best trial so far of a search, points the end of each method. Hollow points are
+    predictions of posteriors. Gains are differences to a reference, seed by seed. A point outside
+    of the panel is left out.
 
     Args:
         runs_by_set: Runs of each data set, a panel for each.
@@ -721,8 +746,6 @@ def draw(
     height = -(-len(runs_by_set) // columns)
     figure = new_figure(5.2 * columns, 3.9 * height)
     rows = list(dict.fromkeys(rows))
-    every = list(dict.fromkeys(row.removesuffix(BY_POSTERIOR) for row in rows))
-    others = [row for row in every if row != "default"]
     panels: list[tuple[Any, list[tuple[str, float, float, str]]]] = []
     for place, (name, runs) in enumerate(runs_by_set.items()):
         axes, reference = figure.add_subplot(height, columns, place + 1), references[place]
@@ -738,17 +761,16 @@ def draw(
             if not row_runs:
                 continue
             method = row.removesuffix(BY_POSTERIOR)
-            color = LIGHT.ink
-            if method != "default":
-                color = COLORS[others.index(method) % len(COLORS)]
+            color = COLORS[method]
             mean, error = mean_and_error(
                 [run["log_likelihood"] - levels[run["seed"]] for run in row_runs]
             )
             error = 0.0 if math.isnan(error) else error
             seconds = fmean(run["seconds"] for run in row_runs)
-            marker = "*" if method == "default" else "D" if row != method else "o"
-            size = 11 if marker == "*" else 6
+            marker, size = ("*", 12) if method == "default" else ("o", 6)
             style = {"color": color, "marker": marker, "markersize": size, "elinewidth": 1.2}
+            if row != method:
+                style |= {"markerfacecolor": LIGHT.paper}
             axes.errorbar(seconds, mean, error, linestyle="", zorder=3, **style)
             ends += [mean - error, mean + error]
             points.append((labels.get(row, row), seconds, mean, color))
@@ -762,8 +784,19 @@ def draw(
         axes.axhline(0.0, color=LIGHT.muted, linewidth=0.8)
         axes.set_xscale("log")
         left, right = min(point[1] for point in points), max(point[1] for point in points)
-        axes.set_xlim(left / 1.5, right * 1.5)
+        axes.set_xlim(left / 2.2, right * 1.6)
         plain_ticks(axes.xaxis)
+        arrow = {"arrowstyle": "-|>", "color": LIGHT.muted, "linewidth": 1.2}
+        axes.annotate(
+            "better",
+            xy=(0.015, 0.98),
+            xytext=(0.06, 0.91),
+            textcoords="axes fraction",
+            xycoords="axes fraction",
+            fontsize=8,
+            color=LIGHT.muted,
+            arrowprops=arrow,
+        )
         panels.append((axes, [p for p in points if p[2] >= lowest - margin]))
     figure.draw_without_rendering()  # now all positions are known
     for axes, points in panels:
@@ -777,16 +810,21 @@ def _name_points(axes: Any, points: Sequence[tuple[str, float, float, str]]) -> 
     from matplotlib.patheffects import withStroke
     from matplotlib.transforms import Bbox
 
-    of_lines = []
-    for line in axes.lines:
-        corners = torch.as_tensor(line.get_transform().transform(line.get_xydata()))
+    paths = [line.get_transform().transform(line.get_xydata()) for line in axes.lines]
+    bars = [bar for errors in axes.collections for bar in errors.get_segments()]
+    of_lines = [text.get_window_extent() for text in axes.texts]
+    for path in [*paths, *map(axes.transData.transform, bars)]:
+        corners = torch.as_tensor(path)
         for begin, end in zip(corners, corners[1:], strict=False):
             along = begin + torch.linspace(0, 1, 60, dtype=begin.dtype)[:, None] * (end - begin)
             of_lines += [Bbox.from_extents(x - 1, y - 1, x + 1, y + 1) for x, y in along.tolist()]
     inside = axes.get_window_extent()
-    places = [("left", 8, up) for up in (-3, 7, -13, 17, -23)]
-    places += [("right", -8, up) for up in (-3, 7, -13, 17, -23)]
-    places += [("center", 0, up) for up in (12, -20, 22, -30)]
+    places = [
+        (side, sign * right, up)
+        for right, ups in ((8, (-3, 7, -13)), (14, (14, -20)), (25, (24, -30, 40, -46, 56, -62)))
+        for up in ups
+        for side, sign in (("right", -1), ("left", 1))
+    ]
     name_points(
         axes,
         points,
@@ -796,6 +834,12 @@ def _name_points(axes: Any, points: Sequence[tuple[str, float, float, str]]) -> 
         fits=lambda box: inside.x0 <= box.x0 and box.x1 <= inside.x1 + 60,
         path_effects=[withStroke(linewidth=2.5, foreground=LIGHT.paper)],
     )
+    to_data = axes.transData.inverted()
+    for (_, x, y, color), text in zip(points, axes.texts[-len(points) :], strict=True):
+        (across, up), box = axes.transData.transform((x, y)), text.get_window_extent()
+        end = min(max(across, box.x0), box.x1), min(max(up, box.y0 + 3), box.y1 - 3)
+        if math.dist((across, up), end) > FAR:
+            axes.plot(*zip((x, y), to_data.transform(end), strict=True), color=color, linewidth=0.6)
 
 
 def show(options: argparse.Namespace) -> None:
@@ -820,8 +864,8 @@ def show(options: argparse.Namespace) -> None:
             insert(page, marker, table)
     shown = {name: runs_by_set[name] for name in FIGURE_SETS if name in runs_by_set} or runs_by_set
     references = [(TABLE_REFERENCES if name in UCI else REFERENCES)[0] for name in shown]
-    for page in options.pages:
-        draw(shown, references, [*WAYS, *TABLE_WAYS], page.parent / FIGURE)
+    if options.pages:
+        draw(shown, references, [*WAYS, *TABLE_WAYS], options.results.parent / FIGURE)
 
 
 def check_extras(rows: Sequence[str]) -> None:
@@ -838,16 +882,9 @@ def main(arguments: list[str] | None = None) -> None:
     rows = list(dict.fromkeys([*WAYS, *TABLE_WAYS]))
     parser.add_argument("--sets", nargs="+", choices=list(SEEDS), default=list(SEEDS))
     parser.add_argument("--rows", nargs="+", choices=rows, default=None)
-    parser.add_argument("--estimate", action="store_true", help="only print the estimated time")
     options = parse(parser, arguments)
     left = list(missing_runs(options))
     check_extras([row for _, _, row in left])
-    for name in dict.fromkeys(name for name, _, _ in left):
-        rows = [row for other, _, row in left if other == name]
-        seconds = estimated(name, rows, options.data_dir)
-        print(f"{name}: {len(rows)} rows, about {seconds / 60:.0f} minutes", flush=True)
-    if options.estimate:
-        return
     for name, seed, row in left:
         results = Results(path_of(options.results, name), COLUMNS)
         if results.has(row, seed):  # some methods return two rows

@@ -17,7 +17,8 @@ training. The test set is only evaluated. The script stores every finished run a
 was stopped.
 
     export PYTHONPATH=.  # for experiments/augerino.py
-    python benchmarks/rotated.py --data-dir DIR --results docs/results --pages docs/rotated.md
+    python benchmarks/rotated.py --data-dir DIR --results docs/results \
+        --pages benchmarks/README.md
 """
 
 import math
@@ -25,19 +26,23 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from invariance_learning import START, TEST_SAMPLES, network, rotation_of, test_metrics
+import torch
 from learning import Result, Results, make_parser, parse
 from measure import Clock, show, summaries, with_error
-from prior_learning import DECAYS, VALIDATION
-from rivals import SCHEDULE, USUAL, Pair, fixed_prior
+from rivals import DECAYS, SCHEDULE, USUAL, VALIDATION, Pair, fixed_prior
+from torch import nn
 
 import evigrad
 from evigrad import Optimization
 from evigrad.data import DataSet, load
-from evigrad.invariances import Averaged
+from evigrad.invariances import AffineInvariance, Averaged
+from evigrad.measure import evaluate
+from evigrad.models import make_model
 from experiments.augerino import fit_augerino
 
 DATA, MODEL, SUBSET = "mnist:rotated180", "mininet", 1000
+START = 0.1  # radians
+SAMPLES, TEST_SAMPLES, TEST_BATCH = 8, 32, 250
 RANGES = ("none", "fixed", "augerino", "learned")
 WAYS = ("5e-4", "grid", "learned")
 ROWS = tuple(f"{rotations}, {way}" for rotations in RANGES for way in WAYS)
@@ -45,6 +50,17 @@ ROWS = tuple(f"{rotations}, {way}" for rotations in RANGES for way in WAYS)
 REWARD, AUGERINO = 0.1, Optimization(hyper_lr=0.05, hyper_lr_min=0.005)
 KEYS = ("log_likelihood", "accuracy", "rotation", "seconds")
 COLUMNS = ("row", "seed", *KEYS, "decay", "epochs", "threads")
+
+
+def network(data: DataSet, seed: int, start: float | None, learn: bool) -> nn.Module:
+    """Return the network of a seed, averaged over rotations that start at ``start``."""
+    model = make_model(MODEL, data.input_shape, data.num_outputs, seed=seed)
+    if start is None:
+        return model
+    # Outside of a digit, pixels are black, as in the data.
+    fill = (-data.mean / data.std).flatten().tolist()
+    rotation = AffineInvariance({"rotation": start}, learn=learn, fill=fill)
+    return Averaged(model, rotation, num_samples=SAMPLES)
 
 
 def train(
@@ -70,7 +86,7 @@ def train(
     elif decay is not None:
         options["estimator"] = None
     return fit(
-        network(MODEL, data, seed, start, learn=rotations in ("augerino", "learned")),
+        network(data, seed, start, learn=rotations in ("augerino", "learned")),
         part,
         seed=seed,
         schedule=SCHEDULE,
@@ -81,12 +97,15 @@ def train(
 
 def judged(result: evigrad.FitResult, test: Pair) -> Result:
     """Return log likelihood, accuracy and range, with more rotations than in training."""
-    model = result.model
+    model, rotation = result.model, None
     if isinstance(model, Averaged):
         model.num_samples = TEST_SAMPLES
-    metrics = test_metrics(model, result.evidence, test)
+        rotation = model.invariance.named_ranges()["rotation"]
+    generator = torch.Generator().manual_seed(0)  # equal transforms for every row
+    likelihood = result.evidence.likelihood
+    metrics = evaluate(model, likelihood, test, batch_size=TEST_BATCH, generator=generator)
     columns = {key: metrics[key] for key in ("log_likelihood", "accuracy")}
-    return columns | {"rotation": rotation_of(model)}
+    return columns | {"rotation": rotation}
 
 
 def search(data: DataSet, seed: int, rotations: str) -> float:

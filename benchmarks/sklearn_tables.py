@@ -22,7 +22,7 @@ set of 20 % drawn by the seed. ``score`` is accuracy. ``seconds`` are the proces
 on one thread, including its searches. Test data are only evaluated. The script stores every
 finished run and resumes where it was stopped.
 
-    python benchmarks/sklearn_tables.py --data-dir DIR --pages docs/sklearn.md
+    python benchmarks/sklearn_tables.py --data-dir DIR --pages benchmarks/README.md
 """
 
 import time
@@ -219,7 +219,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tables", nargs="+", choices=tables, default=tables)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     options = parse(parser, arguments)
-    if "MLP, Optuna" in options.methods and find_spec("optuna") is None:
+    if options.seeds and "MLP, Optuna" in options.methods and find_spec("optuna") is None:
         raise SystemExit("MLP, Optuna needs optuna. Install it with pip, or use other --methods.")
     warnings.simplefilter("ignore", ConvergenceWarning)  # the number of epochs is set above
     results = Results(options.results / "sklearn_tables.csv", COLUMNS)

@@ -21,7 +21,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -289,25 +289,21 @@ def times_as_rows(times: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def study_parser(doc: str | None, name: str, rows: Sequence[int]) -> argparse.ArgumentParser:
-    """Return the common options of all studies of these networks."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
+def main(arguments: list[str] | None = None) -> None:
+    """Run what is missing, and write the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--data-dir", default=None, help="folder with mnist_train.parquet")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--rows", type=int, nargs="+", default=list(rows))
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--num-data", type=int, default=NUM_DATA)
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--results", type=Path, default=Path("results") / name)
+    parser.add_argument("--results", type=Path, default=Path("results/tightness"))
     parser.add_argument("--tables", type=Path, default=Path("docs/results"))
-    parser.add_argument("--page", type=Path, default=Path("docs/results.md"))
+    parser.add_argument("--page", type=Path, default=Path("benchmarks/README.md"))
     parser.add_argument("--table", action="store_true", help="only write the tables")
-    return parser
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Run what is missing, and write the tables."""
-    parser = study_parser(__doc__, "tightness", ROWS)
     parser.add_argument("--draws", type=int, default=DRAWS)
     parser.add_argument("--again", nargs="*", default=[], metavar="ROW", help="measure these again")
     parser.add_argument("--time", action="store_true", help="only measure times again")

@@ -24,7 +24,7 @@ last entry is the network trained on all data. Grids and settings below were fix
 run, and the test set is only evaluated. The script stores every finished run and resumes where it
 was stopped. TPE needs optuna.
 
-    python benchmarks/transfer.py --data-dir DIR --results docs/results --pages docs/transfer.md
+    python benchmarks/transfer.py --data-dir DIR --results docs/results --pages benchmarks/README.md
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -68,10 +68,7 @@ MODEL, OPTIONS = "wide_resnet", {"depth": 16, "widen_factor": 1}
 POOLED = 2  # pixels per side to average
 PRETRAINING = Schedule(epochs=15, eval_every=0)
 # 200 steps in batches of 50.
-SCHEDULES = {
-    size: Schedule(epochs=200 * 50 // size, batch_size=50, eval_every=0, prior_blocks=1)
-    for size in SIZES
-}
+SCHEDULES = {size: Schedule(epochs=200 * 50 // size, batch_size=50, eval_every=0) for size in SIZES}
 DECAYS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 BACKBONE = ("conv1", "bias1", "stages", "bias2")
 GROUPS = {"backbone": BACKBONE, "head": ("output",)}
@@ -187,8 +184,10 @@ def run_fisher(task: Transfer) -> Result:
 
 def run_learned(task: Transfer, structure: Any) -> list[Result]:
     """Return learned precisions by ``fit``, with MAP and posterior predictions."""
+    assert task.schedule is not None
+    schedule = replace(task.schedule, prior_blocks=1)
     with Clock() as clock:
-        fitted = train(task, prior=learned_prior(structure))
+        fitted = train(task, prior=learned_prior(structure), schedule=schedule)
     columns = judged(task, fitted) | {"seconds": clock.seconds, "decay": fitted.decay}
     x, y = task.data.test
     assert fitted.evidence is not None
@@ -302,8 +301,9 @@ def main(arguments: list[str] | None = None) -> None:
         show(f"transfer {size}", table_of(size, results[size].read()), options.pages)
     runs_by_size = {f"{size:,} images": results[size].read() for size in SIZES}
     runs_by_size = {name: runs for name, runs in runs_by_size.items() if runs}
-    for page in options.pages:
-        draw(runs_by_size, ["grid"] * len(runs_by_size), WAYS, page.parent / FIGURE, LABELS)
+    if options.pages:
+        path = options.results.parent / FIGURE
+        draw(runs_by_size, ["grid"] * len(runs_by_size), WAYS, path, LABELS)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -12,7 +11,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from evigrad import cli
 from evigrad.errors import ConfigurationError, EvigradError
 from experiments import kinds  # noqa: F401  # the kinds that files may name
 from experiments.checks import problems
@@ -39,11 +37,7 @@ examples:
   python -m experiments --list                      list experiments and their progress
   python -m experiments fig4 --preset tiny
   python -m experiments table1 --data-dir DIR
-  python -m experiments FILE.yaml --seeds 0 1       a custom experiment
-  python -m experiments pareto --help               compare estimators on your data
-  python -m experiments bounds --help               draw bounds along a hyperparameter"""
-# Modules of commands that take the options of ``evigrad train``, and more.
-_COMMANDS = ("bounds", "pareto")
+  python -m experiments FILE.yaml --seeds 0 1       a custom experiment"""
 _INTERRUPTED = 130
 _PIPE_WIDTH = 100  # width of tables outside of a terminal
 
@@ -58,14 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: zero for success, 1 if a run failed, 2 for a mistake that the user can fix,
             and 130 after Ctrl-C.
     """
-    arguments = sys.argv[1:] if argv is None else argv
-    if arguments and arguments[0] in _COMMANDS:
-        name, *others = arguments
-        command = import_module(f"experiments.{name}")
-        return cli.reported(
-            lambda: cli.run_command(command, f"python -m experiments {name}", others)
-        )
-    options = make_parser().parse_args(arguments)
+    options = make_parser().parse_args(argv)
     try:
         return _run(options)
     except EvigradError as error:

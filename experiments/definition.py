@@ -96,10 +96,6 @@ class Experiment:
         """Return the experiment with other seeds."""
         return replace(self, seeds=list(seeds))
 
-    def own_settings(self) -> list[tuple[str, Options]]:
-        """Return names of panels, blocks or rows, with the options that only they have."""
-        return []
-
     def in_order(self, rows: list[Row], part: str, parts: Sequence[str]) -> list[Row]:
         """Return rows sorted by one of their keys, then in the order of the legend."""
         labels = legend_order((row["label"] for row in rows), self.reference, self.ordered)

@@ -68,8 +68,6 @@ class Panel:
         curves: Curves.
         log: Whether the horizontal axis is logarithmic.
         clipped: Whether to omit values so far below the maxima that they flatten the rest.
-        names: Names at the positions 0, 1, … of the horizontal axis, without lines between them.
-            Empty for a scale.
     """
 
     title: str
@@ -78,7 +76,6 @@ class Panel:
     curves: Sequence[Curve]
     log: bool = False
     clipped: bool = False
-    names: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -163,25 +160,18 @@ def panels(
             decorate(axes, panel.title, panel.across, panel.along)
             if panel.log:
                 axes.set_xscale("log")
+            far = _far_below(panel.curves) if panel.clipped and not shared else []
+            inset = _inset(axes, far) if far else axes
             for curve in panel.curves:
                 look = {**looks[curve.label], **({} if markers else {"marker": ""})}
-                if panel.names:
-                    handle = _draw_apart(axes, curve, look)
-                else:
-                    handle = _draw_curve(axes, curve, look, mark_tops)
+                on = inset if curve.label in far else axes
+                handle = _draw_curve(on, curve, look, mark_tops)
                 if not curve.published:
                     handles.setdefault(curve.label, handle)
             axes.margins(x=0.02 if shared else 0)
-            if panel.names:
-                axes.set_xticks(
-                    range(len(panel.names)),
-                    [words(name).replace(" ", "\n") for name in panel.names],
-                )
-                axes.set_xlim(-0.5, len(panel.names) - 0.5)
             if panel.clipped:
-                _leave_out_depths(
-                    axes, [c for p in row for c in p.curves] if shared else panel.curves
-                )
+                all_curves = [c for p in row for c in p.curves] if shared else panel.curves
+                _leave_out_depths(axes, [c for c in all_curves if c.label not in far])
     shown = [label for label in labels if label in handles]
     if has_published:
         handles[_PUBLISHED_NAME] = _published_entry()
@@ -300,13 +290,15 @@ def _styles(
 ) -> dict[str, dict[str, Any]]:
     """Return color, dash and marker of each name, distinct in print and for the color-blind."""
     others = [name for name in names if name not in reference]
-    # Only reference names are drawn in ink.
+    # Numbers of examples have an order. Only reference names are drawn in ink.
+    sizes = [name for name in others if ordered and re.search(r"\d|^all data$", name)]
     plain = [color for color in LIGHT.lines if color != LIGHT.ink]
-    colors = shades_of(len(others)) if ordered else plain
     styles: dict[str, dict[str, Any]] = {}
-    for place, name in enumerate(others):
-        turn = place // len(colors) if ordered else place
-        styles[name] = {"color": colors[place % len(colors)], "linestyle": turn, "marker": place}
+    for place, (name, color) in enumerate(zip(sizes, shades_of(len(sizes)), strict=True)):
+        styles[name] = {"color": color, "linestyle": 0, "marker": place}
+    for place, name in enumerate(name for name in others if name not in sizes):
+        color = plain[place % len(plain)]
+        styles[name] = {"color": color, "linestyle": place, "marker": place}
     for place, name in enumerate(name for name in names if name in reference):
         styles[name] = {"color": LIGHT.ink, "linestyle": place, "marker": place}
     for look in styles.values():
@@ -336,11 +328,25 @@ def _published_entry() -> Any:
     return Line2D([], [], color=LIGHT.muted, **_PUBLISHED)
 
 
-def _draw_apart(axes: "Axes", curve: Curve, look: dict[str, Any]) -> Any:
-    """Draw values without a line, with bars for errors."""
-    errors = [_known(error) for error in curve.error] or None
-    look = {**look, "linestyle": "", "markersize": _MARKER, "elinewidth": 0.9}
-    return axes.errorbar(list(curve.x), list(curve.y), yerr=errors, **look)
+def _far_below(curves: Sequence[Curve]) -> list[str]:
+    """Return the label whose maximum is so far below the others that it would flatten them."""
+    tops: dict[str, float] = {}
+    for curve in curves:
+        finite = [value for value in curve.y if math.isfinite(value)]
+        tops[curve.label] = max([*finite, tops.get(curve.label, -math.inf)])
+    lowest, *others = sorted(tops, key=tops.__getitem__)
+    if len(others) < 2:
+        return []
+    spread = tops[others[-1]] - tops[others[0]]
+    return [lowest] if tops[others[0]] - tops[lowest] > _BELOW + 3 * spread else []
+
+
+def _inset(axes: "Axes", labels: Sequence[str]) -> "Axes":
+    """Return small axes in the lower right corner, for curves with a scale of their own."""
+    inset = axes.inset_axes((0.5, 0.1, 0.46, 0.38))
+    inset.set_title(words(", ".join(labels)), fontsize=SMALL, color=LIGHT.ink)
+    inset.tick_params(labelsize=SMALL, color=LIGHT.ink, labelcolor=LIGHT.ink)
+    return inset
 
 
 def _leave_out_depths(axes: "Axes", curves: Sequence[Curve]) -> None:

@@ -6,11 +6,9 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from evigrad.errors import ConfigurationError
 from experiments.cases import Case, Row, coverage, rows_of, seeds_of
@@ -19,7 +17,6 @@ from experiments.definition import (
     PAPER,
     PRESETS,
     SMALL,
-    TINY,
     Experiment,
     paper_experiments,
     read_experiment,
@@ -28,13 +25,12 @@ from experiments.jobs import Store
 from experiments.trainings import stored
 
 PAGE_PRESETS = (PAPER, CPU, SMALL)  # presets that a page shows by default
-GALLERY = (SMALL, TINY)  # presets whose sections link their tables
 BEGIN, END = "<!-- experiments -->", "<!-- end experiments -->"
 
 _MOST_NAMES = 6  # largest number of names in a sentence
 _SUMMARY = "summary.json"
 _WANTED = "seeds_wanted"
-_IMAGES, _TABLES = "images/experiments", "results"
+_IMAGES = "images"  # folder of the figures, next to the page
 
 
 @dataclass(frozen=True)
@@ -104,7 +100,6 @@ def present(experiment: Experiment, store: Store) -> Shown:
         "shows": experiment.shows,
         "seeds": sorted(seeds_of(rows)),
         _WANTED: experiment.seeds,
-        "num_data": sorted({result["num_data"] for result in finished if "num_data" in result}),
         "jobs": [len(finished), len(jobs)],
         "seconds": float(sum(result["job_seconds"] for result in finished)),
         "machines": sorted({result["machine"] for result in finished}),
@@ -146,10 +141,6 @@ def _enumerated(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + more
 
 
-# Reading an experiment takes 0.1 s, and a page names all experiments.
-_as_published = cache(read_experiment)
-
-
 def write_page(page: Path, store: Store, presets: Sequence[str] = PAGE_PRESETS) -> list[str]:
     """Write all results into a page of Markdown, and its figures into a folder next to it.
 
@@ -166,32 +157,18 @@ def write_page(page: Path, store: Store, presets: Sequence[str] = PAGE_PRESETS) 
         ConfigurationError: If the page cannot be read.
     """
     before, sections, after = _read_page(page)
-    parts, shown, left, reduced = [], [], [], []
-    for name in paper_experiments():
-        shown_presets = []
-        for preset in PRESETS:
-            command = _command(name, preset)
-            if preset in presets and (presented := _if_shown(name, preset, store)):
-                sections[command] = _section(presented, store, page.parent)
-            if command in sections:
-                shown_presets.append(preset)
-                parts.append(sections[command])
-        experiment = _as_published(name)
-        if not shown_presets:
-            left.append(f"`{name}` ({experiment.shows or experiment.title})")
-            continue
-        shown.append(name)
-        if shown_presets[0] != PAPER and experiment.cases():
-            reduced.append(f"`{name}`")
-    if left or reduced:
-        said = [f"With all published settings: {', '.join(reduced)}."] if reduced else []
-        preset_names = " and ".join(f"`{preset}`" for preset in presets)
-        said += [f"With {preset_names}: {', '.join(left)}."] if left else []
-        parts.append("### Not run\n\n" + "\n\n".join(said) + "\n")
+    parts, names = [], []
+    for name, preset in product(paper_experiments(), PRESETS):
+        command = _command(name, preset)
+        if preset in presets and (experiment := _if_shown(name, preset, store)):
+            sections[command] = write_section(experiment, present(experiment, store), page)
+        if command in sections:
+            parts.append(sections[command])
+            names.append(name)
     page.parent.mkdir(parents=True, exist_ok=True)
     text = "\n".join(parts)
     page.write_text(f"{before}{BEGIN}\n{text}{END}{after}", encoding="utf-8")
-    return shown
+    return list(dict.fromkeys(names))
 
 
 def _read_page(page: Path) -> tuple[str, dict[str, str], str]:
@@ -233,60 +210,26 @@ def _command(name: str, preset: str) -> str:
     return f"python -m experiments {name}" + ("" if preset == SMALL else f" --preset {preset}")
 
 
-def _section(experiment: Experiment, store: Store, folder: Path) -> str:
-    shown = present(experiment, store)
-    if shown.figure is not None:
-        target = folder / _image_of(experiment)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(shown.figure, target)
-    if experiment.preset in GALLERY:
-        target = folder / _csv_of(experiment)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(shown.folder / "table.csv", target)
-    return section_of(experiment, shown)
-
-
-def _image_of(experiment: Experiment) -> str:
-    return f"{_IMAGES}/{experiment.name}-{experiment.preset}.png"
-
-
-def _csv_of(experiment: Experiment) -> str:
-    return f"{_TABLES}/{experiment.preset}/{experiment.name}.csv"
-
-
-def section_of(experiment: Experiment, shown: Shown) -> str:
-    """Return the section of a page, which refers to files next to it.
-
-    With a preset of ``GALLERY``, it links the table as CSV. Otherwise it contains the table, the
-    differences from the paper and all settings.
-    """
+def write_section(experiment: Experiment, shown: Shown, page: Path) -> str:
+    """Copy the figure of an experiment next to a page, and return its section of the page."""
     summary, (done, total) = shown.summary, shown.summary["jobs"]
-    gallery = experiment.preset in GALLERY
     lines = [f"### {experiment.title}", "", _one_sentence_a_line(experiment.caption)]
     if shown.figure is not None:
-        lines += ["", f"![{experiment.title}]({_image_of(experiment)})"]
-    if not gallery:
-        lines += ["", shown.table]
+        name = f"{_IMAGES}/{experiment.name}-{experiment.preset}.png"
+        (page.parent / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(shown.figure, page.parent / name)
+        lines += ["", f"![{experiment.title}]({name})"]
     seeds = ", ".join(map(str, summary["seeds"]))
     how = f" Preset `{experiment.preset}`, seeds {seeds}." if total else ""
     facts = [*summary["remarks"], f"Shows: {experiment.shows}.{how}"]
-    spent = duration(summary["seconds"])
-    examples = ", ".join(f"{number:,}" for number in summary["num_data"])
-    if gallery:
-        facts.append(f"Numbers: [{experiment.name}.csv]({_csv_of(experiment)}).")
-        if total and examples:
-            facts[-1] += f" Training examples: {examples}. Time of all runs: {spent}."
-    else:
-        facts += [f"Training examples: {examples}."] if examples else []
-        if experiment.differs:
-            facts.append(f"Differences from the paper: {' '.join(experiment.differs.split())}")
-        if total:
-            facts += _settings(experiment)
-            machines = " and ".join(summary["machines"])
-            facts.append(f"Machine: {machines}. Time of all runs: {spent}.")
+    if experiment.differs:
+        facts.append(f"Differences from the paper: {' '.join(experiment.differs.split())}")
+    if total:
+        machines = " and ".join(summary["machines"])
+        facts.append(f"Machine: {machines}. Time of all runs: {duration(summary['seconds'])}.")
     if done < total:
         facts.append(f"{done} of {total} jobs are done.")
-    lines += ["", *(f"- {fact}" for fact in facts)]
+    lines += ["", shown.table, "", *(f"- {fact}" for fact in facts)]
     command = _command(experiment.name, experiment.preset)
     return "\n".join([*lines, "", f"    {command}"]) + "\n"
 
@@ -303,18 +246,3 @@ def duration(seconds: float) -> str:
         if seconds < below:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds / (365 * day):.0f} years"
-
-
-def _settings(experiment: Experiment) -> list[str]:
-    """Return the options of all trainings, and those of single panels, blocks or rows."""
-    names: dict[str, list[str]] = {}
-    for name, options in experiment.own_settings():
-        if specific := {key: value for key, value in options.items() if key != "estimator"}:
-            names.setdefault(_in_line(specific), []).append(name)
-    specific_lines = [f"Settings of {', '.join(parts)}: {line}." for line, parts in names.items()]
-    return [f"Settings: {_in_line(experiment.training)}.", *specific_lines]
-
-
-def _in_line(options: Mapping[str, Any]) -> str:
-    text = yaml.safe_dump(dict(options), default_flow_style=True, width=10**6, sort_keys=False)
-    return "`" + text.strip().strip("{}") + "`"

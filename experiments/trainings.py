@@ -1,49 +1,35 @@
 """Trainings by the options of ``evigrad train``. Each one runs only once."""
 
-import csv
 import hashlib
 import json
-import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jsonargparse import Namespace
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
-from evigrad.cli.messages import results_console, show
 from evigrad.cli.parser import NO_ESTIMATOR, CommandLineError, Parser, chosen, explain
 from evigrad.cli.resume import CONFIGURATION
 from evigrad.cli.setup import (
-    INVARIANCE,
     MOST_THREADS,
-    NETWORK,
     Setup,
     check_range,
     set_up,
 )
-from evigrad.cli.train import SETTINGS, Results, make_parser, prepare_runs, settings_of
-from evigrad.errors import ConfigurationError, EvigradError
-from evigrad.files import replacing
-from evigrad.plots import save
+from evigrad.cli.train import Results, make_parser, prepare_runs, settings_of
+from evigrad.errors import ConfigurationError
 from evigrad.training import FitResult, RunDirectory
 from experiments.augerino import NAME as AUGERINO
 from experiments.augerino import WEIGHT, prepare_augerino
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 # Folders, device and display of a training. No result depends on them.
 _FREE = {"data_dir", "device", "threads", "progress", "checkpoint_every"}
 _FREE |= {"config", "resume", *(field.name for field in fields(Results))}
-# Options of the place that a command adds. The options of a training include the data folder.
-PLACE_OF_TRAINING = ("results", "device", "threads")
 _DIGITS = 16  # number of digits of a name that is a hash
 # Options that were added or removed after the first results. At their defaults, the results keep
 # their folders.
@@ -86,11 +72,6 @@ def place_of(
     if threads is not None:
         check_range("threads", threads, 1, MOST_THREADS)
     return Place(Path(results), data_dir, device, threads or torch.get_num_threads())
-
-
-def place_from(options: Namespace) -> Place:
-    """Return the place from a command's options, by ``place_of``."""
-    return place_of(**chosen(place_of, options))
 
 
 def resolved(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,25 +141,10 @@ def train_options(config: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def run_folder(config: Mapping[str, Any], place: Place) -> Path:
-    """Return the folder of a training from ``resolved`` and of everything computed from it."""
-    return place.results / "train" / digest(config)
-
-
 def digest(content: Any) -> str:
     """Return a short name of plain values, equal for any order of the keys."""
     text = json.dumps(content, sort_keys=True)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:_DIGITS]
-
-
-def kept(path: Path, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the content of a JSON file. If there is none, call ``compute`` and store its value."""
-    if path.exists():
-        return stored(path)
-    content = compute()
-    with replacing(path) as file:
-        file.write((json.dumps(content, indent=1) + "\n").encode("utf-8"))
-    return content
 
 
 def stored(path: Path) -> dict[str, Any]:
@@ -191,99 +157,6 @@ def stored(path: Path) -> dict[str, Any]:
         ) from error
 
 
-Work = Callable[..., dict[str, Any]]
-
-
-def each_done(
-    work: Work, configs: Sequence[dict[str, Any]], place: Place, **options: Any
-) -> list[dict[str, Any] | None]:
-    """Return the results of ``work(config, place, **options)`` for several trainings.
-
-    A failure prints a warning and gives None, and the others continue.
-    """
-    results: list[dict[str, Any] | None] = []
-    for config in configs:
-        result, message = _attempt(work, place, options, config)
-        results.append(result)
-        name = f"{config['estimator'] or 'map'}, seed {config['seed']}"
-        if result is None:
-            show("warning", f"{name} failed: {message}")
-        else:
-            show("note", f"[{len(results)}/{len(configs)}] {name}: {message}")
-    return results
-
-
-def _attempt(
-    work: Work, place: Place, options: Mapping[str, Any], config: dict[str, Any]
-) -> tuple[dict[str, Any] | None, str]:
-    start = time.perf_counter()
-    try:
-        computed = work(config, place, **options)
-    except EvigradError as error:
-        return None, str(error)
-    except RuntimeError as error:  # such as PyTorch's error when the memory is full
-        return None, f"{type(error).__name__}: {error}"
-    return computed, f"{time.perf_counter() - start:.0f} s"
-
-
-def named_setup(options: Namespace, place: Place) -> tuple[Setup, dict[str, Any]]:
-    """Return data and network of a command with ``add_training``, and its options."""
-    option_names = {*NETWORK, *INVARIANCE, *SETTINGS} - {"data_dir"}
-    training = {name: options[name] for name in option_names if name in options}
-    keywords = signature(set_up).parameters
-    setup = _set_up_at(place, {name: v for name, v in training.items() if name in keywords})
-    return setup, {**training, "model": setup.model_name}
-
-
 def _set_up_at(place: Place, options: dict[str, Any]) -> Setup:
     here = {"data_dir": place.data_dir, "device": place.device, "threads": place.threads}
     return set_up(**{**options, **here})
-
-
-def add_list(
-    group: Any, flag: str, kind: type, default: Sequence[Any] | None, help_text: str
-) -> None:
-    """Add an option, such as ``--seeds``, that takes several values of one type."""
-    group.add_argument(
-        flag,
-        type=kind,
-        nargs="+",
-        default=None if default is None else list(default),
-        metavar="N" if kind is int else "NAME",
-        help=help_text,
-    )
-
-
-def write_results(
-    place: Place,
-    name: str,
-    content: Any,
-    figure: "Figure",
-    heads: Sequence[str],
-    rows: Sequence[Sequence[str | float]],
-) -> None:
-    """Write a figure and a table, and print the table.
-
-    ``content`` is everything that the results depend on. Results of other content stay.
-    """
-    folder = place.results / "shown" / name / digest(content)[:6]
-    folder.mkdir(parents=True, exist_ok=True)
-    save(figure, folder / "figure.png")
-    figure.savefig(folder / "figure.pdf")
-    with (folder / "table.csv").open("w", encoding="utf-8", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([heads, *rows])
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    shown = [[_shown(cell) for cell in row] for row in rows]
-    for head, *cells in zip(heads, *shown, strict=True):
-        # Heads are broken between words, numbers are not.
-        table.add_column(head, width=max(map(len, [*head.split(), *cells])))
-    for cells in shown:
-        table.add_row(*cells)
-    results_console().print(table)
-    show("note", f"Figure and table: {folder}")
-
-
-def _shown(cell: str | float) -> str:
-    if isinstance(cell, str):
-        return cell
-    return "–" if math.isnan(cell) else f"{cell:.4g}"

@@ -6,8 +6,7 @@ import json
 import math
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ import torch
 from evigrad import Evidence, Schedule
 from evigrad.blocks.anchors import Anchoring
 from evigrad.likelihoods import Categorical
-from evigrad.measure import evaluate_evidence
 from evigrad.priors import GaussianPrior
 
 pytest.importorskip("sklearn")
@@ -61,80 +59,6 @@ def test_finished_runs_are_written_once_and_whole(monkeypatch, tmp_path):
         results.read()
 
 
-@pytest.mark.long
-def test_invariance_learning(monkeypatch, tmp_path, capsys):
-    script = load_script("invariance_learning", monkeypatch)
-    estimators = ("ntk-10-1",)
-    monkeypatch.setattr(script, "PROBLEMS", {"digits": script.Problem("digitsnet", 30)})
-    monkeypatch.setattr(script, "ESTIMATORS", estimators)
-    rows = ("map", "fixed", "augerino", *estimators)
-    monkeypatch.setattr(script, "ROWS", rows)
-    for name in ("SAMPLES", "TEST_SAMPLES"):
-        monkeypatch.setattr(script, name, 2)
-    schedule = script.SCHEDULE | {"epochs": 2, "burn_in": 1, "batch_size": 10}
-    monkeypatch.setattr(script, "SCHEDULE", schedule)
-    page = tmp_path / "page.md"
-    marker = "invariance_learning digits"
-    page.write_text(f"a\n<!-- {marker} -->\nold\n<!-- end {marker} -->\nb\n")
-    common = ["--results", str(tmp_path), "--checkpoints", str(tmp_path / "checkpoints")]
-    common += ["--pages", str(page), "--threads", str(torch.get_num_threads())]
-    script.main([*common, "--seeds", "0", "1"])
-    path = tmp_path / "invariance_learning_digits.csv"
-    first_runs = runs_of(path)
-    assert list(first_runs) == [(row, seed) for seed in (0, 1) for row in rows]
-    for (row, seed), run in first_runs.items():
-        fixed = {"map": 0.0, "fixed": 3.14159}.get(row)
-        if fixed is None:
-            assert abs(float(run["rotation"]) - script.START) > 1e-4, (row, seed)
-        else:
-            assert float(run["rotation"]) == pytest.approx(fixed, abs=1e-3)
-        learned = {round(p, 6) for p in json.loads(run["precisions"]).values()}
-        assert (learned == {0.015}) == (row not in estimators)  # 5e-4 of 30
-        assert float(run["log_evidence"]) < 0
-    # What is there is not run again; a run that is missing is.
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(line for line in lines if not line.startswith("fixed,1,")))
-    script.main([*common, "--seeds", "0", "1"])
-    again = runs_of(path)
-    assert list(again)[-1] == ("fixed", 1) and len(again) == len(first_runs)
-    for key, run in again.items():
-        for column in script.COLUMNS:
-            same = run[column] == first_runs[key][column]
-            assert same or (key == ("fixed", 1) and column == "seconds")
-    assert not list((tmp_path / "checkpoints" / "digits").iterdir())
-    text = page.read_text()
-    assert text.startswith("a\n<!--") and text.endswith("-->\nb\n") and "old" not in text
-    assert text.count("\n| ") == len(rows) + 1
-    assert "| full circle |" in text and "| 3.14 |" in text
-    with pytest.raises(SystemExit, match="no runs"):
-        script.main(["--results", str(tmp_path / "none"), "--table"])
-    path.write_text("row,seed\nfixed,0\n")
-    with pytest.raises(SystemExit, match="columns row, seed, but"):
-        script.main([*common, "--table"])
-
-
-def test_prior_learning(monkeypatch, tmp_path, capsys):
-    script = load_script("prior_learning", monkeypatch)
-    monkeypatch.setattr(script, "PROBLEMS", {"digits": script.Problem("digitsnet", 30, 3)})
-    monkeypatch.setattr(script, "DECAYS", (1e-3, 10.0))
-    schedule = script.SCHEDULE | {"burn_in": 1, "every": 1, "batch_size": 10}
-    monkeypatch.setattr(script, "SCHEDULE", schedule)
-    rows = ("map-none", "grid", "ntk-10-1")
-    monkeypatch.setattr(script, "ROWS", rows)
-    threads = str(torch.get_num_threads())
-    script.main(["--results", str(tmp_path), "--seeds", "0", "--threads", threads])
-    runs = runs_of(tmp_path / "prior_learning_digits.csv")
-    assert list(runs) == [(row, 0) for row in rows]
-    none, grid, learned = runs.values()
-    assert none["log_evidence"] == "" and none["precisions"] == ""
-    scores = json.loads(grid["validation"])
-    assert float(grid["decay"]) == max(map(float, scores), key=lambda d: scores[str(d)])
-    assert all(p != 1.0 for p in json.loads(learned["precisions"]).values())
-    assert float(learned["log_evidence"]) < 0
-    table = capsys.readouterr().out
-    assert "| no weight decay |" in table and "| – |" in table
-
-
 def short_rivals(monkeypatch):
     """The script with few data and epochs, and its small set of digits."""
     script = load_script("rivals", monkeypatch)
@@ -153,10 +77,11 @@ def test_rivals(monkeypatch, tmp_path, capsys):
     rows += ["default"]
     page = tmp_path / "page.md"
     page.write_text("a\n<!-- rivals digits -->\nold\n<!-- end rivals digits -->\nb\n")
-    common = ["--sets", "digits", "--results", str(tmp_path), "--pages", str(page)]
+    results = tmp_path / "results"
+    common = ["--sets", "digits", "--results", str(results), "--pages", str(page)]
     common += ["--threads", str(torch.get_num_threads())]
     script.main([*common, "--seeds", "0", "--rows", *rows])
-    path = tmp_path / "rivals_digits.csv"
+    path = results / "rivals_digits.csv"
     runs = runs_of(path)
     assert list(runs) == [(row, 0) for row in rows]
     for (row, _), run in runs.items():
@@ -172,7 +97,6 @@ def test_rivals(monkeypatch, tmp_path, capsys):
     text = page.read_text()
     assert "\nold\n" not in text and text.count("\n| ") == len(rows) + 1
     assert (tmp_path / "images" / "rivals.png").stat().st_size > 1000
-    assert "digits: 7 rows, about" in capsys.readouterr().out
     # What is there is not run again.
     whole = path.read_text()
     script.main([*common, "--seeds", "0", "--rows", *rows])
@@ -203,27 +127,6 @@ def test_rivals_on_a_table(monkeypatch, tmp_path, capsys):
     assert plain["log_likelihood"] != averaged["log_likelihood"]
     assert float(plain["seconds"]) < float(averaged["seconds"])
     assert "| yacht | MAP, learned noise |" in capsys.readouterr().out
-
-
-def test_noise_steps(monkeypatch, tmp_path):
-    rivals = short_rivals(monkeypatch)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(60, 3, generator=generator)
-    y = x[:, :1] + 0.1 * torch.randn(60, 1, generator=generator)
-    line = rivals.DataSet(
-        "line", (x[:40], y[:40]), (x[40:], y[40:]), 1, (3,), "gaussian", (), x[0], x[0]
-    )
-    monkeypatch.setattr(rivals, "load", lambda *_, **__: line)
-    script = load_script("noise_steps", monkeypatch)
-    monkeypatch.setattr(script, "make_task", rivals.make_task)
-    monkeypatch.setattr(script, "run_default_posterior", rivals.run_default_posterior)
-    (page := tmp_path / "page.md").write_text("<!-- noise_steps -->\n<!-- end noise_steps -->\n")
-    script.main(
-        ["--sets", "yacht", "--seeds", "0", "--results", str(tmp_path), "--pages", str(page)]
-    )
-    scaled, plain = runs_of(tmp_path / "noise_steps.csv").values()
-    assert scaled["rmse"] != plain["rmse"]  # the loss is another one
-    assert page.read_text().count("\n| yacht |") == 3
 
 
 def test_metrics_of_rivals(monkeypatch):
@@ -274,100 +177,6 @@ def test_posterior(monkeypatch, tmp_path, capsys):
     )
 
 
-def test_noise_models(monkeypatch, tmp_path, capsys):
-    script = load_script("noise_models", monkeypatch)
-    monkeypatch.setattr(script, "SIZES", (20,))
-    monkeypatch.setattr(script, "NUM_TEST", 10)
-    fit = partial(script.evigrad.fit, estimator=None, schedule=Schedule(epochs=1))
-    monkeypatch.setattr(script, "evigrad", SimpleNamespace(fit=fit))
-    script.main(["--seeds", "0", "1", "--results", str(tmp_path)])
-    runs = runs_of(tmp_path / "noise_models.csv")
-    assert len(runs) == 4
-    assert all(float(run["low_sigma"]) > 0 for run in runs.values())
-    assert "| 20 | natural-gaussian |" in capsys.readouterr().out
-
-
-@pytest.fixture
-def multi_task(monkeypatch):
-    """The script with short trainings on synthetic data with a class and a number."""
-    script = load_script("multi_task", monkeypatch)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(50, 3, generator=generator)
-    y = {"kind": (x[:, 0] > 0).long() + (x[:, 1] > 0), "size": x[:, :1].sin()}
-    test_y = {name: targets[30:] for name, targets in y.items()}
-    train_y = {name: targets[:30] for name, targets in y.items()}
-    problem = script.Problem({"kind": 3, "size": 0}, x[:30], train_y, x[30:], test_y)
-    monkeypatch.setattr(script, "make_problem", lambda *_: problem)
-    monkeypatch.setattr(script, "SETS", ("wine_red",))
-    monkeypatch.setattr(script, "WEIGHTS", (1.0, 10.0))
-    monkeypatch.setattr(script, "SCHEDULE", Schedule(epochs=3, eval_every=0))
-    return script
-
-
-def test_multi_task(multi_task, tmp_path):
-    (page := tmp_path / "page.md").write_text("<!-- multi_task -->\n<!-- end multi_task -->\n")
-    options = ["--results", str(tmp_path), "--pages", str(page), "--sets", "wine_red"]
-    multi_task.main([*options, "--seeds", "0", "1"])
-    runs = runs_of(tmp_path / "multi_task.csv")
-    assert set(runs) == {(f"wine_red: {m}", s) for m in multi_task.METHODS for s in (0, 1)}
-    for seed in (0, 1):
-        of = {name: runs[f"wine_red: {name}", seed] for name in multi_task.METHODS}
-        # A network chosen by validation is at most as good as the best on test, which it was
-        # chosen from, and the final one has the same weights and noise.
-        first, best = of["grid, 80 %"], of["best on test, 80 %"]
-        sums = [float(run["first"]) + float(run["second"]) for run in (first, best)]
-        assert sums[0] <= sums[1]
-        assert (of["grid"]["weights"], of["grid"]["noise"]) == (first["weights"], first["noise"])
-        assert of["grid"]["num_data"] == "30" and first["num_data"] == "24"
-        assert of["equal weights"]["weights"] == "[1.0, 1.0]"
-        noises = {json.loads(of[name]["noise"])["size"] for name in multi_task.LEARNED}
-        assert 1.0 not in noises and len(noises) >= 3
-        assert of["evidence"]["noise"] == of[multi_task.BY_POSTERIOR]["noise"]
-        assert of["evidence"]["first"] != of[multi_task.BY_POSTERIOR]["first"]
-    assert page.read_text().count("\n| wine_red |") == len(multi_task.METHODS)
-
-
-def test_weights_of_multi_task_are_those_of_the_loss(multi_task):
-    """Fixed noises and weighted classes multiply the gradients of the heads' losses."""
-    problem = multi_task.make_problem()
-    gradients = {}
-    for weights in ((1.0, 1.0), (3.0, 0.2)):
-        likelihood, y = multi_task.joined(problem, weights)
-        f = torch.linspace(-1, 1, 30 * 4).view(30, 4).requires_grad_()
-        (gradients[weights],) = torch.autograd.grad(likelihood.log_prob(f, y).sum(), f)
-    equal, weighted = gradients.values()
-    torch.testing.assert_close(weighted, equal * torch.tensor([3.0, 3.0, 3.0, 0.2]))
-
-
-def test_scores_of_multi_task(multi_task):
-    problem = multi_task.make_problem()
-    model = torch.nn.Linear(3, 4)
-    f, y, noise = model(problem.x).detach(), problem.y, {"size": 0.7}
-    first, second = multi_task.scores(problem, model, problem.x, y, noise).values()
-    log_prob = Categorical().log_prob(f[:, :3], y["kind"]).mean()
-    assert first[0] == pytest.approx(float(log_prob), rel=1e-5)
-    density = torch.distributions.Normal(f[:, 3:], 0.7).log_prob(y["size"]).mean()
-    assert second[0] == pytest.approx(float(density), rel=1e-5)
-    # The noise that is missing is the one with the highest likelihood.
-    fitted: dict[str, float] = {}
-    second = multi_task.scores(problem, model, problem.x, y, fitted)["size"]
-    assert fitted["size"] == second[1]
-    for factor in (0.9, 1.1):
-        other = {"size": factor * fitted["size"]}
-        assert multi_task.scores(problem, model, problem.x, y, other)["size"][0] < second[0]
-
-
-def test_rotations_of_multi_task(multi_task):
-    generator = torch.Generator().manual_seed(0)
-    images = torch.rand(2, 1, 28, 28, generator=generator)
-    inner = torch.zeros_like(images)
-    inner[..., 4:24, 4:24] = images[..., 4:24, 4:24]
-    for degrees, turns in ((0.0, 0), (90.0, 1), (-90.0, -1)):
-        small = multi_task.rotated(inner, torch.full((2, 1), degrees))
-        expected = torch.nn.functional.avg_pool2d(torch.rot90(inner, turns, (2, 3)), 2)
-        torch.testing.assert_close(small, expected.flatten(1), atol=1e-5, rtol=0)
-
-
 @pytest.mark.long
 def test_tightness(monkeypatch, tmp_path, capsys):
     script = load_script("tightness", monkeypatch)
@@ -397,50 +206,6 @@ def test_tightness(monkeypatch, tmp_path, capsys):
     assert (tmp_path / "tightness_times.csv").read_text().count("\n") == 1 + 2 * 6
     with pytest.raises(SystemExit):
         script.main(["--results", str(tmp_path / "none"), "--table"])
-
-
-def test_anchor_choice(monkeypatch, tmp_path, capsys):
-    script = load_script("anchor_choice", monkeypatch)
-    monkeypatch.setattr(script, "PROBLEMS", {"digits": "mlp"})
-    monkeypatch.setattr(script, "SUBSET", {"digits": 30})
-    training = script.TRAINING | {"estimator": "ntk-10-1", "epochs": 2, "burn_in": 1}
-    monkeypatch.setattr(script, "TRAINING", training)
-    page = tmp_path / "page.md"
-    page.write_text("<!-- anchor_choice -->\nold\n<!-- end anchor_choice -->\n")
-    options = "--data digits --seeds 0 --rows 20 --draws 2 --threads"
-    threads = str(torch.get_num_threads())
-    script.main([*options.split(), threads, "--tables", str(tmp_path), "--page", str(page)])
-    assert "| random | k-center | score | greedy, last layer | greedy, all |" in page.read_text()
-    assert (tmp_path / "anchor_choice.csv").read_text().count("\n") == 1 + 7
-
-
-def test_anchored_parametric(monkeypatch, tmp_path, capsys):
-    script = load_script("anchored_parametric", monkeypatch)
-    data = script.load("digits", subset=20, seed=0)
-    monkeypatch.setattr(script, "load", lambda *_, **__: data)
-    tightness = load_script("tightness", monkeypatch)
-    monkeypatch.setattr(tightness, "MODEL", "digitsnet")
-    schedule = tightness.SCHEDULE | {"estimator": "ntk-10-rows-anchored", "burn_in": 1}
-    monkeypatch.setattr(tightness, "SCHEDULE", schedule | {"every": 1, "steps": 1})
-    for name in ("trained", "evidence_at"):
-        monkeypatch.setattr(script, name, getattr(tightness, name))
-    page = tmp_path / "page.md"
-    page.write_text("<!-- anchored_parametric -->\nold\n<!-- end anchored_parametric -->\n")
-    folders = ["--networks", str(tmp_path / "n"), "--results", str(tmp_path / "r")]
-    common = [*folders, "--tables", str(tmp_path), "--page", str(page)]
-    common += ["--threads", str(torch.get_num_threads())]
-    script.main(
-        [*common, "--seeds", "0", "--rows", "10", "40", "--num-data", "20", "--epochs", "2"]
-    )
-    rows = json.loads((tmp_path / "r" / "case-0.json").read_text())
-    for row in rows:
-        # Anchors never make a bound looser on average; none goes below the exact value.
-        assert row["exact"] * (1 - 1e-6) <= row["anchored"]
-        assert 1 - 1e-6 <= row["exact"] <= row["plain"]
-    few, many = rows[0], rows[3]
-    assert few["structure"] == "ntk" and few["exact"] == pytest.approx(1.0)
-    assert many["anchored"] < few["anchored"]
-    assert "| diag |" in page.read_text()
 
 
 def test_sklearn_tables(monkeypatch, tmp_path, capsys):
@@ -487,178 +252,14 @@ def test_spans(monkeypatch):
 
 
 @pytest.mark.long
-def test_first_run(monkeypatch, tmp_path):
-    pytest.importorskip("jsonargparse")
-    pytest.importorskip("mlxtend")
-    script = load_script("first_run", monkeypatch)
-    short = "epochs: 3\ncompare_map: true\nestimator: ntk-20-1\nevaluate_with: ntk-20-1\n"
-    for name, subsets in {"mnist5k": "subset: 60\ntest_subset: 50\n", "autompg": ""}.items():
-        text = f"data: {name}\nmodel: mlp\n{subsets}{short}"
-        (tmp_path / f"{name}.yaml").write_text(text)
-    monkeypatch.setattr(script, "CONFIGURATIONS", tmp_path)
-    (page := tmp_path / "page.md").write_text("<!-- first_run -->\n<!-- end first_run -->\n")
-    arguments = ["--seeds", "0", "1", "--results", str(tmp_path), "--pages", str(page)]
-    errors, real = [], json.loads
-
-    def read(text):
-        run_results = real(text)
-        learned = list(run_results.values())[-1]["test"]
-        errors.extend([learned["squared_error"] ** 0.5] if "squared_error" in learned else [])
-        return run_results
-
-    monkeypatch.setattr(script, "json", SimpleNamespace(loads=read))
-    script.main(arguments)
-    runs = runs_of(tmp_path / "first_run.csv")
-    assert len(runs) == 2 * 2 * 2
-    for seed in (0, 1):  # which has a split of its own, and so another standard deviation
-        std = script.load("autompg", seed=seed).target_std.item()
-        assert float(runs["autompg: learned", seed]["rmse"]) == pytest.approx(std * errors[seed])
-    assert 0 <= float(runs["mnist5k: MAP", 1]["accuracy"]) <= 1
-    assert page.read_text().count("| 0-1 |") == 4
-    before = (tmp_path / "first_run.csv").read_text()
-    script.main(arguments)  # all is there
-    assert (tmp_path / "first_run.csv").read_text() == before
-
-
-@pytest.mark.filterwarnings("ignore::evigrad.EvigradWarning")  # three epochs
-def test_structures(monkeypatch, tmp_path):
-    pytest.importorskip("mlxtend")
-    script = load_script("structures", monkeypatch)
-    monkeypatch.setattr(script, "SCHEDULE", Schedule(epochs=3, eval_every=0))
-    (page := tmp_path / "page.md").write_text("<!-- structures -->\n<!-- end structures -->\n")
-    arguments = ["--sets", "autompg", "--seeds", "0", "1", "--results", str(tmp_path)]
-    script.main([*arguments, "--pages", str(page)])
-    runs = runs_of(tmp_path / "structures.csv")
-    by_way = {
-        way: [float(runs[f"autompg: {way}", seed]["log_likelihood"]) for seed in (0, 1)]
-        for way in script.WAYS
-    }
-    assert len(runs) == 3 * 2 and len({values[0] for values in by_way.values()}) == 3
-    lines = page.read_text().splitlines()
-    line = next(line for line in lines if "| evigrad, one precision |" in line)
-    gain = (sum(by_way["layerwise"]) - sum(by_way["scalar"])) / 2
-    shown = float(line.split("|")[4].split("±")[0].replace("−", "-"))
-    assert shown == pytest.approx(gain, abs=1e-3)
-    for name in ("mnist500", "digits"):  # the networks of the pages
-        model, _, data = script.problem(name, 0, None)
-        assert model(data.test[0][:2]).shape == (2, 10)
-
-
-@pytest.mark.long
-def test_start(monkeypatch, tmp_path):
-    script = load_script("start", monkeypatch)
-    monkeypatch.setattr(script, "SCHEDULE", Schedule(epochs=3, eval_every=0))
-    arguments = ["--sets", "noisy table", "--seeds", "0", "1", "--results", str(tmp_path)]
-    markers = "\n".join(f"<!-- {n} -->\n<!-- end {n} -->" for n in ("start", "start precisions"))
-    (page := tmp_path / "page.md").write_text(f"{markers}\n")
-    script.main([*arguments, "--pages", str(page)])
-    runs = runs_of(tmp_path / "start.csv")
-    assert len(runs) == 2 * (3 + 4)
-    log_evidences = {key: float(run["log_evidence"]) for key, run in runs.items()}
-    decays = [
-        log_evidences["noisy table: fixed point from " + d, 1] for d in ("0.003", "0.01", "0.03")
-    ]
-    assert len(set(decays)) == 3  # the burn-in's decay is taken
-    lines = page.read_text().splitlines()
-    spread = next(line for line in lines if "| fixed point | *spread* |" in line)
-    both = [
-        max(v) - min(v)
-        for v in (decays, [log_evidences[k, 0] for k, s in log_evidences if s and "fixed" in k])
-    ]
-    assert float(spread.split("|")[4].split("±")[0]) == pytest.approx(sum(both) / 2, abs=1e-3)
-    (precisions,) = [line for line in lines if "| fixed point | 0.003 | linear1 " in line]
-    precisions_of_seeds = [
-        json.loads(runs[k]["precisions"])["linear1.weight"] for k in runs if "0.003" in k[0]
-    ]
-    rounded = float(f"{(precisions_of_seeds[0] * precisions_of_seeds[1]) ** 0.5:.2g}")
-    assert f"linear1 {rounded:g}, " in precisions and "0-1" in page.read_text()
-
-
-class Logistic:
-    """Multinomial logistic regressions, trained to the optimum."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.x = torch.randn(40, 5, generator=generator).double()
-        noise = 0.8 * torch.randn(40, 3, generator=generator)
-        self.y = (self.x[:, :3] + noise).argmax(1)
-
-    def trained(self, precision: float, kept: torch.Tensor | None = None) -> torch.nn.Module:
-        model = torch.nn.Linear(5, 3).double()
-        for w in model.parameters():
-            torch.nn.init.zeros_(w)
-        x, y = (self.x, self.y) if kept is None else (self.x[kept], self.y[kept])
-        optimizer = torch.optim.LBFGS(
-            model.parameters(), max_iter=500, tolerance_grad=1e-12, tolerance_change=1e-16,
-            line_search_fn="strong_wolfe",
-        )  # fmt: skip
-
-        def closure() -> float:
-            optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model(x), y, reduction="sum")
-            loss = loss + 0.5 * precision * sum(w.square().sum() for w in model.parameters())
-            loss.backward()
-            return loss.item()
-
-        optimizer.step(closure)
-        return model
-
-
-def test_criteria_of_a_linear_model(monkeypatch):
-    """The slopes against retrained models, leave-one-out against models without the datum."""
-    script, data, precision, step = load_script("criteria", monkeypatch), Logistic(), 0.7, 1e-4
-
-    def linearised(value: float) -> Any:
-        precisions = {"weight": value, "bias": value}
-        return script.Linearised(data.trained(value), precisions, (data.x, data.y))
-
-    net = linearised(precision)
-    scores = script.criteria(net)
-    evidence = Evidence(
-        net.model,
-        Categorical(),
-        GaussianPrior("scalar", precision=precision),
-        estimator="full-N-C",
-        num_data=40,
-    )
-    exact = evaluate_evidence(evidence, (data.x, data.y), "full-N-C").per_datum
-    assert scores["evidence"] == pytest.approx(exact, abs=1e-6)
-    ends = [script.criteria(linearised(precision * math.exp(s)))["evidence"] for s in (step, -step)]
-    slopes = script.slopes(net)
-    total = (ends[0] - ends[1]) / (2 * step)
-    assert slopes["partial"] + slopes["implicit"] == pytest.approx(total, rel=1e-3)
-    assert slopes["partial"] != pytest.approx(total, rel=0.05)
-    every, left_out = torch.arange(40), 0.0
-    for n in range(40):
-        f = data.trained(precision, every[every != n])(data.x[n : n + 1])
-        left_out += float(f.detach().log_softmax(1)[0, data.y[n]]) / 40
-    assert scores["leave-one-out"] == pytest.approx(left_out, abs=0.05)
-    assert exact < scores["averaged"] < scores["leave-one-out"]
-
-
-def test_criteria_is_a_table_of_its_runs(monkeypatch, tmp_path, capsys):
-    script = load_script("criteria", monkeypatch)
-    monkeypatch.setattr(script, "SCHEDULE", Schedule(epochs=3, eval_every=0))
-    monkeypatch.setattr(script, "TEST", 20)
-    settings = ["decay 0.01", "decay 0.1", "fixed point", "adam"]
-    arguments = ["--sets", "digits", "--seeds", "0", "--subset", "30"]
-    script.main([*arguments, "--settings", *settings, "--results", str(tmp_path)])
-    runs = runs_of(tmp_path / "criteria.csv")
-    assert {row for row, _ in runs} == {f"digits: {s}" for s in settings}
-    assert len({run["evidence"] for run in runs.values()}) == 4
-    printed = capsys.readouterr().out
-    assert "| leave-one-out |" in printed and "| digits: fixed point |" in printed
-
-
-@pytest.mark.long
 def test_rotated(monkeypatch, tmp_path):
     script = load_script("rotated", monkeypatch)
     data = script.load("digits:rotated180", subset=30, seed=0).with_test_subset(20)
     monkeypatch.setattr(script, "load", lambda *_, **__: data)
     monkeypatch.setattr(script, "MODEL", "digitsnet")
-    monkeypatch.setattr("invariance_learning.SAMPLES", 2)
+    monkeypatch.setattr(script, "SAMPLES", 2)
     monkeypatch.setattr(script, "DECAYS", (1e-3, 1.0))
-    monkeypatch.setattr(script, "SCHEDULE", Schedule(epochs=2, eval_every=0, burn_in=1, steps=1))
+    monkeypatch.setattr(script, "SCHEDULE", Schedule(epochs=2, eval_every=0))
     (page := tmp_path / "page.md").write_text("<!-- rotated -->\n<!-- end rotated -->\n")
     script.main(["--seeds", "0", "--results", str(tmp_path), "--pages", str(page)])
     runs = runs_of(tmp_path / "rotated.csv")
@@ -690,14 +291,15 @@ def test_transfer(monkeypatch, tmp_path):
     monkeypatch.setattr(script, "load", lambda *_, **__: data)
     monkeypatch.setattr(script, "OPTIONS", {"depth": 10, "widen_factor": 1})
     monkeypatch.setattr(script, "PRETRAINING", Schedule(epochs=1, eval_every=0))
-    short = Schedule(epochs=2, batch_size=20, eval_every=0, burn_in=1, steps=1)
+    short = Schedule(epochs=2, batch_size=20, eval_every=0)
     monkeypatch.setattr(script, "SIZES", (20,))
     monkeypatch.setattr(script, "SCHEDULES", {20: short})
     monkeypatch.setattr(script, "DECAYS", (1e-3, 1.0))
     (page := tmp_path / "page.md").write_text("<!-- transfer 20 -->\n<!-- end transfer 20 -->\n")
     rows = ["usual", "last layer", "grid", "diag-ef", "default-2", "default"]
     backbone = tmp_path / "backbone.pt"
-    common = ["--seeds", "0", "--results", str(tmp_path), "--backbone", str(backbone)]
+    results = tmp_path / "results"
+    common = ["--seeds", "0", "--results", str(results), "--backbone", str(backbone)]
     drawn, real = [], script.draw
 
     def draw(runs_drawn, *arguments):
@@ -707,7 +309,7 @@ def test_transfer(monkeypatch, tmp_path):
     monkeypatch.setattr(script, "draw", draw)
     script.main([*common, "--sizes", "20", "--rows", *rows, "--pages", str(page)])
     assert list(drawn[0]) == ["20 images"]
-    runs = runs_of(tmp_path / "transfer_20.csv")
+    runs = runs_of(results / "transfer_20.csv")
     beside = [f"{row}{script.BY_POSTERIOR}" for row in rows[-2:]]
     assert [row for row, _ in runs] == [*rows[:-1], beside[0], rows[-1], beside[1]]
     for row, other in zip(rows[-2:], beside, strict=True):

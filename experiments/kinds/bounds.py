@@ -4,6 +4,7 @@ import csv
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import product
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -102,10 +103,6 @@ class Bounds(Experiment):
         panels = {name: replace(panel, seeds=None) for name, panel in self.panels.items()}
         return replace(self, seeds=list(seeds), panels=panels)
 
-    def own_settings(self) -> list[tuple[str, Options]]:
-        """Return the settings of the panels."""
-        return [(name, panel.training) for name, panel in self.panels.items()]
-
     def figure(self, rows: list[Row]) -> "Figure":
         """Return panels side by side, with one line per estimator. Grouped subsets are below."""
         is_grouped = {name: Estimator.parse(name).grouped for name in self.curves}
@@ -202,27 +199,21 @@ class Bounds(Experiment):
 
     def remarks(self, rows: list[Row]) -> list[str]:
         """Return whether the orderings hold, and which seed is closest to the paper's maxima."""
-        remarks = [*self._closest_seeds(rows)]
-        for chain in self.orderings:
-            for panel in self.panels:
-                bounds = {r["estimator"]: r["log_evidence"] for r in rows if r["panel"] == panel}
-                chosen = [name for name in chain if name in bounds]
-                broken, seeds = [], set[int]()
-                for upper, lower in zip(chosen, chosen[1:], strict=False):
-                    common, points, gaps = _gaps(bounds[upper], bounds[lower])
-                    seeds |= common
-                    if gaps:
-                        broken.append(
-                            f"{upper} lies below {lower} at {len(gaps)} of {points} points, by"
-                            f" {max(gaps):.2g} nats per example at most"
-                        )
-                if seeds:
-                    all_seeds = f", for each of {len(seeds)} seeds" if len(seeds) > 1 else ""
-                    verdict = f"holds at every point of the grid{all_seeds}"
-                    if broken:
-                        verdict = f"does not hold everywhere: {', '.join(broken)}"
-                    remarks.append(f"The ordering `{' ≥ '.join(chosen)}` ({panel}) {verdict}.")
-        return remarks
+        remarks, broken, seeds = [*self._closest_seeds(rows)], list[str](), set[int]()
+        for chain, panel in product(self.orderings, self.panels):
+            bounds = {r["estimator"]: r["log_evidence"] for r in rows if r["panel"] == panel}
+            chosen = [name for name in chain if name in bounds]
+            for upper, lower in zip(chosen, chosen[1:], strict=False):
+                common, points, gaps = _gaps(bounds[upper], bounds[lower])
+                seeds |= common
+                if gaps:
+                    broken.append(
+                        f"{upper} lies below {lower} at {len(gaps)} of {points} points ({panel}),"
+                        f" by {max(gaps):.2g} nats per example at most."
+                    )
+        if seeds and not broken:
+            remarks.append("All orderings of the theory hold at every point, for every seed.")
+        return remarks + broken
 
 
 @cache

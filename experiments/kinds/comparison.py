@@ -69,14 +69,6 @@ class Comparison(Experiment):
         blocks = {name: replace(block, seeds=None) for name, block in self.blocks.items()}
         return replace(self, seeds=list(seeds), blocks=blocks)
 
-    def own_settings(self) -> list[tuple[str, Options]]:
-        """Return the settings of the blocks and of their rows."""
-        settings = []
-        for name, block in self.blocks.items():
-            settings.append((name, block.training))
-            settings += [(label, _training_options(row)) for label, row in block.rows.items()]
-        return settings
-
     def table(self, rows: list[Row]) -> Table:
         """Return a row per method, with our numbers and the paper's for each data set.
 

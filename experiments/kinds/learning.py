@@ -68,11 +68,6 @@ class Learning(Experiment):
             )
         return remarks
 
-    def own_settings(self) -> list[tuple[str, Options]]:
-        """Return the settings of the exceptions."""
-        drawn = {name for estimators in self.groups.values() for name in estimators}
-        return [item for item in self.exceptions.items() if item[0] in drawn]
-
     def _read(self, results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         trained = results["train"]
         numbers: dict[str, Any] = {"final": trained["test"]["log_likelihood"]}

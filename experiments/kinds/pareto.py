@@ -70,11 +70,6 @@ class Pareto(Experiment):
                 cases.append(Case({"estimator": name}, seed, jobs, _read))
         return cases
 
-    def own_settings(self) -> list[tuple[str, Options]]:
-        """Return the settings of the exceptions."""
-        compared = self.specs()
-        return [item for item in self.exceptions.items() if item[0] in compared]
-
     def figure(self, rows: list[Row]) -> "Figure":
         """Return a point for each estimator, and the frontier. Full-batch estimators are black."""
         specs, points = self.specs(), []
@@ -132,7 +127,9 @@ class Pareto(Experiment):
         remarks = [f"On the frontier, from fast to slow: {', '.join(self._front(rows))}."]
         specs, names = self.specs(), [row["estimator"] for row in rows]
         if any(name in self.exceptions for name in names):
-            remarks.append("Hollow markers: trained with other settings, named below.")
+            remarks.append(
+                "Hollow markers: trained with the settings under `exceptions` in the file."
+            )
         if any(specs[name].anchored for name in names):
             remarks.append(
                 "Anchors are chosen every third round. The time of anchored rows includes their"

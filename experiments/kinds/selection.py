@@ -43,7 +43,7 @@ class Selection(Experiment):
         """Return a point for each network, with errors of both quantities."""
         points = [
             figures.Point(
-                same[0]["family"],
+                "networks",
                 " = ".join(row["label"] for row in same),
                 same[0]["x"].mean,
                 same[0]["y"].mean,

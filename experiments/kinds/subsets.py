@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BLOCKS = 20  # number of blocks whose mean is the final estimate
-_APART = 0.12  # distance between neighboring methods, as a share of that between variants
 _QUANTITIES = {
     "log_evidence": "log evidence\n(nats per example)",
     "log_likelihood": "test log likelihood\n(nats per example)",
@@ -65,28 +64,16 @@ class Subsets(Experiment):
                         cases.append(Case(keys, seed, jobs, final_numbers))
         return cases
 
-    def own_settings(self) -> list[tuple[str, Options]]:
-        """Return the settings of the rows."""
-        return list(self.rows.items())
+    def figure(self, rows: list[Row]) -> "Figure | None":
+        """Return evidence, test log likelihood and accuracy over the sizes, if there are several.
 
-    def figure(self, rows: list[Row]) -> "Figure":
-        """Return evidence, test log likelihood and accuracy over the sizes of each variant.
-
-        With a single size, each quantity has one panel with the variants side by side.
+        Each variant has a column of panels.
         """
+        if len({row["size"] for row in rows}) == 1:
+            return None  # the table shows it better
         variants = [v for v in self.variants if any(row["variant"] == v for row in rows)]
         columns = {v: [row for row in rows if row["variant"] == v] for v in variants}
         looks = {"reference": self.reference, "ordered": self.ordered}
-        if len({row["size"] for row in rows}) == 1:
-            grid = [
-                [
-                    figures.Panel("", "", unit, _beside(rows, variants, name), names=variants)
-                    for name, unit in _QUANTITIES.items()
-                ]
-            ]
-            return figures.panels(
-                grid, size=(1.2 + 0.7 * len(variants), 3.1), markers=True, **looks
-            )
         grid = [
             [
                 figures.Panel(
@@ -94,7 +81,7 @@ class Subsets(Experiment):
                     "training examples" if down == len(_QUANTITIES) - 1 else "",
                     "" if variant != variants[0] else unit,
                     [
-                        _curve(label, method_rows, [row["size"] for row in method_rows], name)
+                        _curve(label, method_rows, name)
                         for label, method_rows in _by_label(variant_rows).items()
                     ],
                     log=True,
@@ -127,21 +114,10 @@ class Subsets(Experiment):
         return Table(columns, cells, [f"{r['variant']} {r['size']}" for r in ordered])
 
 
-def _curve(label: str, rows: list[Row], places: list[float], name: str) -> figures.Curve:
-    """Return a quantity of a method at the places of its rows."""
-    numbers = [row[name] for row in rows]
-    return figures.Curve(label, places, [n.mean for n in numbers], [n.error for n in numbers])
-
-
-def _beside(rows: list[Row], variants: list[str], name: str) -> list[figures.Curve]:
-    """Return a quantity of each method over the variants, with methods slightly apart."""
-    by_label = _by_label(rows)
-    curves = []
-    for number, (label, method_rows) in enumerate(by_label.items()):
-        apart = _APART * (number - (len(by_label) - 1) / 2)
-        places = [variants.index(row["variant"]) + apart for row in method_rows]
-        curves.append(_curve(label, method_rows, places, name))
-    return curves
+def _curve(label: str, rows: list[Row], name: str) -> figures.Curve:
+    """Return a quantity of a method over the sizes of its rows."""
+    sizes, numbers = [row["size"] for row in rows], [row[name] for row in rows]
+    return figures.Curve(label, sizes, [n.mean for n in numbers], [n.error for n in numbers])
 
 
 def _by_label(rows: list[Row]) -> dict[str, list[Row]]:

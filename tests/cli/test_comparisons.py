@@ -25,8 +25,8 @@ from evigrad.priors import GaussianPrior
     ("command", "words"),
     [
         ("reproduce", "python -m experiments fig4"),
-        ("pareto", "python -m experiments pareto, with the same options"),
-        ("bounds", "python -m experiments bounds, with the same options"),
+        ("pareto", "python -m experiments FILE.yaml, with a file of the kind 'pareto'"),
+        ("bounds", "python -m experiments FILE.yaml, with a file of the kind 'bounds'"),
     ],
 )
 def test_a_command_says_where_it_went(command, words, capsys):

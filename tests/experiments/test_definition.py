@@ -237,5 +237,3 @@ def test_an_exception_has_options_of_its_own(parts):
     assert (
         trainings["ntk-20-1"]["every"] == TRAINING["every"] and trainings["ntk-N-C"]["every"] == 2
     )
-    # Of estimators that are not run nothing is said.
-    assert experiment.own_settings() == [("ntk-N-C", exception)]

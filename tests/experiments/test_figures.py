@@ -1,7 +1,6 @@
 """Figures that compare: panels of curves and points of two quantities."""
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evigrad.plots import LIGHT
+from evigrad.plots.style import shades_of
 from experiments import figures
 
 pytest.importorskip("matplotlib")
@@ -58,16 +58,26 @@ def test_a_point_that_came_about_otherwise_is_hollow():
     assert drawn == [[[2.0, 2.0]], []]  # and the entry of the legend
 
 
-def test_values_over_names_stand_apart_with_their_errors():
-    with_errors = figures.Curve("own", [-0.1, 0.9], [1.0, 2.0], [0.1, math.nan])
-    other = figures.Curve("other", [0.1, 1.1], [1.5, 2.5])
-    panel = figures.Panel("", "", "nats", [with_errors, other], names=["a", "b ±90°"])
-    (axes,) = figures.panels([[panel]], markers=True).axes
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["a", "b\n±90°"]
-    assert all(line.get_linestyle() == "None" for line in axes.lines)
-    bars: Any = axes.collections[0]
-    ends = [bar.tolist() for bar in bars.get_segments()]
-    assert ends == [pytest.approx(np.array([[-0.1, 0.9], [-0.1, 1.1]])), [[0.9, 2.0], [0.9, 2.0]]]
+def test_a_curve_far_below_the_others_has_axes_of_its_own():
+    curves = [figures.Curve(name, [0, 1], [y - 1, y]) for name, y in (("a", -1.0), ("b", -1.2))]
+    curves += [figures.Curve("low", [0, 1], [-12.0, -10.0])]
+    curves += [figures.Curve("low", [0, 1], [-13.0, -11.0], published=True)]
+    (axes,) = figures.panels([[figures.Panel("", "", "", curves, clipped=True)]]).axes
+    (inset,) = axes.child_axes
+    assert len(axes.lines) == len(inset.lines) == 2 and inset.get_title() == "low"
+    assert axes.get_ylim()[0] > -3
+    (axes,) = figures.panels([[figures.Panel("", "", "", curves[:2], clipped=True)]]).axes
+    assert not axes.child_axes
+
+
+def test_sizes_have_shades_and_other_names_have_colors():
+    curves = [figures.Curve(name, [0, 1], [0, 1]) for name in ("m = 5", "KFAC", "m = 9", "full")]
+    (axes,) = figures.panels(
+        [[figures.Panel("", "", "", curves)]], ordered=True, reference=["full"]
+    ).axes
+    colors = [line.get_color() for line in axes.lines]
+    assert [colors[0], colors[2]] == shades_of(2)
+    assert colors[1] == LIGHT.lines[0] and colors[3] == LIGHT.ink
 
 
 def test_times_differ_by_less_than_a_decade():

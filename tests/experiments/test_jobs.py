@@ -14,7 +14,7 @@ from evigrad.errors import ConfigurationError
 from experiments.checks import SHAPES, problems
 from experiments.definition import read_experiment
 from experiments.jobs import Job, Store, curve, distinct, evaluation, training
-from experiments.trainings import digest, train_options
+from experiments.trainings import digest, resolved, train_options
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,7 +26,7 @@ def test_the_same_settings_are_the_same_job_however_they_are_written():
 
 
 def test_exported_results_are_those_of_todays_options():
-    lines = gzip.decompress((ROOT / "docs/results/paper.jsonl.gz").read_bytes()).splitlines()
+    lines = gzip.decompress((ROOT / "experiments/paper/results.jsonl.gz").read_bytes()).splitlines()
     kept = {digest(json.loads(line)["job"]) for line in lines}
     jobs = {job.id for job in read_experiment("fig7", "cpu").jobs()}
     assert jobs <= kept
@@ -199,3 +199,9 @@ def test_nothing_is_wrong_with_the_small_experiments(name, tmp_path):
 def test_shapes_are_those_of_the_data(name):
     data = load(name)
     assert (tuple(data.input_shape), data.num_outputs, len(data.train[0])) == SHAPES[name]
+
+
+def test_an_option_that_is_younger_than_results_names_no_other_folder_at_its_default() -> None:
+    assert resolved({"prior-mean": "zero", "seed": 3}) == resolved({"seed": 3})
+    assert "prior_mean" not in resolved({})
+    assert resolved({"prior_mean": "initial"})["prior_mean"] == "initial"

@@ -39,8 +39,8 @@ COMMANDS = {
 # Commands of earlier versions.
 _MOVED = {
     "reproduce": "python -m experiments fig4, or python -m experiments --list for all names",
-    "pareto": "python -m experiments pareto, with the same options",
-    "bounds": "python -m experiments bounds, with the same options",
+    "pareto": "python -m experiments FILE.yaml, with a file of the kind 'pareto'",
+    "bounds": "python -m experiments FILE.yaml, with a file of the kind 'bounds'",
 }
 
 

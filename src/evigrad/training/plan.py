@@ -16,12 +16,11 @@ T = TypeVar("T")
 LEARNED_PRECISION = 1.0
 # Weight decay of the burn-in, from which the fixed point starts: 20 times 5e-4. With a weaker one,
 # the network fits noisy labels and targets before their noise is learned, and precisions recover
-# slowly. With a much stronger one, networks on few data end at zero (benchmarks/start.py).
+# slowly. With a much stronger one, networks on few data end at zero (benchmarks/README.md).
 BURN_IN_DECAY = 1e-2
 # A second start if noise is learned. The first one can end far below the evidence of a network
 # that fits the data, because large noise keeps weights small and small weights keep the noise
-# large. Where targets are noise, this one overfits, so the evidence decides
-# (benchmarks/convergence.py).
+# large. Where targets are noise, this one overfits, so the evidence decides (benchmarks/README.md).
 WEAK_DECAY = 1e-3
 # The burn-in's precision does not grow further with N, so that the decay for few data does not
 # restrain many.
@@ -32,9 +31,9 @@ PRETRAINED_DECAY = 1.0
 # Default of a fixed precision divided by N.
 WEIGHT_DECAY = 5e-4
 
-# Default schedules (benchmarks/tables.py). Training takes a number of steps, and few data make few
-# steps per epoch. Many data need more than a few epochs. On tabular regression a third of the
-# learning rate leads to networks that fit the noise.
+# Default schedules. Training takes a number of steps, and few data make few steps per epoch. Many
+# data need more than a few epochs. On tabular regression a third of the learning rate leads to
+# networks that fit the noise.
 CLASSIFICATION_LR, REGRESSION_LR = 3e-3, 1e-2
 STEPS = 2000
 FEWEST_EPOCHS = 100
@@ -45,7 +44,7 @@ FEWEST_EPOCHS_OF_MANY = 10
 # With few data, training goes on until it has settled. The first cycle may end far from that
 # (benchmarks/README.md).
 FEW_DATA, MORE = 2000, 4
-# Share of the epochs before the first round (benchmarks/start.py).
+# Share of the epochs before the first round.
 BURN_IN = 0.1
 ROUNDS = 20
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from evigrad.training.trainer import Trainer
 
 # Share of the epochs after which starts are compared. At a fifth, weak starts still win on data
-# where they end with less evidence (benchmarks/convergence.py).
+# where they end with less evidence (benchmarks/README.md).
 SHARE = 1 / 3
 # Number of rounds whose log evidence is averaged, because weights move at large learning rates.
 ROUNDS = 3

@@ -534,8 +534,8 @@ class Trainer:
 
         The gradient of the negative log likelihood grows as 1/σ², and a round can divide σ² by ten.
         Adam's running mean of squared gradients needs a thousand steps to catch up. Until then the
-        steps would be several times too large, and training can diverge (docs/start.md). With the
-        loss times σ², a round changes nothing but the share of the prior.
+        steps would be several times too large, and training can diverge (benchmarks/README.md).
+        With the loss times σ², a round changes nothing but the share of the prior.
         """
         # A known noise keeps the gradients small.
         noisy = noisy_parts(self.evidence.likelihood)

@@ -8,7 +8,7 @@ With the prior precisions δ_W and δ_b, two rows have the inner product
     (R_n[:, d]ᵀ R_n'[:, d']) (φ_nᵀ φ_n' / δ_W + 1 / δ_b).
 
 The kernel of all layers is larger but similar, and does not lead to better anchors or blocks
-(``benchmarks/anchor_search.py``). The estimate is a bound for any choice of anchors.
+(benchmarks/README.md). The estimate is a bound for any choice of anchors.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -30,7 +30,7 @@ JITTER_GROWTH = 10.0
 # Errors of a Cholesky pivot in roundings of its diagonal element, of an eigenvalue in roundings of
 # the largest one, and of sums. Calibrated on trained and untrained networks. The estimated error is
 # rarely below the true one, and 5 to 50 times as large in half of the cases, because sums of some
-# processors round less than those of others (benchmarks/rounding.py).
+# processors round less than those of others (benchmarks/README.md).
 PIVOT_ROUNDINGS, EIGENVALUE_ROUNDINGS, SUM_ROUNDINGS = 4.0, 1.0, 8.0
 # The mean error of many eigenvalues hidden by rounding was at most 0.2 eps of the largest one, with
 # either sign (Grams of 16 to 512 columns, spectra of four to eight decades), and less in trained
