@@ -62,9 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments and arguments[0] in _COMMANDS:
         name, *others = arguments
         command = import_module(f"experiments.{name}")
-        return cli.reported(
-            lambda: cli.run_command(command, f"python -m experiments {name}", others)
-        )
+        return cli.reported(lambda: cli.run_command(command, others))
     options = make_parser().parse_args(arguments)
     try:
         return _run(options)

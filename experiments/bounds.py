@@ -35,7 +35,7 @@ _TYPES: dict[str, Any] = {"along": Literal[(PRECISION, *GENERATORS)]}  # type: i
 
 def make_parser() -> Parser:
     """Return the options of the command."""
-    parser = Parser(description=_DESCRIPTION, usage="python -m experiments bounds [options]")
+    parser = Parser("python -m experiments bounds", _DESCRIPTION)
     group = parser.add_argument_group("what to draw")
     trainings.add_list(group, "--curves", str, CURVES, "Estimators. Each has a curve.")
     trainings.add_list(group, "--seeds", int, [0], "Seeds. Each has a training.")

@@ -41,13 +41,13 @@ _BLOCKS = 30
 
 def make_parser() -> Parser:
     """Return the options of the command."""
-    parser = Parser(description=_DESCRIPTION, usage="python -m experiments pareto [options]")
+    parser = Parser("python -m experiments pareto", _DESCRIPTION)
     group = parser.add_argument_group("what to compare")
     trainings.add_list(group, "--estimators", str, ESTIMATORS, "Estimators.")
     trainings.add_list(group, "--seeds", int, [0], "Seeds. Each has a training per estimator.")
     parser.add_group("a common measure", evaluated, ("judge",))
     parser.add_group("where", trainings.place_of, trainings.PLACE_OF_TRAINING)
-    add_training(parser, with_estimator=False)
+    add_training(parser, ("prior", "precision"))
     return parser
 
 

@@ -5,8 +5,9 @@ import hashlib
 import json
 import math
 import time
+from argparse import ArgumentError
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from inspect import signature
 from pathlib import Path
@@ -17,18 +18,12 @@ from jsonargparse import Namespace
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from evigrad.blocks.anchors import Anchoring
 from evigrad.cli.messages import results_console, show
-from evigrad.cli.parser import NO_ESTIMATOR, CommandLineError, Parser, chosen, explain
+from evigrad.cli.parser import NO_ESTIMATOR, Parser, by_key, by_name, chosen
 from evigrad.cli.resume import CONFIGURATION
-from evigrad.cli.setup import (
-    INVARIANCE,
-    MOST_THREADS,
-    NETWORK,
-    Setup,
-    check_range,
-    set_up,
-)
-from evigrad.cli.train import SETTINGS, Results, make_parser, prepare_runs, settings_of
+from evigrad.cli.setup import MOST_THREADS, Setup, check_range, set_up
+from evigrad.cli.train import Results, make_parser, prepare_runs, settings_of
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.files import replacing
 from evigrad.plots import save
@@ -48,7 +43,8 @@ _DIGITS = 16  # number of digits of a name that is a hash
 # Options that were added or removed after the first results. At their defaults, the results keep
 # their folders.
 _YOUNGER = {"prior_mean": "zero", "noise_on_loss": False, "pixels": "normalized"}
-_YOUNGER |= {"log_det_weight": 1.0}
+_YOUNGER |= {"log_det_weight": 1.0, "validation_fraction": None}
+_YOUNGER |= {f"anchor_{name}": value for name, value in asdict(Anchoring()).items()}
 _YOUNGER |= dict.fromkeys(("categorical", "drop", "features", "max_epochs", "start_decay"))
 _GONE = {"split_blocks": False, "augerino_weight": WEIGHT}
 _MAP = "map"  # the stored name of trainings without an estimator
@@ -106,11 +102,10 @@ def resolved(options: Mapping[str, Any]) -> dict[str, Any]:
     normalized = {name.replace("-", "_"): value for name, value in options.items()}
     gone = {name: normalized.pop(name, default) for name, default in _GONE.items()}
     try:
-        typed = parser.parse_object(normalized, defaults=False)
-    except CommandLineError as error:
-        mistake = explain(str(error), parser, "evigrad train")
-        raise mistake from error
-    config = {**defaults, **{name: typed[name] for name in normalized if name not in _FREE}}
+        typed = by_name(parser.parse_object(by_key(normalized), defaults=False))
+    except ArgumentError as error:
+        raise parser.mistake(error) from error
+    config = {**defaults, **{name: v for name, v in typed.items() if name not in _FREE}}
     if config["estimator"] == NO_ESTIMATOR:
         config["estimator"] = _MAP
     config = {name: v for name, v in config.items() if name not in _YOUNGER or v != _YOUNGER[name]}
@@ -120,7 +115,7 @@ def resolved(options: Mapping[str, Any]) -> dict[str, Any]:
 @cache
 def _parser() -> tuple[Parser, Mapping[str, Any]]:
     parser = make_parser()
-    defaults = parser.get_defaults().as_dict()
+    defaults = by_name(parser.get_defaults())
     return parser, {name: value for name, value in defaults.items() if name not in _FREE}
 
 
@@ -134,7 +129,7 @@ def trained(config: Mapping[str, Any], folder: Path, place: Place) -> tuple[Setu
     """
     parser, _ = _parser()
     method = config["estimator"]
-    options = parser.parse_object({**train_options(config), "checkpoint_every": None})
+    options = parser.parse_object(by_key({**train_options(config), "checkpoint_every": None}))
     setup = _set_up_at(place, chosen(set_up, options))
     if method == AUGERINO:
         settings, data, weight = settings_of(setup, options), setup.data, config["augerino_weight"]
@@ -147,7 +142,7 @@ def trained(config: Mapping[str, Any], folder: Path, place: Place) -> tuple[Setu
     with directory.locked(wait=True):
         if not (directory.path / CONFIGURATION).exists():
             directory.write_text(
-                CONFIGURATION, parser.dump(parser.parse_object(train_options(config)))
+                CONFIGURATION, parser.dump(parser.parse_object(by_key(train_options(config))))
             )
         return setup, run.train(directory, resume=True, progress=False)
 
@@ -228,8 +223,8 @@ def _attempt(
 
 def named_setup(options: Namespace, place: Place) -> tuple[Setup, dict[str, Any]]:
     """Return data and network of a command with ``add_training``, and its options."""
-    option_names = {*NETWORK, *INVARIANCE, *SETTINGS} - {"data_dir"}
-    training = {name: options[name] for name in option_names if name in options}
+    _, defaults = _parser()
+    training = {name: value for name, value in by_name(options).items() if name in defaults}
     keywords = signature(set_up).parameters
     setup = _set_up_at(place, {name: v for name, v in training.items() if name in keywords})
     return setup, {**training, "model": setup.model_name}

@@ -10,9 +10,7 @@ pytest.importorskip("rich")
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
-from evigrad.cli.parser import check_needs
 from evigrad.errors import ConfigurationError
-from experiments import bounds, pareto
 from experiments.__main__ import main
 from experiments.trainings import kept, resolved
 
@@ -42,24 +40,6 @@ def test_mistakes(arguments, words, capsys, tmp_path):
     run(*arguments, "--results", tmp_path / "r", code=2)
     assert words in capsys.readouterr().err
     assert not (tmp_path / "r").exists()
-
-
-@pytest.mark.parametrize(
-    ("command", "typed", "needed", "more"),
-    [
-        (bounds, "--average probabilities", "--invariance or --flip", "--invariance shear"),
-        (bounds, "--parameter-partition module", "blockdiag", "--estimator blockdiag-N-C"),
-        (pareto, "--hyper-steps 3 --flip", "--invariance that is", "--invariance rotation"),
-        (pareto, "--estimators ntk-9-1 ntk-8-1 --sharing reduce", "kfac", "--estimators kfac-N-C"),
-    ],
-)
-def test_what_would_be_ignored_is_refused(command, typed, needed, more, capsys):
-    run(command.__name__.rpartition(".")[2], *typed.split(), code=2)
-    error = capsys.readouterr().err
-    assert "would have no effect: it only works with" in error and needed in error
-    arguments = [*typed.split(), *more.split()]
-    parser = command.make_parser()
-    check_needs(parser, parser.parse_args(arguments))
 
 
 def test_bounds_of_two_seeds(capsys, tmp_path):

@@ -5,10 +5,10 @@ from jsonargparse import Namespace
 from torch import Tensor
 
 from evigrad.cli.messages import is_first_process, print_table, show
-from evigrad.cli.parser import NO_ESTIMATOR, Parser, chosen
+from evigrad.cli.parser import NO_ESTIMATOR, Parser
 from evigrad.cli.ranks import described_ranks, started_ranks
-from evigrad.cli.setup import MACHINE, set_up
-from evigrad.cli.train import SETTINGS, add_details, add_problem
+from evigrad.cli.setup import MACHINE, set_up, set_up_from
+from evigrad.cli.train import add_problem, parts_of
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import make_likelihood
@@ -16,23 +16,16 @@ from evigrad.measure.judging import median_seconds, step_seconds
 from evigrad.passes.problem import ParameterReport
 from evigrad.priors import GaussianPrior
 from evigrad.training.plan import LEARNED_PRECISION
-from evigrad.training.settings import Schedule, grouped, refuse_former_name
+from evigrad.training.settings import Schedule, refuse_former_name
 
-_DESCRIPTION = """\
-Show how an estimator treats each parameter of a network, how much memory it needs, and how long
-an estimate and its gradient take compared with a plain training step. Nothing is trained, and
-nothing is written.
-
-example:
-  evigrad doctor --data digits --model digitsnet --estimator kfac-100-1"""
+_DESCRIPTION = "All options of evigrad doctor."
 
 
 def make_parser() -> Parser:
     """Return the parser for the options of ``evigrad doctor``."""
-    parser = Parser(description=_DESCRIPTION, usage="evigrad doctor [options]")
+    parser = Parser("evigrad doctor", _DESCRIPTION)
     add_problem(parser)
-    add_details(parser)
-    parser.add_group("training", Schedule, ("batch_size",))
+    parser.add_group("schedule", Schedule, ("batch_size",), part="schedule")
     parser.add_group("machine", set_up, MACHINE)
     return parser
 
@@ -44,20 +37,16 @@ def run(parser: Parser, options: Namespace) -> int:
             "evigrad doctor needs an estimator, got none. Use a name such as ntk-100-1."
         )
     refuse_former_name(options.estimator)
-    if options.batch_size < 1:
-        raise ConfigurationError(f"batch_size must be at least 1, got {options.batch_size}.")
+    parts = parts_of(options)
     with started_ranks(options.device) as group:
         processes = described_ranks(group)
     if not is_first_process():
         return 0
-    setup = set_up(**chosen(set_up, options))
+    setup = set_up_from(options)
     data = setup.data.train
-
-    named = grouped({name: options[name] for name in SETTINGS if name in options})
-    likelihood = make_likelihood(options.likelihood or setup.data.likelihood)
     evidence = Evidence(
         setup.make_model(),
-        likelihood,
+        make_likelihood(options.likelihood or setup.data.likelihood),
         GaussianPrior(
             options.prior, options.precision or LEARNED_PRECISION, mean=options.prior_mean
         ),
@@ -65,13 +54,14 @@ def run(parser: Parser, options: Namespace) -> int:
         num_data=len(data[0]),
         hyperparameters=setup.hyperparameters,
         generator=torch.Generator().manual_seed(setup.seed),
-        memory=named["memory"],
-        **vars(named["laplace"]),
+        memory=parts["memory"],
+        anchoring=parts["anchoring"],
+        **vars(options.laplace),
     )
     show("note", processes)
     show("note", f"{setup.data.describe()}; {setup.describe_model()} on {setup.device}")
     _print_parameters(evidence, evidence.describe(data[0]))
-    _print_costs(evidence, data, min(options.batch_size, len(data[0])))
+    _print_costs(evidence, data, min(parts["schedule"].batch_size, len(data[0])))
     return 0
 
 
