@@ -1,4 +1,4 @@
-"""What ``--help`` prints, on one screen. It does not need PyTorch, whose import takes seconds."""
+"""The texts of ``--help``, each on one screen. They do not need PyTorch, whose import takes seconds."""
 
 OVERVIEW = """\
 usage: evigrad COMMAND [options]

@@ -1,7 +1,7 @@
 """Options of the command line and of YAML files.
 
 Names, types, defaults and descriptions come from signatures and docstrings. Fields of the
-dataclasses of ``fit`` have the name of their group in front, as in ``--schedule.every 5``.
+dataclasses of ``fit`` have the name of their group in front, such as ``--schedule.every 5``.
 """
 
 import inspect
