@@ -54,7 +54,7 @@ def test_the_help_is_one_screen_of_options_that_exist(capsys, command):
     shown = re.findall(r"--[a-z][a-z.-]*[a-z]", text)
     assert shown
     options = {"--config", "--print-config", "--help-all", *map(flag, parser.types)}
-    names = (KEYS.get(name[2:].replace("-", "_"), name[2:]) for name in shown)
+    names = (KEYS.get(name[2:].replace("-", "_")) or name[2:] for name in shown)
     assert set(map(flag, names)) <= options
     # A default in parentheses ends the description of its option.
     of_option = r"^  (--[a-z-]+)(?:(?!^  --|\n\n)[\s\S])*\(([a-z0-9-]+)\)$"
@@ -314,7 +314,7 @@ def test_what_would_be_ignored_is_refused(capsys, tmp_path, name, value, more, w
     error = error_of(capsys, "train", f"--{name}={value}", *others)
     assert words in error
     if name != "rows_dtype":  # an error of the evidence
-        assert error.startswith(f"error: {flag(KEYS.get(name, name))} ")
+        assert error.startswith(f"error: {flag(KEYS.get(name) or name)} ")
     assert not (tmp_path / "run").exists()
 
 

@@ -37,7 +37,8 @@ COMMANDS = {
     "train": f"""\
 usage: evigrad train [options]
 
-Train a network and learn its hyperparameters on the training data only.
+Train a network and learn its hyperparameters on the training data only. Defaults are in
+parentheses.
 
 {_PROBLEM}
   --estimator NAME   Estimator of the log evidence, such as ntk-400-rows-anchored or kfac-400-1, or
@@ -63,7 +64,7 @@ usage: evigrad doctor [options]
 
 Show how an estimator treats each parameter of a network, how much memory it needs, and how long
 an estimate and its gradient take compared with a plain training step. Nothing is trained, and
-nothing is written.
+nothing is written. Defaults are in parentheses.
 
 {_PROBLEM}
   --estimator NAME   Estimator of the log evidence, such as kfac-400-1 (ntk-400-rows-anchored)

@@ -35,6 +35,8 @@ _GONE = {"split_blocks": False, "augerino_weight": 0.01}
 # Value of --estimator for training without one, which is None in Python.
 NO_ESTIMATOR = "none"
 
+# Also those of jsonargparse for values that it does not expect, such as a number as "config".
+_UNEXPECTED = (ArgumentError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _FOLDERS = ("data_dir", "run_dir", "resume", "results")
 
@@ -139,13 +141,13 @@ class Parser(ArgumentParser):
     def read(self, arguments: Sequence[str]) -> Namespace:
         """Return the options of a command line. Mistakes raise ConfigurationError."""
         try:
-            options = self.parse_args(self._spelled(arguments))
+            options = self.parse_args([*self._spelled(arguments)])
         except UnicodeDecodeError as error:
             raise ConfigurationError(
                 f"The configuration must be a text file in UTF-8, got a file that cannot be decoded"
                 f" ({error}). Save the file as UTF-8."
             ) from error
-        except (ArgumentError, AttributeError, LookupError, RecursionError, TypeError) as error:
+        except _UNEXPECTED as error:
             raise self.mistake(error) from error
         for key, default in self.get_defaults().items():
             if options[key] is None and default is not None:
@@ -251,6 +253,6 @@ def _described(text: str) -> str:
 
     def in_flags(match: re.Match[str]) -> str:
         name, value = match.groups()
-        return f"{flag(KEYS[name])} {value or ''}".rstrip() if name in KEYS else match[0]
+        return f"{flag(KEYS[name])} {value or ''}".rstrip(" .") if name in KEYS else match[0]
 
     return re.sub(in_python, in_flags, text)

@@ -230,7 +230,12 @@ def set_up(
         invariance, initial_range, learn_invariance, flip, samples, average
     )
     place = choose_device(device)
-    columns = {"target": target, "features": features, "drop": drop, "categorical": categorical}
+    columns: dict[str, Any] = {
+        "target": target,
+        "features": features,
+        "drop": drop,
+        "categorical": categorical,
+    }
     loaded = load(data, data_dir, subset, seed, likelihood=likelihood, pixels=pixels, **columns)
     if transforms is not None and len(loaded.input_shape) != 3:
         raise ConfigurationError(

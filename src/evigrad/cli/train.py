@@ -35,7 +35,7 @@ from evigrad.training.trials import check_choice, choose_weight
 _DESCRIPTION = """\
 All options of evigrad train. In a YAML file, fields of a group are nested, as in
 "schedule: {every: 5}". --every 5 and "every: 5" mean --schedule.every 5. Options of the type bool
-also have the forms --NAME and --no-NAME."""
+also have the forms --NAME and --no-NAME. --NAME+ VALUE adds a value to a list."""
 # Arguments of ``fit`` itself that are options under the same names.
 _FIT = ("estimator", "prior", "precision")
 _TYPES = {"prior": Literal[STRUCTURES]}
