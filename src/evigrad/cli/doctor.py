@@ -82,8 +82,7 @@ def _print_parameters(evidence: Evidence, reports: list[ParameterReport]) -> Non
     print_table(
         f"{evidence.spec.name}: {len(reports)} parameter tensors, {total:,} weights",
         "derivatives: how the Jacobian rows are computed. curvature: approximation of the tensor's"
-        " curvature block."
-        + (" prior group: tensors that share a precision." if are_grouped else ""),
+        " curvature block. Tensors of a prior group share a precision.",
         rows,
         left=rows[0].keys() - {"precision"},
     )
@@ -94,43 +93,38 @@ def _print_costs(evidence: Evidence, data: tuple[Tensor, Tensor], batch_size: in
     x, y = data
     memory = evidence.predicted_bytes(x)
     (block,) = evidence.blocks(data).take(1)
-    chosen = block.indices.to(x.device)
+    indices = block.indices.to(x.device)
 
     def backward() -> None:
         evidence.backward(block)
         for parameter in evidence.hyperparameters().values():
             parameter.grad = None
 
-    step = step_seconds(evidence, x[chosen], y[chosen])
+    step = step_seconds(evidence, x[indices], y[indices])
     seconds = {
         f"training step on a batch of {batch_size}": step_seconds(
             evidence, x[:batch_size], y[:batch_size]
         ),
-        f"training step on the {len(chosen)} examples of a block": step,
+        f"training step on the {len(indices)} examples of a block": step,
         "one estimate on that block": median_seconds(lambda: evidence.estimate(block), x.device),
         "one estimate and its gradient on that block": median_seconds(backward, x.device),
     }
     is_bound = evidence.estimate(block).is_bound
-    micro_batches = ""
+    words = [
+        f"Predicted memory of an estimate: {_bytes(memory)}.",
+        f"The expected log evidence is {'' if is_bound else 'not '}a guaranteed lower bound.",
+        "Times are medians on this machine under its present load.",
+    ]
     if sizes := evidence.state_dict()["micro_batches"]:  # chosen by micro_batch="auto"
         parts = ", ".join(f"{size} in the {kind}" for kind, size in sizes.items())
-        micro_batches = f" Micro-batches hold at most: {parts}."
-    bound = "is a lower bound" if is_bound else "is not a guaranteed lower bound"
-    print_table(
-        f"Cost of {evidence.spec.name}",
-        f"Predicted memory of an estimate: {_bytes(memory)}. The expected log evidence {bound}."
-        f"{micro_batches} Times are medians on this machine under its present load.",
-        [
-            {"what": what, "time": f"{1e3 * time:.3g} ms", "ratio": f"{time / step:.3g}"}
-            for what, time in seconds.items()
-        ],
-        left=("what",),
-    )
+        words.insert(2, f"Micro-batches hold at most: {parts}.")
+    rows = [
+        {"what": what, "time": f"{1e3 * time:.3g} ms", "ratio": f"{time / step:.3g}"}
+        for what, time in seconds.items()
+    ]
+    print_table(f"Cost of {evidence.spec.name}", " ".join(words), rows, left=("what",))
 
 
 def _bytes(count: int) -> str:
-    size, units = float(count), ["bytes", "kB", "MB", "GB", "TB"]
-    while size >= 1000 and len(units) > 1:
-        size /= 1000
-        units.pop(0)
-    return f"{size:.3g} {units[0]}"
+    power = min(len(str(count)) - 1, 12) // 3
+    return f"{count / 1000**power:.3g} {('bytes', 'kB', 'MB', 'GB', 'TB')[power]}"

@@ -1,4 +1,4 @@
-"""The texts of ``--help``, each on one screen. They do not need PyTorch, whose import takes seconds."""
+"""The texts of ``--help``, each on one screen. They do not need PyTorch, which loads slowly."""
 
 OVERVIEW = """\
 usage: evigrad COMMAND [options]
