@@ -29,7 +29,6 @@ MANY = f"{TRAINING} --subset 20"
 # What an example that begins so has appended; the longest one counts.
 SHORTER = {
     "train": TRAIN,
-    "train --data digits:rotated90": f"{TRAIN} --samples 2",
     "bounds": f"{MANY} --estimator ntk-20-1 --points 2 --curves ntk-10-C",
     "bounds --curves": f"{MANY} --estimator ntk-20-1 --points 2",
     "bounds --data mnist": f"{MANY} --estimator ntk-9-1 --points 2 --curves ntk-9-C --samples 2",

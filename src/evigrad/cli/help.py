@@ -56,9 +56,8 @@ The dataclasses of Python's evigrad.fit are groups of options, such as --schedul
 --optimization.lr 0.01 or --memory.micro-batch auto.
 
 examples:
-  evigrad train --compare-map
-  evigrad train --data mnist5k --subset 1000 --model mininet --compare-map
-  evigrad train --data digits:rotated90 --invariance rotation --estimator kfac-100-1""",
+  evigrad train --data autompg
+  evigrad train --data mnist5k --subset 1000 --model mininet --compare-map""",
     "doctor": f"""\
 usage: evigrad doctor [options]
 
