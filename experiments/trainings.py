@@ -10,14 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from evigrad.cli.parser import NO_ESTIMATOR, CommandLineError, Parser, chosen, explain
+from evigrad.blocks.anchors import Anchoring
+from evigrad.cli.parser import NO_ESTIMATOR, Parser, by_key, by_name, chosen
 from evigrad.cli.resume import CONFIGURATION
-from evigrad.cli.setup import (
-    MOST_THREADS,
-    Setup,
-    check_range,
-    set_up,
-)
+from evigrad.cli.setup import MOST_THREADS, Setup, check_range, set_up
 from evigrad.cli.train import Results, make_parser, prepare_runs, settings_of
 from evigrad.errors import ConfigurationError
 from evigrad.training import FitResult, RunDirectory
@@ -34,7 +30,8 @@ _DIGITS = 16  # number of digits of a name that is a hash
 # Options that were added or removed after the first results. At their defaults, the results keep
 # their folders.
 _YOUNGER = {"prior_mean": "zero", "noise_on_loss": False, "pixels": "normalized"}
-_YOUNGER |= {"log_det_weight": 1.0}
+_YOUNGER |= {"log_det_weight": 1.0, "validation_fraction": None}
+_YOUNGER |= {f"anchor_{name}": value for name, value in asdict(Anchoring()).items()}
 _YOUNGER |= dict.fromkeys(("categorical", "drop", "features", "max_epochs", "start_decay"))
 _GONE = {"split_blocks": False, "augerino_weight": WEIGHT}
 _MAP = "map"  # the stored name of trainings without an estimator
@@ -87,11 +84,10 @@ def resolved(options: Mapping[str, Any]) -> dict[str, Any]:
     normalized = {name.replace("-", "_"): value for name, value in options.items()}
     gone = {name: normalized.pop(name, default) for name, default in _GONE.items()}
     try:
-        typed = parser.parse_object(normalized, defaults=False)
-    except CommandLineError as error:
-        mistake = explain(str(error), parser, "evigrad train")
-        raise mistake from error
-    config = {**defaults, **{name: typed[name] for name in normalized if name not in _FREE}}
+        typed = by_name(parser.parse_object(by_key(normalized), defaults=False))
+    except ArgumentError as error:
+        raise parser.mistake(error) from error
+    config = {**defaults, **{name: v for name, v in typed.items() if name not in _FREE}}
     if config["estimator"] == NO_ESTIMATOR:
         config["estimator"] = _MAP
     config = {name: v for name, v in config.items() if name not in _YOUNGER or v != _YOUNGER[name]}
@@ -101,7 +97,7 @@ def resolved(options: Mapping[str, Any]) -> dict[str, Any]:
 @cache
 def _parser() -> tuple[Parser, Mapping[str, Any]]:
     parser = make_parser()
-    defaults = parser.get_defaults().as_dict()
+    defaults = by_name(parser.get_defaults())
     return parser, {name: value for name, value in defaults.items() if name not in _FREE}
 
 
@@ -115,7 +111,7 @@ def trained(config: Mapping[str, Any], folder: Path, place: Place) -> tuple[Setu
     """
     parser, _ = _parser()
     method = config["estimator"]
-    options = parser.parse_object({**train_options(config), "checkpoint_every": None})
+    options = parser.parse_object(by_key({**train_options(config), "checkpoint_every": None}))
     setup = _set_up_at(place, chosen(set_up, options))
     if method == AUGERINO:
         settings, data, weight = settings_of(setup, options), setup.data, config["augerino_weight"]
@@ -128,7 +124,7 @@ def trained(config: Mapping[str, Any], folder: Path, place: Place) -> tuple[Setu
     with directory.locked(wait=True):
         if not (directory.path / CONFIGURATION).exists():
             directory.write_text(
-                CONFIGURATION, parser.dump(parser.parse_object(train_options(config)))
+                CONFIGURATION, parser.dump(parser.parse_object(by_key(train_options(config))))
             )
         return setup, run.train(directory, resume=True, progress=False)
 

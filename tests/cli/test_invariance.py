@@ -10,8 +10,6 @@ pytest.importorskip("jsonargparse")
 pytest.importorskip("rich")
 pytest.importorskip("sklearn")
 
-import yaml
-
 from evigrad.cli import main
 from evigrad.cli.setup import read_invariance, set_up
 from evigrad.errors import ConfigurationError
@@ -63,11 +61,10 @@ def test_names_and_ranges():
     [
         ({"text": "rotatoin"}, "Did you mean 'rotation'"),
         ({"text": "rotation=4"}, "between 0 and 3.142"),
-        ({"text": "rotation=wide"}, "a number or max, got 'wide'"),
-        ({"text": "rotation="}, "a number or max, got ''"),
-        ({"text": "rotation=nan"}, "a number or max"),
+        ({"text": "rotation=wide"}, "numbers or max as ranges, got 'wide'"),
+        ({"text": "rotation="}, "numbers or max as ranges, got ''"),
+        ({"text": "rotation=nan"}, "between 0 and"),
         ({"text": "rotation", "initial": -1.0}, "between 0 and"),
-        ({"text": "rotation", "samples": 0}, "at least 1"),
     ],
 )
 def test_what_does_not_exist(changes, words):
@@ -158,11 +155,3 @@ def test_the_doctor_examines_invariances(capsys, monkeypatch):
     assert "averaged over 2 samples of rotation" in captured.err
     assert "model.conv1.weight" in captured.out
     assert "invariance.rotation" not in captured.out  # no weight of the prior's
-
-
-@pytest.mark.parametrize("name", ["mnist_rotated", "cifar10_resnet18"])
-def test_the_experiments_are_valid(capsys, request, name):
-    file = request.config.rootpath / "experiments" / f"{name}.yaml"
-    run("train", "--config", file, "--print-config")
-    options = yaml.safe_load(capsys.readouterr().out)
-    assert options["invariance"]

@@ -23,7 +23,7 @@ pytest.importorskip("sklearn")
 import yaml
 from training.interrupted import assert_same_runs, dying_at_call, killed
 
-from evigrad.cli import main, train
+from evigrad.cli import main, report
 from evigrad.evidence import Evidence
 from evigrad.training import Trainer
 
@@ -62,8 +62,8 @@ MOMENTS: dict[str, tuple[Any, str, int]] = {
     "between the two runs": (Trainer, "train", 2),
     "after the baseline": (Evidence, "map_loss", 5),
     "in a round": (Evidence, "backward", 3),
-    "in the last evaluation": (train, "evaluate_evidence", 2),
-    "before the results": (train, "_comparison", 1),
+    "in the last evaluation": (report, "evaluate_evidence", 2),
+    "before the results": (report, "comparison", 1),
 }
 
 
@@ -111,13 +111,14 @@ def test_options_that_contradict_the_run_are_refused_by_name(capsys, tmp_path, w
         return captured.err
 
     words = error_of("--epochs", 8, "--lr=0.5", "--no-compare-map")
-    assert "has --epochs 4, not 8; --lr left at its default, not 0.5; --compare-map yes" in words
+    assert "has --schedule.epochs 4, not 8; --optimization.lr left at its default, not" in words
+    assert "--compare-map True, not False" in words
     assert "start a new run, use --config" in words
     file = tmp_path / "other.yaml"
     file.write_text("subset: 50\n")
     assert "--subset 60, not 50" in error_of("--config", file)
     assert "its folder" in error_of("--run-dir", tmp_path / "elsewhere")
-    assert "--micro-batch left at its default, not 7" in error_of("--micro-batch", 7)
+    assert "--memory.micro-batch left at its default, not 7" in error_of("--micro-batch", 7)
     # What is said again, and what changes no result, contradicts nothing.
     resume(whole, "--epochs", 4, "--run-dir", whole, "--progress", "--checkpoint-every", 3)
     assert {p: p.stat().st_mtime_ns for p in whole.rglob("*")} == before

@@ -8,8 +8,7 @@ import pytest
 import yaml
 from small_experiments import BOUNDS, GRID, TRAINING, bounds
 
-from evigrad.cli.parser import NO_ESTIMATOR
-from evigrad.cli.train import SETTINGS
+from evigrad.cli.parser import KEYS, NO_ESTIMATOR
 from evigrad.errors import ConfigurationError
 from evigrad.training import Settings
 from evigrad.training.settings import grouped
@@ -200,7 +199,8 @@ def test_all_jobs_of_the_paper_have_settings_that_fit(name, preset):
         config = job.training
         if job.kind == "train" and config["seed"] == experiment.seeds[0]:
             options = train_options(config)
-            settings = {k: v for k, v in options.items() if k in SETTINGS}
+            names = {"estimator", "prior", "precision", "prior_mean", *KEYS}
+            settings = {k: v for k, v in options.items() if k in names}
             settings["likelihood"] = "categorical"
             if settings["estimator"] == NO_ESTIMATOR:
                 settings["estimator"] = None

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from small_experiments import TRAINING, place_in
 
+from evigrad.cli.parser import by_key, by_name
 from evigrad.cli.train import make_parser
 from evigrad.data import load
 from evigrad.errors import ConfigurationError
@@ -52,13 +53,14 @@ def test_a_scale_of_pixels_that_is_the_default_keeps_older_results():
 def test_no_place_is_part_of_a_job():
     # What is left out must be of no influence on a result.
     plain = training(TRAINING, seed=0)
-    left_out = set(make_parser().get_defaults().keys()) - set(plain.training)
+    left_out = set(by_name(make_parser().get_defaults())) - set(plain.training)
     assert left_out == {
         *("data_dir", "device", "threads", "progress", "checkpoint_every", "config", "resume"),
         *("compare_map", "evaluate_with", "run_dir", "figures"),
         # At their defaults, which jobs from before there was a choice had.
         *("prior_mean", "noise_on_loss", "start_decay", "max_epochs", "log_det_weight"),
-        *("categorical", "drop", "features", "pixels"),
+        *("categorical", "drop", "features", "pixels", "validation_fraction"),
+        *("anchor_share", "anchor_choice", "anchor_refresh", "anchor_grouped"),
     }
     other = training(TRAINING, {"prior_mean": "initial"}, seed=0)
     assert other.training["prior_mean"] == "initial" and other.id != plain.id
@@ -77,8 +79,8 @@ def test_each_job_is_done_once_and_after_what_it_needs():
 
 def test_a_configuration_is_one_of_evigrad_train():
     config = train_options(training(TRAINING, seed=3).training)
-    text = make_parser().dump(make_parser().parse_object(dict(config)))
-    options = make_parser().parse_object(yaml.safe_load(text))
+    text = make_parser().dump(make_parser().parse_object(by_key(config)))
+    options = by_name(make_parser().parse_object(yaml.safe_load(text)))
     assert {name: options[name] for name in config} == config
 
 
@@ -88,8 +90,8 @@ def test_a_configuration_is_one_of_evigrad_train():
         ({"datta": "digits"}, "Did you mean .data."),
         ({"epochs": "many"}, "must be a whole number"),
         ({"epochs": 1.5}, "must be a whole number"),
-        ({"flip": "maybe"}, "not boolean: maybe"),
-        ({"prior": "layer"}, "must be one of scalar, layerwise, diagonal"),
+        ({"flip": "maybe"}, "must be true or false"),
+        ({"prior": "layer"}, "must be scalar, layerwise or diagonal"),
     ],
 )
 def test_wrong_options_are_refused(options, words):

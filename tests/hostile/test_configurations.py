@@ -16,12 +16,13 @@ from hostile.cases import errors_of_ours, hostile, mutated, texts, values
 from hypothesis import strategies as st
 
 from evigrad.cli import main, train
+from evigrad.cli.parser import KEYS, PARTS
 from evigrad.cli.train import make_parser
 from evigrad.configuration import LONGEST, check_plain
 from evigrad.errors import ConfigurationError
 
 VALID = Path("experiments/mnist5k.yaml").read_bytes()
-OPTIONS = sorted(make_parser().get_defaults().as_dict())
+OPTIONS = sorted({*make_parser().types, *KEYS, *PARTS})
 
 
 class Parsed(BaseException):
@@ -56,11 +57,14 @@ def read(folder: Path, content: bytes) -> bool:
         ("data: !!python/object/apply:os.mkdir [executed]", "has a tag"),
         ("data: !!python/object/new:os.mkdir [executed]", "has a tag"),
         ("data: !!python/name:os.mkdir", "has a tag"),
-        ("data: {class_path: os.mkdir, init_args: {path: executed}}", "nested too deeply"),
-        ("optimizer: os.mkdir", "must be one of adam, sgd"),
-        ("optimizer: torch.optim.SGD", "must be one of adam, sgd"),
+        ("data: {class_path: os.mkdir, init_args: {path: executed}}", "--data must be text"),
+        ("memory: {rows_device: {class_path: os.mkdir, init_args: {path: x}}}", "nested too"),
+        ("optimizer: os.mkdir", "must be adam or sgd"),
+        ("optimization: {optimizer: torch.optim.SGD}", "must be adam or sgd"),
+        ("prior: {class_path: os.mkdir, init_args: {path: executed}}", "must be scalar, layerwise"),
         ("data: &a digits\nmodel: *a", "'a', which is not supported"),
         ("epochs: 3\nlr: 0.1\nepochs: 4", "'epochs' is set twice"),
+        ("schedule: {epochs: 3, epochs: 4}", "'epochs' is set twice"),
         ("epochs: " + "9" * 5000, "Exceeds the limit"),
         ("data: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
         ("config: options.yaml", "loop"),

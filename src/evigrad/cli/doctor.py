@@ -5,10 +5,10 @@ from jsonargparse import Namespace
 from torch import Tensor
 
 from evigrad.cli.messages import is_first_process, print_table, show
-from evigrad.cli.parser import NO_ESTIMATOR, Parser, chosen
+from evigrad.cli.parser import NO_ESTIMATOR, Parser
 from evigrad.cli.ranks import described_ranks, started_ranks
-from evigrad.cli.setup import MACHINE, set_up
-from evigrad.cli.train import SETTINGS, add_details, add_problem
+from evigrad.cli.setup import MACHINE, set_up, set_up_from
+from evigrad.cli.train import add_problem, parts_of
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import make_likelihood
@@ -16,23 +16,16 @@ from evigrad.measure.judging import median_seconds, step_seconds
 from evigrad.passes.problem import ParameterReport
 from evigrad.priors import GaussianPrior
 from evigrad.training.plan import LEARNED_PRECISION
-from evigrad.training.settings import Schedule, grouped, refuse_former_name
+from evigrad.training.settings import Schedule, refuse_former_name
 
-_DESCRIPTION = """\
-Show how an estimator treats each parameter of a network, how much memory it needs, and how long
-an estimate and its gradient take compared with a plain training step. Nothing is trained, and
-nothing is written.
-
-example:
-  evigrad doctor --data digits --model digitsnet --estimator kfac-100-1"""
+_DESCRIPTION = "All options of evigrad doctor."
 
 
 def make_parser() -> Parser:
     """Return the parser for the options of ``evigrad doctor``."""
-    parser = Parser(description=_DESCRIPTION, usage="evigrad doctor [options]")
+    parser = Parser("evigrad doctor", _DESCRIPTION)
     add_problem(parser)
-    add_details(parser)
-    parser.add_group("training", Schedule, ("batch_size",))
+    parser.add_group("schedule", Schedule, ("batch_size",), part="schedule")
     parser.add_group("machine", set_up, MACHINE)
     return parser
 
@@ -44,20 +37,16 @@ def run(parser: Parser, options: Namespace) -> int:
             "evigrad doctor needs an estimator, got none. Use a name such as ntk-100-1."
         )
     refuse_former_name(options.estimator)
-    if options.batch_size < 1:
-        raise ConfigurationError(f"batch_size must be at least 1, got {options.batch_size}.")
+    parts = parts_of(options)
     with started_ranks(options.device) as group:
         processes = described_ranks(group)
     if not is_first_process():
         return 0
-    setup = set_up(**chosen(set_up, options))
+    setup = set_up_from(options)
     data = setup.data.train
-
-    named = grouped({name: options[name] for name in SETTINGS if name in options})
-    likelihood = make_likelihood(options.likelihood or setup.data.likelihood)
     evidence = Evidence(
         setup.make_model(),
-        likelihood,
+        make_likelihood(options.likelihood or setup.data.likelihood),
         GaussianPrior(
             options.prior, options.precision or LEARNED_PRECISION, mean=options.prior_mean
         ),
@@ -65,13 +54,14 @@ def run(parser: Parser, options: Namespace) -> int:
         num_data=len(data[0]),
         hyperparameters=setup.hyperparameters,
         generator=torch.Generator().manual_seed(setup.seed),
-        memory=named["memory"],
-        **vars(named["laplace"]),
+        memory=parts["memory"],
+        anchoring=parts["anchoring"],
+        **vars(options.laplace),
     )
     show("note", processes)
     show("note", f"{setup.data.describe()}; {setup.describe_model()} on {setup.device}")
     _print_parameters(evidence, evidence.describe(data[0]))
-    _print_costs(evidence, data, min(options.batch_size, len(data[0])))
+    _print_costs(evidence, data, min(parts["schedule"].batch_size, len(data[0])))
     return 0
 
 
@@ -92,8 +82,7 @@ def _print_parameters(evidence: Evidence, reports: list[ParameterReport]) -> Non
     print_table(
         f"{evidence.spec.name}: {len(reports)} parameter tensors, {total:,} weights",
         "derivatives: how the Jacobian rows are computed. curvature: approximation of the tensor's"
-        " curvature block."
-        + (" prior group: tensors that share a precision." if are_grouped else ""),
+        " curvature block. Tensors of a prior group share a precision.",
         rows,
         left=rows[0].keys() - {"precision"},
     )
@@ -104,43 +93,38 @@ def _print_costs(evidence: Evidence, data: tuple[Tensor, Tensor], batch_size: in
     x, y = data
     memory = evidence.predicted_bytes(x)
     (block,) = evidence.blocks(data).take(1)
-    chosen = block.indices.to(x.device)
+    indices = block.indices.to(x.device)
 
     def backward() -> None:
         evidence.backward(block)
         for parameter in evidence.hyperparameters().values():
             parameter.grad = None
 
-    step = step_seconds(evidence, x[chosen], y[chosen])
+    step = step_seconds(evidence, x[indices], y[indices])
     seconds = {
         f"training step on a batch of {batch_size}": step_seconds(
             evidence, x[:batch_size], y[:batch_size]
         ),
-        f"training step on the {len(chosen)} examples of a block": step,
+        f"training step on the {len(indices)} examples of a block": step,
         "one estimate on that block": median_seconds(lambda: evidence.estimate(block), x.device),
         "one estimate and its gradient on that block": median_seconds(backward, x.device),
     }
     is_bound = evidence.estimate(block).is_bound
-    micro_batches = ""
+    words = [
+        f"Predicted memory of an estimate: {_bytes(memory)}.",
+        f"The expected log evidence is {'' if is_bound else 'not '}a guaranteed lower bound.",
+        "Times are medians on this machine under its present load.",
+    ]
     if sizes := evidence.state_dict()["micro_batches"]:  # chosen by micro_batch="auto"
         parts = ", ".join(f"{size} in the {kind}" for kind, size in sizes.items())
-        micro_batches = f" Micro-batches hold at most: {parts}."
-    bound = "is a lower bound" if is_bound else "is not a guaranteed lower bound"
-    print_table(
-        f"Cost of {evidence.spec.name}",
-        f"Predicted memory of an estimate: {_bytes(memory)}. The expected log evidence {bound}."
-        f"{micro_batches} Times are medians on this machine under its present load.",
-        [
-            {"what": what, "time": f"{1e3 * time:.3g} ms", "ratio": f"{time / step:.3g}"}
-            for what, time in seconds.items()
-        ],
-        left=("what",),
-    )
+        words.insert(2, f"Micro-batches hold at most: {parts}.")
+    rows = [
+        {"what": what, "time": f"{1e3 * time:.3g} ms", "ratio": f"{time / step:.3g}"}
+        for what, time in seconds.items()
+    ]
+    print_table(f"Cost of {evidence.spec.name}", " ".join(words), rows, left=("what",))
 
 
 def _bytes(count: int) -> str:
-    size, units = float(count), ["bytes", "kB", "MB", "GB", "TB"]
-    while size >= 1000 and len(units) > 1:
-        size /= 1000
-        units.pop(0)
-    return f"{size:.3g} {units[0]}"
+    power = min(len(str(count)) - 1, 12) // 3
+    return f"{count / 1000**power:.3g} {('bytes', 'kB', 'MB', 'GB', 'TB')[power]}"

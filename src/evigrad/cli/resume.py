@@ -13,13 +13,10 @@ from typing import Any
 
 from jsonargparse import Namespace
 
-from evigrad.cli.parser import Parser
+from evigrad.cli.parser import Parser, flag
 from evigrad.errors import ConfigurationError
 
 CONFIGURATION = "config.yaml"
-# The last file that a run writes.
-RESULTS = "results.json"
-
 # Options that change no result, and the folder of the data, because the data are compared.
 _FREE = {"config", "resume", "run_dir", "progress", "figures", "checkpoint_every", "data_dir"}
 
@@ -60,11 +57,11 @@ def resumed_configuration(resume: str | None = None) -> Path | None:
 
 def resumed_folder(parser: Parser, options: Namespace, file: Path) -> Path:
     """Check that the given options agree with the run's ``file``, and return the run's folder."""
-    saved = parser.parse_args(["--config", str(file)])
+    saved = parser.read(["--config", str(file)])
     differing = [
-        f"--{name.replace('_', '-')} {_word(value)}, not {_word(options[name])}"
-        for name, value in saved.as_dict().items()
-        if name not in _FREE and options[name] != value
+        f"{flag(key)} {'left at its default' if value is None else value}, not {options[key]}"
+        for key, value in saved.items()
+        if key.rpartition(".")[2] not in _FREE and options[key] != value
     ]
     named = (saved.run_dir, str(file.parent))
     if options.run_dir not in named and Path(options.run_dir).resolve() != file.parent.resolve():
@@ -76,12 +73,6 @@ def resumed_folder(parser: Parser, options: Namespace, file: Path) -> Path:
             " differ after it."
         )
     return file.parent
-
-
-def _word(value: Any) -> str:
-    if value is None:
-        return "left at its default"
-    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
 
 
 class Interrupted(KeyboardInterrupt):

@@ -1,15 +1,17 @@
 """The setup that several commands share: threads, device, data and network."""
 
-import math
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from jsonargparse import Namespace
 from torch import nn
 
+from evigrad.cli.parser import chosen
 from evigrad.data import DataSet, load
-from evigrad.errors import ConfigurationError, nearest
+from evigrad.errors import ConfigurationError
 from evigrad.invariances import GENERATORS, AffineInvariance
 from evigrad.invariances.affine import LIMITS
 from evigrad.models import make_network
@@ -20,17 +22,14 @@ _LARGEST_SEED = 2**63 - 1
 # More layers or channels than any network has.
 _LARGEST_SIZE = 10**5
 # The options in the groups of the help.
-COLUMNS = ("target", "features", "drop", "categorical")
 NETWORK = (
-    *("data", "data_dir", "pixels", *COLUMNS, "subset", "test_subset", "model", "depth", "width"),
+    *("data", "data_dir", "pixels", "target", "features", "drop", "categorical", "likelihood"),
+    *("subset", "test_subset", "model", "depth", "width"),
 )
 INVARIANCE = ("invariance", "initial_range", "learn_invariance", "flip", "samples", "average")
 MACHINE = ("seed", "device", "threads")
 # Names of the width in networks that name it differently.
 _WIDTHS = {"wide_resnet": "widen_factor"}
-# Values that stand for all generators, and for the limit of a range.
-EVERYTHING = "affine"
-LIMIT = "max"
 
 
 @dataclass(frozen=True)
@@ -82,34 +81,20 @@ def read_invariance(
     ranges: dict[str, float] = {}
     for part in parts:
         name, equals_sign, value = part.partition("=")
-        names = GENERATORS if name == EVERYTHING else (name,)
-        for generator in names:
-            if generator not in GENERATORS:
-                choices = [EVERYTHING, *GENERATORS]
-                raise ConfigurationError(
-                    f"--invariance must be one or more of {', '.join(choices)}, got '{generator}'."
-                    f"{nearest(generator, choices)}"
-                )
-            ranges[generator] = _range(generator, value) if equals_sign else initial
-    if samples < 1:
-        raise ConfigurationError(f"--samples must be at least 1, got {samples}.")
-    invariance = Invariance(ranges, learn, flip, samples, average)
-    AffineInvariance(invariance.ranges)  # raises for ranges beyond their limits
-    return invariance
-
-
-def _range(name: str, text: str) -> float:
-    if text.strip() == LIMIT:
-        return LIMITS[name]
+        is_limit = value.strip() == "max"
+        try:
+            start = initial if is_limit or not equals_sign else float(value)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"invariance must have numbers or max as ranges, got '{value}' for {name}."
+            ) from error
+        for generator in GENERATORS if name == "affine" else (name,):
+            ranges[generator] = LIMITS.get(generator, start) if is_limit else start
     try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise ConfigurationError(
-            f"--invariance: the range of {name} must be a number or {LIMIT}, got '{text}'."
-        )
-    return value
+        AffineInvariance(ranges)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"invariance cannot be '{text}'. {error}") from error
+    return Invariance(ranges, learn, flip, samples, average)
 
 
 @dataclass(frozen=True)
@@ -245,18 +230,13 @@ def set_up(
         invariance, initial_range, learn_invariance, flip, samples, average
     )
     place = choose_device(device)
-    loaded = load(
-        data,
-        data_dir,
-        subset,
-        seed,
-        target=target,
-        likelihood=likelihood,
-        features=features,
-        drop=drop,
-        categorical=categorical,
-        pixels=pixels,
-    )
+    columns: dict[str, Any] = {
+        "target": target,
+        "features": features,
+        "drop": drop,
+        "categorical": categorical,
+    }
+    loaded = load(data, data_dir, subset, seed, likelihood=likelihood, pixels=pixels, **columns)
     if transforms is not None and len(loaded.input_shape) != 3:
         raise ConfigurationError(
             f"--invariance and --flip need images, got inputs of shape {loaded.input_shape} in"
@@ -267,6 +247,19 @@ def set_up(
     model = model or default_model(loaded.input_shape)
     sizes = sizes_of(model, depth, width)
     return Setup(loaded.to(place), place, model, seed, sizes, transforms)
+
+
+def set_up_from(options: Namespace) -> Setup:
+    """Return ``set_up`` of a command's options. Options without effect raise an error."""
+    parameters = inspect.signature(set_up).parameters
+    for name in INVARIANCE if options.invariance is None else ():
+        is_used = name == "flip" or (options.flip and name in ("samples", "average"))
+        if not is_used and options[name] != parameters[name].default:
+            raise ConfigurationError(
+                f"{name} has no effect without random transforms of the images, got"
+                f" {options[name]}. Set invariance, or remove {name}."
+            )
+    return set_up(**chosen(set_up, options))
 
 
 def default_model(input_shape: Sequence[int]) -> str:

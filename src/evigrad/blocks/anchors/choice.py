@@ -82,14 +82,14 @@ class Anchoring:
 
     def __post_init__(self) -> None:
         if not 0 <= self.share < 1:
-            raise ConfigurationError(f"anchors: share must lie in [0, 1), got {self.share}.")
+            raise ConfigurationError(f"anchoring.share must lie in [0, 1), got {self.share}.")
         if self.choice not in CHOICES:
             raise ConfigurationError(
-                f"anchors: choice must be one of {', '.join(CHOICES)}, got '{self.choice}'."
+                f"anchoring.choice must be one of {', '.join(CHOICES)}, got '{self.choice}'."
                 f"{nearest(str(self.choice), CHOICES)}"
             )
         if self.refresh < 1:
-            raise ConfigurationError(f"anchors: refresh must be at least 1, got {self.refresh}.")
+            raise ConfigurationError(f"anchoring.refresh must be at least 1, got {self.refresh}.")
 
     def num_anchors(self, num_rows: int) -> int:
         """Return the number of anchors in a block. At least one row is not an anchor."""

@@ -1,4 +1,4 @@
-"""What ``--compare-map`` says of two trainings, and where commands went."""
+"""What ``--compare-map`` says of two trainings, and what judges them."""
 
 import math
 from types import SimpleNamespace
@@ -14,24 +14,10 @@ pytest.importorskip("matplotlib")
 import torch
 
 from evigrad import Evidence
-from evigrad.cli import main
+from evigrad.cli.report import comparison, judge_of
 from evigrad.cli.setup import set_up
-from evigrad.cli.train import _comparison, _judge
 from evigrad.likelihoods import Categorical
 from evigrad.priors import GaussianPrior
-
-
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ("reproduce", "python -m experiments fig4"),
-        ("pareto", "python -m experiments FILE.yaml, with a file of the kind 'pareto'"),
-        ("bounds", "python -m experiments FILE.yaml, with a file of the kind 'bounds'"),
-    ],
-)
-def test_a_command_says_where_it_went(command, words, capsys):
-    assert main([command, "--seeds", "0"]) == 2
-    assert words in capsys.readouterr().err
 
 
 def row(epoch: int, score: float | None, noise: float = 1.0) -> dict[str, Any]:
@@ -75,7 +61,7 @@ def test_the_comparison_gives_values_and_names_a_baseline_that_overfits(
         "ntk-10-1": SimpleNamespace(test_metrics=learned, seconds=10.0, history=[]),
     }
     data = SimpleNamespace(target_std=torch.tensor(3.0))
-    sentences = _comparison(cast("Any", results), cast("Any", data))
+    sentences = comparison(cast("Any", results), cast("Any", data))
     assert words in sentences and bool(words) == bool(sentences)
 
 
@@ -103,4 +89,4 @@ def test_the_final_table_is_judged_by_sizes_and_not_by_times(subset, chosen_esti
     )
     for seconds in (0.1, 1000.0):
         result = SimpleNamespace(evidence=evidence, seconds=seconds)
-        assert _judge({"run": cast("Any", result)}, setup, chosen_estimator) == name
+        assert judge_of({"run": cast("Any", result)}, setup, chosen_estimator) == name
