@@ -157,19 +157,7 @@ def fit(
 
     See also: docs/usage.md.
     """
-    settings = Settings(
-        likelihood=likelihood,
-        estimator=estimator,
-        prior=prior,
-        precision=precision,
-        hyperparameters=hyperparameters,
-        laplace=laplace or Laplace(),
-        schedule=schedule or Schedule(),
-        optimization=optimization or Optimization(),
-        memory=memory or Memory(),
-        anchoring=anchoring,
-        seed=seed,
-    )
+    settings = Settings.of(locals())
     if run_dir is None:
         words = "without run_dir, because checkpoints are files in that folder"
         refuse([settings.schedule], [(("checkpoint_every",), words, "Set run_dir")])
