@@ -3,7 +3,7 @@
 import copy
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from evigrad.blocks.anchors import Anchoring, AnchorSelection
-from evigrad.blocks.sources import Source, as_source, without_arrays
+from evigrad.blocks.sources import as_source, without_arrays
 from evigrad.core.algorithm import run_pass
 from evigrad.core.block import Block
 from evigrad.core.curvature.base import ROWS_AT_ONCE
@@ -43,7 +43,7 @@ from evigrad.passes.parameter_blocks import partition_names
 from evigrad.passes.parameters import held_constant
 from evigrad.passes.problem import Problem
 from evigrad.passes.replicas import ReducedCurvature
-from evigrad.passes.sweep import Batch, new_sweep
+from evigrad.passes.sweep import new_sweep
 from evigrad.posterior.covariances import Covariance, covariance_of
 from evigrad.posterior.predictive import LINKS, Predictive
 
@@ -70,8 +70,6 @@ _SLOW_SECONDS = 60.0
 # The speed of the machine is measured by a product of two square matrices of this size.
 _TIMED_SIZE = 512
 
-# Number of examples that are read at once. How many pass together depends on the memory.
-_AT_ONCE = 1000
 # Copies of the gradients and of the rows of a part of the outputs that are in memory together.
 # Rows are converted to float64 and transformed.
 _GRADIENT_COPIES, _ROW_COPIES = 2, 6
@@ -465,7 +463,7 @@ def curvature_of_posterior(problem: Problem) -> str:
 def collect(problem: Problem, data: object, structure: str) -> Pass:
     """Return the statistic of all data, or of one block if the estimator is anchored."""
     source, estimator = CheckedSource(problem, data, partial(_advice, problem)), problem.estimator
-    batches: Data = _Batches(source)
+    batches: Data = source
     if estimator.anchored:
         stream = AnchorSelection(
             Anchoring(),
@@ -540,18 +538,6 @@ def _seconds_per_operation(dtype: torch.dtype, device: torch.device) -> float:
         float((matrix @ matrix)[0, 0])
         times.append(time.perf_counter() - start)
     return min(times) / (2.0 * _TIMED_SIZE**3)
-
-
-class _Batches:
-    """All data of a source, in batches."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    def __iter__(self) -> Iterator[Batch]:
-        source = self._source
-        for indices in torch.arange(len(source), device="cpu").split(_AT_ONCE):
-            yield source.fetch(indices)
 
 
 def last_layer(problem: Problem, data: object) -> list[str]:
