@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -220,12 +221,7 @@ class MicroBatches:
         Raises:
             MemoryBudgetError: If a single example does not fit.
         """
-        if failed == 1:
-            raise MemoryBudgetError(
-                "A pass over a single example does not fit into memory. Use a smaller network,"
-                " fewer augmentation samples, or a machine with more memory."
-            )
-        self.chosen[kind] = failed // 2
+        self.chosen[kind] = halved(failed)
         if self.asked != "auto":
             warnings.warn(
                 f"The {kind.partition(' of ')[0]} over {failed} examples did not fit into memory."
@@ -234,6 +230,37 @@ class MicroBatches:
                 EvigradWarning,
                 stacklevel=2,
             )
+
+
+def halved(size: int) -> int:
+    """Return half the number of examples of a pass that did not fit into memory.
+
+    Raises:
+        MemoryBudgetError: If the pass had a single example.
+    """
+    if size == 1:
+        raise MemoryBudgetError(
+            "A pass over a single example does not fit into memory. Use a smaller network, fewer"
+            " augmentation samples, or a machine with more memory."
+        )
+    return size // 2
+
+
+def in_parts(part: slice, size: int, work: Callable[[Tensor], None]) -> None:
+    """Do ``work`` on the positions of each batch of a part. Batches are halved to fit in memory.
+
+    ``work`` must have no effect if it runs out of memory.
+
+    Raises:
+        MemoryBudgetError: If a single example does not fit.
+    """
+    start = part.start
+    while start < part.stop:
+        indices = torch.arange(start, min(start + size, part.stop), device="cpu")
+        if fits(partial(work, indices)):
+            start += len(indices)
+        else:
+            size = halved(len(indices))
 
 
 def fits(work: Callable[[], T]) -> list[T]:
