@@ -179,8 +179,7 @@ def fit(
                 run_dir,
                 progress=progress,
             )
-            laplace = replace(settings.laplace, log_det_weight=choice.weight)
-            trainer = make_trainer(train, replace(settings, laplace=laplace), test=test)
+        trainer.weigh_log_det(choice.weight)
     result = trainer.train(run_dir, resume=resume, progress=progress, callbacks=callbacks)
     return replace(result, weight_choice=choice)
 
