@@ -38,7 +38,9 @@ def gradient(name: str, by_rows: bool) -> tuple[Callable[[], object], float]:
     evidence = Evidence(model, Categorical(), prior, estimator=name, num_data=NUM_DATA, generator=0)
     # The form is chosen when the inputs are first seen.
     with patch.object(ntk, "is_cheaper", lambda *_: by_rows):
-        predicted = evidence.predicted_bytes(x)
+        plan = evidence.problem.plan_of(x)
+        rows = evidence.problem.partition(plan).block_rows
+        predicted = evidence.problem.curvature(plan).predicted_bytes(rows)
     return lambda: evidence.backward(x, y), predicted / 2**20
 
 

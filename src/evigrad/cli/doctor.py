@@ -102,7 +102,6 @@ def _print_parameters(evidence: Evidence, reports: list[ParameterReport]) -> Non
 def _print_costs(evidence: Evidence, data: tuple[Tensor, Tensor], batch_size: int) -> None:
     """Print median times of a training step, an estimate and its gradient; change nothing."""
     x, y = data
-    memory = evidence.predicted_bytes(x)
     (block,) = evidence.blocks(data).take(1)
     chosen = block.indices.to(x.device)
 
@@ -128,19 +127,11 @@ def _print_costs(evidence: Evidence, data: tuple[Tensor, Tensor], batch_size: in
     bound = "is a lower bound" if is_bound else "is not a guaranteed lower bound"
     print_table(
         f"Cost of {evidence.spec.name}",
-        f"Predicted memory of an estimate: {_bytes(memory)}. The expected log evidence {bound}."
-        f"{micro_batches} Times are medians on this machine under its present load.",
+        f"The expected log evidence {bound}.{micro_batches} Times are medians on this machine under"
+        " its present load.",
         [
             {"what": what, "time": f"{1e3 * time:.3g} ms", "ratio": f"{time / step:.3g}"}
             for what, time in seconds.items()
         ],
         left=("what",),
     )
-
-
-def _bytes(count: int) -> str:
-    size, units = float(count), ["bytes", "kB", "MB", "GB", "TB"]
-    while size >= 1000 and len(units) > 1:
-        size /= 1000
-        units.pop(0)
-    return f"{size:.3g} {units[0]}"

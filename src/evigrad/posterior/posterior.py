@@ -38,7 +38,7 @@ from evigrad.network.network import PROBE_SIZE, InputPlan, Network
 from evigrad.passes.checks import as_generator, check_choice, check_count, check_inputs
 from evigrad.passes.intake import CheckedSource, Data, resolve
 from evigrad.passes.kept import checksums
-from evigrad.passes.memory import CPU_PASS_BYTES, GIB, MicroBatches, available_bytes
+from evigrad.passes.memory import GIB, MicroBatches, available_bytes
 from evigrad.passes.parameter_blocks import partition_names
 from evigrad.passes.parameters import held_constant
 from evigrad.passes.problem import Problem
@@ -254,9 +254,7 @@ class Posterior:
     def _with_sizes(
         self, problem: Problem, plan: InputPlan, num_data: int, correlated: bool
     ) -> Problem:
-        """Return the problem with a size of micro-batches for many outputs.
-
-        Measuring a pass over all outputs would take longer than the pass.
+        """Return the problem with the memory of an example if there are many outputs.
 
         Raises:
             MemoryBudgetError: If the covariances of all inputs do not fit into the free memory.
@@ -273,19 +271,15 @@ class Posterior:
                 f" {needed / GIB:.3g} GiB of memory, but only {free / GIB:.3g} GiB is free.",
                 "Predict fewer examples at once, or pass correlated=False.",
             )
-        per_datum = partial(self._bytes_per_datum, plan, correlated)
-        most = problem.sizes.asked if isinstance(problem.sizes.asked, int) else num_data
-        free = None if free is None else free - needed
-        sizes = MicroBatches("auto", problem.sizes.budget)
-        asked = sizes.size("prediction", most, per_datum, free, CPU_PASS_BYTES)
-        return replace(problem, sizes=MicroBatches(asked, problem.sizes.budget))
-
-    def _bytes_per_datum(self, plan: InputPlan, correlated: bool) -> int:
-        """Return the predicted memory of each example in a prediction of many outputs."""
-        num_weights = sum(weight.numel() for weight in self._problem.weights.values())
+        if isinstance(problem.sizes.asked, int):
+            return problem
+        # A part of the rows at a time, and the products J Σ^{1/2} of all rows for covariances.
+        num_weights = sum(weight.numel() for weight in problem.weights.values())
         numbers = _GRADIENT_COPIES * plan.jacobian.numbers + _ROW_COPIES * num_weights
-        of_part = self._problem.dtype.itemsize * ROWS_AT_ONCE * numbers
-        return of_part + self._covariance.bytes_of(self.num_outputs, correlated)
+        kept = num_outputs * (outputs_each + (num_weights if correlated else 0))
+        of_example = item * (ROWS_AT_ONCE * numbers + kept)
+        sizes = MicroBatches("auto", problem.sizes.budget, example_bytes=of_example)
+        return replace(problem, sizes=sizes)
 
     # ------------------------------------------------------------ state
 
