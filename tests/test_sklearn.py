@@ -558,7 +558,7 @@ def test_settings() -> None:
 
 
 @pytest.mark.parametrize("kind", [EvidenceClassifier, EvidenceRegressor])
-def test_help_describes_all_arguments(kind: type) -> None:
+def test_help_describes_all_arguments(kind: Any) -> None:
     text = getdoc(kind) or ""
     arguments = text.partition("Args:")[2].partition("Attributes:")[0]
     described = re.findall(r"^    (\w+):", arguments, re.MULTILINE)
@@ -573,11 +573,11 @@ def test_a_share_of_the_rows_chooses_the_weight(kind: Any, monkeypatch: pytest.M
     X, y = made(40, 5)
     y = np.where(y > np.median(y), "high", "low") if kind is EvidenceClassifier else y
     weights = np.tile([0.5, 1.5], 20)
-    chosen = kind(**SHORT, validation_fraction=0.25).fit(X, y, weights)
+    chosen: Any = kind(**SHORT, validation_fraction=0.25).fit(X, y, weights)
     choice = chosen.result_.weight_choice
     assert choice.num_held_out == 10 and choice.weight != 1
-    settings = SHORT["settings"] | {"log_det_weight": choice.weight}
-    fixed = kind(**SHORT | {"settings": settings}).fit(X, y, weights)
+    settings = {**SHORT["settings"], "log_det_weight": choice.weight}
+    fixed = kind(**{**SHORT, "settings": settings}).fit(X, y, weights)
     np.testing.assert_array_equal(chosen.relevance_, fixed.relevance_)
     # Rows are not repeated, because copies could be on both sides.
     chosen.fit(X, y, np.full(40, 2.0))
@@ -586,7 +586,7 @@ def test_a_share_of_the_rows_chooses_the_weight(kind: Any, monkeypatch: pytest.M
     with pytest.raises(ConfigurationError, match="validation_fraction must be a number between"):
         kind(**SHORT, validation_fraction=2.0).fit(X, y)
     with pytest.raises(ConfigurationError, match="Use validation_fraction=0.1"):
-        kind(**SHORT | {"settings": {"validation_fraction": 0.1}}).fit(X, y)
+        kind(**{**SHORT, "settings": {"validation_fraction": 0.1}}).fit(X, y)
 
 
 def test_scikit_learn_is_imported_for_its_estimators_alone() -> None:

@@ -442,9 +442,9 @@ def _with_shared_docstring(kind: type[T]) -> type[T]:
         The class.
     """
     for title in ("Args", "Attributes"):
-        block, own = _described(kind, title)
+        block, special = _described(kind, title)
         _, shared = _described(EvidenceEstimator, title)
-        entries = "".join(f"    {entry}" for entry in (shared | own).values())
+        entries = "".join(f"    {entry}" for entry in (shared | special).values())
         kind.__doc__ = (getdoc(kind) or "").replace(block, entries)
     return kind
 
