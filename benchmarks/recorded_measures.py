@@ -208,7 +208,7 @@ def subsets(case: Case) -> Numbers:
     values += [terms_of(evidence.estimate(block)) for block in blocks]
     passes = [evidence.collect(block, wrt=["prior"]) for block in blocks]
     values += [terms_of(evidence.backward(passes, wrt=["prior"])), taken_gradients(evidence)]
-    return [*values, [float(evidence.predicted_bytes(x))], next_draw(generator)]
+    return [*values, next_draw(generator)]
 
 
 def forms_of_data(case: Case) -> Numbers:

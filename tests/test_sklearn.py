@@ -2,9 +2,11 @@
 
 import copy
 import pickle
+import re
 import subprocess
 import sys
 import warnings
+from inspect import getdoc
 from typing import Any
 
 import numpy as np
@@ -553,6 +555,38 @@ def test_settings() -> None:
     ):
         with pytest.raises(ConfigurationError, match=words):
             EvidenceRegressor(**SHORT).set_params(**wrong).fit(X, y)
+
+
+@pytest.mark.parametrize("kind", [EvidenceClassifier, EvidenceRegressor])
+def test_help_describes_all_arguments(kind: Any) -> None:
+    text = getdoc(kind) or ""
+    arguments = text.partition("Args:")[2].partition("Attributes:")[0]
+    described = re.findall(r"^    (\w+):", arguments, re.MULTILINE)
+    assert sorted(described) == sorted(kind._get_param_names())
+    attributes = text.partition("Attributes:")[2].partition("Examples:")[0]
+    assert {"relevance_", "result_"} < set(re.findall(r"^    (\w+):", attributes, re.MULTILINE))
+
+
+@pytest.mark.parametrize("kind", [EvidenceClassifier, EvidenceRegressor])
+def test_a_share_of_the_rows_chooses_the_weight(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evigrad.training.weight_choice._DECISIVE", -np.inf)
+    X, y = made(40, 5)
+    y = np.where(y > np.median(y), "high", "low") if kind is EvidenceClassifier else y
+    weights = np.tile([0.5, 1.5], 20)
+    chosen: Any = kind(**SHORT, validation_fraction=0.25).fit(X, y, weights)
+    choice = chosen.result_.weight_choice
+    assert choice.num_held_out == 10 and choice.weight != 1
+    settings = {**SHORT["settings"], "log_det_weight": choice.weight}
+    fixed = kind(**{**SHORT, "settings": settings}).fit(X, y, weights)
+    np.testing.assert_array_equal(chosen.relevance_, fixed.relevance_)
+    # Rows are not repeated, because copies could be on both sides.
+    chosen.fit(X, y, np.full(40, 2.0))
+    assert chosen.result_.weight_choice.num_held_out == 10
+    assert kind(**SHORT).fit(X, y).result_.weight_choice is None
+    with pytest.raises(ConfigurationError, match="validation_fraction must be a number between"):
+        kind(**SHORT, validation_fraction=2.0).fit(X, y)
+    with pytest.raises(ConfigurationError, match="Use validation_fraction=0.1"):
+        kind(**{**SHORT, "settings": {"validation_fraction": 0.1}}).fit(X, y)
 
 
 def test_scikit_learn_is_imported_for_its_estimators_alone() -> None:

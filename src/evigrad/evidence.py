@@ -52,7 +52,7 @@ from evigrad.passes.parameters import (
 from evigrad.passes.problem import ParameterReport, Problem, parameter_reports
 from evigrad.passes.replicas import mean_over_ranks
 from evigrad.passes.settings import Memory, Settings, check_model
-from evigrad.passes.sweep import MicroBatchSweep, predicted_bytes
+from evigrad.passes.sweep import MicroBatchSweep
 from evigrad.posterior import (
     DEFAULT_STRUCTURE,
     STRUCTURES,
@@ -809,24 +809,6 @@ class Evidence:
             ConfigurationError: If you pass no inputs before the first estimate or ``map_loss``.
         """
         return parameter_reports(self.problem, x)
-
-    def predicted_bytes(self, x: Any) -> int:
-        """Return the predicted peak memory of an estimate in bytes, excluding weights and data.
-
-        The memory for the log-determinant follows from a formula. The memory for passes over the
-        network is extrapolated from passes over one and two examples. Gradients with respect to
-        hyperparameters of the model need more memory.
-
-        Args:
-            x: Inputs of at least two examples, or one batch if the estimator uses all data (``N``).
-
-        Returns:
-            The memory for the log-determinant or for the passes, whichever is larger.
-        """
-        x = check_inputs(x, self.problem.device)
-        plan = self.problem.network.plan(x)
-        with held_constant(self.hyperparameters().values()):
-            return predicted_bytes(self.problem, plan, x)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the prior, the likelihood, the generator and the automatic choices.

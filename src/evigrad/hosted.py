@@ -153,6 +153,28 @@ class HostedLearner:
         self._state = state or None
 
 
+class HostedCallback:
+    """A callback of a trainer, with a ``HostedLearner`` for the settings in its arguments.
+
+    ``arguments`` are the arguments of the constructor: ``data``, ``split``, ``loss`` and the
+    settings of ``fit``.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self._data, self._split = arguments["data"], arguments["split"]
+        self._hosted = HostedLearner(Settings.of(arguments), arguments["loss"])
+
+    @property
+    def evidence(self) -> Evidence:
+        """Return the evidence of the network, or raise an error before training has started."""
+        return self._hosted.evidence
+
+    @property
+    def history(self) -> list[Row]:
+        """Return one row per round: optimizer steps, log evidence per example, and precisions."""
+        return self._hosted.history
+
+
 def take_over(optimizer: Optimizer, evidence: Evidence) -> None:
     """Check that an optimizer holds all weights of the prior, and set their weight decay to 0."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}

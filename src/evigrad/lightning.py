@@ -17,13 +17,12 @@ from evigrad.blocks.anchors import Anchoring
 from evigrad.blocks.samplers import check_sampler
 from evigrad.core.names import DEFAULT_ESTIMATOR
 from evigrad.errors import ConfigurationError, nearest, require
-from evigrad.evidence import Evidence
-from evigrad.hosted import HostedLearner, as_pair, loader_of_pairs
+from evigrad.hosted import HostedCallback, as_pair, loader_of_pairs
 from evigrad.likelihoods import Likelihood
 from evigrad.passes.settings import Memory
 from evigrad.priors import GaussianPrior
-from evigrad.training.history import Row, known, round_columns
-from evigrad.training.settings import Laplace, Optimization, Schedule, Settings
+from evigrad.training.history import known, round_columns
+from evigrad.training.settings import Laplace, Optimization, Schedule
 
 __all__ = ["EvidenceCallback"]
 
@@ -37,7 +36,7 @@ pl: Any = require(
 STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 
 
-class EvidenceCallback(pl.Callback):
+class EvidenceCallback(HostedCallback, pl.Callback):
     """Learn weight decay, noise and other hyperparameters in a Lightning ``Trainer``.
 
     The learned prior replaces the optimizer's ``weight_decay``, which is set to 0. Before each
@@ -75,6 +74,10 @@ class EvidenceCallback(pl.Callback):
         anchoring: How an anchored estimator chooses its anchors.
         seed: Seed of the blocks.
 
+    Attributes:
+        evidence: Evidence of the network. It exists when training has started.
+        history: One row per round: optimizer steps, log evidence per example, and precisions.
+
     Raises:
         ConfigurationError: If a setting is unknown or invalid.
 
@@ -106,31 +109,9 @@ class EvidenceCallback(pl.Callback):
         anchoring: Anchoring | None = None,
         seed: int = 0,
     ) -> None:
-        settings = Settings(
-            likelihood=likelihood,
-            estimator=estimator,
-            prior=prior,
-            hyperparameters=hyperparameters,
-            laplace=laplace or Laplace(),
-            schedule=schedule or Schedule(),
-            optimization=optimization or Optimization(),
-            memory=memory or Memory(),
-            anchoring=anchoring,
-            seed=seed,
-        )
-        self._network, self._data, self._split = network, data, split
-        self._hosted = HostedLearner(settings, loss)
+        super().__init__(locals())
+        self._network = network
         self._stepped = False
-
-    @property
-    def evidence(self) -> Evidence:
-        """Return the evidence of the network, or raise an error before training has started."""
-        return self._hosted.evidence
-
-    @property
-    def history(self) -> list[Row]:
-        """Return one row per round: optimizer steps, log evidence per example, and precisions."""
-        return self._hosted.history
 
     # ------------------------------------------------------------ hooks of the trainer
 

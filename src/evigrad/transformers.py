@@ -21,7 +21,7 @@ from evigrad.core.names import DEFAULT_ESTIMATOR
 from evigrad.errors import ConfigurationError, EvigradWarning, require
 from evigrad.evidence import Evidence
 from evigrad.files import replacing
-from evigrad.hosted import HostedLearner, as_pair, loader_of_pairs
+from evigrad.hosted import HostedCallback, as_pair, loader_of_pairs
 from evigrad.inputs import as_inputs
 from evigrad.likelihoods import Likelihood
 from evigrad.likelihoods.calls import log_probabilities
@@ -30,8 +30,8 @@ from evigrad.measure.metrics import probe_outputs
 from evigrad.network.modes import evaluation_mode
 from evigrad.passes.settings import Memory
 from evigrad.priors import GaussianPrior
-from evigrad.training.history import Row, headlines
-from evigrad.training.settings import Laplace, Optimization, Schedule, Settings
+from evigrad.training.history import headlines
+from evigrad.training.settings import Laplace, Optimization, Schedule
 
 __all__ = ["EvidenceCallback"]
 
@@ -45,7 +45,7 @@ IGNORED = -100
 _SAME_LOSS = 0.03
 
 
-class EvidenceCallback(_transformers.TrainerCallback):
+class EvidenceCallback(HostedCallback, _transformers.TrainerCallback):
     """Learn weight decay and other hyperparameters in a Transformers ``Trainer``.
 
     The learned prior replaces the optimizer's ``weight_decay``, which is set to 0. Before each
@@ -88,6 +88,8 @@ class EvidenceCallback(_transformers.TrainerCallback):
         seed: Seed of the blocks.
 
     Attributes:
+        evidence: Evidence of the network. It exists when training has started.
+        history: One row per round: optimizer steps, log evidence per example, and precisions.
         log: Function that gets a dictionary of numbers after each round, such as ``trainer.log``.
             Default: None, which only writes to ``state.log_history``.
 
@@ -121,32 +123,9 @@ class EvidenceCallback(_transformers.TrainerCallback):
         anchoring: Anchoring | None = None,
         seed: int = 0,
     ) -> None:
-        settings = Settings(
-            likelihood=likelihood,
-            estimator=estimator,
-            prior=prior,
-            hyperparameters=hyperparameters,
-            laplace=laplace or Laplace(),
-            schedule=schedule or Schedule(),
-            optimization=optimization or Optimization(),
-            memory=memory or Memory(),
-            anchoring=anchoring,
-            seed=seed,
-        )
-        self._data, self._split, self._loss = data, split, loss
-        self._hosted = HostedLearner(settings, loss)
+        super().__init__(locals())
         self._max_norm = 0.0
         self.log: Callable[[dict[str, float]], None] | None = None
-
-    @property
-    def evidence(self) -> Evidence:
-        """Return the evidence of the network, or raise an error before training has started."""
-        return self._hosted.evidence
-
-    @property
-    def history(self) -> list[Row]:
-        """Return one row per round: optimizer steps, log evidence per example, and precisions."""
-        return self._hosted.history
 
     # ------------------------------------------------------------ events of the trainer
 
@@ -181,7 +160,7 @@ class EvidenceCallback(_transformers.TrainerCallback):
         )
         if args.max_grad_norm:
             self._max_norm, args.max_grad_norm = args.max_grad_norm, 0.0
-        if self._loss == "nll":
+        if self._hosted.loss == "nll":
             _compare_losses(self.evidence, loader, split, args.gradient_accumulation_steps)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:

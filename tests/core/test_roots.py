@@ -11,6 +11,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from jaxtyping import Float
 from likelihood_zoo import LIKELIHOODS
+from peak_bytes import PeakBytes
 from torch import Tensor
 from torch.autograd import gradcheck
 from torch.linalg import LinAlgError  # pyright: ignore[reportAttributeAccessIssue]
@@ -29,7 +30,6 @@ from evigrad.likelihoods import (
     base,
     categorical,
 )
-from evigrad.passes.memory import PeakBytes
 
 SEEDS = st.integers(0, 2**31 - 1)
 

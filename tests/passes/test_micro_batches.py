@@ -5,13 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from peak_bytes import PeakBytes
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from evigrad import Evidence, Memory
 from evigrad.errors import ConfigurationError, EvigradWarning, MemoryBudgetError, is_out_of_memory
+from evigrad.inputs import as_inputs
 from evigrad.likelihoods import Categorical
-from evigrad.passes.memory import MicroBatches, PeakBytes, fits
+from evigrad.passes.intake import resolve
+from evigrad.passes.memory import PEAK_FACTOR, MicroBatches, fits
 from evigrad.priors import GaussianPrior
 
 M = 12
@@ -117,7 +120,6 @@ def test_out_of_memory_in_the_middle_of_a_micro_batch(
     evidence, _, x, y = build(estimator)
     expected = gradients(evidence, x, y)
     evidence, _, x, y = build(estimator, memory=Memory(micro_batch="auto"))
-    monkeypatch.setattr("evigrad.passes.sweep.bytes_per_datum", lambda *_: 1.0)
     calls = [0]
     structure = evidence.problem.curvature(evidence.problem.network.plan(x))
     holder, name = (torch.autograd, "grad") if place == "grad" else (type(structure), place)
@@ -198,20 +200,34 @@ def test_what_counts_as_out_of_memory() -> None:
         fits(lambda: 1 // 0)
 
 
-def test_sizes_by_hand() -> None:
-    sizes = MicroBatches("auto")
-    assert sizes.size("first", 100, lambda: 10.0, None) == 100  # nobody knows what is free
-    assert sizes.size("first", 100, lambda: 10.0, 1000) == 35
-    assert sizes.size("first", 20, lambda: 10.0, 1) == 20  # measured once
-    assert sizes.size("second", 100, lambda: 10.0, 1000, 200) == 10
-    assert sizes.size("third", 100, lambda: 10.0, None, 200) == 10
-    budgeted = MicroBatches("auto", 400)  # a user's own choice
-    assert budgeted.size("first", 100, lambda: 10.0, 1000, 200) == 20
+def test_limits_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, other = torch.device("cpu"), torch.device("cuda")
+    assert MicroBatches("auto").limit(10.0, other) is None  # halved if necessary
+    monkeypatch.setattr("evigrad.passes.memory.available_bytes", lambda device: 1000)
+    assert MicroBatches("auto").limit(10.0, cpu) == 23
+    monkeypatch.setattr("evigrad.passes.memory.CPU_PASS_BYTES", 200)
+    assert MicroBatches("auto").limit(10.0, cpu) == 6
+    monkeypatch.setattr("evigrad.passes.memory.available_bytes", lambda device: None)
+    assert MicroBatches("auto").limit(10.0, cpu) == 6
+    for device in (cpu, other):
+        assert MicroBatches("auto", 400).limit(10.0, device) == 13
+        assert MicroBatches("auto", 400).limit(1e9, device) == 1
+        assert MicroBatches("auto", 400, example_bytes=2).limit(10.0, device) == 66
+
+
+def test_an_accelerator_starts_with_all_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MicroBatches, "limit", lambda *_: None)
+    evidence, model, x, y = build(f"kfac-{M}-1", memory=Memory(micro_batch="auto"))
+    evidence.estimate(x, y)
+    assert max(SEEN) == M and not sizes_of(evidence)
+    model.limit = 7
+    evidence.estimate(x, y)
+    assert sizes_of(evidence) == {"first": 6}
 
 
 def test_a_pass_takes_no_more_than_it_gains(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a budget an automatic pass filled what is free."""
-    monkeypatch.setattr("evigrad.passes.sweep.CPU_PASS_BYTES", 1)
+    monkeypatch.setattr("evigrad.passes.memory.CPU_PASS_BYTES", 1)
     evidence, _, x, y = build(f"kfac-{M}-1", memory=Memory(micro_batch="auto"))
     evidence.estimate(x, y)
     assert set(evidence.state_dict()["micro_batches"].values()) == {1}
@@ -224,21 +240,6 @@ def test_sizes_found_in_what_failed_are_forgotten() -> None:
         problem.sizes.halve("first", 8)
         assert 1 // 0
     assert problem.sizes.chosen == {"first": 8}
-
-
-def test_peak_bytes_count_each_storage_once() -> None:
-    x = torch.randn(100, requires_grad=True)
-    with PeakBytes() as held:
-        kept = [(2 * x).tanh(), x.detach().view(10, 10)]
-        assert held.most == 400 + 400  # the argument of tanh is there until its result is
-        kept += [kept[0][:50], torch.zeros(100).sin(), torch.zeros(7)]
-        assert held.most == 400 + 400 + 400
-        del kept
-        kept = [torch.zeros(299)]
-        assert held.most == 1200
-        vectorised = torch.func.vmap(torch.func.grad(lambda v: (v * v).sum()))(x.view(10, 10))
-        kept.append(vectorised)
-        assert held.most > 4 * 299 + 400 + vectorised.numel() * 4  # its graph into x too
 
 
 class Convolutional(nn.Module):
@@ -254,17 +255,8 @@ class Convolutional(nn.Module):
 
 
 @pytest.mark.parametrize("structure", ["kfac", "diag", "blockdiag", "ntk"])
-def test_the_gradients_of_all_outputs_count(
-    structure: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are ten times as large as the activations, which alone were counted once."""
-    sizes = []
-
-    def size(_: MicroBatches, kind: str, total: int, per_datum: Callable[[], float], *__: Any):
-        sizes.append((kind.split()[0], per_datum()))
-        return total
-
-    monkeypatch.setattr(MicroBatches, "size", size)
+def test_the_gradients_of_all_outputs_count(structure: str) -> None:
+    """They are ten times as large as the activations."""
     x, y = torch.rand(6, 1, 16, 16), torch.arange(6)
     evidence = Evidence(
         Convolutional(),
@@ -272,12 +264,13 @@ def test_the_gradients_of_all_outputs_count(
         GaussianPrior("layerwise"),
         estimator=f"{structure}-6-C",
         num_data=6,
-        memory=Memory(micro_batch="auto"),
     )
-    evidence.backward(x, y)
-    ((kind, of_datum),) = sizes
+    sweep, inputs = resolve(evidence.problem, x, y), as_inputs(x)
     gradients = 10 * (4 + 4) * 16**2 * 4  # those in the outputs of both layers
-    assert kind == "first" and gradients < of_datum < 4 * gradients
+    assert gradients < sweep._example_bytes(inputs) < 4 * gradients
+    with PeakBytes() as held:
+        evidence.estimate(x, y)
+    assert held.most < 6 * PEAK_FACTOR * sweep._example_bytes(inputs)
 
 
 class Product(nn.Module):
@@ -302,7 +295,7 @@ GENERIC: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("name", GENERIC)
 def test_generic_parameters_beside_a_hyperparameter_of_the_model(name: str) -> None:
-    """Their rows come out of function transforms, in which memory is measured too."""
+    """Their rows come out of function transforms."""
     outcomes = []
     for memory in (None, AUTOMATIC):
         with torch.random.fork_rng():
@@ -329,7 +322,7 @@ def test_generic_parameters_beside_a_hyperparameter_of_the_model(name: str) -> N
 
 
 @pytest.mark.parametrize("memory", [None, AUTOMATIC])
-def test_memory_is_measured_as_passes_run(memory: Memory | None) -> None:
+def test_passes_of_automatic_size_leave_no_traces(memory: Memory | None) -> None:
     """In evaluation mode, with random states of their own, and without traces."""
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -1,6 +1,9 @@
 """What training does where nobody says otherwise, and on few data."""
 
 import math
+from dataclasses import fields
+from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -8,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from evigrad import Evidence, Schedule
-from evigrad.errors import ConfigurationError
+from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.likelihoods import Categorical, Gaussian, Joint, Likelihood, Weighted
 from evigrad.priors import GaussianPrior
 from evigrad.training import FitResult, fit
 from evigrad.training.plan import plan_optimization, plan_schedule
-from evigrad.training.settings import Optimization, grouped
+from evigrad.training.settings import Optimization, Settings, grouped
 
 Data = tuple[Tensor, Tensor]
 
@@ -28,6 +31,28 @@ def net(outputs: int) -> nn.Sequential:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, outputs))
+
+
+@pytest.mark.parametrize(
+    ("function", "lacking"),
+    [
+        ("evigrad.fit", set()),
+        ("evigrad.tune", {"schedule"}),
+        ("evigrad.lightning.EvidenceCallback", {"precision"}),
+        ("evigrad.transformers.EvidenceCallback", {"precision"}),
+    ],
+)
+def test_arguments_become_the_settings_of_the_same_name(function: str, lacking: set[str]) -> None:
+    """Their defaults agree too. ``Settings.of`` ignores arguments of other names."""
+    module, _, name = function.rpartition(".")
+    try:
+        parameters = signature(getattr(import_module(module), name)).parameters
+    except EvigradError:
+        pytest.skip("an extra is not installed")
+    settings = {setting.name for setting in fields(Settings)} - {"prior_mean"}
+    assert settings - parameters.keys() == lacking
+    defaults = {name: parameters[name].default for name in settings - lacking}
+    assert Settings.of(defaults) == Settings()
 
 
 def regression(num_data: int = 12, **options: Any) -> FitResult:

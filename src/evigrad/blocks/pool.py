@@ -4,13 +4,11 @@ The pool of a small data set contains all examples, and the pool of a large one 
 subset. Anchors are chosen from the pool, and training metrics are computed on the pool.
 """
 
-from typing import Any
-
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from evigrad.blocks.sources import Source
+from evigrad.blocks.sources import Source, Subset
 from evigrad.core.permutation import Permutation
 from evigrad.errors import InputError
 
@@ -81,16 +79,4 @@ class Pool:
 
     def of(self, source: Source) -> Source:
         """Return a source of the examples in the pool, which are read by place."""
-        return source if self.is_all else _Pooled(source, self)
-
-
-class _Pooled(Source):
-    def __init__(self, source: Source, pool: Pool) -> None:
-        self._source, self._pool = source, pool
-        self.is_held = source.is_held
-
-    def __len__(self) -> int:
-        return len(self._pool)
-
-    def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Any, Tensor]:
-        return self._source.fetch(self._pool.data(indices))
+        return source if self.is_all else Subset(source, self._data)

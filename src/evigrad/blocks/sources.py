@@ -99,6 +99,19 @@ class _TensorSource(Source):
         return self._all_targets
 
 
+class Subset(Source):
+    """The examples of another source at some positions."""
+
+    def __init__(self, source: Source, indices: Int[Tensor, " n"]) -> None:
+        self._source, self._indices, self.is_held = source, indices, source.is_held
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Any, Tensor]:
+        return self._source.fetch(self._indices[indices])
+
+
 class InColumns(Source):
     """A source that reshapes the targets (N,) of another source to (N, 1)."""
 

@@ -91,7 +91,6 @@ def _print_parameters(evidence: Evidence, reports: list[ParameterReport]) -> Non
 def _print_costs(evidence: Evidence, data: tuple[Tensor, Tensor], batch_size: int) -> None:
     """Print median times of a training step, an estimate and its gradient; change nothing."""
     x, y = data
-    memory = evidence.predicted_bytes(x)
     (block,) = evidence.blocks(data).take(1)
     indices = block.indices.to(x.device)
 
@@ -110,21 +109,19 @@ def _print_costs(evidence: Evidence, data: tuple[Tensor, Tensor], batch_size: in
         "one estimate and its gradient on that block": median_seconds(backward, x.device),
     }
     is_bound = evidence.estimate(block).is_bound
-    words = [
-        f"Predicted memory of an estimate: {_bytes(memory)}.",
-        f"The expected log evidence is {'' if is_bound else 'not '}a guaranteed lower bound.",
-        "Times are medians on this machine under its present load.",
-    ]
+    micro_batches = ""
     if sizes := evidence.state_dict()["micro_batches"]:  # chosen by micro_batch="auto"
         parts = ", ".join(f"{size} in the {kind}" for kind, size in sizes.items())
-        words.insert(2, f"Micro-batches hold at most: {parts}.")
+        micro_batches = f" Micro-batches hold at most: {parts}."
+    bound = "is a lower bound" if is_bound else "is not a guaranteed lower bound"
     rows = [
         {"what": what, "time": f"{1e3 * time:.3g} ms", "ratio": f"{time / step:.3g}"}
         for what, time in seconds.items()
     ]
-    print_table(f"Cost of {evidence.spec.name}", " ".join(words), rows, left=("what",))
-
-
-def _bytes(count: int) -> str:
-    power = min(len(str(count)) - 1, 12) // 3
-    return f"{count / 1000**power:.3g} {('bytes', 'kB', 'MB', 'GB', 'TB')[power]}"
+    print_table(
+        f"Cost of {evidence.spec.name}",
+        f"The expected log evidence {bound}.{micro_batches} Times are medians on this machine under"
+        " its present load.",
+        rows,
+        left=("what",),
+    )

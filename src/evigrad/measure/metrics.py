@@ -1,7 +1,6 @@
 """Metrics of a model on a data set, and the values of the model's hyperparameters."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from evigrad.blocks.sources import as_source
 from evigrad.distributed import Ranks
-from evigrad.errors import InputError, MemoryBudgetError
+from evigrad.errors import InputError
 from evigrad.evidence import Evidence
 from evigrad.inputs import Inputs
 from evigrad.invariances.transform import bounded_values, range_values, ranged_modules
@@ -19,7 +18,7 @@ from evigrad.likelihoods.calls import log_probabilities, summed_metrics
 from evigrad.likelihoods.positions import NO_TARGET, counted, flattened
 from evigrad.network.arguments import model_outputs
 from evigrad.network.modes import evaluation_mode, model_run
-from evigrad.passes.memory import fits
+from evigrad.passes.memory import in_parts
 
 # Names of hyperparameters' columns start with one of these, before a slash.
 HYPERPARAMETERS = ("precision", "noise", "likelihood", "range", "model")
@@ -76,7 +75,7 @@ def evaluate(
             totals[name] = (before[0] + value, before[1] + number)
 
     with ranks.together(), evaluation_mode(model, generator), torch.no_grad():
-        _in_parts(ranks.part(len(source)), batch_size, add)
+        in_parts(ranks.part(len(source)), batch_size, add)
     names = _names_of_any_rank(list(totals), ranks)
     pairs = [(float(count), 0.0), *(totals.get(name, (0.0, 0.0)) for name in names)]
     sums = torch.tensor(pairs, dtype=torch.float64, device="cpu")
@@ -117,24 +116,8 @@ def log_probabilities_of(
 
     generator = torch.Generator().manual_seed(0)
     with evaluation_mode(model, generator), torch.no_grad():
-        _in_parts(slice(0, len(source)), _BATCH, add)
+        in_parts(slice(0, len(source)), _BATCH, add)
     return torch.cat(sums), torch.cat(counts)
-
-
-def _in_parts(part: slice, batch_size: int, work: Callable[[Tensor], None]) -> None:
-    """Do ``work`` on the positions of each batch of a part. Batches are halved to fit in memory."""
-    start = part.start
-    while start < part.stop:
-        indices = torch.arange(start, min(start + batch_size, part.stop), device="cpu")
-        if fits(lambda batch=indices: work(batch)):
-            start += len(indices)
-        elif len(indices) > 1:
-            batch_size = len(indices) // 2
-        else:
-            raise MemoryBudgetError(
-                "There is not enough memory to evaluate the network on a single example. Use a"
-                " smaller network or a machine with more memory."
-            )
 
 
 def _names_of_any_rank(names: list[str], ranks: Ranks) -> list[str]:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from evigrad.blocks.positions import PositionSource, by_target
 from evigrad.blocks.samplers import check_sampler
-from evigrad.blocks.sources import InColumns, LoaderSource, Source, as_source
+from evigrad.blocks.sources import AT_ONCE, InColumns, LoaderSource, Source, as_source
 from evigrad.core.block import Block
 from evigrad.core.types import MicroBatch
 from evigrad.errors import EvigradWarning, InputError, NotPositiveDefiniteError
@@ -33,8 +33,8 @@ Data = Any
 
 # Number of outputs for which a user's density is tried in one call.
 _NUMBERS_AT_ONCE = 2**22
-# Largest number of examples in memory that ranks compare, and number of examples read at once.
-_COMPARED, _AT_ONCE = 4096, 64
+# Largest number of examples in memory that ranks compare, and the number compared at once.
+_COMPARED, _TOGETHER = 4096, 64
 # Number of items that are read twice, and number of readings if they draw random numbers. Two
 # readings may agree by chance, for example if images are flipped at random.
 _REREAD, _READINGS = 2, 8
@@ -88,12 +88,13 @@ def _are_equal(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 class Batches:
     """Checked batches of all examples, which must be the same in every iteration.
 
-    An iterable is not copied if it can be iterated repeatedly. If ranks share the data, each rank
-    iterates only over its own part. The first iteration then compares the batches of all ranks.
+    An iterable is not copied if it can be iterated repeatedly, and a source is read batch by batch.
+    If ranks share the data, each rank iterates only over its own part. The first iteration then
+    compares the batches of all ranks.
 
     Args:
         problem: The model, and how its evidence is computed.
-        batches: The user's batches.
+        batches: The user's batches, or a source of all examples.
 
     Attributes:
         plan: The plan for the first batch.
@@ -104,16 +105,16 @@ class Batches:
             iteration, or if the sampler of a loader omits or repeats examples.
     """
 
-    def __init__(self, problem: Problem, batches: Iterable[Batch]) -> None:
+    def __init__(self, problem: Problem, batches: Iterable[Batch] | Source) -> None:
         self._problem = problem
         loader: DataLoader[Any] | None = None
         if isinstance(batches, DataLoader) and not isinstance(batches.dataset, IterableDataset):
             loader = batches
             check_sampler(loader, is_read=True)
         once = isinstance(batches, Iterator)
-        self._given = [as_pair(batch) for batch in batches] if once else batches
+        self._given = list(batches) if once else batches
         self._seen: list[list[int]] | None = None
-        first = next((as_pair(batch) for batch in self._given), None)
+        first = next(self._read(), None)
         if first is None:
             raise InputError("The data are empty. Pass at least one batch (x, y).")
         _, _, self.plan = checked(problem, *first)
@@ -125,10 +126,17 @@ class Batches:
         num_data = problem.num_data
         self.part = problem.ranks.part(num_data) if problem.splits(self.plan) else None
 
+    def _read(self) -> Iterator[Batch]:
+        if isinstance(self._given, Source):
+            positions = torch.arange(len(self._given), device="cpu").split(AT_ONCE)
+            yield from map(self._given.fetch, positions)
+        else:
+            yield from map(as_pair, self._given)
+
     def __iter__(self) -> Iterator[Batch]:
         signatures, count, part = list[list[int]](), 0, self.part
-        for index, batch in enumerate(self._given):
-            x, y, _ = checked(self._problem, *as_pair(batch))
+        for index, batch in enumerate(self._read()):
+            x, y, _ = checked(self._problem, *batch)
             signatures.append(_signature(x, y))
             first_signatures = self._seen
             if first_signatures is not None and (
@@ -225,7 +233,7 @@ class CheckedSource(Source):
         """Return the signatures of at most ``_COMPARED`` examples, evenly spaced."""
         count = min(len(self), _COMPARED)
         chosen = torch.arange(count, device="cpu") * len(self) // count
-        return [_signature(*self._source.fetch(indices)) for indices in chosen.split(_AT_ONCE)]
+        return [_signature(*self._source.fetch(indices)) for indices in chosen.split(_TOGETHER)]
 
     def _try_density(self, y: Tensor) -> None:
         """Evaluate the density and its derivatives at all targets, for a few outputs."""
@@ -265,7 +273,7 @@ def rehearse(problem: Problem, f: Tensor, y: Tensor) -> None:
 def resolve(problem: Problem, x: Data, y: Tensor | None) -> MicroBatchSweep:
     """Return a sweep over a block. The block is drawn if ``x`` is not a block.
 
-    ``x`` is a block, batches of all examples, or inputs for the targets ``y``.
+    ``x`` is a block, batches or a source of all examples, or inputs for the targets ``y``.
 
     Raises:
         InputError: If the data do not fit the model, the likelihood or the estimator.
@@ -274,9 +282,10 @@ def resolve(problem: Problem, x: Data, y: Tensor | None) -> MicroBatchSweep:
         return _given_block(problem, x)
     if isinstance(x, Inputs | Mapping) or (y is not None and isinstance(x, tuple | list)):
         return _given_subset(problem, as_inputs(x), y)
-    if y is not None or isinstance(x, KeptPass | str) or not isinstance(x, Iterable):
+    readable = isinstance(x, Iterable | CheckedSource)
+    if y is not None or isinstance(x, KeptPass | str) or not readable:
         raise not_data(x)
-    return _given_batches(problem, cast(Iterable[Batch], x))
+    return _given_batches(problem, cast("Iterable[Batch] | Source", x))
 
 
 def _given_block(problem: Problem, block: Block) -> MicroBatchSweep:
@@ -336,7 +345,7 @@ def _own_subset(problem: Problem, plan: InputPlan, size: int) -> Block:
     return replace(problem.partition(plan).subset(size, rank_generator), seed=seed)
 
 
-def _given_batches(problem: Problem, all_batches: Iterable[Batch]) -> MicroBatchSweep:
+def _given_batches(problem: Problem, all_batches: Iterable[Batch] | Source) -> MicroBatchSweep:
     if problem.estimator.subset is not None:
         raise InputError(
             f"{problem.estimator.name} needs one subset, as in estimate(x, y), or a block from"

@@ -76,7 +76,7 @@ class ReducedCurvature(Curvature[Any]):
     ) -> Tensor:
         return self._curvature.inner(cotangent, data, linearization, root)
 
-    def predicted_bytes(self, num_rows: int) -> int:
+    def predicted_bytes(self, num_rows: int, condensed: bool = False) -> int:
         return self._curvature.predicted_bytes(num_rows)
 
 

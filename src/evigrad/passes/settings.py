@@ -35,12 +35,13 @@ class Memory:
     Data types are names or PyTorch dtypes.
 
     Attributes:
-        micro_batch: Number of examples per forward pass of an estimate, or auto to choose the
-            number according to the available memory. If a pass runs out of memory, it is repeated
-            with half the number of examples, and later passes keep the smaller number. Results do
-            not depend on this number. Default: all examples of a block.
-        memory_budget: Memory for a pass if micro_batch is auto, in bytes or as an amount such as
-            8GiB. Default: most of the free memory.
+        micro_batch: Number of examples per forward pass of an estimate, or auto to limit the number
+            by memory_budget. If a pass runs out of memory, it is repeated with half the number of
+            examples, and later passes keep the smaller number. Results do not depend on this
+            number. Default: all examples of a block.
+        memory_budget: Memory for the gradients and rows of a pass if micro_batch is auto, in bytes
+            or as an amount such as 8GiB. Default: 512 MiB on a CPU, or less if less is free. On a
+            GPU, auto then starts with all examples of a block.
         gram_dtype: Data type of kernels and factors, float32 or float64. Default: the data type of
             the weights.
         rows_dtype: Data type in which ntk estimators store Jacobian rows. With bfloat16, rows take

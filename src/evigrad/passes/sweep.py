@@ -4,7 +4,6 @@ All random numbers are drawn for the whole block before the first pass. They do 
 pass or on the size of micro-batches.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from evigrad.core.block import MOST_EXPANDED, Block
+from evigrad.core.block import Block
 from evigrad.core.curvature import Curvature
 from evigrad.core.types import MicroBatch
 from evigrad.errors import InputError
@@ -30,25 +29,15 @@ from evigrad.network import (
 )
 from evigrad.network.modes import evaluation_mode, model_run
 from evigrad.network.network import InputPlan
-from evigrad.passes.memory import (
-    CPU_PASS_BYTES,
-    PeakBytes,
-    available_bytes,
-    check_memory,
-    fits,
-)
+from evigrad.passes.memory import check_memory, fits
 from evigrad.passes.problem import Problem
 from evigrad.passes.replicas import ReducedCurvature
 
 Batch = tuple[Inputs, Tensor]
 State = TypeVar("State")
 
-# The memory of a pass is measured on one example and on two. The difference is the cost of each.
-_MEASURED = 2
 # Number of examples in a check, large enough that a permutation rarely leaves one in its place.
 _CHECKED = 8
-# Number of rows of an example with which the memory of each further row is measured.
-_MEASURED_ROWS = 8
 # Largest size of a graph that is kept between two passes, in numbers (128 MiB in float32). It
 # contains the activations of a micro-batch, and their gradients for each row.
 _KEPT_NUMBERS = 2**25
@@ -143,8 +132,7 @@ class MicroBatchSweep:
                     part = partial(self._batch, (x, y), other, first, done)
                     cut = next((c for c in cuts if c > first + done), expected)
                     num_remaining = min(len(x), cut - first) - done
-                    peak = partial(self._peak_bytes, partial(step, state), part)
-                    size = self._size(label, x, num_remaining, first + done, peak)
+                    size = self._size(label, x, num_remaining, first + done)
                     if states := fits(partial(step, state, part(size))):
                         (state,) = states
                     else:
@@ -307,17 +295,15 @@ class MicroBatchSweep:
     def check_memory(self, condense: bool) -> None:
         """Raise an error if the block does not fit in memory. See ``run_pass`` for ``condense``."""
         problem, block, curvature = self.problem, self.block, self.curvature
-        size, weights, width = len(block.indices), problem.weights, self._width
+        size, width = len(block.indices), self._width
         most = most_at_once(problem, self.plan, block)
-        rows_each = width if curvature.rows_at_once is None else min(width, curvature.rows_at_once)
-        at_once = min(most or 1, size) * rows_each
+        at_once = min(most or 1, size) * self._rows_at_once
         if block.num_draws > 1:
             # Several micro-batches: the formed rows of one, plus all that are kept.
             at_once = min(at_once, problem.partition(self.plan).block_rows)
         elif curvature.keeps_rows:
             at_once = 0
-        formed = [weights[name] for name in curvature.formed]
-        pass_bytes = at_once * sum(w.numel() * w.element_size() for w in formed)
+        pass_bytes = at_once * self._row_bytes
         condensed = condense and most is not None and most >= size
         rows = size * width if block.num_rows is None else block.num_rows
         many = not self.plan.positions and self.plan.num_outputs >= _MANY_OUTPUTS
@@ -332,49 +318,40 @@ class MicroBatchSweep:
             return self.problem.partition(self.plan).rows_per_datum
         return columns.shape[1]
 
-    def _size(
-        self,
-        label: str,
-        x: Inputs,
-        num_remaining: int,
-        position: int,
-        peak: Callable[[int], int],
-    ) -> int:
+    def _size(self, label: str, x: Inputs, num_remaining: int, position: int) -> int:
         """Return how many of the remaining examples to take next."""
-        problem, sizes = self.problem, self.problem.sizes
-        at_once = most_at_once(problem, self.plan, self.block, position)
+        sizes = self.problem.sizes
+        at_once = most_at_once(self.problem, self.plan, self.block, position)
         if at_once is not None and not sizes.chosen:
             return min(num_remaining, at_once)
         key = self._memory_key(label, x)
-        if at_once is not None:
-            return min(num_remaining, at_once, sizes.chosen.get(key, at_once))
-        if key in sizes.chosen:
-            return min(num_remaining, sizes.chosen[key])
-        free = available_bytes(problem.device)
-        if free is not None and label != "second":  # the statistic is not allocated yet
-            rows = self.block.num_rows or problem.partition(self.plan).block_rows
-            free -= self.curvature.predicted_bytes(rows)
-        limit = CPU_PASS_BYTES if problem.device.type == "cpu" else None
-        per_datum = partial(bytes_per_datum, peak, num_remaining)
-        return sizes.size(key, num_remaining, per_datum, free, limit)
+        if at_once is None and key not in sizes.chosen:
+            limit = sizes.limit(self._example_bytes(x), self.problem.device)
+            if limit is not None:
+                sizes.chosen[key] = limit
+        return min(num_remaining, at_once or num_remaining, sizes.chosen.get(key, num_remaining))
+
+    def _example_bytes(self, x: Inputs) -> int:
+        """Return the bytes of an example in a pass: activations, gradients, roots and rows."""
+        rows, numbers = self._rows_at_once, self.plan.jacobian.numbers
+        numbers = self.plan.numbers(x) + (1 + rows) * numbers + self._width * self.num_outputs
+        return self.problem.dtype.itemsize * numbers + rows * self._row_bytes
+
+    @property
+    def _rows_at_once(self) -> int:
+        """The largest number of rows of an example whose gradients are in memory at once."""
+        most = self.curvature.rows_at_once
+        return self._width if most is None else min(self._width, most)
+
+    @property
+    def _row_bytes(self) -> int:
+        """The bytes of a row's formed parts."""
+        formed = (self.problem.weights[name] for name in self.curvature.formed)
+        return sum(weight.numel() * weight.element_size() for weight in formed)
 
     def _memory_key(self, label: str, x: Inputs) -> str:
         """Return a description of everything that determines the memory of an example."""
         return f"{label} pass of {self.plan.numbers(x):,} numbers and {self._width} rows for each"
-
-    def _peak_bytes(
-        self, step: Callable[[MicroBatch], object], part: Callable[[int], MicroBatch], size: int
-    ) -> int:
-        """Return the peak memory of a step over ``size`` examples, without side effects."""
-        batch, at_once = part(size), self.curvature.rows_at_once
-        if batch.columns is None and at_once is not None and self.num_outputs > at_once:
-            # All parts of the rows take the same memory, and the second comes beside the sums.
-            width = min(2 * at_once, self.num_outputs)
-            columns = torch.arange(width, device="cpu").expand(size, -1)
-            batch = replace(batch, columns=columns)
-        with self._evaluating(), PeakBytes() as held:
-            step(batch)
-        return held.most
 
 
 def new_sweep(
@@ -427,91 +404,3 @@ def curvature_of(
     """Return the curvature for a block, whose examples may be divided between ranks."""
     curvature = problem.curvature(plan, gram_dtype)
     return ReducedCurvature(curvature, problem.ranks) if block.shares > 1 else curvature
-
-
-def bytes_per_datum(peak: Callable[[int], int], num_remaining: int) -> float:
-    """Return the number of bytes of memory that each additional example needs.
-
-    ``peak`` measures the peak memory, in bytes, of a pass over one or two examples.
-    """
-    of_one = fits(partial(peak, 1))
-    if not of_one:
-        return math.inf
-    more = num_remaining >= _MEASURED and fits(partial(peak, _MEASURED))
-    return float(max(more[0] - of_one[0], 1) if more else of_one[0])
-
-
-def predicted_bytes(problem: Problem, plan: InputPlan, x: Inputs) -> int:
-    """Return the predicted peak memory of an estimate, from passes over a few examples.
-
-    The prediction is the larger of two amounts: the memory of the statistic and its
-    log-determinant, and the memory of a pass. A pass stores activations and gradients for each row
-    and each unit of the network. ``x`` contains inputs of a few examples, or one batch if the
-    estimator uses all examples.
-    """
-    partition, sizes, estimator = problem.partition(plan), problem.sizes, problem.estimator
-    num_rows = partition.block_rows
-    kept = problem.curvature(plan).predicted_bytes(num_rows)
-    rows_each = 1 if estimator.rows else partition.rows_per_datum
-    num_data = min(partition.num_data, num_rows // rows_each)
-    at_once = num_data
-    if estimator.rows and num_rows > MOST_EXPANDED * num_data:
-        # Examples with equal numbers of rows pass together, rarely more than half of them.
-        at_once = -(-num_data // 2)
-    if estimator.subset is None:
-        at_once = min(at_once, len(x))
-    if isinstance(sizes.asked, int):
-        at_once = min(at_once, sizes.asked)
-    rows_at_once = -(-num_rows * at_once // num_data)
-    if (most := problem.curvature(plan).rows_at_once) is not None:
-        rows_at_once = min(rows_at_once, most * at_once)
-    # The rows of a pass over one example, over two, and over one with more rows.
-    more = min(_MEASURED_ROWS, partition.num_outputs)
-    one = _bytes_of_rows(problem, plan, x, 1, 1)
-    of_datum = max(_bytes_of_rows(problem, plan, x, 2, 1) - one, 0) if len(x) > 1 else one
-    of_row = max(_bytes_of_rows(problem, plan, x, 1, more) - one, 0) / max(more - 1, 1)
-    passing = one + int((at_once - 1) * of_datum + (rows_at_once - at_once) * of_row)
-    if _takes_all_outputs(problem, plan):
-        of_one, of_two = (_bytes_of_root(problem, plan, size) for size in (1, 2))
-        one = max(one, of_one)
-        passing = max(passing, of_one + (at_once - 1) * (of_two - of_one))
-    if sizes.asked == "auto" and sizes.budget is not None:
-        passing = min(passing, max(sizes.budget, one))
-    return max(kept, passing)
-
-
-def _takes_all_outputs(problem: Problem, plan: InputPlan) -> bool:
-    """Return whether each example in a block has the rows of all outputs."""
-    splits = problem.partition(plan).splits_outputs
-    return problem.estimator.curvature == "ggn" and not splits
-
-
-def _bytes_of_root(problem: Problem, plan: InputPlan, size: int) -> int:
-    """Return the peak memory of a root of all outputs for ``size`` examples."""
-    f = plan.outputs[:1].expand(size, -1)
-    with torch.no_grad(), PeakBytes() as held:
-        problem.likelihood.root(f, None, problem.root)
-    return held.most
-
-
-def _bytes_of_rows(problem: Problem, plan: InputPlan, x: Inputs, size: int, width: int) -> int:
-    """Return the peak memory of a pass over ``size`` examples with ``width`` rows each."""
-    columns = torch.arange(width, device="cpu").expand(size, -1)
-    indices = torch.arange(size, device="cpu")
-    block = Block(indices, columns, 1.0, torch.ones_like(indices, dtype=torch.float64))
-    curvature, noise = problem.curvature(plan), problem.network.noise(0)
-    sweep = MicroBatchSweep(problem, plan, curvature, [], block, 0, noise)
-    condenses = curvature.condenses(problem.partition(plan).block_rows)
-
-    def step(batch: MicroBatch) -> object:
-        linearization = sweep.linearize(batch, graph=False)
-        where = columns.to(linearization.outputs.device)
-        root = problem.likelihood.root(linearization.outputs, where, problem.root)
-        statistic = curvature.collect(None, linearization, root, alone=condenses)
-        return curvature.condense(statistic) if condenses else statistic
-
-    def part(size: int) -> MicroBatch:
-        return sweep._batch((x, torch.zeros(size, device="cpu")), None, 0, 0, size)
-
-    with torch.no_grad():
-        return sweep._peak_bytes(step, part, size)

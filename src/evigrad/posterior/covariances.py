@@ -206,8 +206,8 @@ class Covariance:
         """Return the covariances of each example's outputs, or only the variances.
 
         Many outputs take several backward passes of ``ROWS_AT_ONCE`` outputs each. Their memory
-        does not grow with the number of outputs, except for the result, and for the products of
-        rows in ``bytes_of``.
+        does not grow with the number of outputs, except for the result, and for the products
+        J Σ^{1/2} of correlated outputs.
         """
         f = linearization.outputs
         m, num_outputs = f.shape
@@ -231,17 +231,6 @@ class Covariance:
             for sign, root in whole.items():
                 total.baddbmm_(root, root.mT, alpha=sign)
         return total
-
-    def bytes_of(self, num_outputs: int, correlated: bool) -> int:
-        """Return the memory that ``of_outputs`` takes for each example, without the passes."""
-        item = self._dtype.itemsize
-        if not correlated:
-            return item * num_outputs
-        widest = max((sum(map(_width, group)) for group in self._groups(num_outputs)), default=0)
-        if self.explained is not None:
-            widest += len(self.explained.scale)
-        # The sum, and a copy in the type of the outputs.
-        return item * num_outputs * (num_outputs + num_outputs // 2 + widest)
 
     @property
     def _dtype(self) -> torch.dtype:

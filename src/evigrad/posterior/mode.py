@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 from evigrad.blocks.sources import as_source
-from evigrad.errors import MemoryBudgetError, NotFiniteError
+from evigrad.errors import NotFiniteError
 from evigrad.likelihoods.calls import in_columns, log_probabilities
 from evigrad.likelihoods.positions import flattened
 from evigrad.network import model_outputs
 from evigrad.network.modes import evaluation_mode
 from evigrad.passes.checks import check_inputs
-from evigrad.passes.memory import fits
+from evigrad.passes.memory import in_parts
 from evigrad.passes.problem import Problem
 from evigrad.posterior.posterior import make_posterior
 
@@ -138,19 +138,7 @@ def log_joint(
         evaluation_mode(problem.model, generator),
         torch.set_grad_enabled(slope),
     ):
-        part, size = ranks.part(len(source)), _AT_ONCE
-        start = part.start
-        while start < part.stop:
-            indices = torch.arange(start, min(start + size, part.stop), device="cpu")
-            if fits(lambda batch=indices: add(batch)):
-                start += len(indices)
-            elif len(indices) > 1:
-                size = len(indices) // 2
-            else:
-                raise MemoryBudgetError(
-                    "The gradient of one example does not fit into the free memory.",
-                    "Use a smaller network, or a machine with more memory.",
-                )
+        in_parts(ranks.part(len(source)), _AT_ONCE, add)
     log_prob, *sums = ranks.sum([log_prob, *totals.values()])
     precisions, deviations = problem.prior.precisions(), problem.prior.deviations(weights)
     decay = sum((precisions[n] * d.square()).sum().item() for n, d in deviations.items())

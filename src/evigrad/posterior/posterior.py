@@ -3,7 +3,7 @@
 import copy
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from evigrad.blocks.anchors import Anchoring, AnchorSelection
-from evigrad.blocks.sources import Source, as_source, without_arrays
+from evigrad.blocks.sources import as_source, without_arrays
 from evigrad.core.algorithm import run_pass
 from evigrad.core.block import Block
 from evigrad.core.curvature.base import ROWS_AT_ONCE
@@ -38,12 +38,12 @@ from evigrad.network.network import PROBE_SIZE, InputPlan, Network
 from evigrad.passes.checks import as_generator, check_choice, check_count, check_inputs
 from evigrad.passes.intake import CheckedSource, Data, resolve
 from evigrad.passes.kept import checksums
-from evigrad.passes.memory import CPU_PASS_BYTES, GIB, MicroBatches, available_bytes
+from evigrad.passes.memory import GIB, MicroBatches, available_bytes
 from evigrad.passes.parameter_blocks import partition_names
 from evigrad.passes.parameters import held_constant
 from evigrad.passes.problem import Problem
 from evigrad.passes.replicas import ReducedCurvature
-from evigrad.passes.sweep import Batch, new_sweep
+from evigrad.passes.sweep import new_sweep
 from evigrad.posterior.covariances import Covariance, covariance_of
 from evigrad.posterior.predictive import LINKS, Predictive
 
@@ -70,8 +70,6 @@ _SLOW_SECONDS = 60.0
 # The speed of the machine is measured by a product of two square matrices of this size.
 _TIMED_SIZE = 512
 
-# Number of examples that are read at once. How many pass together depends on the memory.
-_AT_ONCE = 1000
 # Copies of the gradients and of the rows of a part of the outputs that are in memory together.
 # Rows are converted to float64 and transformed.
 _GRADIENT_COPIES, _ROW_COPIES = 2, 6
@@ -256,9 +254,7 @@ class Posterior:
     def _with_sizes(
         self, problem: Problem, plan: InputPlan, num_data: int, correlated: bool
     ) -> Problem:
-        """Return the problem with a size of micro-batches for many outputs.
-
-        Measuring a pass over all outputs would take longer than the pass.
+        """Return the problem with the memory of an example if there are many outputs.
 
         Raises:
             MemoryBudgetError: If the covariances of all inputs do not fit into the free memory.
@@ -275,19 +271,15 @@ class Posterior:
                 f" {needed / GIB:.3g} GiB of memory, but only {free / GIB:.3g} GiB is free.",
                 "Predict fewer examples at once, or pass correlated=False.",
             )
-        per_datum = partial(self._bytes_per_datum, plan, correlated)
-        most = problem.sizes.asked if isinstance(problem.sizes.asked, int) else num_data
-        free = None if free is None else free - needed
-        sizes = MicroBatches("auto", problem.sizes.budget)
-        asked = sizes.size("prediction", most, per_datum, free, CPU_PASS_BYTES)
-        return replace(problem, sizes=MicroBatches(asked, problem.sizes.budget))
-
-    def _bytes_per_datum(self, plan: InputPlan, correlated: bool) -> int:
-        """Return the predicted memory of each example in a prediction of many outputs."""
-        num_weights = sum(weight.numel() for weight in self._problem.weights.values())
+        if isinstance(problem.sizes.asked, int):
+            return problem
+        # A part of the rows at a time, and the products J Σ^{1/2} of all rows for covariances.
+        num_weights = sum(weight.numel() for weight in problem.weights.values())
         numbers = _GRADIENT_COPIES * plan.jacobian.numbers + _ROW_COPIES * num_weights
-        of_part = self._problem.dtype.itemsize * ROWS_AT_ONCE * numbers
-        return of_part + self._covariance.bytes_of(self.num_outputs, correlated)
+        kept = num_outputs * (outputs_each + (num_weights if correlated else 0))
+        of_example = item * (ROWS_AT_ONCE * numbers + kept)
+        sizes = MicroBatches("auto", problem.sizes.budget, example_bytes=of_example)
+        return replace(problem, sizes=sizes)
 
     # ------------------------------------------------------------ state
 
@@ -465,7 +457,7 @@ def curvature_of_posterior(problem: Problem) -> str:
 def collect(problem: Problem, data: object, structure: str) -> Pass:
     """Return the statistic of all data, or of one block if the estimator is anchored."""
     source, estimator = CheckedSource(problem, data, partial(_advice, problem)), problem.estimator
-    batches: Data = _Batches(source)
+    batches: Data = source
     if estimator.anchored:
         stream = AnchorSelection(
             Anchoring(),
@@ -540,18 +532,6 @@ def _seconds_per_operation(dtype: torch.dtype, device: torch.device) -> float:
         float((matrix @ matrix)[0, 0])
         times.append(time.perf_counter() - start)
     return min(times) / (2.0 * _TIMED_SIZE**3)
-
-
-class _Batches:
-    """All data of a source, in batches."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    def __iter__(self) -> Iterator[Batch]:
-        source = self._source
-        for indices in torch.arange(len(source), device="cpu").split(_AT_ONCE):
-            yield source.fetch(indices)
 
 
 def last_layer(problem: Problem, data: object) -> list[str]:

@@ -7,6 +7,10 @@ from evigrad.errors import require
 
 require("sklearn.utils.validation", "evigrad.sklearn", extra="sklearn")
 
-from evigrad.sklearn.estimators import EvidenceClassifier, EvidenceRegressor  # noqa: E402
+from evigrad.sklearn.estimators import (  # noqa: E402
+    EvidenceClassifier,
+    EvidenceEstimator,
+    EvidenceRegressor,
+)
 
-__all__ = ["EvidenceClassifier", "EvidenceRegressor"]
+__all__ = ["EvidenceClassifier", "EvidenceEstimator", "EvidenceRegressor"]

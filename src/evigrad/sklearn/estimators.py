@@ -1,14 +1,15 @@
 """The scikit-learn estimators ``EvidenceClassifier`` and ``EvidenceRegressor``."""
 
 import copy
+import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import wraps
-from inspect import signature
+from inspect import getdoc, signature
 from statistics import fmean
-from typing import Any, Literal, ParamSpec, Self, cast, overload
+from typing import Any, Literal, ParamSpec, Self, TypeVar, cast, overload
 
 import numpy as np
 import torch
@@ -55,6 +56,7 @@ from evigrad.training import FitResult, fit
 from evigrad.training.settings import GROUPS, grouped
 
 P = ParamSpec("P")
+T = TypeVar("T")
 Module = nn.Module | Callable[[int, int], nn.Module]
 
 UNKNOWN = ("error", "ignore")
@@ -84,14 +86,64 @@ def _refusing_unknown(init: Callable[P, None]) -> Callable[P, None]:
 
     @wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> None:
-        cast("_EvidenceEstimator", args[0])._refuse_unknown(kwargs)
+        cast("EvidenceEstimator", args[0])._refuse_unknown(kwargs)
         init(*args, **kwargs)
 
     return checked
 
 
-class _EvidenceEstimator(BaseEstimator):
-    """Base class of the classifier and the regressor, whose docstrings describe the settings."""
+class EvidenceEstimator(BaseEstimator):
+    """Base class of ``EvidenceClassifier`` and ``EvidenceRegressor``, which share these arguments.
+
+    Numbers are standardized, and categories of a ``pandas.DataFrame`` (dtype ``category``,
+    ``string`` or ``object``) are one-hot encoded. The prior precision of each layer's weights and
+    the relevance of each column are learned by maximizing the marginal likelihood of the training
+    table. You need no validation split and no hyperparameter search.
+
+    Args:
+        hidden_layer_sizes: Number of units of each hidden layer. An empty sequence makes the
+            network linear. Default: (64, 64).
+        activation: Nonlinearity after each hidden layer: relu, tanh, silu, gelu, elu, softplus or
+            sigmoid.
+        likelihood: Distribution of the targets: a name, or a ``Likelihood``, of which a copy is
+            trained.
+        module: Network to use instead of these layers: a torch module from inputs (n, inputs) to
+            outputs. A classifier needs outputs (n, classes), or (n, 1) for ordinal. A regressor
+            needs outputs (n, targets), or (n, 2 × targets) if the network predicts the noise. You
+            can also pass a function that makes a module from the numbers of inputs and outputs. A
+            copy of the module is trained, with the module's data type and on its device.
+        relevance: Whether the evidence learns a scale for each column, in front of the network.
+        estimator: Name of the evidence estimator. None learns only the weights.
+        prior: Which weights share a precision: layerwise, scalar, diagonal or a ``GaussianPrior``.
+        posterior: Structure of the posterior: kfac, last-layer, diag, full or ntk.
+        epochs: Number of passes over the training table. Default: see ``evigrad.Schedule``.
+        batch_size: Number of rows per optimizer step.
+        learning_rate: Learning rate of the weights at the start. Default: see
+            ``evigrad.Optimization``.
+        validation_fraction: Share of the training rows, such as 0.1, that choose the weight of the
+            log-determinant, which scales all learned precisions. Afterwards, the network trains on
+            all rows. This takes about twice as long. See ``evigrad.fit``. Default: None, weight 1.
+        settings: Other settings of ``evigrad.fit`` and its groups by name, such as
+            ``{"burn_in": 20, "temperature": 0.5}``.
+        handle_unknown: How to treat categories that did not occur in training: ``"error"`` raises
+            an error, and ``"ignore"`` sets all inputs of the column to zero.
+        random_state: Seed of the initial weights and of all random draws in training.
+        verbose: Whether to show the progress of training.
+
+    Attributes:
+        relevance_: Learned scale of each column of the table, relative to the largest scale, (d,).
+            The network hardly uses columns with scales near 0. Exists only if ``relevance`` is
+            True.
+        log_evidence_: Estimate of the log evidence of the training table, in nats for all rows, for
+            targets in their own units. NaN without an estimator. With randomly drawn rows, it is a
+            lower bound on average. A weight that ``validation_fraction`` chose counts here too.
+        posterior_: The ``evigrad.Posterior`` of the network's weights, or None.
+        result_: The ``evigrad.FitResult``: network, evidence (with precisions) and history.
+        n_features_in_: Number of columns of the training table, d.
+        feature_names_in_: Names of the columns, if all are strings.
+
+    See also: docs/sklearn.md.
+    """
 
     @_refusing_unknown
     def __init__(
@@ -108,6 +160,7 @@ class _EvidenceEstimator(BaseEstimator):
         epochs: int | None = None,
         batch_size: int = 100,
         learning_rate: float | None = None,
+        validation_fraction: float | None = None,
         settings: Mapping[str, Any] | None = None,
         handle_unknown: str = "error",
         random_state: int | np.random.RandomState | None = None,
@@ -124,6 +177,7 @@ class _EvidenceEstimator(BaseEstimator):
         self.epochs = epochs
         self.batch_size = batch_size
         self.learning_rate = learning_rate
+        self.validation_fraction = validation_fraction
         self.settings = settings
         self.handle_unknown = handle_unknown
         self.random_state = random_state
@@ -190,7 +244,9 @@ class _EvidenceEstimator(BaseEstimator):
         counted = weights > 0
         X, y, weights = X[counted], y[counted], weights[counted]
         is_whole = (weights == weights.round()).all()
-        if is_whole and weights.sum() <= _MOST_REPEATED * len(weights):
+        # Copies of a row could be on both sides of a split.
+        is_split = self.validation_fraction is not None
+        if is_whole and not is_split and weights.sum() <= _MOST_REPEATED * len(weights):
             times = weights.astype(np.int64)
             return X.repeat(times, axis=0), y.repeat(times, axis=0), None
         return X, y, weights
@@ -321,6 +377,7 @@ class _EvidenceEstimator(BaseEstimator):
             "epochs": self.epochs,
             "batch_size": self.batch_size,
             "lr": self.learning_rate,
+            "validation_fraction": self.validation_fraction,
             **self._checked_settings(),
         }
         self.result_: FitResult = fit(
@@ -375,29 +432,42 @@ class _EvidenceEstimator(BaseEstimator):
         return torch.cat(outputs).double().cpu().numpy()
 
 
-class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
+def _with_shared_docstring(kind: type[T]) -> type[T]:
+    """Return the class with the descriptions of ``EvidenceEstimator`` in its docstring.
+
+    They are for ``help`` and notebooks. The API reference is made from the source, where it reads
+    both classes.
+
+    Returns:
+        The class.
+    """
+    for title in ("Args", "Attributes"):
+        block, special = _described(kind, title)
+        _, shared = _described(EvidenceEstimator, title)
+        entries = "".join(f"    {entry}" for entry in (shared | special).values())
+        kind.__doc__ = (getdoc(kind) or "").replace(block, entries)
+    return kind
+
+
+def _described(kind: type, title: str) -> tuple[str, dict[str, str]]:
+    """Return the block of a docstring below a title, and its entries by name."""
+    section = re.search(rf"^{title}:\n((?:    .*\n)*)", getdoc(kind) or "", re.MULTILINE)
+    block = section[1] if section else ""
+    entries = re.split(r"^    (?=\w)", block, flags=re.MULTILINE)[1:]
+    return block, {entry.partition(":")[0]: entry for entry in entries}
+
+
+@_with_shared_docstring
+class EvidenceClassifier(ClassifierMixin, EvidenceEstimator):
     """Classify rows of a table with a network that learns its own regularization.
 
-    Numbers are standardized, and categories of a ``pandas.DataFrame`` (dtype ``category``,
-    ``string`` or ``object``) are one-hot encoded. The prior precision of each layer's weights and
-    the relevance of each column are learned by maximizing the marginal likelihood of the training
-    table. You need no validation split and no hyperparameter search.
+    ``EvidenceEstimator`` describes how the network learns, and the arguments and attributes of both
+    estimators.
 
     Args:
-        hidden_layer_sizes: Number of units of each hidden layer. An empty sequence makes the
-            network linear. Default: (64, 64).
-        activation: Nonlinearity after each hidden layer: relu, tanh, silu, gelu, elu, softplus or
-            sigmoid.
         likelihood: Distribution of the labels: categorical (default), ordinal for labels that are
             ordered numbers, such as ratings, or a ``Likelihood`` of single labels, of which a copy
             is trained.
-        module: Network to use instead of these layers: a torch module from inputs (n, inputs) to
-            outputs (n, classes), or (n, 1) for ordinal. You can also pass a function that makes a
-            module from the numbers of inputs and outputs. A copy of the module is trained, with the
-            module's data type and on its device.
-        relevance: Whether the evidence learns a scale for each column, in front of the network.
-        estimator: Name of the evidence estimator. None learns only the weights.
-        prior: Which weights share a precision: layerwise, scalar, diagonal or a ``GaussianPrior``.
         posterior: Structure of the posterior over which ``predict_proba`` averages: kfac,
             last-layer, diag, full or ntk. Default: None, which predicts with the network itself.
             This is better if the network fits the data well (docs/sklearn.md).
@@ -407,28 +477,9 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
             all rows. A weight of 2 means that each row of the class was seen twice. Probabilities
             and the log evidence therefore refer to the reweighted table (docs/sklearn.md).
             Default: None, all weights are 1.
-        epochs: Number of passes over the training table. Default: see ``evigrad.Schedule``.
-        batch_size: Number of rows per optimizer step.
-        learning_rate: Learning rate of the weights at the start. Default: see
-            ``evigrad.Optimization``.
-        settings: Other settings of ``evigrad.fit`` and its groups by name, such as
-            ``{"burn_in": 20, "temperature": 0.5}``.
-        handle_unknown: How to treat categories that did not occur in training: ``"error"`` raises
-            an error, and ``"ignore"`` sets all inputs of the column to zero.
-        random_state: Seed of the initial weights and of all random draws in training.
-        verbose: Whether to show the progress of training.
 
     Attributes:
         classes_: Labels, sorted.
-        relevance_: Learned scale of each column of the table, relative to the largest scale, (d,).
-            The network hardly uses columns with scales near 0. Exists only if ``relevance`` is
-            True.
-        log_evidence_: Estimate of the log evidence of the training table, in nats for all rows, or
-            NaN without an estimator. With randomly drawn rows, it is a lower bound on average.
-        posterior_: The ``evigrad.Posterior`` of the network's weights, or None.
-        result_: The ``evigrad.FitResult``: network, evidence (with precisions) and history.
-        n_features_in_: Number of columns of the training table, d.
-        feature_names_in_: Names of the columns, if all are strings.
 
     Examples:
         >>> import numpy as np
@@ -458,28 +509,14 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
         epochs: int | None = None,
         batch_size: int = 100,
         learning_rate: float | None = None,
+        validation_fraction: float | None = None,
         settings: Mapping[str, Any] | None = None,
         handle_unknown: str = "error",
         random_state: int | np.random.RandomState | None = None,
         verbose: bool = False,
     ) -> None:
-        super().__init__(
-            hidden_layer_sizes,
-            activation,
-            likelihood=likelihood,
-            module=module,
-            relevance=relevance,
-            estimator=estimator,
-            prior=prior,
-            posterior=posterior,
-            epochs=epochs,
-            batch_size=batch_size,
-            learning_rate=learning_rate,
-            settings=settings,
-            handle_unknown=handle_unknown,
-            random_state=random_state,
-            verbose=verbose,
-        )
+        names = signature(EvidenceEstimator).parameters
+        super().__init__(**{name: value for name, value in locals().items() if name in names})
         self.class_weight = class_weight
 
     def _with_class_weights(self, weights: np.ndarray | None, y: np.ndarray) -> np.ndarray | None:
@@ -562,59 +599,27 @@ class EvidenceClassifier(ClassifierMixin, _EvidenceEstimator):
         return self.classes_[probabilities.argmax(axis=1)]
 
 
-class EvidenceRegressor(RegressorMixin, _EvidenceEstimator):
+@_with_shared_docstring
+class EvidenceRegressor(RegressorMixin, EvidenceEstimator):
     """Predict numbers and error bars with a network that learns its own regularization.
 
-    Numbers and targets are standardized, and categories of a ``pandas.DataFrame`` (dtype
-    ``category``, ``string`` or ``object``) are one-hot encoded. The prior precision of each layer's
-    weights, the relevance of each column and the noise of the targets are learned by maximizing the
-    marginal likelihood of the training table. You need no validation split and no hyperparameter
-    search. Predictions are in the units of the targets. Counts are not standardized.
+    ``EvidenceEstimator`` describes how the network learns, and the arguments and attributes of both
+    estimators. The noise of the targets is learned too. Predictions are in the units of the
+    targets. Counts are not standardized.
 
     Args:
-        hidden_layer_sizes: Number of units of each hidden layer. An empty sequence makes the
-            network linear. Default: (64, 64).
-        activation: Nonlinearity after each hidden layer: relu, tanh, silu, gelu, elu, softplus or
-            sigmoid.
         likelihood: Distribution of the targets: gaussian (default), student-t, heteroscedastic,
             natural-gaussian, poisson or negative-binomial, or a ``Likelihood``. A copy of a
             ``Likelihood`` is trained. Its learned noise starts in units of the targets' standard
             deviation, and a fixed noise is in units of the targets. docs/sklearn.md lists what each
             likelihood predicts.
-        module: Network to use instead of these layers: a torch module from inputs (n, inputs) to
-            outputs (n, targets), or (n, 2 × targets) if the network predicts the noise. You
-            can also pass a function that makes a module from the numbers of inputs and outputs. A
-            copy of the module is trained, with the module's data type and on its device.
-        relevance: Whether the evidence learns a scale for each column, in front of the network.
-        estimator: Name of the evidence estimator. None learns only the weights.
-        prior: Which weights share a precision: layerwise, scalar, diagonal or a ``GaussianPrior``.
         posterior: Structure of the posterior for ``predict(X, return_std=True)``: kfac (the
             default), last-layer, diag, full or ntk.
-        epochs: Number of passes over the training table. Default: see ``evigrad.Schedule``.
-        batch_size: Number of rows per optimizer step.
-        learning_rate: Learning rate of the weights at the start. Default: see
-            ``evigrad.Optimization``.
-        settings: Other settings of ``evigrad.fit`` and its groups by name, such as
-            ``{"burn_in": 20, "temperature": 0.5}``.
-        handle_unknown: How to treat categories that did not occur in training: ``"error"`` raises
-            an error, and ``"ignore"`` sets all inputs of the column to zero.
-        random_state: Seed of the initial weights and of all random draws in training.
-        verbose: Whether to show the progress of training.
 
     Attributes:
         noise_: Learned standard deviation of the noise in the units of the targets: a number, or
             one per target if there are several. For student-t, the scale of the noise. Exists only
             if the likelihood has one noise for all rows.
-        relevance_: Learned scale of each column of the table, relative to the largest scale, (d,).
-            The network hardly uses columns with scales near 0. Exists only if ``relevance`` is
-            True.
-        log_evidence_: Estimate of the log evidence of the training table, in nats for all rows, for
-            targets in their own units. NaN without an estimator. With randomly drawn rows, it is a
-            lower bound on average.
-        posterior_: The ``evigrad.Posterior`` of the network's weights.
-        result_: The ``evigrad.FitResult``: network, evidence (with precisions) and history.
-        n_features_in_: Number of columns of the training table, d.
-        feature_names_in_: Names of the columns, if all are strings.
 
     Examples:
         >>> import numpy as np

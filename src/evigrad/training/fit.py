@@ -157,19 +157,7 @@ def fit(
 
     See also: docs/fit.md.
     """
-    settings = Settings(
-        likelihood=likelihood,
-        estimator=estimator,
-        prior=prior,
-        precision=precision,
-        hyperparameters=hyperparameters,
-        laplace=laplace or Laplace(),
-        schedule=schedule or Schedule(),
-        optimization=optimization or Optimization(),
-        memory=memory or Memory(),
-        anchoring=anchoring,
-        seed=seed,
-    )
+    settings = Settings.of(locals())
     if run_dir is None:
         words = "without run_dir, because checkpoints are files in that folder"
         refuse([settings.schedule], [(("checkpoint_every",), words, "Set run_dir")])
@@ -191,8 +179,7 @@ def fit(
                 run_dir,
                 progress=progress,
             )
-            laplace = replace(settings.laplace, log_det_weight=choice.weight)
-            trainer = make_trainer(train, replace(settings, laplace=laplace), test=test)
+        trainer.weigh_log_det(choice.weight)
     result = trainer.train(run_dir, resume=resume, progress=progress, callbacks=callbacks)
     return replace(result, weight_choice=choice)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import wraps
 from inspect import signature
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, Self, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -292,6 +292,13 @@ class Settings:
                 f" '{self.estimator}', the evidence determines the noise. Remove noise_on_loss, or"
                 " set estimator=None."
             )
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """Return the settings among a function's arguments. Groups that are None have defaults."""
+        keywords = {setting.name for setting in fields(cls)} & arguments.keys()
+        defaults = {name for name in GROUPS if arguments.get(name) is None}
+        return cls(**{name: arguments[name] for name in keywords - defaults})
 
     def as_record(self) -> dict[str, Any]:
         """Return the settings as plain values for a configuration file."""

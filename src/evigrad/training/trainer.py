@@ -219,6 +219,12 @@ class Trainer:
         """Return the names of the hyperparameters that change during training."""
         return self.on_loss if self.learner is None else self.learner.learned
 
+    def weigh_log_det(self, weight: float) -> None:
+        """Set the weight of the log-determinant, before training."""
+        laplace = replace(self.settings.laplace, log_det_weight=weight)
+        self.settings = replace(self.settings, laplace=laplace)
+        self.evidence.problem = replace(self.evidence.problem, log_det_weight=weight)
+
     def train(
         self,
         run_dir: str | Path | RunDirectory | None = None,

@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
-from evigrad.blocks.sources import Source
+from evigrad.blocks.sources import Subset
 from evigrad.data.dataset import stratified_split
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.likelihoods import make_likelihood
 from evigrad.measure.metrics import log_probabilities_of
 from evigrad.training.data import RunData, derived_seed
 from evigrad.training.data_checks import check_data
+from evigrad.training.plan import planned
 from evigrad.training.run_directory import CONFIGURATIONS, RunDirectory
 from evigrad.training.settings import Settings
 from evigrad.training.trainer import Trainer
@@ -75,7 +75,7 @@ def choose_weight(
 
     Args:
         make_trainer: Returns a trainer of the model for some data and settings.
-        trainer: Trainer of the model on all data, with weight 1. It is not used for training.
+        trainer: Trainer of the model on all data, with weight 1, which has not started training.
         validation: Data to predict, or the share of the training data to predict.
         run_dir: Folder of the run. Each trial has a folder inside, and resumes if it was
             interrupted. None writes nothing.
@@ -126,19 +126,6 @@ def choose_weight(
     return choice
 
 
-class _Part(Source):
-    """Some examples of another source."""
-
-    def __init__(self, source: Source, indices: Int[Tensor, " n"]) -> None:
-        self._source, self._indices, self.is_held = source, indices, source.is_held
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def fetch(self, indices: Int[Tensor, " m"]) -> tuple[Any, Tensor]:
-        return self._source.fetch(self._indices[indices])
-
-
 def _split(data: RunData, settings: Settings, fraction: float) -> tuple[RunData, RunData]:
     """Return the data to train on and the data to predict. Classes keep their proportions."""
     count, seed = len(data), derived_seed(settings.seed, "held-out") % 2**32
@@ -154,18 +141,22 @@ def _split(data: RunData, settings: Settings, fraction: float) -> tuple[RunData,
         labels = y.flatten(1)[:, 0] if y.ndim > 1 else y
     parts = stratified_split(labels.cpu().numpy(), fraction, seed)
     train, held_out = (
-        RunData(_Part(data, torch.from_numpy(part)), data.device, settings.seed) for part in parts
+        RunData(Subset(data, torch.from_numpy(part)), data.device, settings.seed) for part in parts
     )
     return train, held_out
 
 
 def _trial_settings(settings: Settings, weight: float) -> Settings:
-    """Return the settings of a trial: fewer epochs, one start, and no evaluations."""
+    """Return the settings of a trial: fewer epochs, one start, and no evaluations.
+
+    ``settings`` are complete (see ``plan``).
+    """
     schedule, optimization = settings.schedule, settings.optimization
 
-    def shorter(epochs: int | None) -> int | None:
-        return None if epochs is None else max(1, round(SHARE * epochs))
+    def shorter(epochs: int | None) -> int:
+        return max(1, round(SHARE * planned(epochs)))
 
+    hyper_every = None if schedule.hyper_every is None else shorter(schedule.hyper_every)
     if optimization.prior_update == "fixed_point":
         optimization = replace(optimization, start_decay=optimization.start_decays[0])
     return replace(
@@ -178,9 +169,9 @@ def _trial_settings(settings: Settings, weight: float) -> Settings:
             schedule,
             epochs=shorter(schedule.epochs),
             max_epochs=None,
-            burn_in=None if schedule.burn_in is None else round(SHARE * schedule.burn_in),
+            burn_in=round(SHARE * planned(schedule.burn_in)),
             every=shorter(schedule.every),
-            hyper_every=shorter(schedule.hyper_every),
+            hyper_every=hyper_every,
             eval_every=0,
             bracket_every=0,
         ),

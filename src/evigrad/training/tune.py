@@ -122,19 +122,7 @@ def tune(
         )
     # One epoch per round: a round follows each epoch, and the weights take no steps here.
     schedule = Schedule(epochs=rounds, burn_in=0, every=1, steps=steps, prior_blocks=prior_blocks)
-    settings = Settings(
-        likelihood=likelihood,
-        estimator=estimator,
-        prior=prior,
-        precision=precision,
-        hyperparameters=hyperparameters,
-        laplace=laplace or Laplace(),
-        schedule=schedule,
-        optimization=optimization or Optimization(),
-        memory=memory or Memory(),
-        anchoring=anchoring,
-        seed=seed,
-    )
+    settings = Settings.of(locals())
     words = "in evigrad.tune, which has no burn-in and does not change the weights"
     refuse([settings.optimization], [(OF_TRAINING, words, "Use evigrad.fit")])
     learner = prepare(model, data, settings, strict=True).learner

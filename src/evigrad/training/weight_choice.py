@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from evigrad.errors import EvigradError
-
 # Ratio of neighboring weights, and the number of steps from 1 to the smallest and largest weight.
 FACTOR, FARTHEST = 4.0, 3
 # Number of standard errors by which the predicted gain must exceed zero.
@@ -94,13 +92,11 @@ def search(predict: Callable[[float], Predictions | None]) -> WeightChoice:
     """Return the weight with the best predictions, from a few trials.
 
     Args:
-        predict: Returns the predictions of a trial with a weight, or None if training diverged.
+        predict: Returns the predictions of a trial with a weight, or None if training diverged. For
+            weight 1, it must raise an error instead.
 
     Returns:
         The choice, without its time.
-
-    Raises:
-        EvigradError: If the trial with weight 1 diverged.
     """
     trials: dict[int, Predictions | None] = {}
 
@@ -110,12 +106,8 @@ def search(predict: Callable[[float], Predictions | None]) -> WeightChoice:
         trial = trials[step]
         return -math.inf if trial is None else trial.mean
 
-    score(0)
-    reference = trials[0]
-    if reference is None:
-        raise EvigradError(
-            "Training with held-out data diverged. Lower lr, and check the scale of the inputs."
-        )
+    reference = trials[0] = predict(1.0)
+    assert reference is not None
     direction = 1 if score(1) > score(0) else -1
     best = 0
     while abs(best) < FARTHEST and score(best + direction) > score(best):

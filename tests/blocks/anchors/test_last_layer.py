@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from peak_bytes import PeakBytes
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
@@ -13,7 +14,6 @@ from evigrad.blocks.anchors.choice import LastLayer, LastLayerKernel, watched
 from evigrad.blocks.sources import as_source
 from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.likelihoods import Bernoulli, Categorical
-from evigrad.passes.memory import PeakBytes
 from evigrad.priors import GaussianPrior
 
 

@@ -229,21 +229,18 @@ class Curvature(ABC, Generic[StatisticT]):
         """Return whether, for ``num_rows`` rows, ``condense`` keeps only their inner products."""
         return False
 
-    def predicted_bytes(self, num_rows: int) -> int:
+    def predicted_bytes(self, num_rows: int, condensed: bool = False) -> int:
         """Return the number of bytes that the statistic and ``log_det`` with its derivatives need.
 
-        ``passes.sweep`` adds the memory of the ``formed`` rows of one micro-batch. If these rows
-        have a graph, it also adds the memory of this graph and of the rows' cotangents.
+        ``passes.sweep`` adds the memory of the ``formed`` rows of one micro-batch.
 
         Args:
             num_rows: Number of rows of the whole block, m times k.
+            condensed: Whether one micro-batch has all rows, which are condensed as they are
+                computed. Only passed to structures that ``condenses`` the rows.
         """
-        del num_rows
+        del num_rows, condensed
         return 0
-
-    def condensed_bytes(self, num_rows: int) -> int:
-        """Return the number of bytes needed to collect and condense a single micro-batch."""
-        return self.predicted_bytes(num_rows)
 
     def describe(self) -> dict[str, str]:
         """Return a short description of the curvature of each weight."""

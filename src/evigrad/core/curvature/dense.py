@@ -110,7 +110,7 @@ class BlockDiagonal(Curvature[BlockStatistic]):
                 terms.append(spectrum.log_det(precision))
         return torch.stack(terms).sum()
 
-    def predicted_bytes(self, num_rows: int) -> int:
+    def predicted_bytes(self, num_rows: int, condensed: bool = False) -> int:
         squares = [size**2 for size in self.sizes]
         # The statistic, the scaled copy and the factor of each block stay until the backward pass.
         at_work = (DENSE_WORKING_COPIES - 2) * max(squares, default=0)

@@ -61,7 +61,7 @@ class Diagonal(Curvature[BlockStatistic]):
         ]
         return torch.stack(terms).sum()
 
-    def predicted_bytes(self, num_rows: int) -> int:
+    def predicted_bytes(self, num_rows: int, condensed: bool = False) -> int:
         item = self._itemsize if self._gram_dtype is None else self._gram_dtype.itemsize
         return DIAGONAL_COPIES * item * sum(self._numel.values())
 

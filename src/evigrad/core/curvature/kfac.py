@@ -254,7 +254,7 @@ class Kfac(Curvature[KfacStatistic]):
                 terms.append(log_det_diagonal(block, precision))
         return torch.stack(terms).sum()
 
-    def predicted_bytes(self, num_rows: int) -> int:
+    def predicted_bytes(self, num_rows: int, condensed: bool = False) -> int:
         """See ``Curvature.predicted_bytes``. Channel groups need less memory than predicted."""
         total = 0
         for name, shape in self._shapes.items():

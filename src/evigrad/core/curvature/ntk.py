@@ -24,7 +24,7 @@ from evigrad.core.curvature.anchored import LogDet, log_det_conditional
 from evigrad.core.curvature.base import Curvature, Differential, Statistic, working_dtype
 from evigrad.core.curvature.dense import BlockDiagonal
 from evigrad.core.curvature.linalg import MatrixSpectrum, Spectra, log_det_identity_plus
-from evigrad.core.curvature.rows import SLAB_BYTES, DenseRows, Rows, between, mixed_grams
+from evigrad.core.curvature.rows import DenseRows, Rows, between, mixed_grams
 from evigrad.core.roots import RootRows
 from evigrad.core.types import Linearization
 from evigrad.errors import ConfigurationError
@@ -38,8 +38,6 @@ GRAM_WORKING_COPIES = 5
 # R x R matrices that autograd keeps for each further block: the unscaled sum, the half-scaled sum,
 # and the factor.
 GRAM_BLOCK_COPIES = 3
-# Slabs of columns in memory at once: one as read, and its product.
-SLAB_COPIES = 2
 
 
 @dataclass(frozen=True)
@@ -316,20 +314,14 @@ class Ntk(Curvature[NtkStatistic]):
         numbers = sum(self._numel[name] for name in self.formed) + sum(self.contracted.values())
         return self._kept_itemsize * num_rows * numbers
 
-    def predicted_bytes(self, num_rows: int) -> int:
-        item = self._like.element_size()
-        widest = max((self._numel[name] for name in self.formed), default=0)
-        slab = min(SLAB_BYTES, item * num_rows * widest) * SLAB_COPIES
+    def predicted_bytes(self, num_rows: int, condensed: bool = False) -> int:
+        if condensed:  # the rows of one weight at a time
+            widest = max((self._numel[name] for name in self.formed), default=0)
+            rows = self._dtype.itemsize * num_rows * widest
+        else:
+            rows = self._row_bytes(num_rows)
         grams = self._gram_bytes(num_rows) if self._keeps_grams(num_rows) else 0
-        return self._row_bytes(num_rows) + slab + grams + self._copies * item * num_rows**2
-
-    def condensed_bytes(self, num_rows: int) -> int:
-        if not self.condenses(num_rows):
-            return self.predicted_bytes(num_rows)
-        widest = max((self._numel[name] for name in self.formed), default=0)
-        rows = self._dtype.itemsize * num_rows * widest
-        square = self._like.element_size() * num_rows**2
-        return rows + self._gram_bytes(num_rows) + self._copies * square
+        return rows + grams + self._copies * self._like.element_size() * num_rows**2
 
     def describe(self) -> dict[str, str]:
         words = dict.fromkeys(self._varying, "scaled rows")
