@@ -57,7 +57,7 @@ MOVED = {
         "compare-by-one-estimator": "choosing#compare-runs-with-the-same-estimator",
         "compare-runs-with-one-estimator": "choosing#compare-runs-with-the-same-estimator",
         "estimators-for-comparison-only": "choosing",
-        "look-before-a-run": "choosing#predict-memory-before-a-run",
+        "look-before-a-run": "choosing#inspect-an-estimator-before-a-run",
     },
     "command_line": {
         "before-a-long-run": "command_line#examine-an-estimator-before-a-long-run",

@@ -105,8 +105,7 @@ def test_the_blocks_on_choosing_run(capsys: pytest.CaptureFixture[str]) -> None:
     fraction = "validation_fraction=0.1"
     names = run_blocks("docs/choosing.md", {fraction: f"{fraction}, {short}, progress=False"})
     assert names["result"].weight_choice.num_held_out == 144
-    predicted, bracket = names["predicted"], names["bracket"]
-    assert predicted["kfac-400-1"] < predicted["ntk-400-rows-anchored"] < predicted["ntk-N-C"]
+    bracket = names["bracket"]
     assert bracket.lower < names["exact"] < bracket.upper
     assert "kronecker" in capsys.readouterr().out
 
