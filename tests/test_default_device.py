@@ -323,8 +323,10 @@ def calls_without_device(tree: ast.AST) -> Iterator[str]:
     yield from visit(tree, False)
 
 
-@pytest.mark.parametrize(
-    "path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE))
-)
-def test_tensors_name_their_device(path: Path) -> None:
-    assert not list(calls_without_device(ast.parse(path.read_text(encoding="utf-8"))))
+def test_tensors_name_their_device() -> None:
+    unnamed = [
+        f"{path.relative_to(SOURCE)}, {call}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        for call in calls_without_device(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert not unnamed, "Name the device of these tensors:\n" + "\n".join(unnamed)
