@@ -163,63 +163,6 @@ def test_value_and_gradients_agree_with_dense_matrices(case: str, name: str) -> 
         torch.testing.assert_close(parameter.grad, slope, rtol=1e-5, atol=1e-7)
 
 
-class ByHand(Likelihood):
-    """The density with a root and a score by automatic differentiation."""
-
-    name = "by hand"
-
-    def __init__(self, likelihood: Likelihood) -> None:
-        super().__init__()
-        self.likelihood = likelihood
-        self.has_conditions = True
-        self.couples_outputs = likelihood.couples_outputs  # pyright: ignore[reportAttributeAccessIssue]
-
-    def at(self, y: Tensor) -> Likelihood:
-        here = ByHand(self.likelihood.at(y))
-        return here
-
-    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
-        return self.likelihood.log_prob(f, y)
-
-    def hessian(self, f: Tensor) -> Tensor:
-        return self.likelihood.hessian(f)
-
-    def weights(self, y: Tensor) -> Tensor | None:
-        return self.likelihood.weights(y)
-
-    def validate(self, f_shape: Any, y: Tensor) -> None:
-        self.likelihood.validate(f_shape, y)
-
-
-ESTIMATORS = (
-    *("ntk-4-C", "ntk-4-1", "ntk-5-rows", "ntk-4-1-iid", "ntk-6-rows-anchored"),
-    *("blockdiag-N-C", "kfac-N-C", "kfac-4-1", "kfac-N-1", "diag-N-C", "diag-4-1"),
-    *("full-4-1", "full-N-1-ef", "kfac-N-1-ef"),
-)
-
-
-@pytest.mark.parametrize(
-    ("case", "name"),  # eigenvectors of the whole Λ may mix heads, so they cannot be anchors
-    [
-        (case, name)
-        for case in ("known", "exposure", "joint")
-        for name in ESTIMATORS
-        if (case, name) != ("joint", "ntk-6-rows-anchored")
-    ],
-)
-def test_every_estimator_agrees_with_a_density_written_by_hand(case: str, name: str) -> None:
-    values, slopes = [], []
-    for wrap in (lambda likelihood: likelihood, ByHand):
-        likelihood, y, size = cases()[case]
-        evidence = evidence_of(wrap(likelihood), name, size)
-        block = next(iter(evidence.blocks((X, y))))
-        values.append(evidence.backward(block).log_evidence)
-        slopes.append([p.grad for p in evidence.hyperparameters().values()])
-    assert values[0] == pytest.approx(values[1], rel=1e-6)
-    for one, other in zip(*slopes, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-
-
 def test_sampled_labels_come_from_the_conditions() -> None:
     """The mean of the sampled Fisher over draws is Λ under each example's conditions."""
     likelihood = KnownNoise(0.4).double()

@@ -110,51 +110,6 @@ def test_value_and_gradient_agree_with_dense_matrices(name: str, missing: bool) 
     torch.testing.assert_close(parameter.grad, slope, rtol=1e-5, atol=1e-7)
 
 
-class ByHand(Likelihood):
-    """The same density with everything by automatic differentiation."""
-
-    name = "by hand"
-
-    def __init__(self, joint: Joint) -> None:
-        super().__init__()
-        self.joint = joint
-
-    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
-        return self.joint.log_prob(f, y)
-
-    def reference_targets(self, f: Tensor) -> tuple[Tensor, Tensor]:
-        zeros = self.joint.targets(
-            {
-                "depth": torch.zeros(len(f), 2),
-                "kind": torch.zeros(len(f), dtype=torch.long),
-                "seen": torch.zeros(len(f), 1),
-            }
-        )
-        return zeros, zeros + 1
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("ntk-4-C", "ntk-4-1", "ntk-5-rows", "blockdiag-N-C"),
-        *("kfac-N-C", "kfac-4-1", "diag-N-C", "full-4-1", "full-N-1-ef", "kfac-N-1-ef"),
-    ],
-)
-def test_every_estimator_agrees_with_a_density_written_by_hand(name: str) -> None:
-    joint = heads()
-    y = targets(joint, missing=False)
-    values, slopes = [], []
-    for likelihood in (joint, ByHand(heads())):
-        evidence = evidence_of(likelihood, name, 6)
-        evidence.generator.manual_seed(3)
-        block = next(iter(evidence.blocks((X, y))))
-        values.append(evidence.backward(block).log_evidence)
-        slopes.append([p.grad for p in evidence.hyperparameters().values()])
-    assert values[0] == pytest.approx(values[1], rel=1e-6)
-    for one, other in zip(*slopes, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-
-
 @given(st.integers(0, 10**6))
 def test_scores_hessians_and_roots_are_derivatives(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -62,10 +62,12 @@ def test_samples_have_the_variance_of_the_predictions() -> None:
     assert (float(moments[0]), float(moments[1])) == pytest.approx((1.0, 0.3))
 
 
-@pytest.mark.parametrize("degrees", [2, 0, -1.0, math.inf, math.nan, "4", True, None])
-def test_what_are_no_degrees_of_freedom(degrees: object) -> None:
-    with pytest.raises(ConfigurationError, match="degrees must be a finite number larger than 2"):
-        StudentT(degrees=degrees)  # pyright: ignore[reportArgumentType]
+def test_what_are_no_degrees_of_freedom() -> None:
+    for degrees in [2, 0, -1.0, math.inf, math.nan, "4", True, None]:
+        with pytest.raises(
+            ConfigurationError, match="degrees must be a finite number larger than 2"
+        ):
+            StudentT(degrees=degrees)  # pyright: ignore[reportArgumentType]
 
 
 def test_errors_name_the_class() -> None:

@@ -1,7 +1,6 @@
 """Networks by name: sizes, shapes, seeds and errors."""
 
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -125,9 +124,8 @@ def test_without_a_seed_the_global_state_is_used() -> None:
     assert not all(torch.equal(first[key], second[key]) for key in first)
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "outputs", "settings", "words"),
-    [
+def test_errors_say_what_to_mend() -> None:
+    for name, shape, outputs, settings, words in [
         ("mininett", (1, 28, 28), 10, {}, "Did you mean 'mininet'"),
         ("mlp", (4,), 2, {"hiden": [3]}, "no setting 'hiden'. Did you mean 'hidden'"),
         ("digitsnet", (1, 8, 8), 10, {"width": 3}, "no setting 'width'. It has none"),
@@ -151,14 +149,10 @@ def test_without_a_seed_the_global_state_is_used() -> None:
             "widen_factor must be at least 1, got 0",
         ),
         ("wrn16-4", (48,), 10, {}, "at least 8x8"),
-    ],
-)
-def test_errors_say_what_to_mend(
-    name: str, shape: tuple[int, ...], outputs: int, settings: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ConfigurationError) as error:
-        make_model(name, shape, outputs, **settings)
-    assert words in str(error.value)
+    ]:
+        with pytest.raises(ConfigurationError) as error:
+            make_model(name, shape, outputs, **settings)
+        assert words in str(error.value)
 
 
 @pytest.mark.parametrize(("depth", "width", "size"), [(1, 4, 8), (2, 8, 8), (5, 3, 28), (3, 2, 1)])

@@ -343,28 +343,23 @@ def test_a_short_fit_learns(name: str) -> None:
 # ------------------------------------------------------------ errors
 
 
-@pytest.mark.parametrize("name", BUILDERS)
-@pytest.mark.parametrize(
-    ("shape", "settings", "words"),
-    [
-        ((2, 3, 4, 5), {}, "images (channels, height, width)"),
-        ((5,), {"padding": 0}, "Set vocabulary=..."),
-        ((5, 2), {"vocabulary": 3}, "needs inputs of shape (T,)"),
-        ((5,), {"vocabulary": 0}, "at least 1"),
-        ((5,), {"vocabulary": 3, "padding": 3}, "must be a token from 0 to 2"),
-        ((5,), {"width": 0}, "must be at least 1, got 0"),
-        ((5,), {"layers": 0}, "must be at least 1, got 0"),
-        ((5,), {"START": 0.0}, "must be a positive number"),
-        ((5,), {"START": math.inf}, "must be a positive number"),
-    ],
-)
-def test_errors_say_what_to_mend(
-    name: str, shape: tuple[int, ...], settings: dict[str, Any], words: str
-) -> None:
-    renamed = {HYPERPARAMETER[name] if k == "START" else k: v for k, v in settings.items()}
-    with pytest.raises(ConfigurationError) as error:
-        BUILDERS[name](shape, OUTPUTS, **renamed)
-    assert words in str(error.value)
+def test_errors_say_what_to_mend() -> None:
+    for name in BUILDERS:
+        for shape, settings, words in [
+            ((2, 3, 4, 5), {}, "images (channels, height, width)"),
+            ((5,), {"padding": 0}, "Set vocabulary=..."),
+            ((5, 2), {"vocabulary": 3}, "needs inputs of shape (T,)"),
+            ((5,), {"vocabulary": 0}, "at least 1"),
+            ((5,), {"vocabulary": 3, "padding": 3}, "must be a token from 0 to 2"),
+            ((5,), {"width": 0}, "must be at least 1, got 0"),
+            ((5,), {"layers": 0}, "must be at least 1, got 0"),
+            ((5,), {"START": 0.0}, "must be a positive number"),
+            ((5,), {"START": math.inf}, "must be a positive number"),
+        ]:
+            renamed = {HYPERPARAMETER[name] if k == "START" else k: v for k, v in settings.items()}
+            with pytest.raises(ConfigurationError) as error:
+                BUILDERS[name](shape, OUTPUTS, **renamed)
+            assert words in str(error.value)
 
 
 def test_heads_divide_the_width() -> None:
