@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from likelihoods import test_joint
 from torch import Tensor, nn
 from torch.autograd.functional import hessian
 from torch.func import functional_call, jacrev
@@ -94,6 +95,7 @@ def cases() -> dict[str, tuple[Likelihood, Tensor, int]]:
         "weighted": (weighted, weighted.targets(noisy, torch.arange(N) + 0.5), 2),
         "joint": (heads, heads.targets(of_heads), 7),
         "coupled": (coupled, coupled.targets(Z, correlation=FACTS[:, 0] / 3), 2),
+        "heads": (test_joint.heads(), test_joint.targets(test_joint.heads(), missing=True), 6),
     }
     return {name: (like.double(), y, size) for name, (like, y, size) in by_name.items()}
 

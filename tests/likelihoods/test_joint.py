@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.functional import hessian
-from torch.func import functional_call, jacrev
 
 import evigrad
 import evigrad.data
@@ -57,57 +56,6 @@ def targets(likelihood: Joint, missing: bool) -> Tensor:
         depth[0, 1] = depth[3] = seen[4, 0] = NAN
         labels[3] = labels[5] = -100
     return likelihood.targets({"depth": depth, "kind": labels, "seen": seen})
-
-
-def dense(
-    model: nn.Module, likelihood: Likelihood, prior: GaussianPrior, y: Tensor, mask: Tensor
-) -> Tensor:
-    """The log evidence by dense matrices, with the Hessian of each example's log density."""
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    f = model(X)
-    jacobians = jacrev(lambda w: functional_call(model, w, (X,)))(weights)
-    rows = torch.cat([jacobian.flatten(2) for jacobian in jacobians.values()], 2)
-    curvature = torch.zeros(rows.shape[2], rows.shape[2], dtype=torch.float64)
-    for n in range(N):
-        of_output = likelihood.hessian(f[n : n + 1])[0] * mask[n, :, None] * mask[n]
-        curvature = curvature + rows[n].T @ of_output @ rows[n]
-    precisions = prior.precisions()
-    p0 = torch.cat([precisions[n].double().expand(w.shape).flatten() for n, w in weights.items()])
-    w = torch.cat([w.flatten() for w in weights.values()])
-    log_det = torch.logdet(curvature + p0.diag()) - p0.log().sum()
-    return likelihood.log_prob(f, y).sum() - 0.5 * (p0 * w.square()).sum() - 0.5 * log_det
-
-
-def evidence_of(likelihood: Likelihood, name: str, num_outputs: int) -> Evidence:
-    torch.manual_seed(0)
-    prior = GaussianPrior("layerwise", precision=0.7)
-    return Evidence(
-        net(num_outputs),
-        likelihood,
-        prior,
-        estimator=name,
-        num_data=N,
-        root="subblock",  # eigenvectors of the whole Λ may mix heads
-        generator=torch.Generator(),
-    )
-
-
-@pytest.mark.parametrize("missing", [False, True])
-@pytest.mark.parametrize("name", ["full-N-C", "ntk-N-C"])
-def test_value_and_gradient_agree_with_dense_matrices(name: str, missing: bool) -> None:
-    likelihood = heads()
-    y = targets(likelihood, missing)
-    evidence = evidence_of(likelihood, name, 6)
-    mask = torch.ones(N, 6, dtype=torch.float64)
-    if missing:
-        mask[0, 1] = mask[3, :2] = mask[4, 5] = mask[3, 2:5] = mask[5, 2:5] = 0
-    expected = dense(evidence.model, likelihood, evidence.prior, y, mask)
-    estimate = evidence.backward(X, y)
-    assert estimate.log_evidence == pytest.approx(float(expected.detach()), rel=1e-6)
-    parameter = likelihood.heads["depth"].log_noise
-    assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
-    (slope,) = torch.autograd.grad(-expected / N, [parameter])
-    torch.testing.assert_close(parameter.grad, slope, rtol=1e-5, atol=1e-7)
 
 
 @given(st.integers(0, 10**6))

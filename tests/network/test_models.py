@@ -65,16 +65,6 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def test_transposed_convolution() -> None:
-    net = nn.Sequential(
-        nn.ConvTranspose2d(2, 4, 3, stride=2, padding=1, output_padding=1, groups=2, dilation=2),
-        nn.Tanh(),
-        nn.Flatten(),
-        nn.Linear(4 * 10 * 10, 2),
-    )
-    check(net, random(4, 2, 4, 4), {"0.weight": VMAP, "0.bias": VMAP, "3.weight": LINEAR})
-
-
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_multihead_attention(need_weights: bool, batch_first: bool) -> None:
@@ -227,20 +217,6 @@ def test_input_changed_in_place() -> None:
     before = x.clone()
     check(Net(forward, layer=nn.Linear(3, 2)), x, {"layer.weight": LINEAR})
     assert torch.equal(x, before)
-
-
-def test_residual_with_in_place_addition() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        h = self.a(x)
-        h += x
-        h = F.relu_(h)
-        g = self.b(h)
-        g *= 2
-        g += self.a(x)
-        return self.c(g.clone())
-
-    net: Any = Net(forward, a=nn.Linear(3, 3), b=nn.Linear(3, 3), c=nn.Linear(3, 2))
-    check(net, random(4, 3), {"a.weight": "2 x linear", "b.weight": LINEAR})
 
 
 def test_use_whose_input_changes_afterwards() -> None:

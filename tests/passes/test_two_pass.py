@@ -85,6 +85,19 @@ def assert_twins(
             assert error < tolerance, f"{name}, micro-batches of {micro_batch}: {error:.1e}"
 
 
+@pytest.mark.parametrize(
+    ("structure", "outputs", "root"),
+    [
+        (structure, outputs, ("subblock", "fisher", "eigen")[(i + j) % 3])
+        for i, structure in enumerate(("ntk", "kfac", "blockdiag"))
+        for j, outputs in enumerate(("2", "rows"))
+    ],
+)
+def test_outputs_that_the_pairs_leave_out(structure: str, outputs: str, root: str) -> None:
+    model, x = CASES["conv2d"].build(M)
+    assert_twins(model, Categorical(), x, f"{structure}-{M}-{outputs}", root=root)
+
+
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("name", ["conv1d", "conv2d", "linear-leading"])
 def test_both_kinds_of_sharing(name: str, sharing: str) -> None:
