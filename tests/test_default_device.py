@@ -182,13 +182,15 @@ def of_bracket() -> list[Any]:
 def of_sklearn() -> list[Any]:
     from evigrad.sklearn import EvidenceClassifier, EvidenceRegressor
 
-    x, options = X.numpy(), {"random_state": 0, "epochs": 2}
+    x = X.numpy()
+    options: dict[str, Any] = {"random_state": 0, "epochs": 2}
     regressor = EvidenceRegressor(**options).fit(x, numbers(N).numpy())
     classifier = EvidenceClassifier(**options).fit(x, LABELS.numpy())
     return [regressor.predict(x), classifier.predict_proba(x)]
 
 
 DATA = (X, LABELS)
+IN_BATCHES = [(X[:5], LABELS[:5]), (X[5:], LABELS[5:])]
 AT_POSITIONS = (X.view(4, 3, SIZE), LABELS.view(4, 3))
 # One of each kind; each takes a folder.
 CALLS: dict[str, Callable[[Path], Any]] = {
@@ -214,7 +216,7 @@ CALLS: dict[str, Callable[[Path], Any]] = {
     "rows elsewhere": lambda _: rounds(build("ntk-N-1", memory=Memory(rows_device="cpu")), DATA),
     "items": lambda _: rounds(build("ntk-6-1"), TensorDataset(*DATA)),
     # Not a loader, whose iteration reads a number of its own from the default device.
-    "batches": lambda _: build("kfac-N-C").estimate([(X[:5], LABELS[:5]), (X[5:], LABELS[5:])]),
+    "batches": lambda _: build("kfac-N-C").estimate(IN_BATCHES).log_evidence,
     "worker": lambda _: of_worker(),
     "positions": lambda _: rounds(build("ntk-8-rows-anchored", model=Tagger()), AT_POSITIONS),
     "transform": lambda _: of_transform("kfac-6-1"),

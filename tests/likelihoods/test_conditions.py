@@ -317,6 +317,7 @@ def test_the_rest_of_the_noise_is_learned() -> None:
         model,
         (x, likelihood.targets(y, noise=noise)),
         likelihood=likelihood,
+        estimator="full-N-C",
         schedule=evigrad.Schedule(epochs=150),
         progress=False,
     )

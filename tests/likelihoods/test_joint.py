@@ -152,9 +152,8 @@ def test_the_noise_of_a_head_is_learned_and_each_head_predicts() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 3))
     schedule = evigrad.Schedule(epochs=60)
-    result = evigrad.fit(
-        model, (x, y), likelihood=likelihood, schedule=schedule, test=(x, y), progress=False
-    )
+    settings: dict[str, Any] = {"estimator": "full-N-C", "schedule": schedule, "progress": False}
+    result = evigrad.fit(model, (x, y), likelihood=likelihood, test=(x, y), **settings)
     assert result.history[-1]["likelihood/depth/noise"] == pytest.approx(0.3, abs=0.08)
     assert result.test_metrics["kind/accuracy"] > 0.9
     assert result.test_metrics["depth/squared_error"] < 0.2

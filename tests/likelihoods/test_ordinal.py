@@ -341,7 +341,7 @@ def test_thresholds_start_at_equal_classes_and_are_learned() -> None:
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
     result = evigrad.fit(
-        model, (x, y), likelihood=Ordinal(K),
+        model, (x, y), likelihood=Ordinal(K), estimator="full-N-C",
         schedule=evigrad.Schedule(epochs=100), optimization=evigrad.Optimization(lr=0.05),
         progress=False,
     )  # fmt: skip

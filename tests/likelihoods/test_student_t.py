@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from evigrad.training import fit
 from evigrad.training.convergence import tail_gain
 from evigrad.training.settings import grouped
 
-QUICK = {"epochs": 150, "burn_in": 6, "every": 6, "steps": 3, "progress": False}
+QUICK: dict[str, Any] = {"epochs": 150, "burn_in": 6, "every": 6, "steps": 3, "progress": False}
+QUICK |= {"estimator": "full-N-C"}
 
 
 @given(
