@@ -168,29 +168,29 @@ OTHERS: dict[str, tuple[str, Callable[[Evidence, Any, Any], Any]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*Nested|.*nested")
-@pytest.mark.parametrize("verb", [*WHOLE, *OTHERS])
-def test_data_that_are_not_dense_are_refused_with_words(verb: str) -> None:
-    estimator, call = VERBS.get(verb) or OTHERS[verb]
-    evidence = build(Categorical(), estimator)
-    strided, jagged = (
-        torch.nested.nested_tensor(list(X), layout=layout)
-        for layout in (torch.strided, torch.jagged)
-    )
-    labels = torch.nested.nested_tensor(list(LABELS.float()[:, None]))
-    cases: list[tuple[Any, Any, str]] = [
-        (strided, LABELS, "must be dense, got a nested tensor.*to_padded_tensor"),
-        (jagged, LABELS, "must be dense, got a nested tensor"),
-        ({"input": strided}, LABELS, "'input' of the inputs must be dense, got a nested"),
-        (X.to_sparse(), LABELS, r"must be dense, got a sparse tensor. Call to_dense\(\)"),
-        (X, labels, "must be dense, got a nested tensor"),
-        (X, LABELS.to_sparse(), "must be dense, got a sparse tensor"),
-    ]
-    for x, y, words in cases[:4] if verb == "predict" else cases:
-        if verb == "item" and type(x) is dict:
-            words = "must be dense"
-        inputs: Any = x
-        with pytest.raises(InputError, match=words):
-            call(evidence, inputs, y)
+def test_data_that_are_not_dense_are_refused_with_words() -> None:
+    for verb in [*WHOLE, *OTHERS]:
+        estimator, call = VERBS.get(verb) or OTHERS[verb]
+        evidence = build(Categorical(), estimator)
+        strided, jagged = (
+            torch.nested.nested_tensor(list(X), layout=layout)
+            for layout in (torch.strided, torch.jagged)
+        )
+        labels = torch.nested.nested_tensor(list(LABELS.float()[:, None]))
+        cases: list[tuple[Any, Any, str]] = [
+            (strided, LABELS, "must be dense, got a nested tensor.*to_padded_tensor"),
+            (jagged, LABELS, "must be dense, got a nested tensor"),
+            ({"input": strided}, LABELS, "'input' of the inputs must be dense, got a nested"),
+            (X.to_sparse(), LABELS, r"must be dense, got a sparse tensor. Call to_dense\(\)"),
+            (X, labels, "must be dense, got a nested tensor"),
+            (X, LABELS.to_sparse(), "must be dense, got a sparse tensor"),
+        ]
+        for x, y, words in cases[:4] if verb == "predict" else cases:
+            if verb == "item" and type(x) is dict:
+                words = "must be dense"
+            inputs: Any = x
+            with pytest.raises(InputError, match=words):
+                call(evidence, inputs, y)
 
 
 @pytest.mark.parametrize("verb", ["blocks", "blocks, anchored", "estimate", "fit", "posterior"])

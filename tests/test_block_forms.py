@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from likelihood_zoo import LIKELIHOODS, targets
+from likelihood_zoo import targets
 from passes.test_kept_passes import assert_follows
 from passes.test_two_pass import M, assert_twins, convolutional, evidence_of, result
 from torch import nn
@@ -49,21 +49,6 @@ def convolved() -> tuple[nn.Module, torch.Tensor]:
 
 
 # ------------------------------------------------------------------ gradients in two passes
-
-
-@pytest.mark.usefixtures("form")
-@pytest.mark.parametrize(
-    ("structure", "prior", "likelihood"),  # each structure with each of the others
-    [
-        (structure, ("scalar", "layerwise", "diagonal")[(i + j) % 3], likelihood)
-        for i, structure in enumerate(("full", "blockdiag"))
-        for j, likelihood in enumerate(LIKELIHOODS)
-    ],
-)
-def test_every_likelihood_and_prior(structure: str, prior: str, likelihood: str) -> None:
-    model, x = CASES["linear"].build(M)
-    density = LIKELIHOODS[likelihood](OUTPUTS)
-    assert_twins(model, density, x, f"{structure}-{M}-2", prior=prior, temperature=0.8)
 
 
 @pytest.mark.parametrize(

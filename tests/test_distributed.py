@@ -1,7 +1,7 @@
 """Several processes share the work: the numbers are those of one process, and few bytes travel.
 
-Groups of two and of four ranks run once each, on Gloo, and write what they computed; the claims
-compare it with one process that evaluates the same blocks.
+A group of ranks runs once, on Gloo, and writes what it computed; the claims compare it with one
+process that evaluates the same blocks. `make test` runs two ranks, and `make check-long` four.
 """
 
 import copy
@@ -43,7 +43,6 @@ from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.priors import GaussianPrior
 
 N, SIZE, OUTPUTS, DRAWS = 11, 3, 3, 36
-RANKS = (2, 4)
 STEPS = {2: 2, 4: 1}  # that are compared
 
 
@@ -604,30 +603,32 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.long)])
+def count(request: pytest.FixtureRequest) -> int:
+    """The number of ranks."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def alone() -> dict[tuple[str, int], dict[str, Any]]:
-    """What one process finds, by the estimator and the number of ranks that it stands for."""
+def alone(count: int) -> dict[str, dict[str, Any]]:
+    """What one process finds in place of so many ranks, by the estimator."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {(case, count): of_one(case, count) for count in RANKS for case in CASES[count]}
+        return {case: of_one(case, count) for case in CASES[count]}
 
 
 @pytest.fixture(scope="module")
-def ran(alone: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    """What each rank of each group found, by the number of ranks.
+def ran(count: int, alone: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found.
 
     Forked after one process has done the same, whose imports and checks of types they have.
     """
-    by_count = {}
+    folder = tmp_path_factory.mktemp(f"ranks{count}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of forks, which save the time of imports
-        for count in RANKS:
-            folder = tmp_path_factory.mktemp(f"ranks{count}")
-            arguments = (folder, free_port(), count)
-            start_processes(_rank, arguments, nprocs=count, start_method="fork")
-            by_count[count] = [torch.load(folder / f"{rank}.pt") for rank in range(count)]
-            by_count[count][0]["folder"] = str(folder)
-    return by_count
+        arguments = (folder, free_port(), count)
+        start_processes(_rank, arguments, nprocs=count, start_method="fork")
+    return [torch.load(folder / f"{rank}.pt") for rank in range(count)]
 
 
 def assert_equal(one: Any, other: Any) -> None:
@@ -635,40 +636,35 @@ def assert_equal(one: Any, other: Any) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("count", "estimator"), [(c, e) for c in RANKS for e in CASES[c]])
-def test_ranks_find_what_one_process_finds(
-    alone: Any, ran: Any, estimator: str, count: int
-) -> None:
-    one = alone[estimator, count]
-    for rank in ran[count]:
-        several = rank["steps"][estimator]
-        assert_equal(several["steps"], ran[count][0]["steps"][estimator]["steps"])
-        for (value, gradients_of_rank), (expected, oracle) in zip(
-            several["steps"], one["steps"], strict=True
-        ):
-            torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
-            for got, true in zip(gradients_of_rank, oracle, strict=True):
-                scale = float(true.abs().max())
-                torch.testing.assert_close(got, true, rtol=0, atol=1e-12 * max(scale, 1e-3))
-        torch.testing.assert_close(several["value"], one["value"], rtol=1e-12, atol=1e-12)
-        assert_equal(several["state"], one["state"])
+def test_ranks_find_what_one_process_finds(alone: Any, ran: Any) -> None:
+    for estimator, one in alone.items():
+        for rank in ran:
+            several = rank["steps"][estimator]
+            assert_equal(several["steps"], ran[0]["steps"][estimator]["steps"])
+            for (value, gradients_of_rank), (expected, oracle) in zip(
+                several["steps"], one["steps"], strict=True
+            ):
+                torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12, msg=estimator)
+                for got, true in zip(gradients_of_rank, oracle, strict=True):
+                    scale = max(float(true.abs().max()), 1e-3)
+                    torch.testing.assert_close(got, true, rtol=0, atol=1e-12 * scale, msg=estimator)
+            torch.testing.assert_close(several["value"], one["value"], rtol=1e-12, atol=1e-12)
+            assert_equal(several["state"], one["state"])
 
 
-@pytest.mark.parametrize("count", RANKS)
 def test_a_partition_that_ranks_share_is_whole(ran: Any, count: int) -> None:
-    for name, (number, mean) in ran[count][0]["whole_partitions"].items():
+    for name, (number, mean) in ran[0]["whole_partitions"].items():
         evidence = made(name)
         blocks = list(evidence.blocks(data()).epoch())
         estimates = [evidence.estimate(block).log_det for block in blocks]
         assert number == -(-len(blocks) // count)
         assert mean == pytest.approx(sum(estimates) / len(blocks), rel=1e-12)
-        assert all(rank["whole_partitions"][name] == (number, mean) for rank in ran[count])
+        assert all(rank["whole_partitions"][name] == (number, mean) for rank in ran)
 
 
-@pytest.mark.parametrize("count", RANKS)
 @pytest.mark.parametrize("name", LEARNED)
 def test_ranks_learn_the_same(ran: Any, name: str, count: int) -> None:
-    hyperparameters = [rank["learning"][name] for rank in ran[count]]
+    hyperparameters = [rank["learning"][name] for rank in ran]
     for rank in hyperparameters[1:]:
         assert_equal(rank, hyperparameters[0])
     start = made(name.split()[0], hyperparameters=[])
@@ -682,38 +678,33 @@ def test_ranks_learn_the_same(ran: Any, name: str, count: int) -> None:
         torch.testing.assert_close(hyperparameters[0], alone, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("count", RANKS)
 def test_data_that_are_no_blocks(ran: Any, count: int) -> None:
     x, y = data()
-    for rank in ran[count]:
+    for rank in ran:
         estimates = rank["given_data"]
-        assert_equal(estimates["state"], ran[count][0]["given_data"]["state"])
+        assert_equal(estimates["state"], ran[0]["given_data"]["state"])
         for name in ("kfac-N-C", "ntk-N-C"):
             one = fields(made(name).estimate(x, y))
             torch.testing.assert_close(estimates[name], [one, one], rtol=1e-12, atol=0)
-        assert estimates["diag-N-1"] == ran[count][0]["given_data"]["diag-N-1"]
+        assert estimates["diag-N-1"] == ran[0]["given_data"]["diag-N-1"]
         subsets = [made("ntk-2-C").estimate(x[r::4], y[r::4]) for r in range(count)]
         mean = torch.tensor([fields(e) for e in subsets], dtype=torch.float64).mean(0)
         torch.testing.assert_close(estimates["ntk-2-C"], mean.tolist(), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("count", RANKS)
-def test_the_posterior_of_ranks(ran: Any, count: int) -> None:
+def test_the_posterior_of_ranks(ran: Any) -> None:
     alone = posteriors(None)
-    for rank in ran[count]:
+    for rank in ran:
         torch.testing.assert_close(rank["posteriors"], alone, rtol=1e-10, atol=1e-14)
 
 
-def test_the_variance_falls_as_one_over_the_ranks(ran: Any) -> None:
-    alone = torch.tensor(draws(None)).var()
-    for count in RANKS:
-        ratio = float(alone / torch.tensor(ran[count][0]["draws"]).var())
-        assert 0.6 * count < ratio < 1.7 * count
+def test_the_variance_falls_as_one_over_the_ranks(ran: Any, count: int) -> None:
+    ratio = float(torch.tensor(draws(None)).var() / torch.tensor(ran[0]["draws"]).var())
+    assert 0.6 * count < ratio < 1.7 * count
 
 
-@pytest.mark.parametrize("count", RANKS)
 def test_an_error_of_one_rank_is_one_of_all(ran: Any, count: int) -> None:
-    *well, ill = (rank["failures"] for rank in ran[count])
+    *well, ill = (rank["failures"] for rank in ran)
     for number in range(2):
         name, text = ill[number]
         assert name == "InputError" and "NaN" in text
@@ -731,23 +722,21 @@ def test_an_error_of_one_rank_is_one_of_all(ran: Any, count: int) -> None:
             assert text.endswith(f"Rank {count - 1} failed with {theirs}: {words}")
 
 
-@pytest.mark.parametrize("count", RANKS)
 def test_ranks_with_something_else_are_refused_by_name(ran: Any, count: int) -> None:
-    for rank in ran[count]:
-        assert rank["differences"] == ran[count][0]["differences"]
+    for rank in ran:
+        assert rank["differences"] == ran[0]["differences"]
         for names, text in rank["differences"]:
             assert f"The {count} ranks differ in {names}" in text
 
 
-@pytest.mark.parametrize("count", RANKS)
 def test_sums_are_equal_on_all_ranks_and_their_bytes_are_counted(ran: Any, count: int) -> None:
     length, slack = 100_003, 4000  # of headers, and of the barrier
     generators = [torch.Generator().manual_seed(rank) for rank in range(count)]
     tensors = [torch.randn(length, generator=g, dtype=torch.float64) for g in generators]
-    for number, rank in enumerate(ran[count]):
+    for number, rank in enumerate(ran):
         of_calls = [(value, (sent, kernel)) for value, sent, kernel in rank["seam"]]
         (sums, of_sums), (parts, of_parts), (none, of_none), (plain, of_plain) = of_calls
-        assert_equal(sums, ran[count][0]["seam"][0][0])
+        assert_equal(sums, ran[0]["seam"][0][0])
         torch.testing.assert_close(sums[0], torch.stack(tensors).sum(0), rtol=1e-13, atol=1e-13)
         assert sums[1].tolist() == [[count] * 3] * 2 and sums[2] == count * (count - 1) // 2
         assert [len(part) for part in parts] == [10_000 * (r + 1) for r in range(count)]
@@ -763,7 +752,6 @@ def test_sums_are_equal_on_all_ranks_and_their_bytes_are_counted(ran: Any, count
             assert math.isnan(kernel) or counted <= kernel <= counted + slack
 
 
-@pytest.mark.parametrize("count", RANKS)
 def test_a_step_sends_what_the_formula_says(ran: Any, count: int) -> None:
     """Of H hyperparameters: a word of two numbers, and a sum of H + 7 of them."""
     others = count - 1
@@ -772,7 +760,7 @@ def test_a_step_sends_what_the_formula_says(ran: Any, count: int) -> None:
             continue
         options = OWN[name]
         numbers = 7 + sum(p.numel() for p in made(name, **options).hyperparameters().values())
-        for rank in ran[count]:
+        for rank in ran:
             num_bytes = 16 * others + 2 * 8 * numbers * others // count
             num_bytes += others * (8 + 24) if "anchored" in name else 0  # one draw
             assert rank["steps"][name]["sent"] == STEPS[count] * num_bytes
@@ -786,11 +774,11 @@ def test_a_step_sends_what_the_formula_says(ran: Any, count: int) -> None:
         num_bytes = (
             2 * 16 * others + 2 * 8 * numbers * others // count + 2 * of_data * others // count
         )
-        for rank in ran[count]:
+        for rank in ran:
             assert rank["steps"][name]["sent"] == STEPS[count] * num_bytes
     # The counts of kfac are summed too.
     numbers = sum(size**2 for sizes in SIZES.values() for size in sizes)
-    for rank in ran[count]:
+    for rank in ran:
         step = 2 * 16 * others + 2 * 8 * (7 + 4 + SIZE) * others // count
         step += 2 * 2 * 16 * others // count + 2 * 8 * numbers * others // count
         assert rank["steps"]["kfac-N-C"]["sent"] == STEPS[count] * step
@@ -800,23 +788,21 @@ def test_a_step_sends_what_the_formula_says(ran: Any, count: int) -> None:
 SIZES = {"1.weight": (SIZE, 4), "1.bias": (4,), "3.weight": (4, OUTPUTS), "3.bias": (OUTPUTS,)}
 
 
-@pytest.mark.parametrize("count", RANKS)
-def test_all_ranks_repeat_in_float64_what_one_has_to(ran: Any, count: int) -> None:
+def test_all_ranks_repeat_in_float64_what_one_has_to(ran: Any) -> None:
     alone = rounding(None)
     for number, (value, grads, refused) in enumerate(alone):
         assert refused[:2] == [True, False] and not any(refused[2:])
-        for rank in ran[count]:
+        for rank in ran:
             values, rank_gradients, rank_refused = rank["rounding"][number]
             torch.testing.assert_close(values, value, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(rank_gradients, grads, rtol=1e-4, atol=1e-5)
             assert rank_refused == refused
 
 
-@pytest.mark.parametrize("count", RANKS)
 @pytest.mark.parametrize("name", FITS)
-def test_ranks_train_one_network(ran: Any, name: str, count: int) -> None:
+def test_ranks_train_one_network(ran: Any, name: str) -> None:
     """Batches of four, which four ranks share unevenly; the sums are rounded differently."""
-    outcomes = [rank["fits"][name] for rank in ran[count]]
+    outcomes = [rank["fits"][name] for rank in ran]
     for rank in outcomes[1:]:
         assert_equal(rank, outcomes[0])
     if name not in ("anchored", "norm"):  # others average other blocks, or other batch statistics
@@ -824,16 +810,14 @@ def test_ranks_train_one_network(ran: Any, name: str, count: int) -> None:
         torch.testing.assert_close(outcomes[0], one, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("count", RANKS)
-def test_weights_in_shards(ran: Any, count: int) -> None:
+def test_weights_in_shards(ran: Any) -> None:
     alone = training_in_shards(None)
-    for rank in ran[count]:
+    for rank in ran:
         torch.testing.assert_close(rank["training_in_shards"], alone, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("count", RANKS)
-def test_a_run_goes_on_with_any_number_of_ranks(ran: Any, count: int) -> None:
-    first, *others = (rank["interrupted_fits"] for rank in ran[count])
+def test_a_run_goes_on_with_any_number_of_ranks(ran: Any) -> None:
+    first, *others = (rank["interrupted_fits"] for rank in ran)
     assert first["error"] == ("Full", "no space left")
     for rank in others:
         assert rank["error"] == ("RankError", "Rank 0 failed with Full: no space left")
@@ -846,7 +830,7 @@ def test_a_run_goes_on_with_any_number_of_ranks(ran: Any, count: int) -> None:
     }
     assert not folder.with_name(f"{folder.name}-2").exists()
     for rank in (first, *others):
-        assert_equal(rank["resumed"], ran[count][0]["fits"]["anchored"])
+        assert_equal(rank["resumed"], ran[0]["fits"]["anchored"])
     alone = fitted("anchored", None, folder.with_name(f"{folder.name}-half"), resume=True)
     assert [row["epoch"] for row in alone.history] == [1, 2, 3]
 

@@ -276,28 +276,6 @@ def test_sampled_fisher_averages_to_the_fisher() -> None:
     assert min(abs(value - other) for other in log_dets) < 1e-9 * abs(value)
 
 
-@pytest.mark.usefixtures("by_h")
-def test_theorem_3_ntk_and_full_draw_by_draw() -> None:
-    """Theorem 3: the kernel of a block and its Gauss-Newton matrix have the same determinant."""
-    ntk, x, y = build("ntk-3-1")
-    full, _, _ = build("full-3-1")
-    for block in ntk.blocks((x, y)).take(12):
-        assert ntk.estimate(block).log_det == pytest.approx(full.estimate(block).log_det, rel=1e-10)
-
-
-@pytest.mark.usefixtures("by_h")
-def test_ntk_and_full_on_all_the_data() -> None:
-    ntk, x, y = build("ntk-N-C")
-    full, _, _ = build("full-N-C")
-    assert ntk.backward(x, y).log_evidence == pytest.approx(
-        full.backward(x, y).log_evidence, rel=1e-11
-    )
-    for one, other in zip(
-        ntk.hyperparameters().values(), full.hyperparameters().values(), strict=True
-    ):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12)
-
-
 def test_single_output_regression_has_no_factor_of_outputs() -> None:
     """N/m alone scales a single-output regression, in every spelling of the outputs."""
     model = nn.Linear(2, 1).double()

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -93,8 +94,9 @@ def assert_same(before: Any, after: Any) -> None:
         assert before == after
 
 
-@pytest.mark.parametrize("name", STATEFUL)
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize(
+    ("name", "structure"), list(zip(STATEFUL, cycle(STRUCTURES), strict=False))
+)
 def test_a_model_is_left_as_it_was(name: str, structure: str) -> None:
     evidence, x, y = make(name, f"{structure}-N-C")
     model = evidence.model
@@ -140,7 +142,7 @@ class Fragile(nn.Module):
         return self.last(h)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("structure", ["ntk", "kfac", "blockdiag"])
 @pytest.mark.parametrize("fuse", [1, 2, 3])
 def test_an_exception_passes_through_and_leaves_nothing_behind(structure: str, fuse: int) -> None:
     model = Fragile().double().train()
@@ -285,15 +287,6 @@ def test_planning_does_not_shift_the_draws() -> None:
     assert planned.estimate(x, y).log_det == fresh.estimate(x, y).log_det
 
 
-def test_works_under_no_grad_and_returns_plain_numbers() -> None:
-    evidence, x, y = make("conv2d", "ntk-N-C")
-    with torch.no_grad():
-        inside = evidence.backward(x, y)
-    assert log_precision(evidence).grad is not None
-    assert isinstance(inside.log_evidence, float)
-    assert inside.log_evidence == pytest.approx(evidence.estimate(x, y).log_evidence, rel=1e-12)
-
-
 def test_prior_changed_between_estimates_is_seen() -> None:
     evidence, x, y = make("linear", "ntk-N-C")
     before = evidence.estimate(x, y)
@@ -355,45 +348,6 @@ def test_describe_names_every_weight() -> None:
     assert [r.name for r in reports] == list(evidence.weights())
     assert all(r.rows and r.curvature for r in reports)
     assert {r.precision for r in reports} == {1.0}
-
-
-@pytest.mark.parametrize("estimator", ["ntk-N-C", "full-N-C", "diag-N-C", "kfac-N-C", "ntk-N-1"])
-def test_a_kept_pass_equals_a_new_one_under_another_prior(estimator: str) -> None:
-    """collect() once, then many steps on the prior: each as if the data had been passed again."""
-    model, x = CASES["conv2d"].build(4)
-    y = torch.arange(4) % 3
-    for name in HYPERPARAMETERS:
-        getattr(model, name).requires_grad_(False)
-    kept = Evidence(
-        model, Categorical(), GaussianPrior(), estimator=estimator, num_data=4, generator=0
-    )
-    fresh = Evidence(
-        model, Categorical(), GaussianPrior(), estimator=estimator, num_data=4, generator=0
-    )
-    collected = kept.collect(x, y)
-    state = fresh.generator.get_state()
-    for shift in (0.0, 0.8, -2.0):
-        for evidence in (kept, fresh):
-            log_precision(evidence).grad = None
-            with torch.no_grad():
-                log_precision(evidence).copy_(torch.linspace(-1, 1, 4).to(x) + shift)
-        fresh.generator.set_state(state)
-        one, other = kept.backward(collected), fresh.backward(x, y)
-        assert one.log_evidence == pytest.approx(other.log_evidence, rel=1e-12)
-        torch.testing.assert_close(log_precision(kept).grad, log_precision(fresh).grad)
-
-
-def test_a_kept_pass_is_refused_once_it_would_be_wrong() -> None:
-    evidence, x, y = make("linear", "ntk-N-C")
-    with pytest.raises(ConfigurationError, match="model.gate"):
-        evidence.collect(x, y)
-    model, x = CASES["linear"].build(4)
-    plain = Evidence(model, Categorical(), GaussianPrior(), estimator="ntk-N-C", num_data=4)
-    collected = plain.collect(x, torch.arange(4) % 3)
-    with torch.no_grad():
-        model.head.bias.add_(0.1)
-    with pytest.raises(InputError, match="weights, .* have changed since"):
-        plain.estimate(collected)
 
 
 def test_map_loss_of_a_module_under_two_names() -> None:

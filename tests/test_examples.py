@@ -10,12 +10,13 @@ from types import ModuleType
 
 import pytest
 import torch
+from late import needs
 from torch import Tensor, nn
 
 import evigrad
 from evigrad.priors import GaussianPrior
 
-pytest.importorskip("sklearn")
+pytestmark = needs("sklearn")
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

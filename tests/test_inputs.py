@@ -286,9 +286,8 @@ def test_samplers_that_omit_or_repeat_examples_are_refused() -> None:
 # ------------------------------------------------------------ what does not fit
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
+def test_unfit_inputs() -> None:
+    for change, words in [
         ({"mask": torch.ones(N - 1, LENGTH)}, "got 12 in 'ids' and 11 in 'mask'"),
         ({"mask": "yes"}, "'mask' of the inputs must be a tensor, got str"),
         ({"mask": torch.tensor(1.0)}, "'mask' of the inputs must have a first dimension"),
@@ -296,14 +295,12 @@ def test_samplers_that_omit_or_repeat_examples_are_refused() -> None:
         ({"numbers": torch.full((N, 2), torch.nan)}, "NaN"),
         ({"numbers": torch.zeros(N, 2, dtype=torch.complex64)}, "complex"),
         ({"other": torch.zeros(N)}, "as one argument"),
-    ],
-)
-def test_unfit_inputs(change: dict[str, Any], words: str) -> None:
-    x, y = data()
-    for call in (evidence(reader()).estimate, evidence(reader()).map_loss):
-        with pytest.raises(InputError) as caught:
-            call(x | change, y)
-        assert words in str(caught.value)
+    ]:
+        x, y = data()
+        for call in (evidence(reader()).estimate, evidence(reader()).map_loss):
+            with pytest.raises(InputError) as caught:
+                call(x | change, y)
+            assert words in str(caught.value)
 
 
 def test_a_loader_whose_batches_are_no_pairs() -> None:

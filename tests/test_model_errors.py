@@ -71,22 +71,18 @@ VERBS: dict[str, Callable[[Evidence], Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
+@pytest.mark.parametrize("verb", VERBS)
+def test_outputs_that_have_no_derivatives(verb: str) -> None:
+    for change, words in [
         (lambda f: f.argmax(1, keepdim=True), "type torch.int64.*before any argmax"),
         (lambda f: f > 0, "type torch.bool.*comparison"),
         (lambda f: f * 1j, "type torch.complex64.*view_as_real"),
         (lambda f: f.to_sparse(), r"torch.sparse_coo tensor.*to_dense\(\)"),
         (lambda f: f.tolist(), "returned a list"),
         (lambda f: f.to("meta"), "returned a tensor on the meta device"),
-    ],
-    ids=["integer", "boolean", "complex", "sparse", "list", "meta"],
-)
-@pytest.mark.parametrize("verb", VERBS)
-def test_outputs_that_have_no_derivatives(verb: str, change: Any, words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        VERBS[verb](build(Returns(change)))
+    ]:
+        with pytest.raises(InputError, match=words):
+            VERBS[verb](build(Returns(change)))
 
 
 def under(mode: Any) -> Callable[[nn.Module, Tensor], Tensor]:

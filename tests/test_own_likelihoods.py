@@ -407,27 +407,30 @@ class OfHessian(Curved):
         return torch.ones_like(f)
 
 
-@pytest.mark.parametrize("kind", [*WEIGHTS, *ROOTS, "hessian"])
-def test_methods_that_return_something_else_are_named(kind: str) -> None:
-    if kind in WEIGHTS:
-        likelihood, words = OfWeights(WEIGHTS[kind][0]), WEIGHTS[kind][1]
-    elif kind in ROOTS:
-        likelihood = OfRoot(ROOTS[kind])
-        words = f"root of OfRoot must return evigrad.likelihoods.RootRows with .*got ({kind})"
-    else:
-        likelihood, words = OfHessian(), r"hessian of OfHessian must return .*, 3, 3\), got shape"
-    calls: dict[str, tuple[str, Callable[[Evidence], Any]]] = {
-        "estimate": ("ntk-N-C", lambda e: e.estimate(X, NUMBERS)),
-        "backward": ("kfac-N-C", lambda e: e.backward(X, NUMBERS)),
-        "blocks": ("ntk-4-1", lambda e: e.blocks((X, NUMBERS))),
-        "anchored": ("ntk-4-rows-anchored", lambda e: e.blocks((X, NUMBERS))),
-        "posterior": ("ntk-N-C", lambda e: e.posterior((X, NUMBERS), structure="diag")),
-        "mode_gap": ("ntk-N-C", lambda e: e.mode_gap((X, NUMBERS))),
-    }
-    for verb, (estimator, call) in calls.items():
-        with pytest.raises((ConfigurationError, InputError), match=words):
-            call(build(likelihood, estimator))
-            pytest.fail(f"{verb}: accepted")
+def test_methods_that_return_something_else_are_named() -> None:
+    for kind in [*WEIGHTS, *ROOTS, "hessian"]:
+        if kind in WEIGHTS:
+            likelihood, words = OfWeights(WEIGHTS[kind][0]), WEIGHTS[kind][1]
+        elif kind in ROOTS:
+            likelihood = OfRoot(ROOTS[kind])
+            words = f"root of OfRoot must return evigrad.likelihoods.RootRows with .*got ({kind})"
+        else:
+            likelihood, words = (
+                OfHessian(),
+                r"hessian of OfHessian must return .*, 3, 3\), got shape",
+            )
+        calls: dict[str, tuple[str, Callable[[Evidence], Any]]] = {
+            "estimate": ("ntk-N-C", lambda e: e.estimate(X, NUMBERS)),
+            "backward": ("kfac-N-C", lambda e: e.backward(X, NUMBERS)),
+            "blocks": ("ntk-4-1", lambda e: e.blocks((X, NUMBERS))),
+            "anchored": ("ntk-4-rows-anchored", lambda e: e.blocks((X, NUMBERS))),
+            "posterior": ("ntk-N-C", lambda e: e.posterior((X, NUMBERS), structure="diag")),
+            "mode_gap": ("ntk-N-C", lambda e: e.mode_gap((X, NUMBERS))),
+        }
+        for verb, (estimator, call) in calls.items():
+            with pytest.raises((ConfigurationError, InputError), match=words):
+                call(build(likelihood, estimator))
+                pytest.fail(f"{verb}: accepted")
 
 
 def test_a_message_about_a_hessian_of_targets_names_estimators_that_need_none() -> None:

@@ -8,30 +8,15 @@ from prose import clean, main, markdown_texts, num_words, problems, sentences
 ROOT = Path(__file__).parents[1]
 
 
-def units() -> list[str]:
-    """What is checked, by paths: pages, examples, and the modules and subpackages of evigrad."""
+def test_what_users_read_keeps_to_the_style() -> None:
     pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
-    package = ROOT / "src" / "evigrad"
-    source = [file for file in package.iterdir() if file.is_dir() or file.suffix == ".py"]
-    source = [file for file in source if file.name not in ("__pycache__", "__main__.py")]
-    every = [*pages, *(ROOT / "examples").glob("*.py"), *source]
-    return sorted(path.relative_to(ROOT).as_posix() for path in every)
-
-
-def violations(unit: str) -> list[str]:
-    """Violations in a file, or in the modules of a folder, as lines to print."""
-    path = ROOT / unit
-    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
-    return [
+    code = [*(ROOT / "examples").glob("*.py"), *(ROOT / "src" / "evigrad").rglob("*.py")]
+    violations = [
         f"{file.relative_to(ROOT)}:{problem.line}: {problem.reason} [{problem.text}]"
-        for file in files
+        for file in sorted(pages + code)
         for problem in problems(file)
     ]
-
-
-@pytest.mark.parametrize("unit", units())
-def test_what_users_read_keeps_to_the_style(unit: str) -> None:
-    assert not violations(unit), "\n".join(violations(unit))
+    assert not violations, "\n".join(violations)
 
 
 def reasons(tmp_path: Path, text: str, name: str = "page.md") -> list[str]:
@@ -40,70 +25,55 @@ def reasons(tmp_path: Path, text: str, name: str = "page.md") -> list[str]:
     return [problem.reason for problem in problems(path)]
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("Each datum counts once.", "example"),
-        ("It learns the labels by heart.", "memorize"),
-        ("Use rows in the place of columns.", "instead of"),
-        ("Leave the option away.", "omit"),
-        ("Its text says how to mend the cause.", "fix"),
-        ("A table of grids beside one run.", "compared with"),
-        ("Float16 is refused.", "raises an error"),
-        ("Write a loop of your own.", "custom"),
-        ("The usual decay is too small.", "5e-4"),
-        ("Call it again to go on with\nthe run.", "resume"),
-        ("It gets 96 % right.", "accuracy"),
-        ("Exact numbers are dear.", "expensive"),
-        ("KFAC is no bound.", "is not a"),
-        ("A baseline trained on the weights alone.", "only"),
-        ("The loss is that of the model.", "repeat the noun"),
-        ("The evidence knows nothing about it.", "code and people act"),
-        ("Wrappers, as `Averaged`, go around it.", "such as"),
-        ("We normalise the inputs.", "-ize"),
-        ("Labelled images in colour.", "-or"),
-        ("The first one is long; the second is short.", "semicolon"),
-        ("Of these networks the second one wins.", "opens with"),
-        ("400 rows are enough for this network.", "opens with"),
-        ("It ends at -0.15 nats.", "minus"),
-        ("It costs .67 of the time.", "zero"),
-        ("We train on 1000 digits.", "1,000"),
-        ("Read [why](theory.md) it holds.", "link text"),
-        ("| | b |\n|---|---|\n| 1 | 2 |", "empty table header"),
-        ("| way | b |\n|---|---|\n| 1 | 2 |", "cryptic table header"),
-        ("| a | b |\n|---|---|\n| 1 | -2.5 |", "minus"),
-        ("| a | b |\n|---|---|\n| 1 | one datum |", "example"),
-        ("> A quoted datum.", "example"),
-        ("- An item with a datum.", "example"),
-        ("# A datum", "example"),
-        (" ".join(["word"] * 31) + ".", "sentence of 31 words"),
-        ("- " + " ".join(["word"] * 31), "sentence of 31 words"),
-        ("\n".join(["word"] * 31), "sentence of 31 words"),
-    ],
-)
-def test_violations_in_markdown_count(tmp_path: Path, text: str, reason: str) -> None:
-    assert any(reason in problem for problem in reasons(tmp_path, text)), text
-    assert not reasons(tmp_path, f"```\n{text}\n```\n")
-    assert not reasons(tmp_path, f"<!--\n{text}\n-->\n")
+VIOLATIONS = [
+    ("Each datum counts once.", "example"),
+    ("Leave the option away.", "omit"),
+    ("Call it again to go on with\nthe run.", "resume"),
+    ("It gets 96 % right.", "accuracy"),
+    ("KFAC is no bound.", "is not a"),
+    ("Wrappers, as `Averaged`, go around it.", "such as"),
+    ("We normalise the inputs.", "-ize"),
+    ("The first one is long; the second is short.", "semicolon"),
+    ("Of these networks the second one wins.", "opens with"),
+    ("400 rows are enough for this network.", "opens with"),
+    ("It ends at -0.15 nats.", "minus"),
+    ("It costs .67 of the time.", "zero"),
+    ("We train on 1000 digits.", "1,000"),
+    ("Read [why](theory.md) it holds.", "link text"),
+    ("| | b |\n|---|---|\n| 1 | 2 |", "empty table header"),
+    ("| way | b |\n|---|---|\n| 1 | 2 |", "cryptic table header"),
+    ("| a | b |\n|---|---|\n| 1 | -2.5 |", "minus"),
+    ("| a | b |\n|---|---|\n| 1 | one datum |", "example"),
+    ("> A quoted datum.", "example"),
+    ("- An item with a datum.", "example"),
+    ("# A datum", "example"),
+    (" ".join(["word"] * 31) + ".", "sentence of 31 words"),
+    ("- " + " ".join(["word"] * 31), "sentence of 31 words"),
+    ("\n".join(["word"] * 31), "sentence of 31 words"),
+]
+GOOD = [
+    "The log evidence is −0.15 ± 0.02 for 1,000 examples in 2023, with 0.67 s per step.",
+    "Set `datum = -0.5; by heart` or $-0.5 ; x$ first.",
+    "Call [`fit`](usage.md) as in [the guide to custom loops](usage.md#datum).",
+    "See <https://example.org/beside;datum>.",
+    "Use a range of 3-5 epochs, as `fit` does. There is no bound. It is no longer slow.",
+    "By default, the prior is layerwise. What is the evidence?",
+    "| Method | Time |\n|:---|---:|\n| `a|b` | " + " ".join(["word"] * 40) + " |",
+    " ".join(["word"] * 30) + ".",
+    " ".join(["`code` 12 $x$"] * 40) + ".",
+    "The value, e.g. " + " ".join(["word"] * 20) + ". Then " + " ".join(["word"] * 20) + ".",
+]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "The log evidence is −0.15 ± 0.02 for 1,000 examples in 2023, with 0.67 s per step.",
-        "Set `datum = -0.5; by heart` or $-0.5 ; x$ first.",
-        "Call [`fit`](usage.md) as in [the guide to custom loops](usage.md#datum).",
-        "See <https://example.org/beside;datum>.",
-        "Use a range of 3-5 epochs, as `fit` does. There is no bound. It is no longer slow.",
-        "By default, the prior is layerwise. What is the evidence?",
-        "| Method | Time |\n|:---|---:|\n| `a|b` | " + " ".join(["word"] * 40) + " |",
-        " ".join(["word"] * 30) + ".",
-        " ".join(["`code` 12 $x$"] * 40) + ".",
-        "The value, e.g. " + " ".join(["word"] * 20) + ". Then " + " ".join(["word"] * 20) + ".",
-    ],
-)
-def test_good_prose_passes(tmp_path: Path, text: str) -> None:
-    assert not reasons(tmp_path, text)
+def test_violations_in_markdown_count(tmp_path: Path) -> None:
+    for text, reason in VIOLATIONS:
+        assert any(reason in problem for problem in reasons(tmp_path, text)), text
+        assert not reasons(tmp_path, f"```\n{text}\n```\n"), text
+        assert not reasons(tmp_path, f"<!--\n{text}\n-->\n"), text
+
+
+def test_good_prose_passes(tmp_path: Path) -> None:
+    assert not {text: wrong for text in GOOD if (wrong := reasons(tmp_path, text))}
 
 
 CODE = '''

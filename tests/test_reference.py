@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from traces import Traces
 
 from evigrad import Evidence, reference
+from evigrad.core.names import Estimator
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, NaturalGaussian
 from evigrad.priors import GaussianPrior, NormalHyperprior
@@ -52,12 +53,20 @@ LIKELIHOODS: dict[str, Callable[[], Likelihood]] = {
     "bernoulli": Bernoulli,
 }
 STRUCTURES = ("ntk", "full", "blockdiag", "kfac", "diag")
-NAMES = [
-    "-".join(filter(None, parts))
-    for parts in itertools.product(
-        STRUCTURES, ("2", "N"), ("1", "2", "C", "rows"), ("", "iid", "grouped", "anchored", "ef")
-    )
-]
+SUBSETS, SPLITS = ("2", "N"), ("1", "2", "C", "rows")
+MODIFIERS = ("", "iid", "grouped", "anchored", "ef")
+
+
+def is_name(name: str) -> bool:
+    try:
+        Estimator.parse(name)
+    except EvigradError:
+        return False
+    return True
+
+
+WORDS = itertools.product(STRUCTURES, SUBSETS, SPLITS, MODIFIERS)
+NAMES = [name for words in WORDS if is_name(name := "-".join(filter(None, words)))]
 
 
 def build(estimator: str, likelihood: Likelihood, **settings: Any) -> Evidence | None:

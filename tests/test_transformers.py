@@ -2,12 +2,12 @@
 
 import socket
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from late import Late
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -18,9 +18,7 @@ from evigrad.inputs import Tree
 from evigrad.likelihoods import Categorical
 from evigrad.priors import GaussianPrior
 
-# Type checkers would read all of them.
-peft: Any = import_module("peft")
-transformers: Any = import_module("transformers")
+peft, transformers = Late("peft"), Late("transformers")
 
 N, LENGTH, WORDS, CLASSES = 4, 5, 7, 3
 CLOSED = {"linear", "addmm", "layer_norm", "embedding", "conv2d", "add", "expand"}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from late import Late, needs
 from torch import Tensor, distributed, nn
 from torch.multiprocessing.spawn import start_processes
 from torch.utils.data import IterableDataset
@@ -21,13 +22,10 @@ from evigrad.likelihoods import Categorical
 from evigrad.priors import GaussianPrior
 from evigrad.training.data import stream
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-# Type checkers would read all of them.
-transformers: Any = import_module("transformers")
-EvidenceCallback: Any = import_module("evigrad.transformers").EvidenceCallback
+transformers = Late("transformers")
 
 pytestmark = [
+    needs("transformers", "accelerate"),
     pytest.mark.filterwarnings("ignore:The model has normalization layers"),
     # Of these libraries' own code.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
@@ -90,7 +88,8 @@ def text() -> Records:
 
 def callback(**changes: Any) -> Any:
     schedule = Schedule(burn_in=1, every=1, steps=2)
-    return EvidenceCallback(**{"estimator": "ntk-10-1", "schedule": schedule, **changes})
+    kind = import_module("evigrad.transformers").EvidenceCallback
+    return kind(**{"estimator": "ntk-10-1", "schedule": schedule, **changes})
 
 
 def trainer_of(
@@ -251,18 +250,18 @@ def test_a_run_from_a_checkpoint_gives_the_same_numbers(
         trained("run", callback(), str(tmp_path / "run" / "checkpoint-4"))
 
 
-class Reports(transformers.TrainerCallback):
-    """Stands for what the trainer reports to."""
-
-    def __init__(self) -> None:
-        self.seen: list[dict[str, float]] = []
-
-    def on_log(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
-        self.seen.append(keywords["logs"])
-
-
 def test_what_is_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name = "precision/median"
+    name, kind = "precision/median", transformers.TrainerCallback
+
+    class Reports(kind):
+        """Stands for what the trainer reports to."""
+
+        def __init__(self) -> None:
+            self.seen: list[dict[str, float]] = []
+
+        def on_log(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+            self.seen.append(keywords["logs"])
+
     for sent in (False, True):
         reports, learned = Reports(), callback()
         settings = {"logging_strategy": "epoch", "num_train_epochs": 2}

@@ -80,11 +80,11 @@ def check_partition(partition, blocks, everything, num_outputs):
 
 
 @pytest.mark.parametrize("name", ALL_NAMES)
-@pytest.mark.parametrize("seed", range(3))
-def test_blocks_are_a_true_partition(name, seed):
-    partition = make(name)
-    blocks = list(partition.blocks(generator(seed), LABELS))
-    check_partition(partition, blocks, own_rows(partition), C)
+def test_blocks_are_a_true_partition(name):
+    for seed in range(3):
+        partition = make(name)
+        blocks = list(partition.blocks(generator(seed), LABELS))
+        check_partition(partition, blocks, own_rows(partition), C)
 
 
 @given(st.data(), st.integers(1, 40), st.integers(1, 6), st.integers(0, 2**32))
@@ -115,23 +115,22 @@ def test_the_partition_laws(data, num_data, num_outputs, seed):
             assert block.columns is None or (block.columns >= 0).all()
 
 
-@pytest.mark.parametrize(
-    ("name", "num_blocks"),
-    [("ntk-3-2", 6), ("ntk-3-C", 3), ("ntk-N-1", 3), ("ntk-N-C", 1), ("ntk-3-1-iid", 9)]
-    + [("ntk-5-rows", 5), ("ntk-3-1-ef", 3), ("ntk-3-2-mc", 3)],
-)
-def test_the_scale_is_the_number_of_blocks_with_ragged_ones_too(name, num_blocks):
-    partition = make(name)
-    blocks = partition.blocks(generator())
-    assert partition.num_blocks == len(blocks) == num_blocks
-    assert {block.scale for block in blocks} == {num_blocks}
+def test_the_scale_is_the_number_of_blocks_with_ragged_ones_too():
+    for name, num_blocks in [
+        *(("ntk-3-2", 6), ("ntk-3-C", 3), ("ntk-N-1", 3), ("ntk-N-C", 1), ("ntk-3-1-iid", 9)),
+        *(("ntk-5-rows", 5), ("ntk-3-1-ef", 3), ("ntk-3-2-mc", 3)),
+    ]:
+        partition = make(name)
+        blocks = partition.blocks(generator())
+        assert partition.num_blocks == len(blocks) == num_blocks
+        assert {block.scale for block in blocks} == {num_blocks}
 
 
-@pytest.mark.parametrize("count", [1, 3, 49, 93, 10_007])
-def test_as_many_blocks_as_data_without_a_rounding_error(count):
-    # 49 * (1/49) < 1: N recomputed from a ratio would lose a datum.
-    assert make("ntk-1-C", count).num_blocks == count
-    assert make(f"ntk-{count}-C", count).num_blocks == 1
+def test_as_many_blocks_as_data_without_a_rounding_error():
+    for count in [1, 3, 49, 93, 10_007]:
+        # 49 * (1/49) < 1: N recomputed from a ratio would lose a datum.
+        assert make("ntk-1-C", count).num_blocks == count
+        assert make(f"ntk-{count}-C", count).num_blocks == 1
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -181,16 +180,16 @@ def test_subset_returns_each_draw_equally_often(tail):
     assert chi_square < freedom + 5 * (2 * max(freedom, 1)) ** 0.5  # five standard deviations
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_subset_looks_like_the_draws(name):
-    partition = make(name)
-    m = N if partition.spec.subset is None else M
-    block, draw = partition.subset(m, generator()), next(every_subset(partition, m))
-    assert block.scale == draw.scale
-    assert torch.equal(block.likelihood_weights, draw.likelihood_weights)
-    assert (block.columns is None) == (draw.columns is None)
-    assert len(pairs_of(block)) == len(pairs_of(draw))
-    assert block.indices.dtype == torch.int64
+def test_a_subset_looks_like_the_draws():
+    for name in NAMES:
+        partition = make(name)
+        m = N if partition.spec.subset is None else M
+        block, draw = partition.subset(m, generator()), next(every_subset(partition, m))
+        assert block.scale == draw.scale
+        assert torch.equal(block.likelihood_weights, draw.likelihood_weights)
+        assert (block.columns is None) == (draw.columns is None)
+        assert len(pairs_of(block)) == len(pairs_of(draw))
+        assert block.indices.dtype == torch.int64
 
 
 @pytest.mark.parametrize("num_data", [9, 100, 1000])
@@ -311,16 +310,13 @@ def test_grouped_needs_labels():
         partition.subset(3, generator())
 
 
-@pytest.mark.parametrize(
-    ("name", "error", "words"),
-    [
+def test_names_that_do_not_fit_the_data():
+    for name, error, words in [
         ("ntk-8-1", InputError, "blocks of 8 examples, but there are only 7"),
         ("ntk-3-4", ConfigurationError, "blocks of 4 outputs, but the model has only 3"),
-    ],
-)
-def test_names_that_do_not_fit_the_data(name, error, words):
-    with pytest.raises(error, match=words):
-        make(name)
+    ]:
+        with pytest.raises(error, match=words):
+            make(name)
 
 
 def test_empty_index_sets_are_refused():
@@ -329,46 +325,44 @@ def test_empty_index_sets_are_refused():
             make("ntk-N-C", num_data, num_outputs)
 
 
-@pytest.mark.parametrize(
-    ("name", "m", "words"),
-    [
+def test_subsets_that_cannot_be():
+    for name, m, words in [
         ("ntk-3-1", 0, "between 1 and 7 examples, got 0"),
         ("ntk-3-1", 8, "between 1 and 7 examples, got 8"),
         ("ntk-N-1", 6, "needs all 7 examples, got 6. For subsets of 6, use 'ntk-6-1'"),
         ("ntk-10-rows", 3, "have only 9. Pass at least 4 examples"),
-    ],
-)
-def test_subsets_that_cannot_be(name, m, words):
-    with pytest.raises(InputError, match=words):
-        make(name).subset(m, generator())
+    ]:
+        with pytest.raises(InputError, match=words):
+            make(name).subset(m, generator())
 
 
 def test_more_labels_than_outputs_may_be_sampled():
     assert columns_of(make("diag-3-9-mc", N, 2).subset(3, generator())).shape == (3, 9)
 
 
-@pytest.mark.parametrize("name", ALL_NAMES)
-def test_the_generator_alone_decides(name):
-    partition = make(name)
+def test_the_generator_alone_decides():
+    for name in ALL_NAMES:
+        partition = make(name)
 
-    def draw(random_numbers):
-        blocks = list(partition.blocks(random_numbers, LABELS))
-        if not partition.spec.grouped:
-            m = N if partition.spec.subset is None else M
-            blocks.append(partition.subset(m, random_numbers))
-        return [
-            (b.indices.tolist(), None if b.columns is None else b.columns.tolist()) for b in blocks
-        ]
+        def draw(random_numbers, partition=partition):
+            blocks = list(partition.blocks(random_numbers, LABELS))
+            if not partition.spec.grouped:
+                m = N if partition.spec.subset is None else M
+                blocks.append(partition.subset(m, random_numbers))
+            return [
+                (b.indices.tolist(), None if b.columns is None else b.columns.tolist())
+                for b in blocks
+            ]
 
-    # Python's own generator is left out: the shape checker of the tests draws from it.
-    before = torch.get_rng_state(), np.random.get_state(legacy=False)
-    random_numbers = generator(5)
-    first = draw(random_numbers)
-    assert draw(generator(5)) == first
-    assert torch.equal(before[0], torch.get_rng_state())
-    assert str(before[1]) == str(np.random.get_state(legacy=False))
-    # One block of everything is a set without an order; as a list the indices still differ.
-    assert any(draw(random_numbers) != first for _ in range(5))
+        # Python's own generator is left out: the shape checker of the tests draws from it.
+        before = torch.get_rng_state(), np.random.get_state(legacy=False)
+        random_numbers = generator(5)
+        first = draw(random_numbers)
+        assert draw(generator(5)) == first
+        assert torch.equal(before[0], torch.get_rng_state())
+        assert str(before[1]) == str(np.random.get_state(legacy=False))
+        # One block of everything is a set without an order; as a list the indices still differ.
+        assert any(draw(random_numbers) != first for _ in range(5))
 
 
 def test_blocks_come_in_random_order():

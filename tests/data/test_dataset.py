@@ -60,10 +60,10 @@ def test_validation_is_stratified() -> None:
     assert classification().split_validation(0.3)[1][1].bincount().tolist() == [3, 3, 3]
 
 
-@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, 1.5, 0.001, 0.999, float("nan")])
-def test_validation_with_an_empty_part(fraction: float) -> None:
-    with pytest.raises(ConfigurationError, match="leave at least one example in each part"):
-        classification().split_validation(fraction)
+def test_validation_with_an_empty_part() -> None:
+    for fraction in [0.0, 1.0, -0.1, 1.5, 0.001, 0.999, float("nan")]:
+        with pytest.raises(ConfigurationError, match="leave at least one example in each part"):
+            classification().split_validation(fraction)
 
 
 @given(

@@ -291,8 +291,3 @@ def test_unusable_repositories(hub: Hub, change: Callable[[Any], Any], words: st
     splits["test"] = HubSplit(change(splits["test"].stored))
     with pytest.raises(InputError, match=f"^ylecun/mnist, test.*{words}"):
         load("mnist")
-
-
-def test_subset_larger_than_the_train_set(hub: Hub) -> None:
-    with pytest.raises(ConfigurationError, match="subset must be between 1 and 7, .* got 8"):
-        load("mnist", subset=8)

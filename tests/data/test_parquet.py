@@ -162,9 +162,8 @@ def test_without_class_names(tmp_path: Path) -> None:
 GOOD = png(pixels(1, (4, 5))[0])
 
 
-@pytest.mark.parametrize(
-    ("images", "labels", "words"),
-    [
+def test_unusable_files(tmp_path: Path) -> None:
+    for images, labels, words in [
         ([GOOD, png(pixels(1, (5, 5))[0])], [0, 1], "must have the same size"),
         ([GOOD, None], [0, 1], "row 1: the image has no bytes"),
         ([GOOD, b"junk"], [0, 1], "row 1: the image cannot be decoded"),
@@ -174,19 +173,15 @@ GOOD = png(pixels(1, (4, 5))[0])
         ([GOOD, GOOD], [0, None], "without a label"),
         ([GOOD, GOOD], [0.5, 1.0], "must contain integers"),
         ([], np.zeros(0, np.int64), "no rows"),
-    ],
-)
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_unusable_files(
-    tmp_path: Path, split: str, images: list[bytes | None], labels: list[Any], words: str
-) -> None:
-    other = "test" if split == "train" else "train"
-    write(tmp_path / f"toy_{split}.parquet", images, labels)
-    write(tmp_path / f"toy_{other}.parquet", [GOOD], [0])
-    with pytest.raises(InputError) as error:
-        load("toy", data_dir=tmp_path)
-    assert words in str(error.value)
-    assert f"toy_{split}.parquet" in str(error.value)
+    ]:
+        for split in ["train", "test"]:
+            other = "test" if split == "train" else "train"
+            write(tmp_path / f"toy_{split}.parquet", images, labels)
+            write(tmp_path / f"toy_{other}.parquet", [GOOD], [0])
+            with pytest.raises(InputError) as error:
+                load("toy", data_dir=tmp_path)
+            assert words in str(error.value)
+            assert f"toy_{split}.parquet" in str(error.value)
 
 
 def test_train_and_test_of_different_size(tmp_path: Path) -> None:

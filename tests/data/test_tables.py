@@ -97,9 +97,8 @@ def without(name: str) -> dict[str, np.ndarray]:
     return {column: values for column, values in columns().items() if column != name}
 
 
-@pytest.mark.parametrize(
-    ("table", "metadata", "words"),
-    [
+def test_unusable_tables(tmp_path: Path) -> None:
+    for table, metadata, words in [
         (columns(), METADATA | {"features": "heigth"}, "Did you mean 'height'"),
         (columns() | {"width": np.full(10, np.nan)}, METADATA, "'width' lacks 10 of 10 values"),
         (columns() | {"test_00": np.ones(10, bool)}, METADATA, "'test_00' must be boolean"),
@@ -107,15 +106,11 @@ def without(name: str) -> dict[str, np.ndarray]:
         (columns() | {"test_00": np.arange(10)}, METADATA, "'test_00' must be boolean"),
         (columns() | {"weight": np.ones(10)}, METADATA, "the same in all rows"),
         (without("weight"), METADATA, "no column 'weight', which its metadata names"),
-    ],
-)
-def test_unusable_tables(
-    tmp_path: Path, table: dict[str, Any], metadata: dict[str, str], words: str
-) -> None:
-    write(tmp_path, table, metadata)
-    with pytest.raises(InputError) as error:
-        load("crab", data_dir=tmp_path)
-    assert words in str(error.value)
+    ]:
+        write(tmp_path, table, metadata)
+        with pytest.raises(InputError) as error:
+            load("crab", data_dir=tmp_path)
+        assert words in str(error.value)
 
 
 def houses(count: int = 50) -> dict[str, Any]:
@@ -213,9 +208,8 @@ def test_the_random_split_is_that_of_the_seed(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*country:evigrad.errors.EvigradWarning")
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
+def test_columns_that_cannot_be_used(tmp_path: Path) -> None:
+    for changes, words in [
         ({"area": [None] * 3 + [1.5] * 47}, "'area' lacks 3 of 50 values"),
         ({"garden": [None] + [True, False] * 25}, "'garden' lacks 1 of 51 values"),
         ({"area": [None] * 3 + [1.5] * 47}, "SimpleImputer.*--drop NAME"),
@@ -229,16 +223,12 @@ def test_the_random_split_is_that_of_the_seed(tmp_path: Path) -> None:
         ({"area": ["1", "2", "-"] * 20}, "'area' holds numbers, but also '-': fill"),
         ({"area": ["1,5", "2"] * 25}, "'area' holds numbers with a decimal comma, such as '1,5'"),
         ({"price": ["1.5", "2.5", "?"] * 20}, r"'price' holds numbers, but also '\?'"),
-    ],
-)
-@pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_columns_that_cannot_be_used(
-    tmp_path: Path, changes: dict[str, Any], words: str, suffix: str
-) -> None:
-    table = houses(len(next(iter(changes.values())))) | changes
-    file = save(tmp_path / f"houses.{suffix}", table)
-    with pytest.raises(InputError, match=words):
-        load(str(file), target="price")
+    ]:
+        for suffix in ["csv", "parquet"]:
+            table = houses(len(next(iter(changes.values())))) | changes
+            file = save(tmp_path / f"houses.{suffix}", table)
+            with pytest.raises(InputError, match=words):
+                load(str(file), target="price")
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])

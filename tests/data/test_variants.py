@@ -78,11 +78,11 @@ def by(images: np.ndarray, variant: str, *u: float) -> np.ndarray:
     return resampled(images, VARIANTS[variant](draws, *images.shape[-2:])).numpy()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 10, 7)])
-def test_no_transform_changes_nothing(variant: str, shape: tuple[int, int, int]) -> None:
-    images = pixels(4, shape)
-    np.testing.assert_allclose(by(images, variant, 0.0, 0.0), images, rtol=0, atol=1e-9)
+def test_no_transform_changes_nothing() -> None:
+    for variant in VARIANTS:
+        for shape in [(1, 28, 28), (3, 10, 7)]:
+            images = pixels(4, shape)
+            np.testing.assert_allclose(by(images, variant, 0.0, 0.0), images, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize(("right", "down"), [(1, 0), (0, -3), (-8, 2), (8, 8)])

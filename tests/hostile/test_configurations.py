@@ -51,9 +51,10 @@ def read(folder: Path, content: bytes) -> bool:
     return False
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
+def test_what_is_no_plain_value_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    for content, words in [
         ("data: !!python/object/apply:os.mkdir [executed]", "has a tag"),
         ("data: !!python/object/new:os.mkdir [executed]", "has a tag"),
         ("data: !!python/name:os.mkdir", "has a tag"),
@@ -71,15 +72,11 @@ def read(folder: Path, content: bytes) -> bool:
         ("epochs: 3\n---\nepochs: 4", "single document"),
         ("", "Unexpected config"),
         ("epochs:\n\t3", "cannot start any token"),
-    ],
-)
-def test_what_is_no_plain_value_is_refused(
-    content: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert not read(tmp_path, content.encode())
-    assert words in capsys.readouterr().err
-    assert os.listdir(tmp_path) == ["options.yaml"]
+    ]:
+        monkeypatch.chdir(tmp_path)
+        assert not read(tmp_path, content.encode())
+        assert words in capsys.readouterr().err
+        assert os.listdir(tmp_path) == ["options.yaml"]
 
 
 def test_a_few_lines_that_stand_for_billions_of_values_are_refused_at_once() -> None:

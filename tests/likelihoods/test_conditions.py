@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from likelihoods import test_joint
 from torch import Tensor, nn
 from torch.autograd.functional import hessian
 from torch.func import functional_call, jacrev
@@ -94,6 +95,7 @@ def cases() -> dict[str, tuple[Likelihood, Tensor, int]]:
         "weighted": (weighted, weighted.targets(noisy, torch.arange(N) + 0.5), 2),
         "joint": (heads, heads.targets(of_heads), 7),
         "coupled": (coupled, coupled.targets(Z, correlation=FACTS[:, 0] / 3), 2),
+        "heads": (test_joint.heads(), test_joint.targets(test_joint.heads(), missing=True), 6),
     }
     return {name: (like.double(), y, size) for name, (like, y, size) in by_name.items()}
 
@@ -161,63 +163,6 @@ def test_value_and_gradients_agree_with_dense_matrices(case: str, name: str) -> 
     slopes = torch.autograd.grad(-expected / N, list(named.values()))
     for parameter, slope in zip(named.values(), slopes, strict=True):
         torch.testing.assert_close(parameter.grad, slope, rtol=1e-5, atol=1e-7)
-
-
-class ByHand(Likelihood):
-    """The density with a root and a score by automatic differentiation."""
-
-    name = "by hand"
-
-    def __init__(self, likelihood: Likelihood) -> None:
-        super().__init__()
-        self.likelihood = likelihood
-        self.has_conditions = True
-        self.couples_outputs = likelihood.couples_outputs  # pyright: ignore[reportAttributeAccessIssue]
-
-    def at(self, y: Tensor) -> Likelihood:
-        here = ByHand(self.likelihood.at(y))
-        return here
-
-    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
-        return self.likelihood.log_prob(f, y)
-
-    def hessian(self, f: Tensor) -> Tensor:
-        return self.likelihood.hessian(f)
-
-    def weights(self, y: Tensor) -> Tensor | None:
-        return self.likelihood.weights(y)
-
-    def validate(self, f_shape: Any, y: Tensor) -> None:
-        self.likelihood.validate(f_shape, y)
-
-
-ESTIMATORS = (
-    *("ntk-4-C", "ntk-4-1", "ntk-5-rows", "ntk-4-1-iid", "ntk-6-rows-anchored"),
-    *("blockdiag-N-C", "kfac-N-C", "kfac-4-1", "kfac-N-1", "diag-N-C", "diag-4-1"),
-    *("full-4-1", "full-N-1-ef", "kfac-N-1-ef"),
-)
-
-
-@pytest.mark.parametrize(
-    ("case", "name"),  # eigenvectors of the whole Λ may mix heads, so they cannot be anchors
-    [
-        (case, name)
-        for case in ("known", "exposure", "joint")
-        for name in ESTIMATORS
-        if (case, name) != ("joint", "ntk-6-rows-anchored")
-    ],
-)
-def test_every_estimator_agrees_with_a_density_written_by_hand(case: str, name: str) -> None:
-    values, slopes = [], []
-    for wrap in (lambda likelihood: likelihood, ByHand):
-        likelihood, y, size = cases()[case]
-        evidence = evidence_of(wrap(likelihood), name, size)
-        block = next(iter(evidence.blocks((X, y))))
-        values.append(evidence.backward(block).log_evidence)
-        slopes.append([p.grad for p in evidence.hyperparameters().values()])
-    assert values[0] == pytest.approx(values[1], rel=1e-6)
-    for one, other in zip(*slopes, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 def test_sampled_labels_come_from_the_conditions() -> None:
@@ -372,6 +317,7 @@ def test_the_rest_of_the_noise_is_learned() -> None:
         model,
         (x, likelihood.targets(y, noise=noise)),
         likelihood=likelihood,
+        estimator="full-N-C",
         schedule=evigrad.Schedule(epochs=150),
         progress=False,
     )

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.functional import hessian
-from torch.func import functional_call, jacrev
 
 import evigrad
 import evigrad.data
@@ -57,102 +56,6 @@ def targets(likelihood: Joint, missing: bool) -> Tensor:
         depth[0, 1] = depth[3] = seen[4, 0] = NAN
         labels[3] = labels[5] = -100
     return likelihood.targets({"depth": depth, "kind": labels, "seen": seen})
-
-
-def dense(
-    model: nn.Module, likelihood: Likelihood, prior: GaussianPrior, y: Tensor, mask: Tensor
-) -> Tensor:
-    """The log evidence by dense matrices, with the Hessian of each example's log density."""
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    f = model(X)
-    jacobians = jacrev(lambda w: functional_call(model, w, (X,)))(weights)
-    rows = torch.cat([jacobian.flatten(2) for jacobian in jacobians.values()], 2)
-    curvature = torch.zeros(rows.shape[2], rows.shape[2], dtype=torch.float64)
-    for n in range(N):
-        of_output = likelihood.hessian(f[n : n + 1])[0] * mask[n, :, None] * mask[n]
-        curvature = curvature + rows[n].T @ of_output @ rows[n]
-    precisions = prior.precisions()
-    p0 = torch.cat([precisions[n].double().expand(w.shape).flatten() for n, w in weights.items()])
-    w = torch.cat([w.flatten() for w in weights.values()])
-    log_det = torch.logdet(curvature + p0.diag()) - p0.log().sum()
-    return likelihood.log_prob(f, y).sum() - 0.5 * (p0 * w.square()).sum() - 0.5 * log_det
-
-
-def evidence_of(likelihood: Likelihood, name: str, num_outputs: int) -> Evidence:
-    torch.manual_seed(0)
-    prior = GaussianPrior("layerwise", precision=0.7)
-    return Evidence(
-        net(num_outputs),
-        likelihood,
-        prior,
-        estimator=name,
-        num_data=N,
-        root="subblock",  # eigenvectors of the whole Λ may mix heads
-        generator=torch.Generator(),
-    )
-
-
-@pytest.mark.parametrize("missing", [False, True])
-@pytest.mark.parametrize("name", ["full-N-C", "ntk-N-C"])
-def test_value_and_gradient_agree_with_dense_matrices(name: str, missing: bool) -> None:
-    likelihood = heads()
-    y = targets(likelihood, missing)
-    evidence = evidence_of(likelihood, name, 6)
-    mask = torch.ones(N, 6, dtype=torch.float64)
-    if missing:
-        mask[0, 1] = mask[3, :2] = mask[4, 5] = mask[3, 2:5] = mask[5, 2:5] = 0
-    expected = dense(evidence.model, likelihood, evidence.prior, y, mask)
-    estimate = evidence.backward(X, y)
-    assert estimate.log_evidence == pytest.approx(float(expected.detach()), rel=1e-6)
-    parameter = likelihood.heads["depth"].log_noise
-    assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
-    (slope,) = torch.autograd.grad(-expected / N, [parameter])
-    torch.testing.assert_close(parameter.grad, slope, rtol=1e-5, atol=1e-7)
-
-
-class ByHand(Likelihood):
-    """The same density with everything by automatic differentiation."""
-
-    name = "by hand"
-
-    def __init__(self, joint: Joint) -> None:
-        super().__init__()
-        self.joint = joint
-
-    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
-        return self.joint.log_prob(f, y)
-
-    def reference_targets(self, f: Tensor) -> tuple[Tensor, Tensor]:
-        zeros = self.joint.targets(
-            {
-                "depth": torch.zeros(len(f), 2),
-                "kind": torch.zeros(len(f), dtype=torch.long),
-                "seen": torch.zeros(len(f), 1),
-            }
-        )
-        return zeros, zeros + 1
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("ntk-4-C", "ntk-4-1", "ntk-5-rows", "blockdiag-N-C"),
-        *("kfac-N-C", "kfac-4-1", "diag-N-C", "full-4-1", "full-N-1-ef", "kfac-N-1-ef"),
-    ],
-)
-def test_every_estimator_agrees_with_a_density_written_by_hand(name: str) -> None:
-    joint = heads()
-    y = targets(joint, missing=False)
-    values, slopes = [], []
-    for likelihood in (joint, ByHand(heads())):
-        evidence = evidence_of(likelihood, name, 6)
-        evidence.generator.manual_seed(3)
-        block = next(iter(evidence.blocks((X, y))))
-        values.append(evidence.backward(block).log_evidence)
-        slopes.append([p.grad for p in evidence.hyperparameters().values()])
-    assert values[0] == pytest.approx(values[1], rel=1e-6)
-    for one, other in zip(*slopes, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 @given(st.integers(0, 10**6))
@@ -249,9 +152,8 @@ def test_the_noise_of_a_head_is_learned_and_each_head_predicts() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 3))
     schedule = evigrad.Schedule(epochs=60)
-    result = evigrad.fit(
-        model, (x, y), likelihood=likelihood, schedule=schedule, test=(x, y), progress=False
-    )
+    settings: dict[str, Any] = {"estimator": "full-N-C", "schedule": schedule, "progress": False}
+    result = evigrad.fit(model, (x, y), likelihood=likelihood, test=(x, y), **settings)
     assert result.history[-1]["likelihood/depth/noise"] == pytest.approx(0.3, abs=0.08)
     assert result.test_metrics["kind/accuracy"] > 0.9
     assert result.test_metrics["depth/squared_error"] < 0.2

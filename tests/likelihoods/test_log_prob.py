@@ -134,10 +134,10 @@ def test_bernoulli_probabilities_add_up_to_one() -> None:
     torch.testing.assert_close(total, torch.ones(M, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8, torch.float32])
-def test_bernoulli_takes_every_dtype_of_labels(dtype: torch.dtype) -> None:
-    f, y = outputs(), targets(Bernoulli())
-    torch.testing.assert_close(Bernoulli().log_prob(f, y.to(dtype)), Bernoulli().log_prob(f, y))
+def test_bernoulli_takes_every_dtype_of_labels() -> None:
+    for dtype in [torch.int64, torch.bool, torch.uint8, torch.float32]:
+        f, y = outputs(), targets(Bernoulli())
+        torch.testing.assert_close(Bernoulli().log_prob(f, y.to(dtype)), Bernoulli().log_prob(f, y))
 
 
 def test_score_and_hessian_are_derivatives_of_log_prob(likelihood: Likelihood) -> None:
@@ -314,16 +314,16 @@ def test_names() -> None:
         make_likelihood("categorial")
 
 
-@pytest.mark.parametrize("noise", [0.0, -1.0, float("nan"), float("inf"), [1.0, 0.0], []])
-def test_noise_must_be_positive(noise: float | list[float]) -> None:
-    with pytest.raises(ConfigurationError, match="must be positive and finite"):
-        Gaussian(noise=noise)
+def test_noise_must_be_positive() -> None:
+    for noise in [0.0, -1.0, float("nan"), float("inf"), [1.0, 0.0], []]:
+        with pytest.raises(ConfigurationError, match="must be positive and finite"):
+            Gaussian(noise=noise)
 
 
-@pytest.mark.parametrize("noise", [[1.0, 2.0], torch.ones(2, 2)])
-def test_noise_must_fit_the_number_of_outputs(noise: list[float] | Tensor) -> None:
-    with pytest.raises(ConfigurationError, match="one number per output"):
-        Gaussian(noise=noise, num_outputs=3)
+def test_noise_must_fit_the_number_of_outputs() -> None:
+    for noise in [[1.0, 2.0], torch.ones(2, 2)]:
+        with pytest.raises(ConfigurationError, match="one number per output"):
+            Gaussian(noise=noise, num_outputs=3)
 
 
 def test_gaussian_state_dict_round_trip() -> None:
@@ -416,16 +416,18 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_targets_are_refused_with_words(case: str) -> None:
-    likelihood, f_shape, y, words = BAD[case]
-    with pytest.raises(InputError, match=words):
-        likelihood.validate(torch.Size(f_shape), y)
+def test_bad_targets_are_refused_with_words() -> None:
+    for case in BAD:
+        likelihood, f_shape, y, words = BAD[case]
+        with pytest.raises(InputError, match=words):
+            likelihood.validate(torch.Size(f_shape), y)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
-def test_labels_of_any_integer_dtype(dtype: torch.dtype) -> None:
-    f, y = outputs(), targets(Categorical())
-    Categorical().validate(f.shape, y.to(dtype))
-    torch.testing.assert_close(Categorical().log_prob(f, y.to(dtype)), Categorical().log_prob(f, y))
-    torch.testing.assert_close(Categorical().score(f, y.to(dtype)), Categorical().score(f, y))
+def test_labels_of_any_integer_dtype() -> None:
+    for dtype in [torch.int64, torch.int32, torch.uint8]:
+        f, y = outputs(), targets(Categorical())
+        Categorical().validate(f.shape, y.to(dtype))
+        torch.testing.assert_close(
+            Categorical().log_prob(f, y.to(dtype)), Categorical().log_prob(f, y)
+        )
+        torch.testing.assert_close(Categorical().score(f, y.to(dtype)), Categorical().score(f, y))

@@ -150,14 +150,11 @@ def evidence_of(
     )
 
 
-STRUCTURES = ("ntk", "full", "blockdiag", "kfac", "diag")
-
-
 @pytest.mark.parametrize(
     "estimator",
     [
-        *(f"{structure}-{block}" for structure in STRUCTURES for block in ("N-C", "3-1", "N-1-ef")),
-        *("ntk-4-rows", "full-4-rows", "diag-3-1-iid", "kfac-4-1-grouped", "ntk-4-rows-anchored"),
+        *("ntk-N-C", "full-3-1", "blockdiag-N-1-ef", "kfac-N-C", "kfac-N-1-ef", "full-4-rows"),
+        *("diag-3-1-iid", "kfac-4-1-grouped", "ntk-4-rows-anchored"),
     ],
 )
 def test_value_and_gradient_are_those_of_dense_matrices(estimator: str) -> None:
@@ -344,7 +341,7 @@ def test_thresholds_start_at_equal_classes_and_are_learned() -> None:
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
     result = evigrad.fit(
-        model, (x, y), likelihood=Ordinal(K),
+        model, (x, y), likelihood=Ordinal(K), estimator="full-N-C",
         schedule=evigrad.Schedule(epochs=100), optimization=evigrad.Optimization(lr=0.05),
         progress=False,
     )  # fmt: skip

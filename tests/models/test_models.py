@@ -1,7 +1,6 @@
 """Networks by name: sizes, shapes, seeds and errors."""
 
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -30,23 +29,24 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_maps_a_batch_to_outputs(name: str) -> None:
-    model = make_model(name, SHAPES[name], 10, seed=0)
-    assert model(torch.randn(4, *SHAPES[name])).shape == (4, 10)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_data_do_not_influence_each_other(name: str) -> None:
-    model = make_model(name, SHAPES[name], 10, seed=0).double()
+def test_every_model(name: str) -> None:
+    """Outputs of each datum by itself, copies, and weights from the seed alone."""
+    torch.manual_seed(5)
+    model = make_model(name, SHAPES[name], 10, seed=1).double()
+    first, state = model.state_dict(), torch.get_rng_state()
+    torch.manual_seed(6)
+    again, other = (
+        make_model(name, SHAPES[name], 10, seed=seed).double().state_dict() for seed in (1, 2)
+    )
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert not all(torch.equal(first[key], other[key]) for key in first)
+    torch.manual_seed(5)
+    assert torch.equal(torch.get_rng_state(), state)
     x = torch.randn(4, *SHAPES[name], dtype=torch.float64)
-    torch.testing.assert_close(model(x)[1:2], model(x[1:2]))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_can_be_pickled(name: str) -> None:
-    model = make_model(name, SHAPES[name], 10, seed=0)
-    x = torch.randn(2, *SHAPES[name])
-    assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
+    f = model(x)
+    assert f.shape == (4, 10)
+    torch.testing.assert_close(f[1:2], model(x[1:2]))
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), f)
 
 
 def test_the_network_of_a_run_has_channels_last() -> None:
@@ -101,20 +101,6 @@ def test_mlp_activation() -> None:
     torch.testing.assert_close(model(x), expected)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_seed_determines_the_weights_alone(name: str) -> None:
-    torch.manual_seed(5)
-    first = make_model(name, SHAPES[name], 10, seed=1).state_dict()
-    state = torch.get_rng_state()
-    torch.manual_seed(6)
-    again = make_model(name, SHAPES[name], 10, seed=1).state_dict()
-    other = make_model(name, SHAPES[name], 10, seed=2).state_dict()
-    assert all(torch.equal(first[key], again[key]) for key in first)
-    assert not all(torch.equal(first[key], other[key]) for key in first)
-    torch.manual_seed(5)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_without_a_seed_the_global_state_is_used() -> None:
     torch.manual_seed(0)
     first = make_model("mlp", (2,), 1).state_dict()
@@ -125,9 +111,8 @@ def test_without_a_seed_the_global_state_is_used() -> None:
     assert not all(torch.equal(first[key], second[key]) for key in first)
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "outputs", "settings", "words"),
-    [
+def test_errors_say_what_to_mend() -> None:
+    for name, shape, outputs, settings, words in [
         ("mininett", (1, 28, 28), 10, {}, "Did you mean 'mininet'"),
         ("mlp", (4,), 2, {"hiden": [3]}, "no setting 'hiden'. Did you mean 'hidden'"),
         ("digitsnet", (1, 8, 8), 10, {"width": 3}, "no setting 'width'. It has none"),
@@ -151,14 +136,10 @@ def test_without_a_seed_the_global_state_is_used() -> None:
             "widen_factor must be at least 1, got 0",
         ),
         ("wrn16-4", (48,), 10, {}, "at least 8x8"),
-    ],
-)
-def test_errors_say_what_to_mend(
-    name: str, shape: tuple[int, ...], outputs: int, settings: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ConfigurationError) as error:
-        make_model(name, shape, outputs, **settings)
-    assert words in str(error.value)
+    ]:
+        with pytest.raises(ConfigurationError) as error:
+            make_model(name, shape, outputs, **settings)
+        assert words in str(error.value)
 
 
 @pytest.mark.parametrize(("depth", "width", "size"), [(1, 4, 8), (2, 8, 8), (5, 3, 28), (3, 2, 1)])

@@ -45,9 +45,8 @@ def images(count: int, *shape: int, seed: int = 1) -> Tensor:
 # ---------------------------------------------------------------------------- sizes
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "outputs", "settings", "count"),
-    [
+def test_parameter_counts() -> None:
+    for name, shape, outputs, settings, count in [
         # Without normalisation: its 23,508,032 (ImageNet's ResNet-50 less the head) less 53,120 of
         # batch normalisation and 7,680 of the first layer, and 114 scalars, 409,800 of the head.
         ("resnet50", (3, 64, 64), 200, {"width": 64}, 23_508_032 - 53_120 - 7_680 + 114 + 409_800),
@@ -60,14 +59,10 @@ def images(count: int, *shape: int, seed: int = 1) -> Tensor:
         # 2,748,890 with batch normalisation, less its 3,616, and 32 scalars.
         ("wrn16-4", (3, 32, 32), 10, {}, 2_748_890 - 3_616 + 32),
         ("wrn16-4", (3, 32, 32), 100, {}, 2_748_890 - 3_616 + 32 + 90 * 257),
-    ],
-)
-def test_parameter_counts(
-    name: str, shape: tuple[int, ...], outputs: int, settings: dict, count: int
-) -> None:
-    with torch.device("meta"):
-        model = make_model(name, shape, outputs, **settings)
-    assert num_parameters(model) == count
+    ]:
+        with torch.device("meta"):
+            model = make_model(name, shape, outputs, **settings)
+        assert num_parameters(model) == count
 
 
 def test_wide_resnet_takes_depth_and_width() -> None:

@@ -1,14 +1,14 @@
 """The transformer and the GRU: what they compute, the paths of their rows, and what they learn."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from evigrad import Estimate, Evidence, Memory, Optimization, Schedule, fit
+from evigrad import Estimate, Evidence, Optimization, Schedule, fit
 from evigrad.errors import ConfigurationError
 from evigrad.likelihoods import Categorical
 from evigrad.models.sequences import Attention, Recurrent, Transformer
@@ -192,50 +192,6 @@ def test_paths_in_words() -> None:
 
 # ------------------------------------------------------------ gradients of the evidence
 
-CASES = [
-    ("vectors", "ntk-N-C", {}),
-    ("padded", "ntk-N-C", {"memory": Memory(micro_batch=3)}),
-    ("vectors", "kfac-N-C", {"sharing": "expand"}),
-    ("padded", "kfac-N-C", {"sharing": "reduce", "memory": Memory(micro_batch=3)}),
-]
-
-
-@pytest.mark.parametrize(("kind", "estimator", "options"), CASES)
-@pytest.mark.parametrize("name", BUILDERS)
-def test_gradients_agree_with_finite_differences(
-    name: str, kind: str, estimator: str, options: Mapping[str, Any]
-) -> None:
-    evidence, x, y = make_evidence(name, kind, estimator, **options)
-    value = evidence.backward(x, y).per_datum
-    assert value == pytest.approx(evidence.estimate(x, y).per_datum, rel=1e-12)
-    assert all(w.grad is None for w in evidence.weights().values())
-
-    def moved(p: Tensor, step: Tensor) -> float:
-        with torch.no_grad():
-            p += step
-            number = -evidence.estimate(x, y).per_datum
-            p -= step
-        return number
-
-    generator = torch.Generator().manual_seed(2)
-    hyperparameters = evidence.hyperparameters()
-    assert set(hyperparameters) == {
-        "prior.log_precision",
-        f"model.{HYPERPARAMETER[name]}.log",
-    }
-    for p in hyperparameters.values():
-        assert p.grad is not None and p.grad.abs().min() > 1e-7
-        # All entries of the network's own; of the many precisions a random direction.
-        directions = (
-            torch.eye(p.numel(), dtype=p.dtype)
-            if p.numel() <= 2
-            else torch.randn(1, p.numel(), generator=generator, dtype=p.dtype)
-        )
-        for direction in directions:
-            step = 1e-4 * direction.reshape(p.shape)
-            slope = (moved(p, step) - moved(p, -step)) / 2e-4
-            assert slope == pytest.approx(float((p.grad * step).sum()) / 1e-4, rel=1e-5, abs=1e-9)
-
 
 def test_twin_of_gru_without_closed_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Closed forms of the GRU against automatic differentiation, datum by datum."""
@@ -343,28 +299,23 @@ def test_a_short_fit_learns(name: str) -> None:
 # ------------------------------------------------------------ errors
 
 
-@pytest.mark.parametrize("name", BUILDERS)
-@pytest.mark.parametrize(
-    ("shape", "settings", "words"),
-    [
-        ((2, 3, 4, 5), {}, "images (channels, height, width)"),
-        ((5,), {"padding": 0}, "Set vocabulary=..."),
-        ((5, 2), {"vocabulary": 3}, "needs inputs of shape (T,)"),
-        ((5,), {"vocabulary": 0}, "at least 1"),
-        ((5,), {"vocabulary": 3, "padding": 3}, "must be a token from 0 to 2"),
-        ((5,), {"width": 0}, "must be at least 1, got 0"),
-        ((5,), {"layers": 0}, "must be at least 1, got 0"),
-        ((5,), {"START": 0.0}, "must be a positive number"),
-        ((5,), {"START": math.inf}, "must be a positive number"),
-    ],
-)
-def test_errors_say_what_to_mend(
-    name: str, shape: tuple[int, ...], settings: dict[str, Any], words: str
-) -> None:
-    renamed = {HYPERPARAMETER[name] if k == "START" else k: v for k, v in settings.items()}
-    with pytest.raises(ConfigurationError) as error:
-        BUILDERS[name](shape, OUTPUTS, **renamed)
-    assert words in str(error.value)
+def test_errors_say_what_to_mend() -> None:
+    for name in BUILDERS:
+        for shape, settings, words in [
+            ((2, 3, 4, 5), {}, "images (channels, height, width)"),
+            ((5,), {"padding": 0}, "Set vocabulary=..."),
+            ((5, 2), {"vocabulary": 3}, "needs inputs of shape (T,)"),
+            ((5,), {"vocabulary": 0}, "at least 1"),
+            ((5,), {"vocabulary": 3, "padding": 3}, "must be a token from 0 to 2"),
+            ((5,), {"width": 0}, "must be at least 1, got 0"),
+            ((5,), {"layers": 0}, "must be at least 1, got 0"),
+            ((5,), {"START": 0.0}, "must be a positive number"),
+            ((5,), {"START": math.inf}, "must be a positive number"),
+        ]:
+            renamed = {HYPERPARAMETER[name] if k == "START" else k: v for k, v in settings.items()}
+            with pytest.raises(ConfigurationError) as error:
+                BUILDERS[name](shape, OUTPUTS, **renamed)
+            assert words in str(error.value)
 
 
 def test_heads_divide_the_width() -> None:

@@ -1,6 +1,6 @@
 """Whole Jacobians by plain autograd, entry by entry; shares no code with the library."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,30 @@ def rows(jac: Mapping[str, Tensor], vectors: Tensor) -> dict[str, Tensor]:
 def random(*shape: int, seed: int = 0) -> Tensor:
     """Standard normal numbers in float64."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def functional(parts: Mapping[str, Tensor]) -> Tensor:
+    """A random function of the rows, not linear in them."""
+    return sum(
+        (
+            (random(*r.shape, seed=i) * r).sum() + (r**2).sum().log1p()
+            for i, r in enumerate(parts.values())
+        ),
+        start=torch.zeros((), dtype=torch.float64),
+    )
+
+
+def gradients(value: Tensor, arguments: Sequence[Tensor]) -> list[Tensor]:
+    """Of a value in its arguments, zeros where it does not depend on one."""
+    if not value.requires_grad:
+        return [torch.zeros_like(a) for a in arguments]
+    slopes = torch.autograd.grad(value, arguments, retain_graph=True, allow_unused=True)
+    return [torch.zeros_like(a) if g is None else g for a, g in zip(arguments, slopes, strict=True)]
+
+
+def scale(values: Sequence[Tensor]) -> float:
+    """The largest norm, but at least 1."""
+    return max(1.0, *(float(v.detach().norm()) for v in values))
 
 
 def assert_rows(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

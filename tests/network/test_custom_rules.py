@@ -1,6 +1,5 @@
 """Rules from outside the package: a wrong one is not used, and a warning tells why."""
 
-import importlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from network.calls import CALLS, Called, Case, Folded
 from network.dense import assert_rows, jacobian, random, rows, weights_of
 from torch import Tensor, nn
 from torch.overrides import (
@@ -26,7 +24,6 @@ from evigrad.likelihoods import Gaussian
 from evigrad.network import Linearization, MatrixUse, plan, spot_check
 from evigrad.network.layers import RULES, Match, Rule, aligned, given
 from evigrad.network.recorder import Recorder
-from evigrad.network.verification import Reference
 from evigrad.priors import GaussianPrior
 
 
@@ -246,29 +243,6 @@ def test_a_rule_that_becomes_wrong(
     monkeypatch.setitem(RULES, F.bilinear, kind())
     assert "mixed.weight" in wrong()
     assert not wrong() & {"first.weight", "first.bias", "out.weight", "out.bias"}
-
-
-@pytest.mark.parametrize(
-    ("function", "case", "parts"),
-    [
-        (function, case, parts)
-        for function, rule in RULES.items()
-        for case in CALLS[rule.name]
-        for parts in case.parts
-    ],
-)
-def test_the_package_s_rules_pass(
-    function: Callable[..., Tensor], case: Case, parts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All of their methods agree with autograd, first and second derivatives."""
-    planning = importlib.import_module("evigrad.network.plan")
-    monkeypatch.setattr(planning, "is_custom", lambda rule: True)
-    compared = mock.Mock(wraps=Reference.reason_against)
-    monkeypatch.setattr(Reference, "reason_against", lambda *arguments: compared(*arguments))
-    model = Folded(Called(function, case), parts, tokens=case.tokens).double().eval()
-    jacobian_plan = plan(model, weights_of(model, ["gate"]), case.inputs(3))  # without a warning
-    assert set(jacobian_plan.words.values()) == {RULES[function].name}
-    assert compared.call_count == len(jacobian_plan.words)
 
 
 def test_a_model_that_does_not_use_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:

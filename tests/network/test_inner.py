@@ -1,66 +1,15 @@
 """Inner products of rows with cotangents: those of the rows themselves, value and derivative."""
 
-from collections.abc import Sequence
 from unittest import mock
 
 import pytest
 import torch
 from network.dense import random, weights_of
-from torch import Tensor, nn
+from torch import nn
 from zoo import CASES, HYPERPARAMETERS
 
 from evigrad.errors import ConfigurationError
 from evigrad.network import Linearization, convolutions, plan
-
-
-def gradients(value: Tensor, arguments: Sequence[Tensor]) -> list[Tensor]:
-    if not value.requires_grad:
-        return [torch.zeros_like(a) for a in arguments]
-    slopes = torch.autograd.grad(value, arguments, retain_graph=True, allow_unused=True)
-    return [torch.zeros_like(a) if g is None else g for a, g in zip(arguments, slopes, strict=True)]
-
-
-def scale(values: Sequence[Tensor]) -> float:
-    return max(1.0, *(float(v.detach().norm()) for v in values))
-
-
-@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
-@pytest.mark.parametrize(
-    "case, call_per_example",
-    [(c, False) for c in CASES] + [(c, True) for c in CASES if c.startswith("conv")],
-)
-def test_zoo(case: str, call_per_example: bool) -> None:
-    model, x = CASES[case].build(4)
-    model.eval()
-    weights = weights_of(model, HYPERPARAMETERS)
-    jacobian_plan = plan(model, weights, x)
-    vectors = random(4, 2, 3).requires_grad_()
-    arguments = [vectors, *(p for n, p in model.named_parameters() if n in HYPERPARAMETERS)]
-    if x.is_floating_point():
-        arguments.append(x.requires_grad_())
-    cotangents = {
-        name: random(4, 2, *w.shape, seed=i).requires_grad_()
-        for i, (name, w) in enumerate(weights.items())
-    }
-    with mock.patch.object(convolutions, "_WORTH_A_CALL", 0 if call_per_example else 2**62):
-        linearization = Linearization(model, weights, x, jacobian_plan, differentiable=True)
-        rows = linearization.rows(vectors)
-        for names in (list(weights), *([name] for name in weights)):
-            chosen_cotangents = {name: cotangents[name] for name in names}
-            parts = [(rows[name] * c.detach()).sum() for name, c in chosen_cotangents.items()]
-            expected = torch.stack(parts).sum()
-            actual = linearization.inner(vectors, chosen_cotangents)
-            assert abs(actual - expected) <= 1e-12 * scale(parts)
-            right = gradients(expected, arguments)
-            for a, e in zip(gradients(actual, arguments), right, strict=True):
-                assert (a - e).norm() <= 1e-12 * scale(right)
-            assert not any(g.any() for g in gradients(actual, list(chosen_cotangents.values())))
-
-        with torch.no_grad():
-            detached = Linearization(model, weights, x, jacobian_plan, differentiable=False)
-            value = detached.inner(vectors, cotangents)
-        assert not value.requires_grad
-        torch.testing.assert_close(value, linearization.inner(vectors, cotangents).detach())
 
 
 def test_nothing_asked_for() -> None:

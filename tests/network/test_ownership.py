@@ -10,15 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from network.dense import assert_rows, jacobian, random, rows, weights_of
 from torch import Tensor, nn
-from zoo import CASES, HYPERPARAMETERS
 
 from evigrad import Evidence, Memory
 from evigrad.errors import ConfigurationError
 from evigrad.likelihoods import Categorical
 from evigrad.network import Linearization, check_separate, plan
-from evigrad.network import linearization as linearizing
-from evigrad.network.linearization import uses_of
-from evigrad.network.ownership import probed, traced
+from evigrad.network.ownership import traced
 from evigrad.network.recorder import Recorder
 from evigrad.priors import GaussianPrior
 
@@ -157,24 +154,6 @@ def test_rows_of_data_in_any_order(way: Any, differentiable: bool) -> None:
             pass_ = Linearization(model, weights, x[part], jacobian_plan, differentiable)
             expected = rows({name: of[part] for name, of in jac.items()}, vectors)
             assert_rows({n: r.detach() for n, r in pass_.rows(vectors).items()}, expected)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_ordinary_networks_are_known_by_their_graph(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, x = CASES[case].build(5)
-    model.eval()
-    weights = weights_of(model, HYPERPARAMETERS)
-    with Recorder(weights, 5) as recorder:
-        f = model(x.clone())
-    calls = [call for uses in uses_of(recorder.calls).values() for call, _ in uses if call.parts]
-    everyone = {id(call) for call in calls}
-    assert traced(f, calls)[0] <= probed(f, calls, False) <= everyone
-    jacobian_plan = plan(model, weights, x[:3])
-    monkeypatch.setattr(linearizing, "probed", lambda *_: pytest.fail("not known by the graph"))
-    pass_ = Linearization(model, weights, x, jacobian_plan, True)
-    assert all(map(pass_.is_closed, jacobian_plan.uses)) and not pass_.may_mix
 
 
 def evidence_of(model: nn.Module, estimator: str, n: int, micro_batch: int | None) -> Evidence:

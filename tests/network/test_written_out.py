@@ -48,8 +48,6 @@ ALLOWED = torch.ones(T, T, dtype=torch.bool).tril()
 PADDED = torch.tensor([[False] * 4, [False] * 3 + [True], [False, True, True, True]])
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -61,16 +59,18 @@ PADDED = torch.tensor([[False] * 4, [False] * 3 + [True], [False, True, True, Tr
         {"attn_mask": ~ALLOWED, "key_padding_mask": PADDED, "average_attn_weights": False},
     ],
 )
-def test_attention(settings: dict[str, Any], need_weights: bool, batch_first: bool) -> None:
-    model = nn.MultiheadAttention(D, 2, dropout=0.5, batch_first=batch_first)
-    shape = (M, T, D) if batch_first else (T, M, D)
-    x = random(*shape).requires_grad_()
-    settings = {"need_weights": need_weights, **settings}
-    names = {name for name, _ in model.named_parameters()}
-    assert compared(model, x, x, x, **settings) == names
-    other = random(*shape, seed=1).requires_grad_()
-    assert compared(model, x, other, other, **settings) == names
-    assert compared(model, x, x, other, **settings) == names
+def test_attention(settings: dict[str, Any]) -> None:
+    for need_weights in [True, False]:
+        for batch_first in [True, False]:
+            model = nn.MultiheadAttention(D, 2, dropout=0.5, batch_first=batch_first)
+            shape = (M, T, D) if batch_first else (T, M, D)
+            x = random(*shape).requires_grad_()
+            settings = {"need_weights": need_weights, **settings}
+            names = {name for name, _ in model.named_parameters()}
+            assert compared(model, x, x, x, **settings) == names
+            other = random(*shape, seed=1).requires_grad_()
+            assert compared(model, x, other, other, **settings) == names
+            assert compared(model, x, x, other, **settings) == names
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,6 @@ def test_attention_that_is_left_alone(settings: dict[str, Any]) -> None:
     assert not compared(model, *inputs)
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("started", [True, False])
 @pytest.mark.parametrize(
     "make",
     [
@@ -99,16 +97,18 @@ def test_attention_that_is_left_alone(settings: dict[str, Any]) -> None:
 )
 @pytest.mark.filterwarnings("ignore:dropout option adds dropout")
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
-def test_recurrent(make: Callable[..., nn.RNNBase], started: bool, batch_first: bool) -> None:
-    model = make(batch_first=batch_first)
-    x = random(*((M, T, D) if batch_first else (T, M, D))).requires_grad_()
-    start: Any = None
-    if started:
-        runs = model.num_layers * (2 if model.bidirectional else 1)
-        h = random(runs, M, model.proj_size or model.hidden_size, seed=1)
-        cell = random(runs, M, model.hidden_size, seed=2)
-        start = (h, cell) if isinstance(model, nn.LSTM) else h
-    assert compared(model, x, start) == {name for name, _ in model.named_parameters()}
+def test_recurrent(make: Callable[..., nn.RNNBase]) -> None:
+    for started in [True, False]:
+        for batch_first in [True, False]:
+            model = make(batch_first=batch_first)
+            x = random(*((M, T, D) if batch_first else (T, M, D))).requires_grad_()
+            start: Any = None
+            if started:
+                runs = model.num_layers * (2 if model.bidirectional else 1)
+                h = random(runs, M, model.proj_size or model.hidden_size, seed=1)
+                cell = random(runs, M, model.hidden_size, seed=2)
+                start = (h, cell) if isinstance(model, nn.LSTM) else h
+            assert compared(model, x, start) == {name for name, _ in model.named_parameters()}
 
 
 @pytest.mark.parametrize("make", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])

@@ -170,9 +170,8 @@ def test_chosen_sizes_are_kept() -> None:
     assert other.state_dict()["micro_batches"] == evidence.state_dict()["micro_batches"]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
+def test_settings_that_do_not_exist() -> None:
+    for settings in [
         {"memory": Memory(micro_batch=0)},
         {"memory": Memory(memory_budget=0, micro_batch="auto")},
         {"memory": Memory(memory_budget=10**9)},
@@ -183,11 +182,9 @@ def test_chosen_sizes_are_kept() -> None:
         {"estimator": "kfac-N-1", "memory": Memory(rows_dtype=torch.bfloat16)},
         {"memory": Memory(rows_dtype=torch.int32)},
         {"memory": Memory(autocast=torch.int8)},
-    ],
-)
-def test_settings_that_do_not_exist(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError):
-        build(**settings)
+    ]:
+        with pytest.raises(ConfigurationError):
+            build(**settings)
 
 
 def test_what_counts_as_out_of_memory() -> None:

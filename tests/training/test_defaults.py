@@ -60,9 +60,8 @@ def regression(num_data: int = 12, **options: Any) -> FitResult:
     return fit(net(1), data, likelihood="gaussian", progress=False, **grouped(options))
 
 
-@pytest.mark.parametrize(
-    ("num_data", "named", "planned"),
-    [
+def test_epochs_follow_from_steps_and_the_rest_from_epochs():
+    for num_data, named, planned in [
         (50, (None, None, None), (2000, 200, 90)),
         (1000, (None, None, None), (200, 20, 9)),
         (1030, (None, None, None), (182, 18, 8)),
@@ -75,18 +74,19 @@ def regression(num_data: int = 12, **options: Any) -> FitResult:
         (1000, (1, None, None), (1, 1, 1)),
         (1000, (100, 10, 7), (100, 10, 7)),
         (1000, (100, 0, None), (100, 0, 5)),
-    ],
-)
-def test_epochs_follow_from_steps_and_the_rest_from_epochs(num_data, named, planned):
-    epochs, burn_in, every = named
-    schedule = Schedule(epochs=epochs, burn_in=burn_in, every=every)
-    planned_schedule = plan_schedule(schedule, num_data)
-    assert (planned_schedule.epochs, planned_schedule.burn_in, planned_schedule.every) == planned
+    ]:
+        epochs, burn_in, every = named
+        schedule = Schedule(epochs=epochs, burn_in=burn_in, every=every)
+        planned_schedule = plan_schedule(schedule, num_data)
+        assert (
+            planned_schedule.epochs,
+            planned_schedule.burn_in,
+            planned_schedule.every,
+        ) == planned
 
 
-@pytest.mark.parametrize(
-    ("num_data", "num_items", "options", "epochs"),
-    [
+def test_many_data_need_fewer_epochs():
+    for num_data, num_items, options, epochs in [
         (20_000, None, {"batch_size": 1}, 100),  # few data, whatever the size of the batches
         (40_000, None, {"batch_size": 10}, 50),  # 2,000,000 examples
         (40_000, None, {"batch_size": 1000}, 100),  # 4,000 steps
@@ -94,15 +94,12 @@ def test_epochs_follow_from_steps_and_the_rest_from_epochs(num_data, named, plan
         (10**8, None, {"epoch_size": 50_000}, 40),
         (10**8, None, {"epoch_size": 5000}, 100),
         (100_000, 1000, {}, 100),  # 100 positions with a target in each item
-    ],
-)
-def test_many_data_need_fewer_epochs(num_data, num_items, options, epochs):
-    assert plan_schedule(Schedule(**options), num_data, num_items).epochs == epochs
+    ]:
+        assert plan_schedule(Schedule(**options), num_data, num_items).epochs == epochs
 
 
-@pytest.mark.parametrize(
-    ("likelihood", "starts"),
-    [
+def test_there_are_two_starts_if_any_noise_is_learned():
+    for likelihood, starts in [
         (Gaussian(), (0.01, 0.001)),
         (Gaussian(learnable=False), (0.01,)),
         (Categorical(), (0.01,)),
@@ -110,10 +107,8 @@ def test_many_data_need_fewer_epochs(num_data, num_items, options, epochs):
         (Joint({"a": (2, Categorical()), "b": (1, Gaussian())}), (0.01, 0.001)),
         (Joint({"a": (2, Categorical()), "b": (1, Weighted(Gaussian()))}), (0.01, 0.001)),
         (Joint({"a": (2, Categorical()), "b": (1, Gaussian(learnable=False))}), (0.01,)),
-    ],
-)
-def test_there_are_two_starts_if_any_noise_is_learned(likelihood, starts):
-    assert plan_optimization(Optimization(), likelihood, "layerwise").start_decay == starts
+    ]:
+        assert plan_optimization(Optimization(), likelihood, "layerwise").start_decay == starts
 
 
 @pytest.mark.parametrize("name", ["ntk-400-rows", "ntk-36-rows-anchored", "ntk-400-rows-anchored"])

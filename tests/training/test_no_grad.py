@@ -1,6 +1,7 @@
 """Calls inside of ``torch.no_grad()`` work, and those in inference mode name the way out."""
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from evigrad import Evidence, Learner, Schedule, bracket, fit, tune
 from evigrad.errors import ConfigurationError
 from evigrad.likelihoods import Categorical
 from evigrad.priors import GaussianPrior
-from evigrad.sklearn import EvidenceClassifier
 
 N = 20
 X = torch.randn(N, 3, generator=torch.Generator().manual_seed(0))
@@ -51,7 +51,8 @@ CALLS: dict[str, Callable[[nn.Module], Any]] = {
     "bracket": lambda model: bracket(evidence(model), (X, Y), rows=9).lower,
     "posterior": lambda model: evidence(model).posterior((X, Y))(X).probabilities.tolist(),
     "an estimator of scikit-learn": lambda model: (
-        EvidenceClassifier((), epochs=2, random_state=0)
+        import_module("evigrad.sklearn")
+        .EvidenceClassifier((), epochs=2, random_state=0)
         .fit(X.numpy(), Y.numpy())
         .predict_proba(X.numpy())
         .tolist()

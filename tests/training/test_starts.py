@@ -88,24 +88,19 @@ def test_callbacks_and_files_have_the_rows_of_the_best_start(tmp_path):
     assert result.history[-1]["epoch"] == 12
 
 
-@pytest.fixture(scope="module", params=[(0.01, 1.0), (1.0, 0.01)], ids=["decays0", "decays1"])
-def whole_run(request, tmp_path_factory):
-    """Two starts in some order, and the folder of the run that nothing interrupted."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    train(*request.param, folder=folder)
-    return request.param, folder
-
-
-# In the first trial, in the second one, and after the choice.
-@pytest.mark.parametrize("moment", [5, 9, 13, 20, 26, 40])
-def test_a_killed_run_ends_the_same(moment, whole_run, tmp_path):
-    decays, whole = whole_run
-    folder = tmp_path / "run"
-    with dying_at_call(Evidence, "map_loss", moment):
-        assert killed(lambda: train(*decays, folder=folder))
-    resumed = train(*decays, folder=folder, resume=True)
-    assert list(resumed.starts) == list(decays)
-    assert_same_runs(folder, whole)
+# Two starts in some order, and moments in the first trial, in the second one, and after the choice.
+@pytest.mark.parametrize(
+    ("decays", "moments"), [((0.01, 1.0), (5, 13, 26)), ((1.0, 0.01), (9, 20, 40))]
+)
+def test_a_killed_run_ends_the_same(decays, moments, tmp_path):
+    train(*decays, folder=tmp_path / "whole")
+    for moment in moments:
+        folder = tmp_path / str(moment)
+        with dying_at_call(Evidence, "map_loss", moment):
+            assert killed(lambda folder=folder: train(*decays, folder=folder))
+        resumed = train(*decays, folder=folder, resume=True)
+        assert list(resumed.starts) == list(decays)
+        assert_same_runs(folder, tmp_path / "whole")
 
 
 def test_a_start_that_diverges_loses(monkeypatch):
@@ -166,12 +161,12 @@ def test_defaults_try_two_starts_for_regression_only(blobs, make_net):
     assert fit(make_net(), blobs[0], **grouped(settings)).starts == {}
 
 
-@pytest.mark.parametrize("decay", [0.0, -1.0, float("nan"), True, "a", (0.1, 0.0), ()])
-def test_what_is_no_decay(decay):
-    with pytest.raises(
-        ConfigurationError, match="start_decay must be one or more positive numbers"
-    ):
-        Optimization(start_decay=decay)
+def test_what_is_no_decay():
+    for decay in [0.0, -1.0, float("nan"), True, "a", (0.1, 0.0), ()]:
+        with pytest.raises(
+            ConfigurationError, match="start_decay must be one or more positive numbers"
+        ):
+            Optimization(start_decay=decay)
 
 
 def test_a_run_that_has_not_converged_warns_and_a_longer_one_does_not():

@@ -285,9 +285,8 @@ def test_an_estimate_that_fails_names_the_epoch(blobs, make_net):
     assert log_precision_of(trainer).grad is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
+def test_settings_out_of_range():
+    for changes, words in [
         ({"epochs": 0}, "epochs must be an integer of at least 1"),
         ({"batch_size": True}, "batch_size must be an integer"),
         ({"lr": -1.0}, "lr must be a positive number"),
@@ -312,11 +311,9 @@ def test_an_estimate_that_fails_names_the_epoch(blobs, make_net):
         ),
         ({"estimator": "map-noise"}, r"estimator=None with Optimization\(noise_on_loss=True\)"),
         ({"estimator": "augerino"}, "experiments/augerino.py"),
-    ],
-)
-def test_settings_out_of_range(changes, words):
-    with pytest.raises(ConfigurationError, match=words):
-        make_settings(**changes)
+    ]:
+        with pytest.raises(ConfigurationError, match=words):
+            make_settings(**changes)
 
 
 class Idle(nn.Module):

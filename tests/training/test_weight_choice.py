@@ -195,9 +195,8 @@ def test_classes_keep_their_proportions() -> None:
     assert seen and all(int(y.sum()) == 2 for y in seen)
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
+def test_choices_that_cannot_be_made() -> None:
+    for settings, words in [
         ({"validation_fraction": 0.1, "validation": data()}, "cannot be combined"),
         ({"validation_fraction": 1.0}, "between 0 and 1"),
         ({"validation_fraction": 10}, "between 0 and 1"),
@@ -208,13 +207,11 @@ def test_classes_keep_their_proportions() -> None:
             {"validation_fraction": 0.1, "laplace": Laplace(log_det_weight=2.0)},
             "log_det_weight is 2.0",
         ),
-    ],
-)
-def test_choices_that_cannot_be_made(settings: dict[str, Any], words: str) -> None:
-    model = network()
-    with pytest.raises(ConfigurationError, match=words):
-        fit(model, **settings)
-    assert_same(model, network())
+    ]:
+        model = network()
+        with pytest.raises(ConfigurationError, match=words):
+            fit(model, **settings)
+        assert_same(model, network())
 
 
 def test_log_probabilities_by_example() -> None:

@@ -92,20 +92,20 @@ def differentiable_case(kind: str, scaled: bool = True):
     return Fake(jacobian, {}), root, precisions, leaves
 
 
-@pytest.mark.parametrize("sizes", [(), (1, 2)], ids=["one batch", "ragged micro-batches"])
-@pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "unscaled"])
 @pytest.mark.parametrize("kind", ["constant", "varying", "mixed"])
 @pytest.mark.parametrize("name", PARTS)
-def test_value_and_every_gradient_against_dense_matrices(name, kind, scaled, sizes):
-    fake, root, precisions, leaves = differentiable_case(kind, scaled)
-    structure = build(name, weights_of(fake), kind)
-    value = structure.log_det(accumulated(structure, fake, root, sizes), precisions)
-    expected = expected_log_det(fake, root, precisions, PARTS[name])
-    torch.testing.assert_close(value, expected, rtol=1e-11, atol=1e-11)
-    got = torch.autograd.grad(value, leaves)
-    want = torch.autograd.grad(expected, leaves)
-    for g, w in zip(got, want, strict=True):
-        torch.testing.assert_close(g, w, rtol=1e-8, atol=1e-10)
+def test_value_and_every_gradient_against_dense_matrices(name, kind):
+    for scaled in [True, False]:
+        for sizes in [(), (1, 2)]:
+            fake, root, precisions, leaves = differentiable_case(kind, scaled)
+            structure = build(name, weights_of(fake), kind)
+            value = structure.log_det(accumulated(structure, fake, root, sizes), precisions)
+            expected = expected_log_det(fake, root, precisions, PARTS[name])
+            torch.testing.assert_close(value, expected, rtol=1e-11, atol=1e-11)
+            got = torch.autograd.grad(value, leaves)
+            want = torch.autograd.grad(expected, leaves)
+            for g, w in zip(got, want, strict=True):
+                torch.testing.assert_close(g, w, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -369,20 +369,17 @@ def test_describe():
     assert kernel == {name: f"{words}, by the Gram of its rows" for name, words in module.items()}
 
 
-@pytest.mark.parametrize(
-    ("partition", "message"),
-    [
+def test_a_partition_that_is_none_is_refused():
+    for partition, message in [
         ("modul", "Did you mean 'module'"),
         ({"x": ["a"]}, "Weights without a group: 'b.weight', 'scalar'"),
         ({"x": ["a", "b"], "y": ["scalar", "a.bias"]}, "'a.bias' is in several groups: x, y"),
         ({"x": ["a", "b.wieght", "scalar"]}, "Did you mean 'b.weight'"),
         ([["a", "b", "scalar"], []], "got none for '1'"),
-    ],
-)
-def test_a_partition_that_is_none_is_refused(partition, message):
-    weights = weights_of(make_fake(M, C))
-    with pytest.raises(ConfigurationError, match=message):
-        make_structure("blockdiag", weights, parameter_partition=partition)
+    ]:
+        weights = weights_of(make_fake(M, C))
+        with pytest.raises(ConfigurationError, match=message):
+            make_structure("blockdiag", weights, parameter_partition=partition)
 
 
 def test_groups_take_prefixes_patterns_and_lists():

@@ -157,30 +157,30 @@ def test_kronecker_against_the_dense_product(case):
         torch.testing.assert_close(g, w, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("decades", [3, 6])
-@pytest.mark.parametrize("kind", ["decay", "spike", "mean"])
 @pytest.mark.parametrize("size", [4, 128])
-def test_rounding_of_kronecker_factors_is_near_its_estimate(size, kind, decades):
+def test_rounding_of_kronecker_factors_is_near_its_estimate(size):
     """By the Grams of many rows whose directions are of very different size."""
-    generator = torch.Generator().manual_seed(0)
-    factors = []
-    for _ in range(2):
-        rows = torch.randn(2000, size, generator=generator, dtype=torch.float64)
-        basis = torch.linalg.qr(torch.randn(size, size, generator=generator).double()).Q
-        scales = torch.logspace(0, -decades, size, dtype=torch.float64)
-        if kind == "spike":
-            scales[1:] = scales[-1]
-        rows = rows * scales[-1] + 1 if kind == "mean" else rows * scales @ basis
-        factors.append(rows.float())
-    for factor in (1e-6, 1e-2, 1e2):
-        tau = torch.tensor(factor, dtype=torch.float64)
-        left, right = (psd_eigenvalues(f.double().mT @ f.double()) for f in factors)
-        value = float(log_det_kronecker(left, right, tau))
-        left, right = (psd_eigenvalues(f.mT @ f) for f in factors)
-        estimate = float(kronecker_rounding(left, right, tau))
-        assert estimate <= kronecker_rounding_rate(left, right) * factor * (1 + 1e-5)
-        error = abs(float(log_det_kronecker(left, right, tau)) - value)
-        assert error <= 3 * estimate + 1e-6 * value
+    for kind in ["decay", "spike", "mean"]:
+        for decades in [3, 6]:
+            generator = torch.Generator().manual_seed(0)
+            factors = []
+            for _ in range(2):
+                rows = torch.randn(2000, size, generator=generator, dtype=torch.float64)
+                basis = torch.linalg.qr(torch.randn(size, size, generator=generator).double()).Q
+                scales = torch.logspace(0, -decades, size, dtype=torch.float64)
+                if kind == "spike":
+                    scales[1:] = scales[-1]
+                rows = rows * scales[-1] + 1 if kind == "mean" else rows * scales @ basis
+                factors.append(rows.float())
+            for factor in (1e-6, 1e-2, 1e2):
+                tau = torch.tensor(factor, dtype=torch.float64)
+                left, right = (psd_eigenvalues(f.double().mT @ f.double()) for f in factors)
+                value = float(log_det_kronecker(left, right, tau))
+                left, right = (psd_eigenvalues(f.mT @ f) for f in factors)
+                estimate = float(kronecker_rounding(left, right, tau))
+                assert estimate <= kronecker_rounding_rate(left, right) * factor * (1 + 1e-5)
+                error = abs(float(log_det_kronecker(left, right, tau)) - value)
+                assert error <= 3 * estimate + 1e-6 * value
 
 
 def test_null_directions_keep_their_derivative_where_rounding_is_negative():
