@@ -2,11 +2,12 @@
 
 import hashlib
 import json
+from argparse import ArgumentError
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,9 +20,6 @@ from evigrad.errors import ConfigurationError
 from evigrad.training import FitResult, RunDirectory
 from experiments.augerino import NAME as AUGERINO
 from experiments.augerino import WEIGHT, prepare_augerino
-
-if TYPE_CHECKING:
-    pass
 
 # Folders, device and display of a training. No result depends on them.
 _FREE = {"data_dir", "device", "threads", "progress", "checkpoint_every"}

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.axes import Axes
 
 from evigrad.plots import LIGHT
 from evigrad.plots.style import shades_of
@@ -64,7 +65,8 @@ def test_a_curve_far_below_the_others_has_axes_of_its_own():
     curves += [figures.Curve("low", [0, 1], [-13.0, -11.0], published=True)]
     (axes,) = figures.panels([[figures.Panel("", "", "", curves, clipped=True)]]).axes
     (inset,) = axes.child_axes
-    assert len(axes.lines) == len(inset.lines) == 2 and inset.get_title() == "low"
+    assert isinstance(inset, Axes) and inset.get_title() == "low"
+    assert len(axes.lines) == len(inset.lines) == 2
     assert axes.get_ylim()[0] > -3
     (axes,) = figures.panels([[figures.Panel("", "", "", curves[:2], clipped=True)]]).axes
     assert not axes.child_axes

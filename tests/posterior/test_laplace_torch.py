@@ -65,7 +65,7 @@ def test_moments_are_those_of_laplace_torch(network: str, task: str, structure: 
     )
     predictive = evidence.posterior((x, y), structure=structure)(test)
     subset, hessian = STRUCTURES[structure]
-    theirs = Laplace(
+    theirs: Any = Laplace(
         model,
         task,
         subset_of_weights=subset,

@@ -103,7 +103,8 @@ def test_without_a_maximum_nothing_changes() -> None:
 def test_few_data_with_a_learned_noise_train_until_they_have_settled(
     settings: dict[str, Any], num_data: int, most: int | None
 ) -> None:
-    chosen = plan(Settings(**({"likelihood": "gaussian"} | settings)), num_data)
+    options: dict[str, Any] = {"likelihood": "gaussian"}
+    chosen = plan(Settings(**options | settings), num_data)
     assert chosen.schedule.max_epochs == most
 
 
@@ -115,7 +116,7 @@ def test_a_run_continues_where_the_shorter_one_ends(monkeypatch: pytest.MonkeyPa
     for one, other in zip(short.history, long.history, strict=False):
         assert {name: one[name] for name in columns} == {name: other[name] for name in columns}
     later = [r["lr"] for r in long.history[4:]]
-    assert later[:2] == later[2:] == pytest.approx([0.01, (0.01 + 1e-6) / 2])
+    assert later[:2] == later[2:] == pytest.approx([0.003, (0.003 + 1e-6) / 2])
     gap_epochs = [r["epoch"] for r in long.history if r["mode_gap"] is not None]
     assert gap_epochs == [4, 6, 8]  # the ends of cycles
     assert long.mode_gap == long.history[-1]["mode_gap"]

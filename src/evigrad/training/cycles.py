@@ -1,8 +1,8 @@
 """Training that continues until it has settled: the number of epochs, and the learning rates.
 
 A run has ``Schedule.epochs`` epochs, in which the learning rate falls along a cosine. If
-``Schedule.max_epochs`` is larger, shorter cycles follow, in which it falls again. Training ends
-after a cycle that changes log evidence, noise and mode gap only a little.
+``Schedule.max_epochs`` is larger, shorter cycles follow, in which it falls from a third of its first value.
+Training ends after a cycle that changes log evidence, noise and mode gap only a little.
 """
 
 import math
@@ -17,6 +17,10 @@ from evigrad.training.settings import Schedule
 # and the log of the noise by at most NOISE. Precisions count as far as the log evidence depends on
 # them: those of weights that the data do not determine grow without limit.
 NATS, NOISE = 0.01, 0.03
+# Learning rate at the start of later cycles, relative to the first. At the full rate, a network
+# with a small noise loses part of what it has learned, and at a tenth, it learns little more
+# (benchmarks/README.md).
+LATER_RATE = 0.3
 # Number of rounds whose log evidence is averaged.
 _ROUNDS = 3
 
@@ -44,6 +48,10 @@ class Cycles:
                 break
             before, end = end, min(end + self.length, self.most)
         return end
+
+    def first_rate(self, epoch: int) -> float:
+        """Return the learning rate at the start of an epoch's cycle, relative to the first one."""
+        return 1.0 if epoch <= self.first or self.most == self.first else LATER_RATE
 
     def progress(self, epoch: int) -> float:
         """Return the share of an epoch's cycle that is over when the epoch begins."""

@@ -73,10 +73,10 @@ class Schedule:
             and at least 100. With more than 20,000 examples, enough for 2,000,000 examples and
             20,000 steps, and at least 10.
         max_epochs: Number of epochs up to which training may continue. After ``epochs``, cycles of
-            half that number of epochs follow, in which the learning rate falls again. Training ends
-            after a cycle that changes log evidence, noise and mode gap only a little. Default: four
-            times epochs if a noise is learned from at most 2,000 examples and epochs is not set.
-            Otherwise epochs.
+            half that number of epochs follow. In each, the learning rate falls from 0.3 lr. Training
+            ends after a cycle that changes log evidence, noise and mode gap only a little. Default:
+            four times epochs if a noise is learned from at most 2,000 examples and epochs is not
+            set. Otherwise epochs.
         epoch_size: Number of examples per epoch. Set it for very large data sets, so that rounds
             and checkpoints also happen during a pass over the data. Each epoch continues where the
             previous one stopped. Default: all examples.

@@ -566,7 +566,8 @@ class Trainer:
     def _set_rates(self, epoch: int) -> None:
         rate, progress = self._rate, self.cycles.progress(epoch)
         last = min(self.settings.optimization.lr_min, rate)
-        factor = cosine(progress, rate, last) / rate
+        start = max(rate * self.cycles.first_rate(epoch), last)
+        factor = cosine(progress, start, last) / rate
         for group, base in zip(self.weight_optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = base * factor
         for group in self.loss_optimizer.param_groups:
