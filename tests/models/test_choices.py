@@ -173,7 +173,7 @@ def test_rows_of_a_data_set_train_a_reward() -> None:
     data = Pairs(rows, x=("left", "right"), y="chosen")
     result = evigrad.fit(
         Choices(linear, items=("left", "right")), data,
-        schedule=evigrad.Schedule(epochs=40), optimization=evigrad.Optimization(lr=0.02),
+        schedule=evigrad.Schedule(epochs=12), optimization=evigrad.Optimization(lr=0.05),
         progress=False,
     )  # fmt: skip
     learned = linear(items)[..., 0].detach().flatten()
