@@ -60,7 +60,7 @@ def test_censored(capsys: pytest.CaptureFixture[str]) -> None:
 
 GALLERY = {
     "counts": "--num-train 100 --epochs 2 --seeds 0",
-    "decay": "--data digits --model digitsnet --subset 40 --epochs 2",
+    "decay": "--data digits --model digitsnet --subset 40 --epochs 2 --decays 5e-4 1e-2",
     "length_scale": "--lengths 0.3 1 --epochs 3 --learn",
     "lora": "--subset 20 --old-epochs 1 --epochs 2 --rank 2 --estimator ntk-10-1",
     "rare_classes": "--num-train 300 --epochs 2",
