@@ -61,7 +61,7 @@ def test_censored(capsys: pytest.CaptureFixture[str]) -> None:
 GALLERY = {
     "counts": "--num-train 100 --epochs 2 --seeds 0",
     "decay": "--data digits --model digitsnet --subset 40 --epochs 2 --decays 5e-4 1e-2",
-    "length_scale": "--lengths 0.3 1 --epochs 3 --learn",
+    "length_scale": "--lengths 0.3 1 --epochs 3",
     "lora": "--subset 20 --old-epochs 1 --epochs 2 --rank 2 --estimator ntk-10-1",
     "rare_classes": "--num-train 300 --epochs 2",
     "ratings": "--data synthetic --num-train 60 --epochs 2 --seeds 0",
@@ -84,6 +84,13 @@ def test_gallery(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert load_script(name).main([*GALLERY[name].split(), "--figure", str(figure)])
     assert 10_000 < figure.stat().st_size < 300_000
     assert capsys.readouterr().out
+
+
+def test_a_length_is_learned_by_its_gradient() -> None:
+    script = load_script("length_scale")
+    for learned in ("", "--learn"):
+        trainings = script.main(f"--lengths 1 --epochs 8 {learned}".split())
+        assert (trainings[1.0].length != 1.0) == bool(learned)
 
 
 def test_relevance_is_shown_for_each_column(capsys: pytest.CaptureFixture[str]) -> None:
