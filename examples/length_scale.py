@@ -84,37 +84,36 @@ def draw(
     path: str, data: tuple[Tensor, Tensor], grid: Tensor, trainings: dict[float, Training]
 ) -> None:
     """Draw the evidence and the error over the length, and three of the curves."""
-    figure = new_figure(10, 3.4)
-    left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1, 1.6))
+    figure = new_figure(9.2, 3.1)
+    left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1, 1.5))
     lengths = list(trainings)
-    left.plot(
-        lengths,
-        [training.log_evidence for training in trainings.values()],
-        "o-",
-        color=LIGHT.lines[0],
-    )
-    left.set_title("log evidence, nats per example", loc="left", fontsize=10)
-    middle.plot(
-        lengths, [training.error for training in trainings.values()], "o-", color=LIGHT.lines[1]
-    )
-    middle.set_title("error to the truth", loc="left", fontsize=10)
+    best = max(trainings, key=lambda length: trainings[length].log_evidence)
+    values = [training.log_evidence for training in trainings.values()]
+    left.plot(lengths, values, "o-", color=LIGHT.lines[0])
+    left.set_title("(a) Log evidence", loc="left", fontsize=10)
+    left.set_ylabel("nats per example", fontsize=9)
+    middle.plot(lengths, [t.error for t in trainings.values()], "o-", color=LIGHT.lines[1])
+    middle.set_title("(b) Error", loc="left", fontsize=10)
+    middle.set_ylabel("RMSE against the true curve", fontsize=9)
     middle.set_ylim(bottom=0)
     for axes in (left, middle):
+        axes.axvline(best, color=LIGHT.muted, linestyle=":")
         axes.set_xscale("log")
         axes.set_xticks(lengths, [f"{length:g}" for length in lengths])
         axes.minorticks_off()
-        axes.set_xlabel("length")
-    best = max(trainings, key=lambda length: trainings[length].log_evidence)
+        axes.set_xlabel("length scale", fontsize=9)
     right.plot(data[0][:, 0], data[1][:, 0], ".", color=LIGHT.muted, markersize=4)
     shown = sorted({lengths[0], best, lengths[-1]})
-    for length, colour in zip(
-        shown, (LIGHT.lines[4], LIGHT.lines[0], LIGHT.lines[3]), strict=False
-    ):
+    for length, color in zip(shown, (LIGHT.lines[4], LIGHT.lines[0], LIGHT.lines[3]), strict=False):
         outputs = trainings[length].outputs[:, 0]
-        right.plot(grid[:, 0], outputs, color=colour, label=f"length {length:g}")
-    right.plot(grid[:, 0], curve(grid)[:, 0], ":", color=LIGHT.ink, label="truth")
-    right.legend(frameon=False, fontsize=9)
+        right.plot(grid[:, 0], outputs, color=color, label=f"length {length:g}")
+    right.plot(grid[:, 0], curve(grid)[:, 0], ":", color=LIGHT.ink, label="true curve")
+    right.set_title("(c) Trained networks and data", loc="left", fontsize=10)
+    right.set_xlabel("input x", fontsize=9)
+    right.set_ylabel("target y", fontsize=9)
+    right.legend(frameon=False, fontsize=8)
     for axes in figure.axes:
+        axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     save(figure, path)
 
@@ -134,6 +133,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[float, Training]:
     x = 8 * torch.rand(60, 1, generator=generator).double() - 4
     y = curve(x) + NOISE * torch.randn(x.shape, generator=generator).double()
     grid = torch.linspace(-4, 4, 400)[:, None].double()
+    optimization = Optimization(lr=3e-2)
+    if options.learn:
+        optimization = Optimization(lr=3e-2, hyper_lr=0.1)
     trainings = {}
     print("final length  log evidence  training log likelihood  error")
     for length in options.lengths:
@@ -147,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[float, Training]:
             estimator="ntk-N-C",
             hyperparameters=["log_length"] if options.learn else [],
             schedule=Schedule(epochs=options.epochs, batch_size=30),
-            optimization=Optimization(lr=3e-2, hyper_lr=0.1),
+            optimization=optimization,
             progress=False,
         )
         with torch.no_grad():

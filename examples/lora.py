@@ -11,6 +11,7 @@ their matrices.
 It needs `pip install peft`, and takes one minute on one core. The test log likelihood is −0.674
 before fine-tuning, −0.638 with weight decay 5e-4, and −0.590 with learned precisions. The
 accuracies are about the same, at 82 to 84 %. The learned precisions span four orders of magnitude.
+Both networks are best after at most 20 epochs, so evigrad does not replace early stopping here.
 """
 
 import argparse
@@ -28,46 +29,20 @@ from evigrad.errors import require
 from evigrad.likelihoods import Categorical
 from evigrad.measure import evaluate
 from evigrad.models import make_model
-from evigrad.plots import LIGHT, new_figure, save
-from evigrad.plots.runs import series
 from evigrad.training import FitResult
 
 MAP, LEARNED = "weight decay 5e-4", "evigrad"
 ADAPTED = ["query", "key", "value", "output", "linear1", "linear2"]
 
 
-def draw(path: str, before: float, fits: dict[str, FitResult]) -> None:
-    """Draw test log likelihoods over fine-tuning, and the precisions of the adapters."""
-    figure = new_figure(10, 3.6)
-    left, right = figure.subplots(1, 2)
-    for (name, result), colour in zip(fits.items(), LIGHT.lines, strict=False):
-        left.plot(*series(result.history, "test_log_likelihood"), color=colour, label=name)
-    left.axhline(before, color=LIGHT.muted, linestyle=":", label="before fine-tuning")
-    left.set_title("test log likelihood, nats per example", loc="left", fontsize=10)
-    left.set_xlabel("epoch")
-    left.legend(frameon=False, fontsize=9)
-    reports = [report for report in fits[LEARNED].evidence.describe() if "lora_B" in report.name]
-    names = [report.name.split("blocks.")[1].split(".lora")[0] for report in reports]
-    precisions = [report.precision or 0.0 for report in reports]
-    right.barh(names, precisions, color=LIGHT.lines[1])
-    right.invert_yaxis()
-    right.set_xscale("log")
-    right.tick_params(axis="y", labelsize=8)
-    right.set_title("learned precisions of the adapters (B)", loc="left", fontsize=10)
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
-    save(figure, path)
-
-
 def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
-    """Pretrain, fine-tune the adapters with fixed and with learned decay, print and draw."""
+    """Pretrain, fine-tune the adapters with fixed and with learned decay, and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--subset", type=int, default=50, help="number of upright digits")
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--estimator", default="ntk-400-rows-anchored")
     parser.add_argument("--old-epochs", type=int, default=30, help="epochs of pretraining")
     parser.add_argument("--epochs", type=int, default=120, help="epochs of fine-tuning")
-    parser.add_argument("--figure", help="draw into this file, a PNG")
     options = parser.parse_args(arguments)
     peft = require("peft", "examples/lora.py", extra="dev")
 
@@ -106,8 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
             f" {result.seconds:8.1f}",
             flush=True,
         )
-    if options.figure:
-        draw(options.figure, before["log_likelihood"], fits)
+    for report in fits[LEARNED].evidence.describe():
+        print(f"{report.name:70} precision {report.precision:10.1f}")
     return fits
 
 

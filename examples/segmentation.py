@@ -1,4 +1,4 @@
-"""Segment images with learned weight decay, and show where the network is uncertain.
+"""Segment images with learned weight decay: a target for each pixel, and pixels without labels.
 
 Each image of 24x24 pixels shows a digit from scikit-learn on a noisy, uneven background. Each pixel
 is background or stroke, and the pixels in a small square have no label (``ignore_index``). A
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 import evigrad
 from evigrad import Outputs, Schedule
 from evigrad.data import load
-from evigrad.plots import new_figure, save
 from evigrad.training import FitResult
 
 SIZE, UNLABELED = 24, -100
@@ -63,41 +62,11 @@ def network(seed: int) -> nn.Module:
     return Outputs(layers, channel_dim=1)
 
 
-def draw(path: str, x: Tensor, y: Tensor, fits: dict[str, FitResult]) -> None:
-    """Draw images, labels, probabilities of both networks, and the uncertainty of one."""
-    probability = {}
-    with torch.no_grad():
-        for name, result in fits.items():
-            probability[name] = result.model(x).softmax(-1)[..., 1]
-    learned = probability[LEARNED]
-    entropy = torch.special.entr(learned) + torch.special.entr(1 - learned)
-    columns = {
-        "image": x[:, 0],
-        "labels (gray: none)": torch.where(y == UNLABELED, 0.5, y.float()),
-        "stroke, decay 5e-4": probability[FIXED],
-        "stroke, evigrad": learned,
-        "uncertainty, evigrad": entropy,
-    }
-    figure = new_figure(9, 1.9 * len(x))
-    for place, (title, values) in enumerate(columns.items()):
-        limits = (
-            {} if title == "image" else {"vmin": 0, "vmax": 0.7 if "uncertainty" in title else 1}
-        )
-        for line, value in enumerate(values):
-            axes = figure.add_subplot(len(x), len(columns), line * len(columns) + place + 1)
-            axes.imshow(value.numpy(), cmap="magma" if "uncertainty" in title else "gray", **limits)
-            axes.set_axis_off()
-            if line == 0:
-                axes.set_title(title, fontsize=9)
-    save(figure, path)
-
-
 def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
-    """Train with fixed and with learned decay, print and draw."""
+    """Train with fixed and with learned decay, and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--images", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=150)
-    parser.add_argument("--figure", help="draw into this file, a PNG")
     options = parser.parse_args(arguments)
 
     train, test = scenes(options.images, 0), scenes(200, 1)
@@ -118,8 +87,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
             f" {result.seconds:8.1f}",
             flush=True,
         )
-    if options.figure:
-        draw(options.figure, test[0][:3], test[1][:3], fits)
     return fits
 
 

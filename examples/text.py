@@ -112,33 +112,20 @@ def by_posterior(result: FitResult, train: Text, test: Text) -> float:
     return float(predictive.log_prob(test[1]).mean())
 
 
-def draw(
-    path: str, x: dict[str, Tensor], fits: dict[str, FitResult], averaged: dict[str, float]
-) -> None:
-    """Draw test log likelihoods over training, and predictions of two networks."""
-    figure = new_figure(10, 3.6)
-    left, right = figure.subplots(1, 2)
-    for (name, result), colour in zip(fits.items(), LIGHT.lines, strict=False):
-        left.plot(*series(result.history, "test_log_likelihood"), color=colour, label=name)
-        left.plot(len(result.history), averaged[name], "*", color=colour, markersize=10)
-    left.set_title("test log likelihood, nats per line (star: posterior)", loc="left", fontsize=10)
-    left.set_xlabel("epoch")
-    left.legend(frameon=False, fontsize=9)
-    chosen = torch.arange(8) * (len(x["ids"]) // 8) + 7
-    lines = ["".join(map(chr, row[row > 0].tolist())) for row in x["ids"][chosen]]
-    places = range(len(lines))
-    for place, (name, result) in enumerate(list(fits.items())[:2]):
-        with torch.no_grad():
-            outputs = result.model(x["ids"][chosen], x["mask"][chosen])
-        code = outputs.softmax(1)[:, 0].tolist()
-        shifted = [row + 0.4 * place for row in places]
-        right.barh(shifted, code, 0.35, color=LIGHT.lines[place], label=name)
-    right.set_yticks([row + 0.2 for row in places], lines, fontsize=8, family="monospace")
-    right.invert_yaxis()
-    right.set_xlim(0, 1)
-    right.set_title("probability of being code", loc="left", fontsize=10)
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
+def draw(path: str, fits: dict[str, FitResult], averaged: dict[str, float]) -> None:
+    """Draw test log likelihoods over training, and of the posteriors."""
+    figure = new_figure(7.2, 3.4)
+    axes = figure.subplots()
+    for (name, result), color in zip(fits.items(), LIGHT.lines, strict=False):
+        axes.plot(*series(result.history, "test_log_likelihood"), color=color, label=name)
+        axes.plot(len(result.history) + 2, averaged[name], "*", color=color, markersize=10)
+    axes.plot([], "*", color=LIGHT.muted, markersize=10, label="posterior, after training")
+    axes.set_title("Test log likelihood during training", loc="left", fontsize=10)
+    axes.set_xlabel("epoch", fontsize=9)
+    axes.set_ylabel("nats per line", fontsize=9)
+    axes.tick_params(labelsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right center", frameon=False, fontsize=9)
     save(figure, path)
 
 
@@ -174,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
             flush=True,
         )
     if options.figure:
-        draw(options.figure, test[0], fits, averaged)
+        draw(options.figure, fits, averaged)
     return fits
 
 

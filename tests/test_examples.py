@@ -59,16 +59,29 @@ def test_censored(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count(" censored ") == 3
 
 
+def test_segmentation(capsys: pytest.CaptureFixture[str]) -> None:
+    results = load_script("segmentation").main("--images 1 --epochs 1".split())
+    printed = capsys.readouterr().out
+    assert all(printed.count(f"\n{name} ") == 1 for name in results)
+
+
+def test_lora(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft")
+    short = "--subset 20 --old-epochs 1 --epochs 2 --rank 2 --estimator ntk-10-1"
+    script = load_script("lora")
+    learned = script.main(short.split())[script.LEARNED]
+    assert all("lora" in name for name in learned.evidence.weights())
+    assert capsys.readouterr().out.count(" precision ") == len(learned.evidence.describe())
+
+
 GALLERY = {
     "counts": "--num-train 100 --epochs 2 --seeds 0",
-    "decay": "--data digits --model digitsnet --subset 40 --epochs 2",
-    "length_scale": "--lengths 0.3 1 --epochs 3 --learn",
-    "lora": "--subset 20 --old-epochs 1 --epochs 2 --rank 2 --estimator ntk-10-1",
+    "decay": "--data digits --model digitsnet --subset 40 --epochs 2 --decays 5e-4 1e-2",
+    "length_scale": "--lengths 0.3 1 --epochs 3",
     "rare_classes": "--num-train 300 --epochs 2",
     "ratings": "--data synthetic --num-train 60 --epochs 2 --seeds 0",
     "relevance": "--folds 2 --epochs 1",
     "rotations": "--subset 100 --epochs 2",
-    "segmentation": "--images 1 --epochs 1",
     "text": "--each 20 --epochs 2 --estimators kfac-10-1",
     "two_heads": "--epochs 4",
     "uncertainty": "--epochs 2",
@@ -79,12 +92,19 @@ GALLERY = {
 def test_gallery(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Each script runs, prints, and draws a figure of a size that may be committed."""
     pytest.importorskip("matplotlib")
-    for needed in {"lora": ["peft"], "relevance": ["pandas"]}.get(name, []):
-        pytest.importorskip(needed)
+    if name == "relevance":
+        pytest.importorskip("pandas")
     figure = tmp_path / "figure.png"
     assert load_script(name).main([*GALLERY[name].split(), "--figure", str(figure)])
     assert 10_000 < figure.stat().st_size < 300_000
     assert capsys.readouterr().out
+
+
+def test_a_length_is_learned_by_its_gradient() -> None:
+    script = load_script("length_scale")
+    for learned in ("", "--learn"):
+        trainings = script.main(f"--lengths 1 --epochs 8 {learned}".split())
+        assert (trainings[1.0].length != 1.0) == bool(learned)
 
 
 def test_relevance_is_shown_for_each_column(capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,6 +53,39 @@ def test_learning_curves_show_what_was_recorded():
     assert [text.get_text() for text in figure.legends[0].get_texts()] == list(histories)
 
 
+def limits_of_test(*runs):
+    histories = {
+        f"run {place}": [
+            {"epoch": epoch, "loss": 1.0, "test_log_likelihood": value}
+            for epoch, value in enumerate(values, start=1)
+        ]
+        for place, values in enumerate(runs)
+    }
+    axes = plots.learning_curves(histories).axes[1]
+    return axes.get_ylim(), {text.get_text(): text.get_color() for text in axes.texts}
+
+
+def test_a_diverged_run_does_not_flatten_the_others():
+    learned = [-0.5, -0.4, -0.32, -0.31, -0.3]
+    (low, high), named = limits_of_test([-0.6, -0.7, -3.0, -12.0, -21.38], learned)
+    assert -1.0 < low < -0.6 and -0.3 < high < -0.2  # the highest value of each run is shown
+    assert named == {"ends at −21.4": LIGHT.lines[0]}
+    (low, _), named = limits_of_test([-0.6, -0.7, -0.8, -0.9, -1.0], learned)
+    assert low < -1.0 and not named  # the run is worse, but both curves can be read
+
+
+def test_only_the_start_of_the_best_run_is_omitted():
+    good = [-0.4, -0.35, -0.32, -0.31, -0.3, -0.3, -0.29, -0.28]
+    (low, _), named = limits_of_test([-0.9, *good])
+    assert -0.9 < low < -0.4 and not named
+    (low, _), named = limits_of_test([-30.0, *good], [-0.4, -0.5, -0.45, -0.42])
+    assert -1.0 < low <= -0.5 and not named
+    (low, _), _ = limits_of_test([*good, -30.0])
+    assert low < -30.0
+    (low, _), _ = limits_of_test([*good[:4], -30.0, *good[4:]])
+    assert low < -30.0
+
+
 def test_a_panel_without_data_is_left_out():
     history = make_history(learned=False)
     for row in history:
@@ -63,19 +96,22 @@ def test_a_panel_without_data_is_left_out():
 LONG = "model.encoder.layers.{}.self_attention.out_projection.weight"
 
 
+@pytest.mark.parametrize("title", ["prior precision", "prior precision, " + "a long name " * 5])
 @pytest.mark.parametrize(
     ("groups", "name", "width"),
     [(2, LONG, 7.2), (8, "layer{}", 4.6), (8, LONG, 4.6), (24, "layer{}", 7.2), (24, LONG, 4.6)],
 )
-def test_every_line_of_the_precisions_is_named_where_it_can_be_read(groups, name, width):
+def test_every_line_of_the_precisions_is_named_where_it_can_be_read(groups, name, width, title):
     history = [
         {key.replace("layer", name.format("")): value for key, value in row.items()}
         for row in make_history(4, groups)
     ]
     for row in history:  # many lines end in the same place
         row.update({key: min(value, 1.0) for key, value in row.items() if key[:9] == "precision"})
-    figure = plots.precision_paths(history, "prior precision, a run of a long name", width)
+    figure = plots.precision_paths(history, title, width)
     assert problems(figure) == []
+    legend, title_text = figure.legends[0], vars(figure.axes[0])["_left_title"]
+    assert not title_text.get_window_extent().overlaps(legend.get_window_extent())
     assert len(figure.legends[0].get_texts()) == groups
 
 

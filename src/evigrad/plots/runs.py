@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from evigrad.errors import InputError
 from evigrad.plots.style import (
     DASHES,
     LIGHT,
+    SMALL,
     add_legend,
     burst_limits,
     decorate,
@@ -19,6 +21,7 @@ from evigrad.plots.style import (
     plain_ticks,
     save,
     shades_of,
+    with_minus,
 )
 
 if TYPE_CHECKING:
@@ -73,18 +76,27 @@ class Quantity:
         return self.logarithmic and min(self.values(histories), default=0.0) > 0
 
     def limits(self, histories: Mapping[str, History]) -> tuple[float, float] | None:
-        """Return axis limits that omit very low first values, or None to show all values.
+        """Return axis limits that omit values far below the rest, or None to show all values.
 
-        The limits never omit a later value, because the end of a run matters most.
+        The run with the highest last value is shown from its first low values on. Of other runs,
+        at least the highest value is shown, because a diverged run would flatten all curves.
         """
-        limits = burst_limits(self.values(histories))
-        if limits is None:
+        if self.logarithmic:  # a loss, whose low values matter most
             return None
-        for history in histories.values():
-            is_below = [value < limits[0] for value in series(history, self.column)[1]]
-            if is_below != sorted(is_below, reverse=True):
-                return None
-        return limits
+        runs = [run for h in histories.values() if (run := series(h, self.column)[1])]
+        best = max(runs, key=lambda run: run[-1])
+        limits = burst_limits(best)
+        is_below = [limits is not None and value < limits[0] for value in best]
+        if is_below != sorted(is_below, reverse=True):  # the end of a run matters most
+            limits = None
+        low, high = limits or (min(best), max(best))
+        tops = [max(run) for run in runs]
+        low, high = min(low, *tops), max(high, *tops)
+        lowest = min((min(run) for run in runs if run is not best), default=low)
+        span = high - low
+        if span and lowest < low - 3 * span:
+            return low - 0.5 * span, high + 0.15 * span
+        return limits and (min(low, lowest), high)
 
 
 QUANTITIES = (
@@ -152,6 +164,28 @@ def _draw(axes: "Axes", histories: Mapping[str, History], quantity: Quantity) ->
         plain_ticks(axes.yaxis)
     elif limits := quantity.limits(histories):
         axes.set_ylim(*limits)
+        _name_omitted(axes, histories, quantity, limits[0])
+
+
+def _name_omitted(
+    axes: "Axes", histories: Mapping[str, History], quantity: Quantity, low: float
+) -> None:
+    """Write the last value of each run that ends below the axes."""
+    place = 0
+    for color, history in zip(cycle(LIGHT.lines), histories.values(), strict=False):
+        _, values = series(history, quantity.column)
+        if values and values[-1] < low:
+            axes.annotate(
+                f"ends at {with_minus(number(values[-1]))}",
+                (0.98, 0.03),
+                (0, 12 * place),
+                "axes fraction",
+                textcoords="offset points",
+                ha="right",
+                fontsize=SMALL,
+                color=color,
+            )
+            place += 1
 
 
 def precision_paths(
@@ -192,8 +226,6 @@ def precision_paths(
     axes = figure.add_subplot()
     many = len(columns) > _MAX_LABELS
     title = f"{title} ({len(columns)} groups)" if many else title
-    decorate(axes, title, "epoch", "prior precision (1 / variance of the weights)")
-    axes.locator_params(axis="x", integer=True)
     colors = shades_of(len(columns)) if many else LIGHT.lines
     lines = []
     for place, (name, column) in enumerate(columns.items()):
@@ -211,9 +243,6 @@ def precision_paths(
             f"The history has no values in the columns {', '.join(columns.values())}. Use the"
             " history of a run that records one of them."
         )
-    axes.margins(x=0)
-    axes.set_yscale("log")
-    plain_ticks(axes.yaxis)
     # Too many lines to tell apart are shaded in order, and only the first and last are named.
     if many:
         ends = (("first", *lines[0]), ("last", *lines[-1]))
@@ -221,7 +250,12 @@ def precision_paths(
     else:
         lines.sort(key=lambda line: line[0], reverse=True)
         named = [(f"{number(value)}  {name}", *look) for value, name, *look in lines]
-    add_legend(figure, named, beside=not many)
+    beside = add_legend(figure, named, beside=not many)
+    decorate(axes, title, "epoch", "prior precision (1 / variance of the weights)", beside)
+    axes.locator_params(axis="x", integer=True)
+    axes.margins(x=0)
+    axes.set_yscale("log")
+    plain_ticks(axes.yaxis)
     return figure
 
 

@@ -91,12 +91,15 @@ def shades_of(count: int) -> list[str]:
     return [to_hex(shades(0.1 + 0.9 * i / max(count - 1, 1))) for i in range(count)]
 
 
-def decorate(axes: "Axes", title: str, across: str, along: str) -> None:
-    """Set the title, axis labels (``across``, ``along``) and colors of empty axes."""
+def decorate(axes: "Axes", title: str, across: str, along: str, beside: float = 0.0) -> None:
+    """Set the title, axis labels (``across``, ``along``) and colors of axes.
+
+    A long title is broken into lines that leave ``beside`` inches to the right of it.
+    """
     figure: Any = axes.figure
     grid: Any = axes.get_subplotspec()
     rows, columns = grid.get_gridspec().get_geometry()
-    width = figure.get_figwidth() / columns - _SURROUNDINGS[0]
+    width = (figure.get_figwidth() - beside) / columns - _SURROUNDINGS[0]
     height = figure.get_figheight() / rows - _SURROUNDINGS[1]
     colors: dict[str, Any] = {"fontsize": SMALL, "color": LIGHT.ink}
     axes.set_title(
@@ -160,12 +163,15 @@ def add_legend(
     figure: "Figure",
     lines: Sequence[tuple[str, str, Any]],
     beside: bool = False,
-) -> None:
+) -> float:
     """Add a legend of the lines (name, color, style) below the axes, and enlarge the figure for it.
 
     The legend has as many columns as fit. A name wider than the figure is broken into several
     lines. If ``beside`` is set and there is room, the legend is a single column to the right of the
     axes.
+
+    Returns:
+        Width of the legend in inches if it is beside the axes, else 0.
     """
     from matplotlib.lines import Line2D
 
@@ -190,6 +196,7 @@ def add_legend(
         fontsize=SMALL,
         labelcolor=LIGHT.ink,
     )
+    return longest if beside else 0.0
 
 
 def name_points(
