@@ -1,8 +1,9 @@
 """Training that continues until it has settled: the number of epochs, and the learning rates.
 
 A run has ``Schedule.epochs`` epochs, in which the learning rate falls along a cosine. If
-``Schedule.max_epochs`` is larger, shorter cycles follow, in which it falls from a third of its first value.
-Training ends after a cycle that changes log evidence, noise and mode gap only a little.
+``Schedule.max_epochs`` is larger, shorter cycles follow, in which the learning rate falls from a
+third of its first value. Training ends after a cycle that changes log evidence, noise and mode gap
+only a little.
 """
 
 import math

@@ -73,7 +73,7 @@ class Schedule:
             and at least 100. With more than 20,000 examples, enough for 2,000,000 examples and
             20,000 steps, and at least 10.
         max_epochs: Number of epochs up to which training may continue. After ``epochs``, cycles of
-            half that number of epochs follow. In each, the learning rate falls from 0.3 lr. Training
+            half that number of epochs follow. Their learning rates fall from 0.3 lr. Training
             ends after a cycle that changes log evidence, noise and mode gap only a little. Default:
             four times epochs if a noise is learned from at most 2,000 examples and epochs is not
             set. Otherwise epochs.
