@@ -78,8 +78,8 @@ class Quantity:
     def limits(self, histories: Mapping[str, History]) -> tuple[float, float] | None:
         """Return axis limits that omit values far below the rest, or None to show all values.
 
-        The run with the highest last value is shown from its first low values on. Of other runs,
-        at least the highest value is shown, because a diverged run would flatten all curves.
+        Only very low first values of the run with the highest last value may be omitted. Other runs
+        may be shown in part, because a diverged run would flatten all curves.
         """
         if self.logarithmic:  # a loss, whose low values matter most
             return None

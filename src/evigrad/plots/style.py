@@ -171,7 +171,7 @@ def add_legend(
     axes.
 
     Returns:
-        Width of the legend in inches if it is beside the axes, else 0.
+        Width in inches of a legend to the right of the axes, or 0.
     """
     from matplotlib.lines import Line2D
 
