@@ -53,7 +53,13 @@ MOVED = {
             "inputs#other-hyperparameters-of-the-forward-pass"
         ),
     },
+    "benchmarks": {
+        "all-measurements": "benchmarks",
+        "tightness-against-time": "benchmarks#tightness-of-the-bounds",
+    },
     "choosing": {
+        "predict-memory-before-a-run": "choosing#inspect-an-estimator-before-a-run",
+        "when-a-looser-estimator-is-better": "choosing",
         "compare-by-one-estimator": "choosing#compare-runs-with-the-same-estimator",
         "compare-runs-with-one-estimator": "choosing#compare-runs-with-the-same-estimator",
         "estimators-for-comparison-only": "choosing",
@@ -95,7 +101,12 @@ MOVED = {
         "write-a-transform": "inputs#write-a-transform",
     },
     "fine_tuning": {"when-it-helps": "fine_tuning#fine-tune-a-pretrained-network"},
-    "gallery": {"more": "gallery#more-scripts"},
+    "gallery": {
+        "fine-tune-lora-adapters": "gallery#more-scripts",
+        "lora-adapters": "gallery#more-scripts",
+        "more": "gallery#more-scripts",
+        "segmentation": "gallery#more-scripts",
+    },
     "glossary": {"": "supported#glossary", "notation": "supported#notation"},
     "index": {
         "evigrad": "index",

@@ -77,23 +77,23 @@ def draw(
     left.plot([], [], ".", color=LIGHT.lines[1], label="rare class")
     across, up = np.meshgrid(np.linspace(-4, 4, 80), np.linspace(-3.5, 4.5, 80))
     grid = np.stack([across.ravel(), up.ravel()], axis=1)
-    for (name, classifier), colour in zip(
+    for (name, classifier), shade in zip(
         classifiers.items(), (LIGHT.lines[0], LIGHT.lines[2]), strict=True
     ):
         heights = classifier.predict_proba(grid)[:, 1].reshape(across.shape)
-        left.contour(across, up, heights, levels=[0.5], colors=[colour], linewidths=[1.8])
-        left.plot([], [], color=colour, label=f"p = 0.5, {name}")
+        left.contour(across, up, heights, levels=[0.5], colors=[shade], linewidths=[1.8])
+        left.plot([], [], color=shade, label=f"p = 0.5, {name}")
     left.set_ylim(-5.2, 4.5)
     left.set_xlabel("first input")
     left.set_ylabel("second input")
     left.legend(frameon=False, fontsize=8, ncols=2, loc="lower center")
     left.set_title("training data and decision boundaries", loc="left", fontsize=10)
-    for (name, probability), colour in zip(
+    for (name, probability), shade in zip(
         predicted.items(), (LIGHT.lines[0], LIGHT.lines[2], LIGHT.lines[4]), strict=True
     ):
         bins = np.array_split(np.argsort(probability), 40)
         means = [[values[part].mean() for part in bins] for values in (probability, test_labels)]
-        right.plot(*means, "o-", color=colour, markersize=4, label=name)
+        right.plot(*means, "o-", color=shade, markersize=4, label=name)
     right.plot([0, 1], [0, 1], ":", color=LIGHT.ink, label="calibrated")
     right.set_xlabel("predicted probability of the rare class")
     right.set_ylabel("frequency in test data")

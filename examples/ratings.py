@@ -94,10 +94,10 @@ def draw(path: str, likelihood: Ordinal, outputs: Tensor, first: int, scores: Sc
     across = torch.linspace(low - 1, high + 1, 200)[:, None]
     shares = likelihood.probabilities(across).detach()
     for label in range(shares.shape[1]):
-        colour = LIGHT.lines[label % len(LIGHT.lines)]
-        left.plot(across[:, 0], shares[:, label], color=colour)
+        shade = LIGHT.lines[label % len(LIGHT.lines)]
+        left.plot(across[:, 0], shares[:, label], color=shade)
         top = int(shares[:, label].argmax())
-        left.text(across[top, 0], shares[top, label] + 0.02, str(first + label), color=colour)
+        left.text(across[top, 0], shares[top, label] + 0.02, str(first + label), color=shade)
     left.plot(outputs[:, 0], torch.full_like(outputs[:, 0], -0.04), "|", color=LIGHT.muted)
     left.set_ylim(-0.08, 1.0)
     left.set_title("learned probability of each rating", loc="left", fontsize=10)

@@ -45,11 +45,11 @@ def draw(path: str, x: Tensor, learned: FitResult, plain: FitResult) -> None:
     left.plot([row["epoch"] for row in rows], angles, color=LIGHT.lines[0])
     left.axhline(90, color=LIGHT.muted, linestyle=":", linewidth=1)
     left.set_title("range of rotations, ± degrees", loc="left", fontsize=10)
-    for name, result, colour in (
+    for name, result, shade in (
         ("learned rotations", learned, LIGHT.lines[0]),
         ("without", plain, LIGHT.lines[1]),
     ):
-        middle.plot(*series(result.history, "test_log_likelihood"), color=colour, label=name)
+        middle.plot(*series(result.history, "test_log_likelihood"), color=shade, label=name)
     middle.set_title("test log likelihood, nats per example", loc="left", fontsize=10)
     middle.set_ylim(-2, 0)
     middle.legend(frameon=False, fontsize=9, loc="lower right")

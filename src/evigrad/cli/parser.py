@@ -32,6 +32,15 @@ KEYS = {field.name: f"{name}.{field.name}" for name in GROUPS for field in field
 KEYS |= {f"anchor_{field.name}": f"anchoring.{field.name}" for field in fields(Anchoring)}
 # Options of older versions with the values that have no effect.
 _GONE = {"split_blocks": False, "augerino_weight": 0.01}
+_KEPT = dict.fromkeys(
+    ("prior_rate", "prior_rate_min", "momentum", "scalar_lr_factor", "bracket_rows"),
+    "It keeps its former default.",
+)
+_REMOVED = _KEPT | {
+    "split_blocks": "To save memory, use --memory.rows-dtype bfloat16 or a smaller estimator.",
+    "augerino_weight": "Augerino is in experiments/augerino.py in a clone of the repository.",
+    "step_budget": "Omit estimator: auto, too, or name an estimator.",
+}
 # Value of --estimator for training without one, which is None in Python.
 NO_ESTIMATOR = "none"
 
@@ -193,6 +202,8 @@ class Parser(ArgumentParser):
             return f"There is no option {match[1]}.{nearest(match[1], names)}"
         if match := re.search(r"[Oo]ption '([^']+)'", text):
             hint = nearest(match[1], [*self.types, *KEYS])
+            if match[1] in _REMOVED:
+                return f"The option '{match[1]}' was removed. Delete it. {_REMOVED[match[1]]}"
             return f"The configuration has an unknown key '{match[1]}'.{hint}"
         if match := re.search(r"argument (--[^\s:,]+)[^:]*: expected .*argument", text):
             return f"{match[1]} needs a value."

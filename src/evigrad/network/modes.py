@@ -195,10 +195,9 @@ def model_run(model: nn.Module) -> Iterator[list[nn.Module]]:
 
 
 @contextmanager
-def evaluation_run(model: nn.Module, seed: int | None = 0) -> Iterator[Callable[[], bool]]:
-    """Combine ``model_run`` and ``evaluation_mode``. Do not seed generators if ``seed`` is None."""
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
-    with evaluation_mode(model, generator) as has_drawn, model_run(model):
+def evaluation_run(model: nn.Module) -> Iterator[Callable[[], bool]]:
+    """Combine ``model_run`` and ``evaluation_mode`` with seed 0."""
+    with evaluation_mode(model, torch.Generator().manual_seed(0)) as has_drawn, model_run(model):
         yield has_drawn
 
 
