@@ -7,7 +7,7 @@ given. "precisions" learns only layerwise precisions. "invariances" also learns 
 affine invariance, exactly, in two passes.
 
     python benchmarks/step_cost.py --model mininet --csv docs/results/step_cost_mininet.csv
-    python benchmarks/step_cost.py --model wrn16-4 --data 64 --csv docs/results/step_cost_wrn_precisions.csv
+    python benchmarks/step_cost.py --model wrn16-4 --data 64 --csv wrn.csv
     python benchmarks/step_cost.py --model vit bert gpt lstm gru --data 64 --samples 1 --threads 1
 
 ``--against`` compares with another source tree, case by case. Processes of both trees take turns,

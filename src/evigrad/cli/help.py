@@ -62,7 +62,8 @@ examples:
 usage: evigrad doctor [options]
 
 Show how an estimator treats each parameter of a network, and how long an estimate and its gradient
-take compared with a plain training step. Nothing is trained, and nothing is written. Defaults are in parentheses.
+take compared with a plain training step. Nothing is trained, and nothing is written. Defaults are
+in parentheses.
 
 {_PROBLEM}
   --estimator NAME   Estimator of the log evidence, such as kfac-400-1 (ntk-400-rows-anchored)
