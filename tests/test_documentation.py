@@ -107,7 +107,7 @@ def test_the_blocks_on_choosing_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert names["result"].weight_choice.num_held_out == 144
     bracket = names["bracket"]
     assert bracket.lower < names["exact"] < bracket.upper
-    assert "kronecker" in capsys.readouterr().out
+    assert "gram" in capsys.readouterr().out
 
 
 def test_the_example_on_the_marginal_likelihood_agrees_with_test_data(

@@ -297,13 +297,14 @@ class MicroBatchSweep:
         problem, block, curvature = self.problem, self.block, self.curvature
         size, width = len(block.indices), self._width
         most = most_at_once(problem, self.plan, block)
-        at_once = min(most or 1, size) * self._rows_at_once
+        at_once = min(most or 1, size) * min(width, curvature.rows_at_once or width)
         if block.num_draws > 1:
             # Several micro-batches: the formed rows of one, plus all that are kept.
             at_once = min(at_once, problem.partition(self.plan).block_rows)
         elif curvature.keeps_rows:
             at_once = 0
-        pass_bytes = at_once * self._row_bytes
+        formed = [problem.weights[name] for name in curvature.formed]
+        pass_bytes = at_once * sum(w.numel() * w.element_size() for w in formed)
         condensed = condense and most is not None and most >= size
         rows = size * width if block.num_rows is None else block.num_rows
         many = not self.plan.positions and self.plan.num_outputs >= _MANY_OUTPUTS
@@ -333,21 +334,11 @@ class MicroBatchSweep:
 
     def _example_bytes(self, x: Inputs) -> int:
         """Return the bytes of an example in a pass: activations, gradients, roots and rows."""
-        rows, numbers = self._rows_at_once, self.plan.jacobian.numbers
+        rows, numbers = self._width, self.plan.jacobian.numbers
+        rows = min(rows, self.curvature.rows_at_once or rows)
+        formed = sum(self.problem.weights[name].numel() for name in self.curvature.formed)
         numbers = self.plan.numbers(x) + (1 + rows) * numbers + self._width * self.num_outputs
-        return self.problem.dtype.itemsize * numbers + rows * self._row_bytes
-
-    @property
-    def _rows_at_once(self) -> int:
-        """The largest number of rows of an example whose gradients are in memory at once."""
-        most = self.curvature.rows_at_once
-        return self._width if most is None else min(self._width, most)
-
-    @property
-    def _row_bytes(self) -> int:
-        """The bytes of a row's formed parts."""
-        formed = (self.problem.weights[name] for name in self.curvature.formed)
-        return sum(weight.numel() * weight.element_size() for weight in formed)
+        return self.problem.dtype.itemsize * (numbers + rows * formed)
 
     def _memory_key(self, label: str, x: Inputs) -> str:
         """Return a description of everything that determines the memory of an example."""
