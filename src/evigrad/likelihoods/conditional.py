@@ -209,7 +209,7 @@ class Conditional(Likelihood):
         """Check targets without conditions. Subclasses call this method first."""
         super().validate(f_shape, y)
 
-    def validate_condition(self, name: str, values: Float[Tensor, "m D"]) -> None:
+    def validate_condition(self, name: str, values: Float[Tensor, "m ... D"]) -> None:
         """Check the range of the values of a condition, which are not NaN."""
 
     def _in_parts(self, f: Tensor, size: int) -> Iterator[tuple[Likelihood, Tensor]]:

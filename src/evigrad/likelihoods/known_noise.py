@@ -46,7 +46,7 @@ class KnownNoise(Noisy):
     def _variance(self, f: Tensor, noise: Tensor) -> Tensor:
         return (2.0 * self.log_noise.to(f)).exp() + noise.to(f).square()
 
-    def validate_condition(self, name: str, values: Float[Tensor, "m C"]) -> None:
+    def validate_condition(self, name: str, values: Float[Tensor, "m ... C"]) -> None:
         """Check that standard deviations are finite and not negative."""
         wrong = (values < 0) | values.isinf()
         words = "must be finite and at least 0, because it is a standard deviation"

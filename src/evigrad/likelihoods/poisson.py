@@ -38,7 +38,7 @@ class Counts(Independent):
         counts, conditions = self.split(y)
         return (f + conditions["exposure"].to(f).log() if conditions else f), counts
 
-    def validate_condition(self, name: str, values: Float[Tensor, "m C"]) -> None:
+    def validate_condition(self, name: str, values: Float[Tensor, "m ... C"]) -> None:
         """Check that exposures are positive, and neither tiny nor huge."""
         wrong = ~((values > 1e-30) & (values < 1e30))
         refuse_where(wrong, values, "must be finite and positive", "Exposure")
