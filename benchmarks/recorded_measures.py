@@ -371,8 +371,10 @@ def fit(case: Case) -> Numbers:
     model, data, options = training_options(case)
     schedule = Schedule(**{**SCHEDULE, **case.details})
     # Not by fit, because some cases have settings without effect.
+    group = options.pop("process_group", None)
     settings = Settings(schedule=schedule, **options)
-    result = prepare(model, data, settings, test=data).train(progress=False)
+    trainer = prepare(model, data, settings, test=data, process_group=group)
+    result = trainer.train(progress=False)
     metrics = [list(m.values()) for m in (result.train_metrics, result.test_metrics)]
     return [*learned(result.evidence), *metrics]
 
