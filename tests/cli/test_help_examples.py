@@ -18,8 +18,6 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("pyarrow")
 pytest.importorskip("PIL")
 
-from image_files import pixels, png, write
-
 from evigrad.cli import COMMANDS, main
 
 TRAINING = "--test-subset 20 --epochs 2 --burn-in 1 --every 1 --steps 1 --device cpu --threads 1"
@@ -47,22 +45,10 @@ def examples() -> list[str]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder to type the examples in, with small image sets in the folder DIR."""
+    """A folder to type the examples in."""
     folder = tmp_path_factory.mktemp("newcomer")
-    (folder / "DIR").mkdir()
-    for name, shape in (("mnist", (28, 28)), ("cifar10", (32, 32, 3))):
-        for part, size in (("train", 70), ("test", 40)):
-            images = [png(image) for image in pixels(size, shape)]
-            classes = [str(c) for c in range(10)]
-            write(
-                folder / "DIR" / f"{name}_{part}.parquet",
-                images,
-                [*range(10)] * (size // 10),
-                classes,
-            )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setenv("EVIGRAD_DATA", str(folder / "DIR"))
         # Times are no matter here: of few repetitions.
         patch.setattr("evigrad.measure.judging.SECONDS", 0.01)
         yield folder

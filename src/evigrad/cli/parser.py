@@ -201,9 +201,9 @@ class Parser(ArgumentParser):
             names = map(flag, [*self.types, *short])
             return f"There is no option {match[1]}.{nearest(match[1], names)}"
         if match := re.search(r"[Oo]ption '([^']+)'", text):
-            hint = nearest(match[1], [*self.types, *KEYS])
             if match[1] in _REMOVED:
                 return f"The option '{match[1]}' was removed. Delete it. {_REMOVED[match[1]]}"
+            hint = nearest(match[1], [*self.types, *KEYS])
             return f"The configuration has an unknown key '{match[1]}'.{hint}"
         if match := re.search(r"argument (--[^\s:,]+)[^:]*: expected .*argument", text):
             return f"{match[1]} needs a value."

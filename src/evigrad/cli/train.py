@@ -2,7 +2,6 @@
 
 import shlex
 import warnings
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,7 +43,9 @@ _TYPES = {"prior": Literal[STRUCTURES]}
 def make_parser() -> Parser:
     """Return the parser for the options of ``evigrad train``."""
     parser = Parser("evigrad train", _DESCRIPTION)
-    add_training(parser)
+    add_problem(parser)
+    for part in ("schedule", "optimization"):
+        parser.add_group(part, PARTS[part], part=part)
     parser.add_group("prior and evidence", fit, ("validation_fraction",))
     parser.add_group("results", Results)
     parser.add_group("results", fit, ("progress",))
@@ -53,18 +54,11 @@ def make_parser() -> Parser:
     return parser
 
 
-def add_training(parser: Parser, names: Sequence[str] = _FIT) -> None:
-    """Add the options for a training run, except options for its files and its machine."""
-    add_problem(parser, names)
-    for part in ("schedule", "optimization"):
-        parser.add_group(part, PARTS[part], part=part)
-
-
-def add_problem(parser: Parser, names: Sequence[str] = _FIT) -> None:
-    """Add the options for data, network and estimates. ``names`` are arguments of ``fit``."""
+def add_problem(parser: Parser) -> None:
+    """Add the options for data, network and estimates."""
     parser.add_group("what to train", set_up, NETWORK)
     parser.add_group("invariance", set_up, INVARIANCE)
-    parser.add_group("prior and evidence", fit, names, types=_TYPES)
+    parser.add_group("prior and evidence", fit, _FIT, types=_TYPES)
     parser.add_group("prior and evidence", Settings, ("prior_mean",))
     for part in ("laplace", "memory", "anchoring"):
         parser.add_group(part, PARTS[part], part=part)
