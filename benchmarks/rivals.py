@@ -24,6 +24,8 @@ Classification: scikit-learn's ``digits`` (a random 80/20 split per seed, digits
 * ``laplace-torch``: its ``marglik_training`` with KFAC and layerwise precisions from 1 on; after 10
   epochs, 10 steps every 5 epochs.
 * ``kfac-400-1``: ``fit`` with the paper's estimator. ``default``: ``fit`` with its defaults.
+  ``choice``: ``fit(validation_fraction=0.5)``, for which one half of the data chooses the weight of
+  the log-determinant in short trials. The last training uses all data.
 
 Regression: UCI data sets with one split per seed and two hidden layers of 50. Features and target
 are standardized, and log likelihoods refer to the standardized target:
@@ -32,10 +34,11 @@ are standardized, and log likelihoods refer to the standardized target:
   weights. It keeps the best weights on 10 % held-out data.
 * ``grid``: 5 decays × 5 noise levels on 20 % held-out data, then trained again on all data.
 * ``laplace-torch``: as above, with learned noise.
-* ``map-noise``: decay 5e-4, with noise learned on the training loss. ``default``: ``fit`` from one
-  start.
-* ``default, posterior``: the same network with predictions of its linearized posterior, by all rows
-  of all data. ``laplace-torch, posterior``: its own posterior, by KFAC.
+* ``map-noise``: decay 5e-4, with noise learned on the training loss. ``default`` and ``choice``:
+  as above.
+* ``default, posterior``, ``choice, posterior``: the same networks with predictions of their
+  linearized posterior, by all rows of all data. ``laplace-torch, posterior``: its own posterior, by
+  KFAC.
 
 ``log_likelihood`` refers to the MAP prediction unless the row names a posterior, in nats per
 example. ``scaled`` is the log likelihood after the best scale of the logits, fitted to one half of
@@ -84,6 +87,7 @@ from evigrad.models import make_model
 from evigrad.plots.style import LIGHT, decorate, name_points, new_figure, plain_ticks
 from evigrad.priors import GaussianPrior
 from evigrad.training.plan import plan_optimization, plan_schedule, planned
+from evigrad.training.weight_choice import WeightChoice
 
 UCI = ("yacht", "boston", "energy", "wine_red", "power", "naval")
 USUAL = 5e-4
@@ -92,7 +96,7 @@ NO_DECAY = 1e-10  # a Gaussian prior needs a positive precision; this one has no
 VALIDATION = 0.2
 SCHEDULE = Schedule(eval_every=0)  # fit's defaults, without evaluations
 FOLDS = 5
-ONE_START = Optimization(start_decay=0.01)
+HELD_OUT_SHARE = 0.5  # of the data, for the choice of the weight of the log-determinant
 TRIALS = {"tpe-12": 12, "tpe-36": 36}
 LOWEST, HIGHEST = 1e-5, 1e-1  # range of decays of TPE
 MEMBERS = 3
@@ -118,8 +122,9 @@ SEEDS = {name: seeds for name, (_, _, seeds) in IMAGES.items()} | {
     name: range(3 if name in FEW_SPLITS else 20) for name in UCI
 }
 METRICS = ("log_likelihood", "accuracy", "rmse", "ece", "scaled")
-SETTINGS = ("decay", "noise", "temperature")
-COLUMNS = ("row", "seed", *METRICS, "seconds", *SETTINGS, "trace", "num_data", "epochs", "threads")
+SETTINGS = ("decay", "noise", "temperature", "weight")
+COLUMNS = ("row", "seed", *METRICS, "seconds", "trial_seconds", *SETTINGS, "trace", "num_data")
+COLUMNS = (*COLUMNS, "epochs", "threads")
 # Packages that only these methods need, and what to install.
 EXTRAS = {
     "tpe-12": ("optuna", "optuna"),
@@ -141,18 +146,21 @@ LABELS = {
     "map-noise": "MAP, learned noise",
     "default": "evigrad",
     f"default{BY_POSTERIOR}": "evigrad, posterior",
+    "choice": "evigrad, chosen weight",
+    f"choice{BY_POSTERIOR}": "evigrad, chosen weight, posterior",
 }
 TITLES = {"mnist": "1,000 MNIST digits", "yacht": "yacht (277 examples, regression)"}
 LOWEST_SHOWN = -1.0  # nats per example below the reference in the figure
 BLUE, ORANGE, GREEN, PINK, YELLOW, SKY, BROWN, INK = LIGHT.lines
 FAR = 14  # pixels from which a line joins a point with its name
-GRAY, PURPLE = "#888888", "#6A3D9A"
+GRAY, PURPLE, RED = "#888888", "#6A3D9A", "#C0392B"
 # Methods of rivals.py and transfer.py. No figure has two methods of one color, except both TPEs.
 COLORS = {
     **{"map-5e-4": GRAY, "usual": GRAY, "map-noise": BLUE, "last layer": BLUE},
     **{"grid": GREEN, "grid-5fold": GREEN, "tpe-12": YELLOW, "tpe-36": YELLOW},
     **{"temperature": SKY, "diag-ef": SKY, "early stopping": BROWN, "ensemble-3": PINK},
     **{"laplace-torch": PURPLE, "kfac-400-1": ORANGE, "default-2": ORANGE, "default": INK},
+    **{"choice": RED, "choice-2": RED},
 }
 
 Pair = tuple[Tensor, Tensor]
@@ -204,6 +212,7 @@ class Fitted:
     noise: float | None = None
     decay: Mapping[str, float] | None = None
     evidence: evigrad.Evidence | None = None
+    choice: WeightChoice | None = None
 
     def outputs(self, x: Tensor) -> Tensor:
         """Return the outputs for any number of inputs."""
@@ -302,7 +311,16 @@ def train(
         else None,
         {name: float(value) for name, value in result.evidence.weight_decay().items()},
         result.evidence,
+        result.weight_choice,
     )
+
+
+def learned(fitted: Fitted) -> Result:
+    """Return the columns of what ``fit`` learned and chose."""
+    columns: Result = {"decay": fitted.decay}
+    if fitted.choice is not None:
+        columns |= {"weight": fitted.choice.weight, "trial_seconds": fitted.choice.seconds}
+    return columns
 
 
 class Search:
@@ -352,14 +370,14 @@ def run_learned(task: Task, **options: Any) -> Result:
     """Return the result of ``fit`` with some options instead of its defaults."""
     with Clock() as clock:
         fitted = train(task, **options)
-    return judged(task, fitted) | {"seconds": clock.seconds, "decay": fitted.decay}
+    return judged(task, fitted) | {"seconds": clock.seconds} | learned(fitted)
 
 
-def run_default_posterior(task: Task) -> list[Result]:
+def run_posterior(task: Task, **options: Any) -> list[Result]:
     """Return the results of ``fit`` and of its linearized posterior on all rows."""
     with Clock() as clock:
-        fitted = train(task, optimization=ONE_START)
-    columns = judged(task, fitted) | {"seconds": clock.seconds, "decay": fitted.decay}
+        fitted = train(task, **options)
+    columns = judged(task, fitted) | {"seconds": clock.seconds} | learned(fitted)
     x, y = task.data.test
     assert fitted.evidence is not None
     with clock:
@@ -574,6 +592,7 @@ WAYS: dict[str, Callable[[Task], Any]] = {
     "laplace-torch": run_laplace,
     "kfac-400-1": partial(run_learned, estimator="kfac-400-1"),
     "default": run_learned,
+    "choice": partial(run_learned, validation_fraction=HELD_OUT_SHARE),
 }
 TABLE_WAYS: dict[str, Callable[[Task], Any]] = {
     "early stopping": run_early,
@@ -583,8 +602,10 @@ TABLE_WAYS: dict[str, Callable[[Task], Any]] = {
     "map-noise": partial(
         run_learned, estimator=None, optimization=Optimization(noise_on_loss=True)
     ),
-    "default": run_default_posterior,
-    f"default{BY_POSTERIOR}": run_default_posterior,
+    "default": run_posterior,
+    f"default{BY_POSTERIOR}": run_posterior,
+    "choice": (chosen := partial(run_posterior, validation_fraction=HELD_OUT_SHARE)),
+    f"choice{BY_POSTERIOR}": chosen,
 }
 # The methods that others are compared with, split by split.
 REFERENCES = ("map-5e-4", "default")

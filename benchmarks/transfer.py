@@ -14,8 +14,10 @@ how they choose the two decays:
 * ``last layer``: the backbone stays fixed, and six decays of the last layer are tried.
 * ``default-2``, ``default``: ``fit`` learns two precisions, one for the backbone and one for the
   last layer, or one per tensor. It uses its default estimator with one block per round
-  (``Schedule(prior_blocks=1)``) and no held-out data. ``…, posterior``: the same network with
-  predictions of the posterior of its last layer (``structure="last-layer"``).
+  (``Schedule(prior_blocks=1)``) and no held-out data. ``choice-2``, ``choice``: the same with
+  ``validation_fraction=0.5``, for which one half of the data chooses the weight of the
+  log-determinant in short trials. The last training uses all data. ``…, posterior``: the same
+  network with predictions of the posterior of its last layer (``structure="last-layer"``).
 * ``diag-ef``: two precisions from the evidence with a diagonal empirical Fisher of all data.
 
 ``seconds`` are the process time of a method without pretraining. ``trace`` has these seconds after
@@ -40,6 +42,7 @@ from learning import Result, Results, make_parser, parse
 from measure import Clock, mean_and_error, show, summaries, with_error
 from rivals import (
     BY_POSTERIOR,
+    HELD_OUT_SHARE,
     USUAL,
     Decay,
     Search,
@@ -48,6 +51,7 @@ from rivals import (
     columns_of,
     draw,
     judged,
+    learned,
     likelihoods_of,
     study,
     train,
@@ -73,9 +77,11 @@ DECAYS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 BACKBONE = ("conv1", "bias1", "stages", "bias2")
 GROUPS = {"backbone": BACKBONE, "head": ("output",)}
 MEAN = dict.fromkeys(BACKBONE, "initial")
+CHOICE = {"validation_fraction": HELD_OUT_SHARE}
 METRICS = ("log_likelihood", "accuracy")
 FIGURE = "images/transfer.png"
-COLUMNS = ("row", "seed", *METRICS, "seconds", "decay", "trace", "threads")
+COLUMNS = ("row", "seed", *METRICS, "seconds", "trial_seconds", "decay", "weight", "trace")
+COLUMNS = (*COLUMNS, "threads")
 
 
 @dataclass(frozen=True)
@@ -182,13 +188,13 @@ def run_fisher(task: Transfer) -> Result:
     return run_once(task, prior=learned_prior(GROUPS), estimator="diag-N-1-ef")
 
 
-def run_learned(task: Transfer, structure: Any) -> list[Result]:
+def run_learned(task: Transfer, structure: Any, **options: Any) -> list[Result]:
     """Return learned precisions by ``fit``, with MAP and posterior predictions."""
     assert task.schedule is not None
     schedule = replace(task.schedule, prior_blocks=1)
     with Clock() as clock:
-        fitted = train(task, prior=learned_prior(structure), schedule=schedule)
-    columns = judged(task, fitted) | {"seconds": clock.seconds, "decay": fitted.decay}
+        fitted = train(task, prior=learned_prior(structure), schedule=schedule, **options)
+    columns = judged(task, fitted) | {"seconds": clock.seconds} | learned(fitted)
     x, y = task.data.test
     assert fitted.evidence is not None
     with clock:
@@ -213,6 +219,10 @@ WAYS: dict[str, Callable[[Transfer], Any]] = {
     f"default-2{BY_POSTERIOR}": two,
     "default": (layerwise := partial(run_learned, structure="layerwise")),
     f"default{BY_POSTERIOR}": layerwise,
+    "choice-2": (two := partial(run_learned, structure=GROUPS, **CHOICE)),
+    f"choice-2{BY_POSTERIOR}": two,
+    "choice": (layerwise := partial(run_learned, structure="layerwise", **CHOICE)),
+    f"choice{BY_POSTERIOR}": layerwise,
 }
 
 
@@ -230,6 +240,10 @@ LABELS = dict(
             "evigrad, 2 precisions, posterior",
             "evigrad",
             "evigrad, posterior",
+            "evigrad, 2 precisions, chosen weight",
+            "evigrad, 2 precisions, chosen weight, posterior",
+            "evigrad, chosen weight",
+            "evigrad, chosen weight, posterior",
         ),
         strict=True,
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,6 +18,7 @@ from evigrad import Laplace, Schedule
 from evigrad.errors import ConfigurationError
 from evigrad.likelihoods import Categorical
 from evigrad.measure.metrics import log_probabilities_of
+from evigrad.training import trials
 from evigrad.training.data import RunData
 from evigrad.training.fit import prepare_evidence
 from evigrad.training.trainer import Trainer
@@ -45,13 +47,25 @@ def parabola(best: float, noise: float = 0.0, count: int = 50) -> Callable[[floa
 # ------------------------------------------------------------------ the search
 
 
-@given(best=st.floats(-FARTHEST + 0.6, FARTHEST - 0.6))
+@given(best=st.floats(-FARTHEST + 1.1, FARTHEST - 1.1))
 def test_the_vertex_of_a_parabola_is_found(best: float) -> None:
     choice = search(parabola(best))
     assert log_steps(choice.weight) == pytest.approx(best, abs=1e-6)
     assert choice.gain == pytest.approx(0.1 * best**2, abs=1e-9)
-    # The best trial, its neighbors, and the trials on the way there.
-    assert len(choice.trials) <= abs(round(best)) + 3
+    # Steps of a factor of four to the best trial and its neighbors, and two of a factor of two.
+    assert len(choice.trials) <= abs(round(best / 2)) + 5
+
+
+@given(best=st.floats(-FARTHEST + 1.1, FARTHEST - 1.1), slope=st.floats(0.1, 10.0))
+def test_a_steep_side_does_not_move_the_choice_far(best: float, slope: float) -> None:
+    """The choice lies within a step of a maximum with two different slopes."""
+
+    def predict(weight: float) -> Predictions:
+        distance = log_steps(weight) - best
+        value = -distance if distance > 0 else slope * distance
+        return Predictions(torch.full((5,), value), torch.ones(5))
+
+    assert log_steps(search(predict).weight) == pytest.approx(best, abs=1.0)
 
 
 def test_the_search_ends_at_the_largest_weight() -> None:
@@ -75,12 +89,12 @@ def test_the_gain_has_a_paired_error() -> None:
     assert place == pytest.approx(1.2, abs=1e-6)
 
 
-@pytest.mark.parametrize("bad", [FACTOR, FACTOR**2])
-def test_a_trial_that_diverged_is_the_end_of_the_search(bad: float) -> None:
+@pytest.mark.parametrize(("bad", "expected"), [(1, 2.0), (2, 1.0), (3, 2.0), (4, 1.8)])
+def test_trials_that_diverged_are_the_worst(bad: int, expected: float) -> None:
     predict = parabola(1.8)
-    choice = search(lambda weight: None if weight == bad else predict(weight))
-    assert choice.trials[bad] == -math.inf
-    assert choice.weight == (FACTOR if bad > FACTOR else 1.0)
+    choice = search(lambda weight: None if weight == FACTOR**bad else predict(weight))
+    assert choice.trials[FACTOR**bad] == -math.inf
+    assert log_steps(choice.weight) == pytest.approx(expected)
 
 
 def test_targets_of_one_example_count_as_one() -> None:
@@ -121,7 +135,7 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
         assert torch.equal(value, other.state_dict()[name]), name
 
 
-@pytest.mark.parametrize("kind", ["tensors", "items", "given"])
+@pytest.mark.parametrize("kind", ["tensors", "items", "given", "prequential"])
 def test_training_with_a_chosen_weight_is_training_with_that_weight(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,15 +143,59 @@ def test_training_with_a_chosen_weight_is_training_with_that_weight(
     train: Any = data()
     if kind == "items":
         train = [(x, int(y)) for x, y in zip(*train, strict=True)]
-    held_out: Any = {"validation": data(90)} if kind == "given" else {"validation_fraction": 0.25}
+    held_out: Any = {"validation_fraction": 0.25}
+    if kind in ("given", "prequential"):
+        held_out = {"validation": data(90) if kind == "given" else kind}
     model, twin = network(), network()
     result = fit(model, train, **held_out)
     choice = result.weight_choice
     assert choice is not None and choice.weight != 1
-    assert choice.num_held_out == (90 if kind == "given" else 15)
+    assert choice.num_held_out == {"given": 90, "prequential": 45}.get(kind, 15)
     assert result.evidence.log_det_weight == choice.weight
     fit(twin, train, laplace=Laplace(log_det_weight=choice.weight))
     assert_same(model, twin)
+
+
+def test_prequential_trials_predict_what_they_have_not_learned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second quarter after the first one, and the second half after the first one."""
+    learned, predicted = list[Tensor](), list[Tensor]()
+
+    def train(self: Trainer, *args: Any, **options: Any) -> Any:
+        learned.append(self.data.fetch(torch.arange(len(self.data)))[0])
+        return run(self, *args, **options)
+
+    def log_probabilities(model: nn.Module, likelihood: Any, held_out: RunData) -> Any:
+        predicted.append(held_out.fetch(torch.arange(len(held_out)))[0])
+        return log_probabilities_of(model, likelihood, held_out)
+
+    run = Trainer.train
+    monkeypatch.setattr(Trainer, "train", train)
+    monkeypatch.setitem(vars(trials), "log_probabilities_of", log_probabilities)
+    choice = fit(network(), validation="prequential").weight_choice
+    assert choice is not None and choice.num_held_out == 45
+    assert len(learned) == len(predicted) + 1 == 2 * len(choice.trials) + 1
+
+    def rows(*parts: Tensor) -> set[tuple[float, ...]]:
+        return {tuple(row) for part in parts for row in part.tolist()}
+
+    assert [len(part) for part in learned[:2]] == [15, 30]
+    assert rows(learned[0], predicted[0]) == rows(learned[1])
+    assert rows(learned[1], predicted[1]) == rows(data()[0])
+
+
+def test_trials_predict_the_examples_at_positions() -> None:
+    x, y = data()
+    x[40:, 0] *= -1  # other data than the rest
+    mask = torch.arange(60) >= 40
+    by_mask, by_position = (
+        fit(network(), (x, y), validation=fold).weight_choice for fold in (mask, np.arange(40, 60))
+    )
+    part = fit(network(), (x[:40], y[:40]), validation=(x[40:], y[40:])).weight_choice
+    assert by_mask is not None and by_position is not None and part is not None
+    assert by_mask.trials == by_position.trials == part.trials
+    assert by_mask.num_held_out == by_position.num_held_out == 20
 
 
 def test_the_data_of_the_training_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,6 +238,14 @@ def test_an_interrupted_choice_resumes(tmp_path: Path, monkeypatch: pytest.Monke
     assert_same(model, whole)
 
 
+def test_blocks_of_more_examples_than_a_trial_has() -> None:
+    by_size, of_all = (
+        fit(network(), validation_fraction=0.5, estimator=name).weight_choice
+        for name in ("kfac-50-1", "kfac-N-1")
+    )
+    assert by_size is not None and of_all is not None and by_size.trials == of_all.trials
+
+
 def test_classes_keep_their_proportions() -> None:
     x, y = data(400)
     y = (torch.arange(400) % 20 == 0).long()  # 20 of 400
@@ -198,6 +264,11 @@ def test_classes_keep_their_proportions() -> None:
 def test_choices_that_cannot_be_made() -> None:
     for settings, words in [
         ({"validation_fraction": 0.1, "validation": data()}, "cannot be combined"),
+        ({"validation": "prequentially"}, "or 'prequential', got 'prequentially'"),
+        ({"validation": torch.tensor([60])}, "from 0 to 59"),
+        ({"validation": torch.tensor([0.5])}, "torch.float32 of shape"),
+        ({"validation": torch.ones(60, dtype=torch.bool)}, "for 60 examples"),
+        ({"validation": torch.ones(59, dtype=torch.bool)}, "a part of the 60"),
         ({"validation_fraction": 1.0}, "between 0 and 1"),
         ({"validation_fraction": 10}, "between 0 and 1"),
         ({"validation_fraction": 0.001}, "must leave data to train on"),

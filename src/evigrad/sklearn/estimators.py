@@ -120,7 +120,7 @@ class EvidenceEstimator(BaseEstimator):
         batch_size: Number of rows per optimizer step.
         learning_rate: Learning rate of the weights at the start. Default: see
             ``evigrad.Optimization``.
-        validation_fraction: Share of the training rows, such as 0.1, that choose the weight of the
+        validation_fraction: Share of the training rows, such as 0.5, that choose the weight of the
             log-determinant, which scales all learned precisions. Afterwards, the network trains on
             all rows. This takes about twice as long. See ``evigrad.fit``. Default: None, weight 1.
         settings: Other settings of ``evigrad.fit`` and its groups by name, such as

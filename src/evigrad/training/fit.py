@@ -111,12 +111,14 @@ def fit(
         anchoring: How an anchored estimator chooses its anchors.
         test: Test data in the format of ``train``. They are used only for evaluation and do not
             affect training.
-        validation_fraction: Share of the training data, such as 0.1, that choose the weight of the
+        validation_fraction: Share of the training data, such as 0.5, that choose the weight of the
             log-determinant (``Laplace.log_det_weight``). Short trials train on the other data and
-            predict this part. Then, the network trains on all data. This takes about twice as
-            long. Default: None, which keeps the weight of ``laplace``.
-        validation: Data in the format of ``train`` that choose this weight, instead of a share of
-            the training data. The network does not train on them.
+            predict this part. Then, the network trains on all data. With 0.5, this takes about
+            twice as long. Default: None, which keeps the weight of ``laplace``.
+        validation: Other ways to choose this weight: positions of training examples, or a mask,
+            instead of a random share. Or data in the format of ``train``, on which the network
+            never trains. Or "prequential": the trials predict each part of the training data by
+            the data before it.
         seed: Seed of all random draws in training.
         run_dir: Folder for configuration, metrics (one row per epoch) and checkpoint. If it is not
             empty, the run uses the first free name among NAME-2, NAME-3, ..., unless ``resume`` is

@@ -1,7 +1,7 @@
 """Trials that choose the weight of the log-determinant (see ``weight_choice``).
 
 Each trial trains the network on a part of the data with one start and fewer epochs, and predicts
-the held-out part.
+held-out data.
 """
 
 import copy
@@ -13,11 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from evigrad.blocks.sources import Subset
+from evigrad.core.names import Estimator
 from evigrad.data.dataset import stratified_split
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.likelihoods import make_likelihood
@@ -30,10 +32,11 @@ from evigrad.training.settings import Settings
 from evigrad.training.trainer import Trainer
 from evigrad.training.weight_choice import Predictions, WeightChoice, search
 
-# Length of a trial relative to the training that follows. On scikit-learn's digits, trials of this
-# length order the weights 0.25 and 1 as whole trainings do. A network that overfits late prefers
-# smaller weights in short trials: on 600 lines of text, 0.25 instead of 4.
-SHARE = 1 / 3
+# Length of a trial relative to the training that follows.
+SHARE = 1 / 2
+# Value of ``validation`` for which each part of the data is predicted before it is learned.
+PREQUENTIAL = "prequential"
+Part = tuple[RunData, RunData]  # data to train on, and data to predict
 
 
 def check_choice(settings: Settings, fraction: float | None, validation: object) -> None:
@@ -44,10 +47,15 @@ def check_choice(settings: Settings, fraction: float | None, validation: object)
             "validation_fraction and validation cannot be combined. Pass the data, or the share of"
             " the training data that chooses the weight of the log-determinant."
         )
+    if isinstance(validation, str) and validation != PREQUENTIAL:
+        raise ConfigurationError(
+            "validation must be data such as (x, y), positions of training examples, or"
+            f" '{PREQUENTIAL}', got '{validation}'."
+        )
     is_fraction = isinstance(fraction, float) and 0 < fraction < 1
     if validation is None and not is_fraction:
         raise ConfigurationError(
-            f"validation_fraction must be a number between 0 and 1, such as 0.1, got {fraction!r}."
+            f"validation_fraction must be a number between 0 and 1, such as 0.5, got {fraction!r}."
         )
     if settings.estimator is None:
         raise ConfigurationError(
@@ -76,45 +84,47 @@ def choose_weight(
     Args:
         make_trainer: Returns a trainer of the model for some data and settings.
         trainer: Trainer of the model on all data, with weight 1, which has not started training.
-        validation: Data to predict, or the share of the training data to predict.
+        validation: Data to predict, the share or the positions of the training data to predict, or
+            ``PREQUENTIAL``.
         run_dir: Folder of the run. Each trial has a folder inside, and resumes if it was
             interrupted. None writes nothing.
         progress: Whether to print the result of each trial on standard error.
     """
     start = time.perf_counter()
     model, settings, train = trainer.evidence.model, trainer.settings, trainer.data
-    if isinstance(validation, float):
-        train, held_out = _split(train, settings, validation)
-    else:
-        weight = next(iter(trainer.evidence.weights().values()))
-        held_out = RunData(validation, trainer.device, settings.seed, weight.dtype)
+    parts = _parts(trainer, validation)
     if isinstance(run_dir, RunDirectory):
         if not (run_dir.path / CONFIGURATIONS[0]).exists():  # the folder belongs to this run
             run_dir.write_json(CONFIGURATIONS[0], settings.as_record())
         run_dir = run_dir.path
 
-    def predict(weight: float) -> Predictions | None:
-        folder = None if run_dir is None else Path(run_dir) / "trials" / f"{weight:g}"
+    def predicted(part: Part, weight: float, name: str) -> tuple[Tensor, Tensor]:
+        to_learn, held_out = part
+        folder = None if run_dir is None else Path(run_dir) / "trials" / name
+        num_data = trainer.evidence.num_data * len(to_learn) // len(train)
         with _restored(model):
-            trial = make_trainer(train, _trial_settings(settings, weight))
+            trial = make_trainer(to_learn, _trial_settings(settings, weight, num_data))
             held_out.is_column = trial.data.is_column
             check_data(trial.evidence, held_out, trial.device, len(held_out))
-            try:
-                result = trial.train(folder, resume=folder is not None, progress=False)
-            except ConfigurationError:
+            trial.train(folder, resume=folder is not None, progress=False)
+            return log_probabilities_of(model, trial.evidence.likelihood, held_out)
+
+    def predict(weight: float) -> Predictions | None:
+        try:
+            pairs = [
+                predicted(part, weight, f"{weight:g}" if number == 1 else f"{weight:g}-{number}")
+                for number, part in enumerate(parts, start=1)
+            ]
+        except EvigradError as error:
+            if weight == 1 or isinstance(error, ConfigurationError):
                 raise
-            except EvigradError:
-                if weight == 1:
-                    raise
-                return None
-            predictions = Predictions(
-                *log_probabilities_of(model, result.evidence.likelihood, held_out)
-            )
+            return None
+        sums, counts = (torch.cat(values) for values in zip(*pairs, strict=True))
+        predictions = Predictions(sums, counts)
         if progress:
-            words = f"{predictions.mean:.4g} nats per example"
             print(
-                f"evigrad: weight {weight:g} of the log-determinant, trial of"
-                f" {len(result.history)} epochs: held-out log likelihood {words}",
+                f"evigrad: weight {weight:g} of the log-determinant: held-out log likelihood"
+                f" {predictions.mean:.4g} nats per example in a short trial",
                 file=sys.stderr,
                 flush=True,
             )
@@ -126,32 +136,73 @@ def choose_weight(
     return choice
 
 
-def _split(data: RunData, settings: Settings, fraction: float) -> tuple[RunData, RunData]:
+def _parts(trainer: Trainer, validation: Any) -> list[Part]:
+    """Return what the trainings of each trial learn and predict."""
+    train, settings = trainer.data, trainer.settings
+    if isinstance(validation, float):
+        return [_split(train, settings, validation)]
+    if isinstance(validation, str):  # the second quarter of the data, and then the second half
+        halves = _split(train, settings, 0.5)
+        return [_split(halves[0], settings, 0.5), halves]
+    if isinstance(validation, Tensor | np.ndarray):
+        return [_fold(train, settings, torch.as_tensor(validation, device="cpu"))]
+    weight = next(iter(trainer.evidence.weights().values()))
+    return [(train, RunData(validation, trainer.device, settings.seed, weight.dtype))]
+
+
+def _split(data: RunData, settings: Settings, fraction: float) -> Part:
     """Return the data to train on and the data to predict. Classes keep their proportions."""
     count, seed = len(data), derived_seed(settings.seed, "held-out") % 2**32
     number = round(fraction * count)
     if not 0 < number < count:
         raise ConfigurationError(
             f"validation_fraction must leave data to train on and to predict, got {fraction} of"
-            f" {count} examples. Use a fraction such as 0.1, or pass validation=(x, y)."
+            f" {count} examples. Use a fraction such as 0.5, or pass validation=(x, y)."
         )
     labels = torch.zeros(count, dtype=torch.int64, device="cpu")
     if make_likelihood(settings.likelihood).is_classification and data.is_held:
         y = data.targets()
         labels = y.flatten(1)[:, 0] if y.ndim > 1 else y
     parts = stratified_split(labels.cpu().numpy(), fraction, seed)
-    train, held_out = (
-        RunData(Subset(data, torch.from_numpy(part)), data.device, settings.seed) for part in parts
-    )
+    train, held_out = (_subset(data, settings, torch.from_numpy(part)) for part in parts)
     return train, held_out
 
 
-def _trial_settings(settings: Settings, weight: float) -> Settings:
+def _fold(data: RunData, settings: Settings, positions: Tensor) -> Part:
+    """Return the data to train on, and the data at ``positions`` (integers, or a mask)."""
+    count = len(data)
+    is_held_out = torch.zeros(count, dtype=torch.bool, device="cpu")
+    is_mask = positions.dtype == torch.bool and positions.shape == (count,)
+    is_list = positions.ndim == 1 and positions.dtype in (torch.int64, torch.int32)
+    if is_mask or (is_list and len(positions) and 0 <= positions.min() <= positions.max() < count):
+        is_held_out[positions] = True
+    number = int(is_held_out.sum())
+    if not 0 < number < count:
+        raise ConfigurationError(
+            f"validation must hold positions of a part of the {count} training examples, from 0 to"
+            f" {count - 1}, or a mask, got {positions.dtype} of shape {tuple(positions.shape)} for"
+            f" {number} examples."
+        )
+    return (
+        _subset(data, settings, (~is_held_out).nonzero()[:, 0]),
+        _subset(data, settings, is_held_out.nonzero()[:, 0]),
+    )
+
+
+def _subset(data: RunData, settings: Settings, positions: Tensor) -> RunData:
+    return RunData(Subset(data, positions), data.device, settings.seed)
+
+
+def _trial_settings(settings: Settings, weight: float, num_data: int) -> Settings:
     """Return the settings of a trial: fewer epochs, one start, and no evaluations.
 
-    ``settings`` are complete (see ``plan``).
+    ``settings`` are complete (see ``plan``). Blocks with more than ``num_data`` examples become
+    blocks of all examples.
     """
     schedule, optimization = settings.schedule, settings.optimization
+    estimator = Estimator.parse(planned(settings.estimator))
+    if estimator.subset is not None and not estimator.rows and estimator.subset > num_data:
+        estimator = replace(estimator, subset=None)
 
     def shorter(epochs: int | None) -> int:
         return max(1, round(SHARE * planned(epochs)))
@@ -161,6 +212,7 @@ def _trial_settings(settings: Settings, weight: float) -> Settings:
         optimization = replace(optimization, start_decay=optimization.start_decays[0])
     return replace(
         settings,
+        estimator=estimator.name,
         # Training changes these objects.
         likelihood=copy.deepcopy(settings.likelihood),
         prior=copy.deepcopy(settings.prior),
