@@ -5,8 +5,6 @@ import math
 import torch
 from torch import Tensor
 
-_MOST_TERMS = 100_000
-
 
 @torch.no_grad()
 def betainc(a: Tensor | float, b: Tensor | float, x: Tensor, complement: Tensor) -> Tensor:
@@ -15,7 +13,7 @@ def betainc(a: Tensor | float, b: Tensor | float, x: Tensor, complement: Tensor)
     All terms of its power series x^a (1−x)^b / (a B(a, b)) Σ_n (a+b)_n / (a+1)_n x^n are positive.
     The series of I_x(a, b) or of 1 − I_{1−x}(b, a) is used, whichever needs fewer terms.
     """
-    a, b = (torch.as_tensor(value).to(x) for value in (a, b))
+    a, b = (torch.zeros_like(x) + value for value in (a, b))
     eps = torch.finfo(x.dtype).eps
 
     def num_terms(a: Tensor, b: Tensor, x: Tensor, complement: Tensor) -> Tensor:
@@ -28,7 +26,7 @@ def betainc(a: Tensor | float, b: Tensor | float, x: Tensor, complement: Tensor)
     x, complement = torch.where(swapped, complement, x), torch.where(swapped, x, complement)
     above, below, term, total = a + b, a + 1.0, torch.ones_like(x), torch.ones_like(x)
     scale = torch.lgamma(above) - torch.lgamma(below) - torch.lgamma(b)
-    for n in range(_MOST_TERMS):
+    for n in range(100_000):
         total += term.mul_(x).mul_(above).div_(below)
         above, below = above.add_(1.0), below.add_(1.0)
         if n % 8 == 7 and not bool((term > eps * total).any()):

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from evigrad.errors import ConfigurationError
 
-_DOUBLINGS, _MOST_STEPS = 200, 200
-
 
 def smallest(
     cdf: Callable[[Tensor], Tensor], levels: Tensor, start: Tensor, is_whole: bool
@@ -29,7 +27,7 @@ def smallest(
         return torch.special.ndtri(p) - probits
 
     low, high, at_low, at_high = start, start, probits, probits
-    for step in range(_DOUBLINGS):
+    for step in range(200):
         low, high = start - 2.0**step, start + 2.0**step
         at_low, at_high = excess(low), excess(high)
         if bool(((at_low < 0) & (at_high >= 0)).all()):
@@ -43,7 +41,7 @@ def smallest(
     y, at_y, was_low = high, at_high, at_low > 0
     # Probabilities have errors of about eps, and probits have errors of eps divided by the density.
     resolution = 1e-12 + 10.0 * limits.eps * (0.5 * probits.square()).exp()
-    for step in range(_MOST_STEPS):
+    for step in range(200):
         is_done = high - low <= 1.0 if is_whole else at_y.abs() <= resolution
         if bool(is_done.all()):
             break
