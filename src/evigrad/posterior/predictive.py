@@ -419,7 +419,7 @@ class Predictive:
             level: Probability of the interval. Counts and ordered classes have at least this one.
 
         Returns:
-            Two quantiles in the units of the targets, as ``quantile`` returns them.
+            Two quantiles in the shape and the units of the targets.
 
         Raises:
             ConfigurationError: As for ``quantile``.
