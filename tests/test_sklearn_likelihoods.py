@@ -36,6 +36,7 @@ from sklearn.base import clone
 from sklearn.compose import TransformedTargetRegressor
 from sklearn.metrics import d2_tweedie_score
 from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.preprocessing import FunctionTransformer, PowerTransformer
 
 from evigrad.sklearn import EvidenceClassifier, EvidenceRegressor
 
@@ -349,3 +350,64 @@ def test_a_module_for_two_outputs_per_target() -> None:
     assert regressor.fit(X, PRICES).result_.model.out_features == 2
     with pytest.raises(ConfigurationError, match=r"shape \(2,\) per row, got \(1,\)"):
         regressor.set_params(module=nn.Linear(2, 1).double()).fit(X, PRICES)
+
+
+@pytest.mark.filterwarnings("ignore:Counts in the targets")
+@pytest.mark.parametrize(
+    ("likelihood", "y"),
+    [("gaussian", PRICES), ("heteroscedastic", PRICES), ("negative-binomial", COUNTS)],
+)
+def test_quantiles_of_targets_in_their_own_units(likelihood: str, y: np.ndarray) -> None:
+    exposure = HOURS if y is COUNTS else None
+    regressor = EvidenceRegressor(likelihood=likelihood, **SHORT).fit(X, y, exposure=exposure)
+    levels, posterior = [0.05, 0.5, 0.95], regressor.posterior_
+    assert posterior is not None
+    prediction, scale, shift = posterior(regressor.inputs(X)), y.std(), y.mean()
+    if exposure is not None:
+        unit, scale, shift = COUNTS.sum() / HOURS.sum(), 1.0, 0.0
+        prediction = prediction.with_conditions(exposure=HOURS * unit)
+    expected = shift + scale * prediction.quantile(levels).squeeze(2).T.numpy()
+    values = regressor.predict(X, exposure=exposure, quantiles=levels)
+    assert values.shape == (N, 3)
+    np.testing.assert_allclose(values, expected)
+    one = regressor.predict(X, exposure=exposure, quantiles=0.5)
+    np.testing.assert_allclose(one, values[:, 1], rtol=1e-9)
+    if likelihood == "gaussian":
+        mean, std = regressor.predict(X, return_std=True)
+        np.testing.assert_allclose(values[:, 2], mean + 1.6448536269514722 * std)
+    with pytest.raises(ConfigurationError, match="return_std must be False with quantiles"):
+        regressor.predict(X, True, quantiles=0.5)
+    with pytest.raises(InputError, match="q must be a probability between 0 and 1"):
+        regressor.predict(X, quantiles=[0.1, 95.0])
+
+
+def test_quantiles_of_several_targets() -> None:
+    y = np.stack([PRICES, -2.0 * PRICES, PRICES**2], 1)
+    regressor = EvidenceRegressor(**SHORT).fit(X, y)
+    mean, std = regressor.predict(X, return_std=True)
+    values = regressor.predict(X, quantiles=(0.5, 0.8413447460685429))
+    assert values.shape == (N, 3, 2)
+    np.testing.assert_allclose(values[..., 0], mean)
+    np.testing.assert_allclose(values[..., 1], mean + std)
+    np.testing.assert_allclose(regressor.predict(X, quantiles=0.5), mean)
+
+
+@pytest.mark.parametrize(
+    "transformer",
+    [
+        FunctionTransformer(np.log1p, np.expm1, check_inverse=False),
+        PowerTransformer("box-cox"),
+    ],  # fmt: skip
+)
+def test_quantiles_commute_with_a_transformed_target_regressor(transformer: Any) -> None:
+    model = TransformedTargetRegressor(EvidenceRegressor(**SHORT), transformer=transformer)
+    model.fit(X, PRICES)
+    inner = model.regressor_
+    for q in (0.05, 0.5, 0.95):
+        at = inner.predict(X, quantiles=q)
+        expected = model.transformer_.inverse_transform(at[:, None])[:, 0]
+        np.testing.assert_array_equal(model.predict(X, quantiles=q), expected)
+    np.testing.assert_allclose(model.predict(X, quantiles=0.5), model.predict(X))
+    if isinstance(transformer, FunctionTransformer):  # which accepts several columns
+        expected = np.expm1(inner.predict(X, quantiles=[0.1, 0.9]))
+        np.testing.assert_array_equal(model.predict(X, quantiles=[0.1, 0.9]), expected)

@@ -44,6 +44,8 @@ _DERIVED = (
     "probabilities",
     "noise_variance",
     "moments",
+    "cdf",
+    "sample",
 )
 _DEPENDS_ON_TARGETS = (
     "Densities whose Hessian depends on the targets need hessian(f), such as the Fisher"
@@ -73,6 +75,8 @@ class Likelihood(nn.Module, ABC):
         has_conditions: Whether Λ depends on known facts about the examples (see ``Conditional``).
         is_classification: Whether targets are classes. If they are, and the likelihood has
             ``probabilities``, ``metrics`` counts correct predictions.
+        has_whole_targets: Whether targets are whole numbers, such as counts or ordered classes.
+            Quantiles are then whole numbers too.
 
     Examples:
         >>> import torch
@@ -95,6 +99,7 @@ class Likelihood(nn.Module, ABC):
     couples_outputs: ClassVar[bool] = True
     has_conditions = False
     is_classification: ClassVar[bool] = False
+    has_whole_targets: ClassVar[bool] = False
     # Methods that were written for another density than the class has; see ``check_derivatives``.
     # Inherited methods of predictions are not used.
     _inherited: ClassVar[frozenset[str]] = frozenset()
@@ -362,6 +367,19 @@ class Likelihood(nn.Module, ABC):
             f"{type(self).__name__} has no sample(f, generator), which the sampled Fisher ('mc')"
             " needs. Define this method, or use another curvature."
         )
+
+    def cdf(self, f: Float[Tensor, "m C"], y: Tensor) -> Tensor | None:
+        """Return P(target ≤ y | f) of each target by itself, for quantiles of predictions.
+
+        Args:
+            f: Outputs.
+            y: Any real numbers in the form of targets, with their conditions.
+
+        Returns:
+            Probabilities in the shape of the targets without conditions. The default, None, means
+            that there are quantiles only if ``noise_variance`` is defined.
+        """
+        return None
 
     def probabilities(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m K"] | None:
         """Return the probability of each class, or of each label, for accuracies and posteriors.

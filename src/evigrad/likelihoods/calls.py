@@ -228,3 +228,35 @@ def moments(
         return None
     mean, epistemic, noise = (moment.detach() for moment in target_moments)
     return mean, epistemic, noise
+
+
+def cumulative(likelihood: Likelihood, f: Tensor, y: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return P(target ≤ y | f) of each target, or raise an error if there are no such numbers."""
+    name = type(likelihood).__name__
+    with raised_in(f"cdf of {name}"):
+        values = None if "cdf" in likelihood._inherited else likelihood.cdf(f, y)
+    if values is None:
+        fix = "Define it, or use sample_targets(n).quantile(q, dim=0)."
+        if likelihood.is_classification:
+            fix = "Use probabilities, or Ordinal if the classes have an order."
+        raise ConfigurationError(
+            f"{name} has no quantiles, intervals and cumulative probabilities, because it does not"
+            f" define cdf(f, y) for its log_prob. {fix}"
+        )
+    if values.shape != shape:
+        raise ConfigurationError(
+            f"cdf of {name} must return one number per target, {shape}, got {tuple(values.shape)}."
+        )
+    return values.detach()
+
+
+def sampled_targets(likelihood: Likelihood, f: Tensor, generator: torch.Generator) -> Tensor:
+    """Return targets without conditions, drawn for outputs (m, C)."""
+    name = type(likelihood).__name__
+    if "sample" in likelihood._inherited or type(likelihood).sample is Likelihood.sample:
+        raise ConfigurationError(
+            f"{name} cannot draw targets, because it does not define sample(f, generator) for its"
+            " log_prob. Define this method."
+        )
+    with raised_in(f"sample of {name}"):
+        return likelihood.plain_targets(likelihood.sample(f, generator)).detach()

@@ -89,6 +89,11 @@ class HeteroscedasticGaussian(Likelihood):
         """Return the variances of the log standard deviations s/2."""
         return 0.25 * covariance.diagonal(dim1=1, dim2=2).chunk(2, dim=1)[1]
 
+    def cdf(self, f: Float[Tensor, "m C"], y: Float[Tensor, "m D"]) -> Float[Tensor, "m D"]:
+        """Return the normal probabilities of targets of at most y."""
+        mean, log_variance = self._of_targets(f)
+        return torch.special.ndtr((y.to(f) - mean) * (-0.5 * log_variance).exp())
+
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Float[Tensor, "m D"]:
         """Draw targets μ + exp(s/2)·ε."""
         mean, log_variance = self._of_targets(f.detach())

@@ -299,21 +299,15 @@ class Joint(Likelihood):
         vectors = torch.stack([root.vectors for root in roots]).sum(0)
         return RootRows(vectors, scale if has_scale else None)
 
-    def moments(self, f: Float[Tensor, "m C"], covariance: Float[Tensor, "m C C"]) -> None:
-        """Raise an error, because only single heads have means.
+    def moments(self, *arguments: Any, **named: Any) -> None:
+        """Raise an error, because only single heads have means, probabilities and quantiles.
 
         Raises:
             ConfigurationError: Always.
         """
         raise ConfigurationError(self._only_by_head())
 
-    def probabilities(self, f: Float[Tensor, "m C"]) -> None:
-        """Raise an error, because only single heads have probabilities.
-
-        Raises:
-            ConfigurationError: Always.
-        """
-        raise ConfigurationError(self._only_by_head())
+    probabilities = cdf = moments
 
     def _only_by_head(self) -> str:
         return (

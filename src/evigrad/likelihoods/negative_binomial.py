@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError
 from evigrad.likelihoods.poisson import Counts, log_normal_moments
+from evigrad.likelihoods.special import betainc
 from evigrad.likelihoods.targets import precisely
 
 
@@ -105,6 +106,14 @@ class NegativeBinomial(Counts):
         rate = self.log_means(f.detach()).exp() * gamma.to(f) / r
         counts = torch.poisson(rate.to(generator.device), generator=generator).to(f.device)
         return self.combined(counts, f)
+
+    def cdf(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
+        """Return the probabilities of counts of at most y."""
+        f, y = self._with_means(f, y)
+        last, log_d = y.to(f).floor(), self.log_dispersion.to(f)
+        odds, counts = f + log_d, last.clamp(min=0.0)  # the logarithm of d μ
+        p = betainc((-log_d).exp(), counts + 1.0, (-odds).sigmoid(), odds.sigmoid())
+        return torch.where(last < 0, 0.0, p)
 
     def _diagonal_root(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
         f = self.log_means(f)

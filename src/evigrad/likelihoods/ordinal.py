@@ -50,6 +50,7 @@ class Ordinal(Likelihood):
     name = "ordinal"
     couples_outputs = False
     is_classification = True
+    has_whole_targets = True
 
     def __init__(
         self,
@@ -151,6 +152,13 @@ class Ordinal(Likelihood):
     def probabilities(self, f: Float[Tensor, "m 1"]) -> Float[Tensor, "m K"]:
         """Return the probability of each class."""
         return self._log_p(f).exp()
+
+    def cdf(self, f: Float[Tensor, "m 1"], y: Tensor) -> Float[Tensor, " m"]:
+        """Return sigmoid(θ_k − f) for the last class k ≤ y, or 0 if there is none."""
+        ends = pad((self.thresholds.to(f) - f).sigmoid(), (1, 1))
+        ends = ends.index_fill(1, torch.tensor(self.num_classes, device=f.device), 1.0)
+        last = y.to(f).floor().clamp(-1, self.num_classes - 1).long()
+        return ends.gather(1, last.unsqueeze(1) + 1).squeeze(1)
 
     def probit_outputs(self, f: Tensor, variance: Tensor) -> Tensor:
         """Raise an error, because MacKay's formula would also have to scale the thresholds.

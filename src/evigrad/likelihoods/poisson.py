@@ -15,6 +15,8 @@ from evigrad.likelihoods.missing import Independent
 class Counts(Independent):
     """Independent counts with log means f, or log rates f if exposures are conditions."""
 
+    has_whole_targets = True
+
     def __init__(self, missing: str | None = None, exposure: bool = False) -> None:
         super().__init__(missing)
         if not isinstance(exposure, bool):
@@ -110,6 +112,13 @@ class Poisson(Counts):
         """Draw counts, combined with exposures if there are any."""
         mean = self.log_means(f.detach()).exp().to(generator.device)
         return self.combined(torch.poisson(mean, generator=generator).to(f.device), f)
+
+    def cdf(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
+        """Return the probabilities of counts of at most y."""
+        f, y = self._with_means(f, y)
+        last = y.to(f).floor()
+        p = torch.special.gammaincc(last.clamp(min=0.0) + 1.0, f.exp())
+        return torch.where(last < 0, 0.0, p)
 
     def _diagonal_root(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
         return (0.5 * self.log_means(f)).exp()

@@ -10,6 +10,7 @@ from torch import Tensor
 from evigrad.core.roots import RootRows
 from evigrad.errors import ConfigurationError
 from evigrad.likelihoods.noisy import Noisy
+from evigrad.likelihoods.special import betainc
 
 
 class StudentT(Noisy):
@@ -96,6 +97,13 @@ class StudentT(Noisy):
         """Return the mean f, the variance of the outputs, and the noise variance σ² ν / (ν − 2)."""
         noise = (2.0 * self.log_noise.to(f)).exp() * (self.degrees / (self.degrees - 2))
         return f, covariance.diagonal(dim1=1, dim2=2), noise.expand(f.shape)
+
+    def cdf(self, f: Float[Tensor, "m C"], y: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
+        """Return the probabilities of targets of at most y."""
+        standardized = (y.to(f) - f) * (-self.log_noise.to(f)).exp()
+        share = standardized.square() / self.degrees  # may be infinite
+        tail = 0.5 * betainc(0.5 * self.degrees, 0.5, 1 / (1 + share), 1 / (1 + 1 / share))
+        return torch.where(standardized > 0, 1.0 - tail, tail)
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Float[Tensor, "m C"]:
         """Draw targets f + σ·ε, where ε follows Student's t distribution."""

@@ -6,8 +6,8 @@ outputs have the distribution N(f(x; w*), J Σ Jᵀ), where J is the Jacobian of
 
 ``posterior`` passes over the data to compute the statistic of a structure, such as ``kfac``, and
 makes predictions. ``covariances`` computes Σ from the statistic. ``predictive`` computes
-predictions of targets from the outputs. ``mode`` measures how far the weights are from w*, the mode
-of the log joint density.
+predictions of targets from the outputs, and ``quantiles`` inverts their probabilities. ``mode``
+measures how far the weights are from w*, the mode of the log joint density.
 """
 
 from evigrad.posterior.mode import mode_gap, nearer_to_mode

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from evigrad.errors import ConfigurationError, EvigradWarning, InputError
@@ -16,14 +16,18 @@ from evigrad.likelihoods import Conditional, Likelihood
 from evigrad.likelihoods.calls import (
     check_targets,
     class_probabilities,
+    cumulative,
     in_columns,
     log_probabilities,
     moments,
     noise_variance,
+    sampled_targets,
 )
 from evigrad.likelihoods.positions import is_batch, targets_at
-from evigrad.likelihoods.targets import as_numbers, precisely
+from evigrad.likelihoods.targets import as_numbers, like, precisely
 from evigrad.likelihoods.weighted import unweighted
+from evigrad.passes.checks import as_generator, check_count
+from evigrad.posterior.quantiles import smallest
 
 LINKS = ("monte-carlo", "probit", "plug-in")
 # Number of sampled outputs at once, 128 MiB in float64.
@@ -257,8 +261,9 @@ class Predictive:
 
     @property
     def _flat(self) -> "Predictive":
-        """Return all positions of all examples, each as an example."""
-        return self._at(torch.ones(self.outputs.shape[:-1], dtype=torch.bool, device="cpu"))
+        """Return all positions of all examples, each as an example, without weights."""
+        flat = self._at(torch.ones(self.outputs.shape[:-1], dtype=torch.bool, device="cpu"))
+        return replace(flat, likelihood=unweighted(self.likelihood))
 
     def _at(self, where: Bool[Tensor, "m ..."]) -> "Predictive":
         where = where.to(self.outputs.device)
@@ -318,6 +323,143 @@ class Predictive:
         if self.outputs.dim() > 2:
             return self._flat.sample(n, generator).view(n, *self.outputs.shape)
         return torch.cat(list(self._samples(n, self.seed if generator is None else generator)))
+
+    def sample_targets(
+        self, n: int, generator: torch.Generator | int | None = None
+    ) -> Shaped[Tensor, "n m ..."]:
+        """Draw targets, including their noise, for outputs drawn as in ``sample``.
+
+        Args:
+            n: Number of draws.
+            generator: CPU generator or seed. Default: the seed of this prediction.
+
+        Returns:
+            Targets in their units without a graph: numbers (n, m, ..., D), or labels (n, m, ...).
+            ``Joint.split`` separates the targets of heads.
+
+        Raises:
+            ConfigurationError: If ``n`` is not positive, or the likelihood has no ``sample``.
+        """
+        check_count("n", n)
+        flat, draws = self._flat, list[Tensor]()
+        generator = as_generator(self.seed if generator is None else generator)
+        samples = flat._samples(n, generator)
+        if self.link != "monte-carlo" and (self.link == "plug-in" or flat._normal is None):
+            samples = [flat._one_output().expand(n, *flat.outputs.shape)]
+        for f in samples:
+            likelihood = flat.likelihood
+            if isinstance(likelihood, Conditional):
+                conditions = likelihood.reference_targets(flat.outputs)[0]
+                likelihood = likelihood.at(conditions.repeat(len(f), 1))
+            y = sampled_targets(likelihood, f.flatten(0, 1), generator)
+            draws.append(like(f, y).unflatten(0, f.shape[:2]))
+        return torch.cat(draws).unflatten(1, self.outputs.shape[:-1])
+
+    def cdf(self, y: Any) -> Float[Tensor, "m ..."]:
+        """Return the probability that a target is at most y, for each target by itself.
+
+        The distribution is the one of ``log_prob``, under the conditions of ``with_conditions``.
+
+        Args:
+            y: One number, or numbers in the shape of the targets without conditions.
+
+        Returns:
+            Probabilities in the shape of the targets, with NaN for targets of NaN.
+
+        Raises:
+            ConfigurationError: If targets have no order, or a custom likelihood has no ``cdf``.
+            InputError: If y has another shape.
+        """
+        form, values = self._form, as_numbers(y)
+        shape = (*self.outputs.shape[:-1], *form.shape[1:])
+        values = values.expand(shape) if values.ndim == 0 else values
+        if values.shape not in (shape, shape[:-1]) or values.numel() != form.numel():
+            raise InputError(
+                f"y must be one number, or have the shape {shape} of the targets without"
+                f" conditions, got {tuple(values.shape)}."
+            )
+        values = values.to(precisely(self.outputs)).reshape(form.shape)
+        p = torch.where(values.isnan(), math.nan, self._flat._cdf(values.unsqueeze(0))[0])
+        return p.to(self.outputs).view(shape)
+
+    def quantile(self, q: Any) -> Shaped[Tensor, "..."]:
+        """Return the smallest value that each target does not exceed with probability q.
+
+        Args:
+            q: Probability between 0 and 1, or k probabilities in a sequence or a tensor (k,).
+
+        Returns:
+            Quantiles in the units of the targets, (m, ..., D), or (m, ...) for ordered classes. The
+            first dimension counts several probabilities. Only Gaussian noise has a graph.
+
+        Raises:
+            ConfigurationError: If targets have no order, or a custom likelihood has no ``cdf``.
+            InputError: If a probability is not between 0 and 1.
+        """
+        flat, form, levels = self._flat, self._form, as_numbers(q)
+        is_inside = (levels > 0) & (levels < 1)
+        if levels.ndim > 1 or not levels.numel() or not bool(is_inside.all()):
+            raise InputError(
+                f"q must be a probability between 0 and 1, or several of them, got {q!r}."
+            )
+        rows = levels.to(precisely(self.outputs)).view(-1, *[1] * form.ndim)
+        if (normal := flat._normal) is not None:
+            values = normal[0] + normal[1] * torch.special.ndtri(rows)
+        else:
+            values = torch.zeros_like(rows + form)
+            for part in (flat.plug_in, flat) if flat.link == "monte-carlo" else (flat,):
+                values = smallest(part._cdf, rows, values, flat.likelihood.has_whole_targets)
+        values = values.to(form.dtype).unflatten(1, self.outputs.shape[:-1])
+        return values if levels.ndim else values[0]
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Return the lower and upper ends of the central interval of each target.
+
+        Args:
+            level: Probability of the interval. Counts and ordered classes have at least this one.
+
+        Returns:
+            Two quantiles in the shape and the units of the targets.
+
+        Raises:
+            ConfigurationError: As for ``quantile``.
+            InputError: If the level is not between 0 and 1.
+        """
+        if not 0 < level < 1:
+            raise InputError(f"level must be between 0 and 1, such as 0.95, got {level!r}.")
+        lower, upper = self.quantile([0.5 - 0.5 * level, 0.5 + 0.5 * level])
+        return lower, upper
+
+    @property
+    def _form(self) -> Shaped[Tensor, "n ..."]:
+        """Return targets of all positions, with the shape and the type that predictions have."""
+        likelihood, f = unweighted(self.likelihood), self.outputs.flatten(0, -2)
+        return like(f, likelihood.plain_targets(likelihood.reference_targets(f)[0]))
+
+    @property
+    def _normal(self) -> tuple[Tensor, Tensor] | None:
+        """Return means and standard deviations if all targets are normal, or else None."""
+        if (noise := noise_variance(self.likelihood, self.outputs)) is None:
+            return None
+        epistemic = 0.0 if self.link == "plug-in" else precisely(self._variance)
+        return precisely(self.outputs), (precisely(noise) + epistemic).sqrt()
+
+    def _cdf(self, y: Shaped[Tensor, "k m ..."]) -> Float[Tensor, "k m ..."]:
+        """Return P(target ≤ y) of k values for each plain target of examples."""
+        if (normal := self._normal) is not None:
+            return torch.special.ndtr((precisely(y) - normal[0]) / normal[1])
+        is_sampled, values, m = self.link == "monte-carlo", list(y), y.shape[1]
+        if isinstance(self.likelihood, Conditional):
+            values = [self.likelihood.combined(part, self.outputs) for part in y]
+        total = torch.zeros_like(y, dtype=precisely(self.outputs).dtype)
+        for f in self._samples(self.num_samples, self.seed) if is_sampled else [self._one_output()]:
+            rows = precisely(f).reshape(-1, f.shape[-1])
+            times = len(rows) // m
+            for part, value in zip(total, values, strict=True):
+                repeated = value.repeat(times, *[1] * (value.ndim - 1))
+                p = cumulative(self.likelihood, rows, repeated, (len(rows), *y.shape[2:]))
+                part += p.unflatten(0, (times, m)).sum(0)
+        return total / (self.num_samples if is_sampled else 1)
 
     def _one_output(self) -> Tensor:
         """Return the outputs of the links without samples."""

@@ -692,7 +692,7 @@ class EvidenceRegressor(RegressorMixin, EvidenceEstimator):
 
     @overload
     def predict(
-        self, X: Any, return_std: Literal[False] = False, exposure: Any = None
+        self, X: Any, return_std: Literal[False] = False, exposure: Any = None, quantiles: Any = ...
     ) -> np.ndarray: ...
 
     @overload
@@ -701,9 +701,9 @@ class EvidenceRegressor(RegressorMixin, EvidenceEstimator):
     ) -> tuple[np.ndarray, np.ndarray]: ...
 
     def predict(
-        self, X: Any, return_std: bool = False, exposure: Any = None
+        self, X: Any, return_std: bool = False, exposure: Any = None, quantiles: Any = None
     ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
-        """Return the predicted mean of each row's target.
+        """Return the predicted mean of each row's target, or quantiles.
 
         The mean is the prediction of the trained network, without the uncertainty of the weights.
         For counts, it is the rate times the exposure, and sums over rows predict totals.
@@ -714,28 +714,42 @@ class EvidenceRegressor(RegressorMixin, EvidenceEstimator):
                 includes the noise and the uncertainty of the weights, but no measurement errors
                 that you passed to ``fit``.
             exposure: Exposures of the rows, for counts. Default: 1, which predicts rates.
+            quantiles: One probability or k probabilities of quantiles to return instead of means.
+                They include the noise and the uncertainty of the weights.
 
         Returns:
             Means in the shape of the targets. If ``return_std`` is True, means and standard
-            deviations.
+            deviations. Quantiles have the shape of the targets, and a last dimension for k
+            probabilities: (n, k), or (n, D, k) for D targets.
 
         Raises:
-            ConfigurationError: If the likelihood has no exposures.
-            ValueError: If the table does not match the training table.
+            ConfigurationError: If the likelihood has no exposures or no quantiles, or
+                ``return_std`` is True and there are quantiles.
+            ValueError: If the table does not match the training table, or a probability is wrong.
         """
         check_is_fitted(self)
+        if return_std and quantiles is not None:
+            raise ConfigurationError(
+                f"return_std must be False with quantiles, got {quantiles!r}. Call predict twice."
+            )
         x = self.inputs(X)
         exposures = self._exposures(exposure, len(x))
         parts = list[Tensor]()
         for rows in torch.arange(len(x), device=x.device).split(_AT_ONCE):
-            prediction = self._prediction(x[rows], return_std)
+            prediction = self._prediction(x[rows], return_std or quantiles is not None)
             if exposures is not None:
                 unit = torch.as_tensor(exposures[rows.cpu()] * self._units.rate, device="cpu")
                 prediction = prediction.with_conditions(exposure=unit.to(x))
+            if quantiles is not None:
+                parts.append(prediction.quantile(np.atleast_1d(quantiles)))
+                continue
             deviations = [_std(prediction)] if return_std else []
             parts.append(torch.stack([prediction.plug_in.mean, *deviations]))
         numbers = torch.cat(parts, 1).double().cpu().numpy()
         shape = (len(x), *self._target_shape)
+        if quantiles is not None:
+            values = np.moveaxis(numbers * self._units.scale + self._units.shift, 0, -1)
+            return values.reshape(*shape, *np.shape(quantiles))
         means = (numbers[0] * self._units.scale + self._units.shift).reshape(shape)
         if not return_std:
             return means
