@@ -294,33 +294,29 @@ class Covariance:
 
         since (L + I)⁻¹ L + Lᵀ (L + I)^{-ᵀ} − (L + I)⁻¹ S (L + I)^{-ᵀ} = I.
         """
-        explained, of_noise, of_rows = self.explained, None, None
-        widths = [_width(block) for block in self.blocks]
         # PyTorch draws groups of 16 numbers. With whole groups, a draw does not depend on n.
-        shape = (n, -(-sum(widths) // 16) * 16)
-        numbers = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-        noises = numbers[:, : sum(widths)].split(widths, 1)
+        shape = (n, -(-self.width // 16) * 16)
+        noise = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+        dtype, device = self._dtype, next(iter(weights.values())).device
+        noise = noise[None, :, : self.width].to(device, dtype)
         with torch.enable_grad():
             rows = {
-                name: weights[name].new_zeros(1, n, *(weights[name].shape or (1,)))
+                name: noise.new_zeros(1, n, *(weights[name].shape or (1,))).requires_grad_()
                 for block in self.blocks
                 for name in block.names
             }
-            rows = {name: row.to(self._dtype).requires_grad_() for name, row in rows.items()}
-            total = torch.zeros((), dtype=self._dtype, device=next(iter(rows.values())).device)
-            for block, noise in zip(self.blocks, noises, strict=True):
-                white = block.whitened(rows)
-                noise = noise[None].to(white)
-                total = total + (white * noise).sum()
-                if explained is not None and isinstance(block, Diagonal):
-                    of_noise = _sum(of_noise, explained.products(block, noise))
-                    of_rows = _sum(of_rows, explained.products(block, white))
-            if explained is not None and of_noise is not None and of_rows is not None:
-                shifted = explained.factor + torch.eye(len(explained.factor), device="cpu").to(
-                    explained.factor
-                )
-                inner = explained.root(of_noise, n, shifted)
-                total = total - (explained.root(of_rows, n) * inner).sum()
+            roots = dict(self._roots((block, rows) for block in self.blocks))
+            total = (roots[1] * noise).sum()
+            if (explained := self.explained) is not None:
+                parts = noise.split([_width(block) for block in self.blocks], 2)
+                products: Tensor | None = None
+                for block, part in zip(self.blocks, parts, strict=True):
+                    if isinstance(block, Diagonal):
+                        products = _sum(products, explained.products(block, part))
+                assert products is not None
+                eye = torch.eye(len(explained.factor), dtype=dtype, device=device)
+                inner = explained.root(products, n, explained.factor + eye)
+                total = total - (roots[-1] * inner).sum()
             drawn = torch.autograd.grad(total, list(rows.values()))
         return {
             name: draw.reshape(n, *weights[name].shape)
