@@ -36,7 +36,8 @@ SHOWN = """
     plots.learning_curves plots.precision_paths priors.GaussianPrior priors.NormalHyperprior
     sklearn.EvidenceClassifier sklearn.EvidenceRegressor
     transformers.EvidenceCallback
-    Anchoring Evidence Laplace Learner Memory Optimization Outputs Posterior Predictive Schedule
+    Anchoring Evidence JointPredictive Laplace Learner Memory Optimization Outputs Posterior
+    Predictive Schedule
     bracket fit load tune
 """.split()
 # Packages whose public names have guides.

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from evigrad.measure.bracket import bracket as bracket
     from evigrad.passes.problem import ParameterReport as ParameterReport
     from evigrad.passes.settings import Memory as Memory
+    from evigrad.posterior import JointPredictive as JointPredictive
     from evigrad.posterior import Posterior as Posterior
     from evigrad.posterior import Predictive as Predictive
     from evigrad.training import FitResult as FitResult
@@ -46,6 +47,7 @@ _HOMES = {
     "EvigradWarning": "evigrad.errors",
     "Evidence": "evigrad.evidence",
     "FitResult": "evigrad.training",
+    "JointPredictive": "evigrad.posterior",
     "Laplace": "evigrad.training.settings",
     "Learner": "evigrad.training.learner",
     "LoadedRun": "evigrad.training",

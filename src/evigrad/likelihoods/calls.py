@@ -201,7 +201,7 @@ def class_probabilities(likelihood: Likelihood, f: Tensor) -> Tensor:
             " which works for any likelihood. A custom classification likelihood must define"
             " probabilities(f)."
         )
-    return probabilities.detach()
+    return of_outputs(probabilities, f)
 
 
 def noise_variance(likelihood: Likelihood, f: Tensor) -> Tensor | None:
@@ -210,7 +210,7 @@ def noise_variance(likelihood: Likelihood, f: Tensor) -> Tensor | None:
         return None
     with raised_in(f"noise_variance of {type(likelihood).__name__}"):
         variance = likelihood.noise_variance(f)
-    return None if variance is None else variance.detach()
+    return None if variance is None else of_outputs(variance, f)
 
 
 def moments(
@@ -226,7 +226,7 @@ def moments(
         target_moments = likelihood.moments(f, covariance)
     if target_moments is None:
         return None
-    mean, epistemic, noise = (moment.detach() for moment in target_moments)
+    mean, epistemic, noise = (of_outputs(moment, f) for moment in target_moments)
     return mean, epistemic, noise
 
 
@@ -260,3 +260,8 @@ def sampled_targets(likelihood: Likelihood, f: Tensor, generator: torch.Generato
         )
     with raised_in(f"sample of {name}"):
         return likelihood.plain_targets(likelihood.sample(f, generator)).detach()
+
+
+def of_outputs(value: Tensor, f: Tensor) -> Tensor:
+    """Return a value with a graph only if the outputs have one, as parameters may have graphs."""
+    return value if f.requires_grad else value.detach()

@@ -68,9 +68,10 @@ def without_derivative(error: BaseException) -> ConfigurationError | None:
     instead = f"Use instead: {way_out}." if way_out else "Use other operations instead."
     if second:
         return ConfigurationError(
-            f"The model uses '{name}', which has no second derivative in PyTorch. The gradient for"
-            " hyperparameters of the model, and an exact Hessian, need second derivatives."
-            f" {instead} Or fix the hyperparameters of the model (requires_grad=False)."
+            f"The model uses '{name}', which has no second derivative in PyTorch. Gradients for"
+            " hyperparameters of the model and for inputs of a prediction, and an exact Hessian,"
+            f" need second derivatives. {instead} Or set requires_grad=False for hyperparameters or"
+            " inputs."
         )
     return ConfigurationError(
         f"The model uses '{name}', which has no derivative in PyTorch for this argument. {instead}"

@@ -361,8 +361,8 @@ def refuse_once_differentiable(
     Args:
         model: The model.
         weights: Weights by name.
-        learned: Names of the hyperparameters whose gradient needs derivatives of the rows. If there
-            are none, the derivatives are for the exact Hessian.
+        learned: Names of the hyperparameters whose gradient needs derivatives of the rows, or
+            ``inputs``. If there are none, the derivatives are for the exact Hessian.
         x: A few inputs.
 
     Raises:
@@ -377,7 +377,7 @@ def refuse_once_differentiable(
             f"{listed(names)} cannot be differentiated twice, because the backward method is marked"
             f" with @once_differentiable. {needed} needs a second derivative and would be silently"
             " wrong. Write the backward method with differentiable operations and without this"
-            " mark, or fix the model's hyperparameters (requires_grad=False)."
+            " mark, or set requires_grad=False where you do not need this gradient."
         )
 
 

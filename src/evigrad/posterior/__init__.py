@@ -10,6 +10,7 @@ predictions of targets from the outputs, and ``quantiles`` inverts their probabi
 measures how far the weights are from w*, the mode of the log joint density.
 """
 
+from evigrad.posterior.joint import JointPredictive
 from evigrad.posterior.mode import mode_gap, nearer_to_mode
 from evigrad.posterior.posterior import (
     DEFAULT_STRUCTURE,
@@ -24,6 +25,7 @@ __all__ = [
     "DEFAULT_STRUCTURE",
     "LINKS",
     "STRUCTURES",
+    "JointPredictive",
     "Posterior",
     "Predictive",
     "load_posterior",

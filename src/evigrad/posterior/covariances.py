@@ -135,6 +135,8 @@ def _in_basis(matrices: Float[Tensor, "m k G d n"], vectors: Float[Tensor, "G n 
 Block = Dense | Diagonal | Kronecker
 # Largest size of the products J Σ^{1/2} of several blocks for all outputs.
 ROOT_BYTES = 2**27
+# Random numbers at once, 128 MiB in float64.
+NUMBERS_AT_ONCE = 2**24
 _KINDS = {kind.__name__.lower(): kind for kind in (Dense, Diagonal, Kronecker)}
 
 
@@ -170,10 +172,15 @@ class Explained:
             total += (slab * block.std[columns]) @ other[:, columns].mT
         return total
 
-    def root(self, products: Float[Tensor, "R mk"], k: int) -> Float[Tensor, "m k R"]:
-        """Return a root of the covariance of k outputs per example that the rows explain."""
-        scaled = products * self.scale[:, None]
-        solved = torch.linalg.solve_triangular(self.factor, scaled, upper=False)
+    def root(
+        self, products: Float[Tensor, "R mk"], k: int, factor: Tensor | None = None
+    ) -> Float[Tensor, "m k R"]:
+        """Return a root of the covariance of k outputs per example that the rows explain.
+
+        ``factor`` replaces the factor of I + S.
+        """
+        scaled, factor = products * self.scale[:, None], self.factor if factor is None else factor
+        solved = torch.linalg.solve_triangular(factor, scaled, upper=False)
         return solved.mT.unflatten(0, (-1, k))
 
     def covariance(self, products: Float[Tensor, "R mk"], k: int) -> Float[Tensor, "m k k"]:
@@ -217,20 +224,104 @@ class Covariance:
             return total if correlated else total.diagonal(dim1=1, dim2=2)
         shape = (m, num_outputs, num_outputs) if correlated else (m, num_outputs)
         total = f.new_zeros(shape, dtype=self._dtype)
-        for blocks in self._groups(m * num_outputs) if correlated else [self.blocks]:
-            whole: dict[int, Tensor] = {}
-            for columns in torch.arange(num_outputs, device=f.device).split(ROWS_AT_ONCE):
-                vectors = one_hot(f, columns.expand(m, -1))
-                for sign, part in self._roots(_rows(linearization, vectors, blocks)):
-                    if not correlated:
-                        total[:, columns] += sign * part.square().sum(2)
-                        continue
-                    if sign not in whole:
-                        whole[sign] = part.new_empty(m, num_outputs, part.shape[2])
-                    whole[sign][:, columns] = part
-            for sign, root in whole.items():
+        if not correlated:
+            for columns, vectors in _unit_vectors(f):
+                for sign, part in self._roots(_rows(linearization, vectors, self.blocks)):
+                    total[:, columns] += sign * part.square().sum(2)
+            return total
+        for blocks in self._groups(m * num_outputs):
+            for sign, root in self.roots(linearization, blocks).items():
                 total.baddbmm_(root, root.mT, alpha=sign)
         return total
+
+    def roots(
+        self, linearization: Linearization, blocks: Sequence[Block] | None = None
+    ) -> dict[int, Float[Tensor, "m C n"]]:
+        """Return factors R of all outputs, by sign.
+
+        The products R Rᵀ with the signs 1 or −1 add up to the covariance due to these blocks. This
+        also holds between the outputs of different examples.
+        """
+        f, whole = linearization.outputs, dict[int, Tensor]()
+        for columns, vectors in _unit_vectors(f):
+            rows = _rows(linearization, vectors, self.blocks if blocks is None else blocks)
+            for sign, part in self._roots(rows):
+                if part.shape[1] == f.shape[1]:
+                    whole[sign] = part
+                    continue
+                if sign not in whole:
+                    whole[sign] = part.new_empty(*f.shape, part.shape[2])
+                whole[sign][:, columns] = part
+        return whole
+
+    def changes(
+        self, linearization: Linearization, draws: Mapping[str, Float[Tensor, "n *parameter"]]
+    ) -> Float[Tensor, "m n C"]:
+        """Return J (w − w*) of all outputs, for n draws of w − w*."""
+        parts = list[Tensor]()
+        for _, vectors in _unit_vectors(linearization.outputs):
+            total: Tensor | None = None
+            for block, rows in _rows(linearization, vectors, self.blocks):
+                for name in block.names:
+                    flat = draws[name].reshape(len(draws[name]), -1)
+                    total = _sum(total, rows[name].to(flat) @ flat.mT)
+            assert total is not None
+            parts.append(total)
+        return torch.cat(parts, 1).movedim(2, 1)
+
+    @property
+    def width(self) -> int:
+        """Return the number of columns of Σ^{1/2}."""
+        return sum(map(_width, self.blocks))
+
+    def draws(
+        self, n: int, generator: torch.Generator, weights: Mapping[str, Tensor]
+    ) -> Iterator[dict[str, Float[Tensor, "n *parameter"]]]:
+        """Yield n draws of w − w* by the names of ``weights``, in parts that fit into memory."""
+        size = max(1, NUMBERS_AT_ONCE // self.width)
+        for start in range(0, n, size):
+            yield self._drawn(min(size, n - start), generator, weights)
+
+    def _drawn(
+        self, n: int, generator: torch.Generator, weights: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return Σ^{1/2} z for n vectors z of standard normal numbers.
+
+        ``whitened`` multiplies rows by Σ^{1/2}. So the product is the gradient of the inner product
+        of z and ``whitened`` rows with respect to the rows. The kernel form has the root
+
+            Σ^{1/2} = P0^{-1/2} (I − Bᵀ L^{-ᵀ} (L + I)⁻¹ B),    B = A P0^{-1/2},    L Lᵀ = I + S,
+
+        since (L + I)⁻¹ L + Lᵀ (L + I)^{-ᵀ} − (L + I)⁻¹ S (L + I)^{-ᵀ} = I.
+        """
+        # PyTorch draws groups of 16 numbers. With whole groups, a draw does not depend on n.
+        shape = (n, -(-self.width // 16) * 16)
+        noise = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+        dtype, device = self._dtype, next(iter(weights.values())).device
+        noise = noise[None, :, : self.width].to(device, dtype)
+        with torch.enable_grad():
+            rows = {
+                name: noise.new_zeros(1, n, *(weights[name].shape or (1,))).requires_grad_()
+                for block in self.blocks
+                for name in block.names
+            }
+            roots = dict(self._roots((block, rows) for block in self.blocks))
+            total = (roots[1] * noise).sum()
+            if (explained := self.explained) is not None:
+                parts = noise.split([_width(block) for block in self.blocks], 2)
+                products: Tensor | None = None
+                for block, part in zip(self.blocks, parts, strict=True):
+                    if isinstance(block, Diagonal):
+                        products = _sum(products, explained.products(block, part))
+                assert products is not None
+                eye = torch.eye(len(explained.factor), dtype=dtype, device=device)
+                inner = explained.root(products, n, explained.factor + eye)
+                total = total - (roots[-1] * inner).sum()
+            drawn = torch.autograd.grad(total, list(rows.values()))
+        return {
+            name: draw.reshape(n, *weights[name].shape)
+            for name, draw in zip(rows, drawn, strict=True)
+        }
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -376,10 +467,20 @@ def _rows(
     generic_rows = linearization.rows(vectors, others) if others else {}
     for block in blocks:
         closed_names = [name for name in block.names if name not in generic_rows]
-        yield (
-            block,
-            generic_rows | (linearization.rows(vectors, closed_names) if closed_names else {}),
-        )
+        rows = generic_rows | (linearization.rows(vectors, closed_names) if closed_names else {})
+        # Not flattened, because rows (m, k) of a weight that is a single number gain a dimension.
+        yield block, {name: rows[name].reshape(*vectors.shape[:2], -1) for name in block.names}
+
+
+def _unit_vectors(
+    f: Float[Tensor, "m C"],
+) -> Iterator[tuple[slice | Tensor, Float[Tensor, "m k C"]]]:
+    """Yield columns and unit vectors of the outputs, ``ROWS_AT_ONCE`` outputs at a time."""
+    if f.shape[1] <= ROWS_AT_ONCE:
+        yield slice(None), one_hot(f, None)
+        return
+    for columns in torch.arange(f.shape[1], device=f.device).split(ROWS_AT_ONCE):
+        yield columns, one_hot(f, columns.expand(len(f), -1))
 
 
 def _width(block: Block) -> int:

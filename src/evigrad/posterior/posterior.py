@@ -3,8 +3,7 @@
 import copy
 import time
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -16,12 +15,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from evigrad.blocks.anchors import Anchoring, AnchorSelection
-from evigrad.blocks.sources import as_source, without_arrays
+from evigrad.blocks.sources import as_source
 from evigrad.core.algorithm import run_pass
-from evigrad.core.block import Block
 from evigrad.core.curvature.base import ROWS_AT_ONCE
 from evigrad.core.names import Estimator
-from evigrad.core.types import MicroBatch, Pass
+from evigrad.core.types import Pass
 from evigrad.errors import (
     ConfigurationError,
     EvigradWarning,
@@ -29,23 +27,23 @@ from evigrad.errors import (
     MemoryBudgetError,
     listed,
 )
-from evigrad.inputs import AtPositions, bare_names, noted_calls
+from evigrad.inputs import bare_names, noted_calls
 from evigrad.likelihoods import Likelihood
 from evigrad.likelihoods.weighted import unweighted
-from evigrad.network import model_outputs
+from evigrad.network import Linearization, model_outputs
 from evigrad.network.modes import evaluation_run
 from evigrad.network.network import PROBE_SIZE, InputPlan, Network
 from evigrad.passes.checks import as_generator, check_choice, check_count, check_inputs
 from evigrad.passes.intake import CheckedSource, Data, resolve
 from evigrad.passes.kept import checksums
-from evigrad.passes.memory import GIB, MicroBatches, available_bytes
+from evigrad.passes.memory import GIB, MicroBatches
 from evigrad.passes.parameter_blocks import partition_names
-from evigrad.passes.parameters import held_constant
 from evigrad.passes.problem import Problem
 from evigrad.passes.replicas import ReducedCurvature
-from evigrad.passes.sweep import new_sweep
 from evigrad.posterior.covariances import Covariance, covariance_of
+from evigrad.posterior.joint import JointPredictive, outputs_of
 from evigrad.posterior.predictive import LINKS, Predictive
+from evigrad.posterior.query import Query, constant_beside
 
 # The estimator whose statistic each structure uses.
 STRUCTURES = {
@@ -124,6 +122,7 @@ class Posterior:
         self.structure, self.num_outputs = structure, num_outputs
         self._problem, self._covariance = problem, covariance
         self._seed, self._weights = seed, dict(weights)
+        self._sizes = dict[tuple[int, bool], MicroBatches]()
         self._likelihood: Likelihood = copy.deepcopy(problem.likelihood).requires_grad_(False)
 
     @property
@@ -158,7 +157,8 @@ class Posterior:
                 memory.
 
         Returns:
-            Mean and covariance of the outputs, and predictions of the targets, without a graph.
+            Mean and covariance of the outputs, and predictions of the targets. If inputs require a
+            gradient, all of these have a graph to the inputs, and to nothing else.
 
         Raises:
             ConfigurationError: If the weights have changed, or the link is unknown.
@@ -167,13 +167,45 @@ class Posterior:
         """
         check_choice("link", link, LINKS)
         check_count("num_samples", num_samples)
-        self._check_weights(self._weights)
+        query = self._query(x, correlated=correlated)
+        if correlated and self.num_outputs > ROWS_AT_ONCE:
+            numbers = prod(query.shape) * self.num_outputs**2
+            advice = "Predict fewer examples at once, or pass correlated=False."
+            query.check_memory(numbers, advice)
         seed = self._seed
         if generator is not None:
             seed = int(torch.randint(_SEEDS, (), generator=as_generator(generator), device="cpu"))
-        mean, covariance = self._moments(x, correlated)
+
+        def moments(linearization: Linearization) -> tuple[Tensor, Tensor]:
+            f = linearization.outputs
+            return f, self._covariance.of_outputs(linearization, correlated).to(f)
+
+        mean, covariance = (part.unflatten(0, query.shape) for part in query.results(moments))
         likelihood = unweighted(self._likelihood)
         return Predictive(mean, covariance, likelihood, link, num_samples, seed)
+
+    def joint(self, x: Any, *, batch_dims: int = 0) -> JointPredictive:
+        """Predict the outputs for several inputs jointly, with covariances between the inputs.
+
+        Args:
+            x: Inputs (b..., q, ...), or a tree of these.
+            batch_dims: Number of batch dimensions b. Each batch of q inputs has its own covariance,
+                so time and memory are linear in the number of batches. Default: 0, so all inputs
+                have one covariance.
+
+        Returns:
+            ``mean`` (b..., q, C), ``covariance`` (b..., q, C, q, C), ``noise`` and ``sample`` of
+            the outputs. For classes, these are the logits. Results have a graph to inputs that
+            require a gradient.
+
+        Raises:
+            ConfigurationError: If the weights have changed.
+            InputError: If the inputs do not match the model or ``batch_dims``.
+        """
+        query = self._query(x, batch_dims)
+        query = replace(query, x=query.x.clone())  # callers may change theirs before they read
+        check = partial(self._check_weights, dict(self._weights))
+        return JointPredictive(query, self._covariance, unweighted(self._likelihood), check)
 
     def sample(
         self, x: Any, n: int, generator: torch.Generator | int | None = None
@@ -216,70 +248,83 @@ class Posterior:
         with torch.no_grad():
             return self._covariance.of_vector(vector)
 
-    def _moments(self, x: Any, correlated: bool) -> tuple[Float[Tensor, "m ... C"], Tensor]:
-        """Return outputs (m, ..., C), and covariances (m, ..., C, C) or variances (m, ..., C)."""
-        fresh = torch.Generator().manual_seed(self._seed)
-        problem = replace(self._problem, generator=fresh)
-        with torch.no_grad(), constant_beside(problem):
-            (x,) = without_arrays((x,), problem.dtype)
-            x = check_inputs(x, problem.device)
-            plan = problem.network.plan(x)
-            if plan.num_outputs != self.num_outputs:
-                raise InputError(
-                    f"The inputs must have the shape of the posterior's data. The model has"
-                    f" {plan.num_outputs} outputs for these inputs, but had {self.num_outputs} for"
-                    " the posterior's data."
-                )
-            shape = (len(x), *plan.positions)
-            if plan.positions:
-                assert not isinstance(x, AtPositions)
-                x = AtPositions.every(x, prod(plan.positions))
-            problem = self._with_sizes(problem, plan, len(x), correlated)
-            weights = torch.ones(len(x), dtype=torch.float64, device="cpu")
-            block = Block(torch.arange(len(x), device="cpu"), None, 1.0, weights)
-            sweep = new_sweep(problem, plan, [(x, torch.zeros(len(x), device="cpu"))], block)
+    def sample_weights(
+        self, n: int, generator: torch.Generator | int | None = None
+    ) -> dict[str, Float[Tensor, "n *weight"]]:
+        """Draw weights from N(w*, Σ), for ``torch.func.functional_call``.
 
-            def add(
-                pairs: list[tuple[Tensor, Tensor]], batch: MicroBatch
-            ) -> list[tuple[Tensor, Tensor]]:
-                linearization = sweep.linearize(batch, graph=False)
-                f = linearization.outputs
-                covariance = self._covariance.of_outputs(linearization, correlated)
-                return [*pairs, (f, covariance.to(f))]
+        The posterior is for the linearized network. If you call the network itself with these
+        weights, its outputs differ from ``draw`` and ``joint``.
 
-            moment_pairs = sweep.fold(add, [])
-        mean, covariance = (torch.cat(parts) for parts in zip(*moment_pairs, strict=True))
-        return mean.unflatten(0, shape), covariance.unflatten(0, shape)
+        Args:
+            n: Number of draws.
+            generator: CPU generator or seed. Default: the same seed in every call.
 
-    def _with_sizes(
-        self, problem: Problem, plan: InputPlan, num_data: int, correlated: bool
-    ) -> Problem:
-        """Return the problem with the memory of an example if there are many outputs.
+        Returns:
+            Weights (n, ...) by the names in ``parameters``. With the same seed, they belong to the
+            functions from ``draw`` and ``joint(x).sample``.
 
         Raises:
-            MemoryBudgetError: If the covariances of all inputs do not fit into the free memory.
+            ConfigurationError: If the weights have changed, or ``n`` is not a positive integer.
         """
-        num_outputs, item = self.num_outputs, problem.dtype.itemsize
-        if num_outputs <= ROWS_AT_ONCE:
-            return problem
-        outputs_each = num_outputs if correlated else 1
-        needed = item * num_data * num_outputs * outputs_each
-        free = available_bytes(problem.device)
-        if correlated and free is not None and needed > free:
-            raise MemoryBudgetError(
-                f"The covariances of {num_outputs:,} outputs of {num_data:,} examples need"
-                f" {needed / GIB:.3g} GiB of memory, but only {free / GIB:.3g} GiB is free.",
-                "Predict fewer examples at once, or pass correlated=False.",
+        check_count("n", n)
+        self._check_weights(self._weights)
+        generator = as_generator(self._seed if generator is None else generator)
+        weights = {name: weight.detach() for name, weight in self._problem.weights.items()}
+        parts = list(self._covariance.draws(n, generator, weights))
+        return {
+            name: weight + torch.cat([part[name] for part in parts]).to(weight)
+            for name, weight in weights.items()
+        }
+
+    def draw(self, generator: torch.Generator | int | None = None) -> Callable[..., Tensor]:
+        """Draw one function f(x) + J(x)(w − w*) of the linearized network.
+
+        Args:
+            generator: CPU generator or seed. Default: the same seed in every call.
+
+        Returns:
+            A function of inputs (b..., q, ...) and of ``batch_dims`` (default: 0), as for
+            ``joint``. It returns outputs (b..., q, C), with a graph to inputs that require a
+            gradient. It raises an error if the weights have changed.
+        """
+        generator = as_generator(self._seed if generator is None else generator)
+        covariance = self._covariance
+        (draws,) = covariance.draws(1, generator, self._problem.weights)
+
+        def function(x: Any, batch_dims: int = 0) -> Tensor:
+            return outputs_of(self._query(x, batch_dims), covariance, draws)[0]
+
+        return function
+
+    def _query(self, x: Any, batch_dims: int = 0, correlated: bool = True) -> Query:
+        """Return the checked inputs, with the sizes of their micro-batches."""
+        self._check_weights(self._weights)
+        query = Query.of(self._problem, x, batch_dims, self._seed)
+        if query.plan.num_outputs != self.num_outputs:
+            raise InputError(
+                f"The inputs must have the shape of the posterior's data. The model has"
+                f" {query.plan.num_outputs} outputs for these inputs, but had {self.num_outputs}"
+                " for the posterior's data."
             )
+        return replace(query, problem=self._with_sizes(query.plan, correlated))
+
+    def _with_sizes(self, plan: InputPlan, correlated: bool) -> Problem:
+        """Return the problem with the memory of an example, which has rows of all weights."""
+        problem, num_outputs = self._problem, self.num_outputs
         if isinstance(problem.sizes.asked, int):
             return problem
-        # A part of the rows at a time, and the products J Σ^{1/2} of all rows for covariances.
-        num_weights = sum(weight.numel() for weight in problem.weights.values())
-        numbers = _GRADIENT_COPIES * plan.jacobian.numbers + _ROW_COPIES * num_weights
-        kept = num_outputs * (outputs_each + (num_weights if correlated else 0))
-        of_example = item * (ROWS_AT_ONCE * numbers + kept)
-        sizes = MicroBatches("auto", problem.sizes.budget, example_bytes=of_example)
-        return replace(problem, sizes=sizes)
+        key = (plan.jacobian.numbers, correlated)
+        if key not in self._sizes:
+            # A part of the rows at a time, and the products J Σ^{1/2} of all rows for covariances.
+            num_weights = sum(weight.numel() for weight in problem.weights.values())
+            numbers = _GRADIENT_COPIES * plan.jacobian.numbers + _ROW_COPIES * num_weights
+            kept = num_outputs * (num_outputs + num_weights if correlated else 1)
+            at_once = min(num_outputs, ROWS_AT_ONCE)
+            of_example = problem.dtype.itemsize * (at_once * numbers + kept)
+            sizes = MicroBatches("auto", problem.sizes.budget, example_bytes=of_example)
+            self._sizes[key] = sizes
+        return replace(problem, sizes=self._sizes[key])
 
     # ------------------------------------------------------------ state
 
@@ -560,9 +605,3 @@ def last_layer(problem: Problem, data: object) -> list[str]:
 
 def _is_below(name: str, other: str) -> bool:
     return name != other and (not other or name.startswith(other + "."))
-
-
-def constant_beside(problem: Problem) -> AbstractContextManager[None]:
-    """Return a context in which only the problem's weights get gradients."""
-    weight_ids = {id(weight) for weight in problem.weights.values()}
-    return held_constant(p for p in problem.model.parameters() if id(p) not in weight_ids)

@@ -21,6 +21,7 @@ from evigrad.likelihoods.calls import (
     log_probabilities,
     moments,
     noise_variance,
+    of_outputs,
     sampled_targets,
 )
 from evigrad.likelihoods.positions import is_batch, targets_at
@@ -203,7 +204,7 @@ class Predictive:
             parts.append(target_moments)
             of_logs = self.likelihood.variance_of_logs(covariance)
             largest.append(f.new_zeros(0) if of_logs is None else of_logs.amax(1))
-        self._warn_of_wide_logs(torch.cat(largest))
+        self._warn_of_wide_logs(torch.cat(largest).detach())
         shape = self.outputs.shape[:-1]
         mean, epistemic, noise = (
             torch.cat(p).unflatten(0, shape) for p in zip(*parts, strict=True)
@@ -298,13 +299,14 @@ class Predictive:
         if noise is not None and self.link != "plug-in":
             return self._normal_log_prob(self.likelihood.plain_targets(y), noise)
         if self.link != "monte-carlo":
-            return log_probabilities(self.likelihood, self._one_output(), y, allowed=False).detach()
+            f = self._one_output()
+            return of_outputs(log_probabilities(self.likelihood, f, y, allowed=False), f)
         total, m = self.outputs.new_full((len(self.outputs),), -math.inf), len(self.outputs)
         for f in self._samples(self.num_samples, self.seed):
             repeated = y.repeat(len(f), *[1] * (y.ndim - 1))
-            log_densities = log_probabilities(
-                self.likelihood, f.flatten(0, 1), repeated, allowed=False
-            ).detach()
+            log_densities = of_outputs(
+                log_probabilities(self.likelihood, f.flatten(0, 1), repeated, allowed=False), f
+            )
             total = total.logaddexp(log_densities.unflatten(0, (-1, m)).logsumexp(0))
         return total - math.log(self.num_samples)
 
@@ -364,7 +366,8 @@ class Predictive:
             y: One number, or numbers in the shape of the targets without conditions.
 
         Returns:
-            Probabilities in the shape of the targets, with NaN for targets of NaN.
+            Probabilities in the shape of the targets, with NaN for targets of NaN. Only those of
+            Gaussian noise have a graph.
 
         Raises:
             ConfigurationError: If targets have no order, or a custom likelihood has no ``cdf``.
@@ -483,9 +486,17 @@ class Predictive:
 
     @cached_property
     def _root(self) -> Float[Tensor, "m C C"]:
-        """Return a square root of each covariance, from eigenvalues, because it may be singular."""
-        values, vectors = torch.linalg.eigh(precisely(self.covariance))
-        return vectors * values.clamp(min=0.0).sqrt().unsqueeze(1)
+        """Return the symmetric root of each covariance, which may be singular."""
+        covariance = precisely(self.covariance)
+        values, vectors = torch.linalg.eigh(covariance.detach())
+        roots = values.clamp(min=0.0).sqrt()
+        root = roots.diag_embed()
+        if covariance.requires_grad:
+            # dΛ = dR R + R dR in the eigenbasis. Equal eigenvalues have no unique eigenvectors.
+            change = vectors.mT @ (covariance - covariance.detach()) @ vectors
+            sums = roots.unsqueeze(2) + roots.unsqueeze(1)
+            root = root + change / sums.masked_fill(sums == 0, torch.inf)
+        return vectors @ root @ vectors.mT
 
     def _normal_log_prob(self, y: Tensor, noise: Tensor) -> Tensor:
         """Return log N(y; outputs, covariance + noise) of the targets that are not NaN."""

@@ -1,0 +1,137 @@
+"""Predict the outputs for several inputs jointly, as a Gaussian process."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from evigrad.likelihoods import Likelihood
+from evigrad.likelihoods.calls import noise_variance
+from evigrad.network import Linearization
+from evigrad.passes.checks import as_generator, check_count
+from evigrad.posterior.covariances import Covariance
+from evigrad.posterior.query import Query
+
+
+@dataclass(frozen=True, eq=False)
+class JointPredictive:
+    """The outputs f ~ N(mean, covariance) of q inputs, with covariances between the inputs.
+
+    ``Posterior.joint`` returns this object. The outputs are the values of a Gaussian process, the
+    linearized network f(x) + J(x)(w − w*) with uncertain weights w (A. Immer, M. Korzepa and
+    M. Bauer, 2021, arXiv:2008.08646). For classes, they are logits, and for counts log rates.
+
+    Each batch of q inputs has its own covariance. For outputs (m, …, C), the positions … follow q
+    in all shapes. Results are computed when you read them. They have a graph to inputs that require
+    a gradient, and to nothing else.
+
+    Examples:
+        >>> import torch
+        >>> from evigrad import Evidence
+        >>> from evigrad.likelihoods import Gaussian
+        >>> from evigrad.priors import GaussianPrior
+        >>> x, model = torch.randn(20, 2), torch.nn.Linear(2, 1)
+        >>> evidence = Evidence(
+        ...     model, Gaussian(), GaussianPrior(), estimator="full-N-C", num_data=20
+        ... )
+        >>> posterior = evidence.posterior((x, x.sum(1, keepdim=True)), structure="full")
+        >>> joint = posterior.joint(torch.randn(5, 3, 2), batch_dims=1)
+        >>> joint.mean.shape, joint.covariance.shape, joint.sample(4).shape
+        (torch.Size([5, 3, 1]), torch.Size([5, 3, 1, 3, 1]), torch.Size([4, 5, 3, 1]))
+
+    See also: docs/posterior.md.
+    """
+
+    _query: Query = field(repr=False)
+    _covariance: Covariance = field(repr=False)
+    _likelihood: Likelihood = field(repr=False)
+    _check: Callable[[], None] = field(repr=False)  # raises an error if the weights have changed
+
+    @property
+    def mean(self) -> Float[Tensor, "*b q C"]:
+        """Return the outputs of the trained network."""
+        return self._moments[0]
+
+    @property
+    def covariance(self) -> Float[Tensor, "*b q C q C"]:
+        """Return the covariance of all outputs of a batch due to uncertain weights (epistemic).
+
+        Raises:
+            ConfigurationError: If the weights have changed.
+            MemoryBudgetError: If the covariance does not fit into the free memory.
+        """
+        return self._moments[1]
+
+    @cached_property
+    def noise(self) -> Float[Tensor, "*b q C"] | None:
+        """Return the noise variance of each target, whose noise is independent of all others.
+
+        The result is None if targets are not outputs plus normal noise, such as classes.
+        """
+        noise = noise_variance(self._likelihood, self.mean.flatten(0, -2))
+        return None if noise is None else noise.view(self.mean.shape)
+
+    def sample(
+        self, n: int, generator: torch.Generator | int | None = None
+    ) -> Float[Tensor, "n *b q C"]:
+        """Draw functions, and evaluate them at the inputs without computing the covariance.
+
+        Args:
+            n: Number of functions. Each function is the same in all batches.
+            generator: CPU generator or seed. A seed gives the same functions for all inputs.
+                Default: the same seed in every call.
+
+        Returns:
+            Outputs (n, b..., q, C), without the noise of the targets.
+
+        Raises:
+            ConfigurationError: If ``n`` is not a positive integer, or the weights have changed.
+        """
+        check_count("n", n)
+        self._check()
+        generator = as_generator(self._query.seed if generator is None else generator)
+        draws = self._covariance.draws(n, generator, self._query.problem.weights)
+        return torch.cat([outputs_of(self._query, self._covariance, part) for part in draws])
+
+    @cached_property
+    def _moments(self) -> tuple[Tensor, Tensor]:
+        query, shape = self._query, (*self._query.shape, self._query.plan.num_outputs)
+        size = prod(query.shape[query.batch_dims :])
+        rows = size * shape[-1]
+        before: dict[int, Tensor] = {}  # roots of a batch that is not complete
+
+        def moments(linearization: Linearization) -> tuple[Tensor, Tensor]:
+            nonlocal before
+            f, roots = linearization.outputs, self._covariance.roots(linearization)
+            if before:
+                roots = {sign: torch.cat([before[sign], root]) for sign, root in roots.items()}
+            stop, total = len(roots[1]) // size * size, f.new_zeros(())
+            for sign, root in roots.items():
+                whole = root[:stop].reshape(-1, rows, root.shape[2])
+                total = total + sign * (whole @ whole.mT)
+            before = {sign: root[stop:].clone() for sign, root in roots.items()}
+            return f, total.to(f)
+
+        self._check()
+        advice = "Use batch_dims, or sample functions with sample(n), which needs no covariance."
+        query.check_memory(rows * (prod(shape) // rows * rows + self._covariance.width), advice)
+        with torch.set_grad_enabled(query.differentiable):
+            mean, covariance = query.results(moments)
+            return mean.view(shape), covariance.view(*shape, *shape[query.batch_dims :])
+
+
+def outputs_of(
+    query: Query, covariance: Covariance, draws: Mapping[str, Float[Tensor, "n *parameter"]]
+) -> Float[Tensor, "n *b q C"]:
+    """Return the outputs f + J (w − w*) for n draws of w − w*."""
+
+    def outputs(linearization: Linearization) -> tuple[Tensor]:
+        f = linearization.outputs
+        return (f.unsqueeze(1) + covariance.changes(linearization, draws).to(f),)
+
+    (result,) = query.results(outputs)
+    return result.movedim(1, 0).unflatten(1, query.shape)
