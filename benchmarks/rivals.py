@@ -25,7 +25,7 @@ Classification: scikit-learn's ``digits`` (a random 80/20 split per seed, digits
   epochs, 10 steps every 5 epochs.
 * ``kfac-400-1``: ``fit`` with the paper's estimator. ``default``: ``fit`` with its defaults.
   ``choice``: ``fit(validation_fraction=0.5)``, for which one half of the data chooses the weight of
-  the log-determinant in short trials. The last training uses all data.
+  the log-determinant. The last training uses all data.
 
 Regression: UCI data sets with one split per seed and two hidden layers of 50. Features and target
 are standardized, and log likelihoods refer to the standardized target:
@@ -160,7 +160,7 @@ COLORS = {
     **{"grid": GREEN, "grid-5fold": GREEN, "tpe-12": YELLOW, "tpe-36": YELLOW},
     **{"temperature": SKY, "diag-ef": SKY, "early stopping": BROWN, "ensemble-3": PINK},
     **{"laplace-torch": PURPLE, "kfac-400-1": ORANGE, "default-2": ORANGE, "default": INK},
-    **{"choice": RED, "choice-2": RED},
+    **{"choice": RED, "choice-2": RED, "last layer, choice": RED},
 }
 
 Pair = tuple[Tensor, Tensor]

@@ -16,8 +16,9 @@ how they choose the two decays:
   last layer, or one per tensor. It uses its default estimator with one block per round
   (``Schedule(prior_blocks=1)``) and no held-out data. ``choice-2``, ``choice``: the same with
   ``validation_fraction=0.5``, for which one half of the data chooses the weight of the
-  log-determinant in short trials. The last training uses all data. ``…, posterior``: the same
+  log-determinant. The last training uses all data. ``…, posterior``: the same
   network with predictions of the posterior of its last layer (``structure="last-layer"``).
+* ``last layer, choice``: ``fit(validation_fraction=0.5)`` with a fixed backbone.
 * ``diag-ef``: two precisions from the evidence with a diagonal empirical Fisher of all data.
 
 ``seconds`` are the process time of a method without pretraining. ``trace`` has these seconds after
@@ -64,6 +65,7 @@ from evigrad.data import DataSet, load
 from evigrad.data.dataset import stratified_split
 from evigrad.models import make_model
 from evigrad.priors import GaussianPrior
+from evigrad.training.plan import planned
 
 SIZES = (100, 1000)
 SUBSETS = range(5)
@@ -78,6 +80,7 @@ BACKBONE = ("conv1", "bias1", "stages", "bias2")
 GROUPS = {"backbone": BACKBONE, "head": ("output",)}
 MEAN = dict.fromkeys(BACKBONE, "initial")
 CHOICE = {"validation_fraction": HELD_OUT_SHARE}
+FIXED_BACKBONE = CHOICE | {"frozen": True}
 METRICS = ("log_likelihood", "accuracy")
 FIGURE = "images/transfer.png"
 COLUMNS = ("row", "seed", *METRICS, "seconds", "trial_seconds", "decay", "weight", "trace")
@@ -188,12 +191,15 @@ def run_fisher(task: Transfer) -> Result:
     return run_once(task, prior=learned_prior(GROUPS), estimator="diag-N-1-ef")
 
 
-def run_learned(task: Transfer, structure: Any, **options: Any) -> list[Result]:
+def run_learned(
+    task: Transfer, structure: Any, frozen: bool = False, **options: Any
+) -> list[Result]:
     """Return learned precisions by ``fit``, with MAP and posterior predictions."""
-    assert task.schedule is not None
-    schedule = replace(task.schedule, prior_blocks=1)
+    task = replace(task, frozen=frozen)
+    schedule = replace(planned(task.schedule), prior_blocks=1)
+    prior = GaussianPrior(structure) if frozen else learned_prior(structure)
     with Clock() as clock:
-        fitted = train(task, prior=learned_prior(structure), schedule=schedule, **options)
+        fitted = train(task, prior=prior, schedule=schedule, **options)
     columns = judged(task, fitted) | {"seconds": clock.seconds} | learned(fitted)
     x, y = task.data.test
     assert fitted.evidence is not None
@@ -223,6 +229,8 @@ WAYS: dict[str, Callable[[Transfer], Any]] = {
     f"choice-2{BY_POSTERIOR}": two,
     "choice": (layerwise := partial(run_learned, structure="layerwise", **CHOICE)),
     f"choice{BY_POSTERIOR}": layerwise,
+    "last layer, choice": (fixed := partial(run_learned, structure="layerwise", **FIXED_BACKBONE)),
+    f"last layer, choice{BY_POSTERIOR}": fixed,
 }
 
 
@@ -244,6 +252,8 @@ LABELS = dict(
             "evigrad, 2 precisions, chosen weight, posterior",
             "evigrad, chosen weight",
             "evigrad, chosen weight, posterior",
+            "evigrad, chosen weight, last layer only",
+            "evigrad, chosen weight, last layer only, posterior",
         ),
         strict=True,
     )

@@ -122,7 +122,7 @@ class EvidenceEstimator(BaseEstimator):
             ``evigrad.Optimization``.
         validation_fraction: Share of the training rows, such as 0.5, that choose the weight of the
             log-determinant, which scales all learned precisions. Afterwards, the network trains on
-            all rows. This takes about twice as long. See ``evigrad.fit``. Default: None, weight 1.
+            all rows. This takes about four times as long. See ``evigrad.fit``. Default: weight 1.
         settings: Other settings of ``evigrad.fit`` and its groups by name, such as
             ``{"burn_in": 20, "temperature": 0.5}``.
         handle_unknown: How to treat categories that did not occur in training: ``"error"`` raises

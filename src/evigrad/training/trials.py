@@ -1,7 +1,8 @@
 """Trials that choose the weight of the log-determinant (see ``weight_choice``).
 
-Each trial trains the network on a part of the data with one start and fewer epochs, and predicts
-held-out data.
+Each trial trains the network on a part of the data from one start, and predicts held-out data. It
+has as many epochs and rounds as the training that follows. With half of the epochs or rounds, the
+trials of one of three sets chose weights that are too large (benchmarks/README.md).
 """
 
 import copy
@@ -32,8 +33,6 @@ from evigrad.training.settings import Settings
 from evigrad.training.trainer import Trainer
 from evigrad.training.weight_choice import Predictions, WeightChoice, search
 
-# Length of a trial relative to the training that follows.
-SHARE = 1 / 2
 # Value of ``validation`` for which each part of the data is predicted before it is learned.
 PREQUENTIAL = "prequential"
 Part = tuple[RunData, RunData]  # data to train on, and data to predict
@@ -124,7 +123,7 @@ def choose_weight(
         if progress:
             print(
                 f"evigrad: weight {weight:g} of the log-determinant: held-out log likelihood"
-                f" {predictions.mean:.4g} nats per example in a short trial",
+                f" {predictions.mean:.4g} nats per example",
                 file=sys.stderr,
                 flush=True,
             )
@@ -194,7 +193,7 @@ def _subset(data: RunData, settings: Settings, positions: Tensor) -> RunData:
 
 
 def _trial_settings(settings: Settings, weight: float, num_data: int) -> Settings:
-    """Return the settings of a trial: fewer epochs, one start, and no evaluations.
+    """Return the settings of a trial: one start, one cycle, and no evaluations.
 
     ``settings`` are complete (see ``plan``). Blocks with more than ``num_data`` examples become
     blocks of all examples.
@@ -204,10 +203,6 @@ def _trial_settings(settings: Settings, weight: float, num_data: int) -> Setting
     if estimator.subset is not None and not estimator.rows and estimator.subset > num_data:
         estimator = replace(estimator, subset=None)
 
-    def shorter(epochs: int | None) -> int:
-        return max(1, round(SHARE * planned(epochs)))
-
-    hyper_every = None if schedule.hyper_every is None else shorter(schedule.hyper_every)
     if optimization.prior_update == "fixed_point":
         optimization = replace(optimization, start_decay=optimization.start_decays[0])
     return replace(
@@ -219,11 +214,7 @@ def _trial_settings(settings: Settings, weight: float, num_data: int) -> Setting
         laplace=replace(settings.laplace, log_det_weight=weight),
         schedule=replace(
             schedule,
-            epochs=shorter(schedule.epochs),
             max_epochs=None,
-            burn_in=round(SHARE * planned(schedule.burn_in)),
-            every=shorter(schedule.every),
-            hyper_every=hyper_every,
             eval_every=0,
             bracket_every=0,
         ),
