@@ -376,7 +376,7 @@ def test_quantiles_of_targets_in_their_own_units(likelihood: str, y: np.ndarray)
         mean, std = regressor.predict(X, return_std=True)
         np.testing.assert_allclose(values[:, 2], mean + 1.6448536269514722 * std)
     with pytest.raises(ConfigurationError, match="return_std must be False with quantiles"):
-        regressor.predict(X, True, quantiles=0.5)
+        regressor.predict(X, True, quantiles=0.5)  # pyright: ignore[reportCallIssue, reportArgumentType]
     with pytest.raises(InputError, match="q must be a probability between 0 and 1"):
         regressor.predict(X, quantiles=[0.1, 95.0])
 
@@ -400,9 +400,8 @@ def test_quantiles_of_several_targets() -> None:
     ],  # fmt: skip
 )
 def test_quantiles_commute_with_a_transformed_target_regressor(transformer: Any) -> None:
-    model = TransformedTargetRegressor(EvidenceRegressor(**SHORT), transformer=transformer)
-    model.fit(X, PRICES)
-    inner = model.regressor_
+    model: Any = TransformedTargetRegressor(EvidenceRegressor(**SHORT), transformer=transformer)
+    inner = model.fit(X, PRICES).regressor_
     for q in (0.05, 0.5, 0.95):
         at = inner.predict(X, quantiles=q)
         expected = model.transformer_.inverse_transform(at[:, None])[:, 0]
