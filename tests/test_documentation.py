@@ -104,7 +104,7 @@ def test_the_blocks_on_choosing_run(capsys: pytest.CaptureFixture[str]) -> None:
     short = "schedule=evigrad.Schedule(epochs=6, burn_in=1, every=1, steps=1)"
     fraction = "validation_fraction=0.5"
     names = run_blocks("docs/choosing.md", {fraction: f"{fraction}, {short}, progress=False"})
-    assert names["result"].weight_choice.num_held_out == 718
+    assert names["result"].weight_choice.num_held_out == 719
     bracket = names["bracket"]
     assert bracket.lower < names["exact"] < bracket.upper
     assert "gram" in capsys.readouterr().out
