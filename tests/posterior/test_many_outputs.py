@@ -14,7 +14,7 @@ from evigrad.core.curvature import BlockDiagonal, Diagonal
 from evigrad.core.curvature.kfac import Kfac
 from evigrad.errors import MemoryBudgetError
 from evigrad.likelihoods import Bernoulli, Categorical, Gaussian, Joint, Likelihood, Poisson
-from evigrad.posterior import STRUCTURES, covariances, predictive
+from evigrad.posterior import STRUCTURES, covariances, predictive, query
 from evigrad.posterior import posterior as of_posterior
 from evigrad.priors import GaussianPrior
 
@@ -230,7 +230,7 @@ def test_a_prediction_takes_at_most_the_memory_budget(structure, correlated):
 def test_covariances_that_do_not_fit_name_the_variances(monkeypatch):
     evidence, x = denoiser(8, 4, "diag")
     posterior = evidence.posterior((x, x.flatten(1)), structure="diag")
-    monkeypatch.setattr(of_posterior, "available_bytes", lambda device: 2**20)
+    monkeypatch.setattr(query, "available_bytes", lambda device: 2**20)
     with pytest.raises(MemoryBudgetError, match="correlated=False"):
         posterior(x)
     assert posterior(x, correlated=False).std.shape == (24, 192)

@@ -366,8 +366,8 @@ class Predictive:
             y: One number, or numbers in the shape of the targets without conditions.
 
         Returns:
-            Probabilities in the shape of the targets, with NaN for targets of NaN. Only those of
-            Gaussian noise have a graph.
+            Probabilities in the shape of the targets, with NaN for targets of NaN. They have a
+            graph only if the noise is Gaussian.
 
         Raises:
             ConfigurationError: If targets have no order, or a custom likelihood has no ``cdf``.

@@ -1,8 +1,8 @@
 """Trials that choose the weight of the log-determinant (see ``weight_choice``).
 
-Each trial trains the network on a part of the data from one start, and predicts held-out data. It
-has as many epochs and rounds as the training that follows. With half of the epochs or rounds, the
-trials of one of three sets chose weights that are too large (benchmarks/README.md).
+Each trial trains the network on a part of the data from one start, and predicts held-out data. The
+schedule does not differ from the final training. With half of the epochs or rounds, the trials of
+one of three sets chose weights that are too large (benchmarks/README.md).
 """
 
 import copy

@@ -4,7 +4,7 @@ The log evidence sets the ratios of precisions well, but not always their level 
 The weight c moves the level of all precisions, so one number remains to choose. A trial trains the
 network with one weight, and predicts held-out data. The log likelihood of these predictions has a
 single maximum in log c. The search starts at c = 1 and goes uphill in steps of a factor of four.
-Around the best weight, it goes on with steps of a factor of two. It ends at the vertex of the
+Around the best weight, it continues in steps of a factor of two. It ends at the vertex of the
 parabola through the best trial and its two neighbors.
 
 All trials predict the same examples, so their differences have small standard errors. If the
