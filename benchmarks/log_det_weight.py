@@ -3,8 +3,7 @@
 A network trains on a part of the data with several weights, for a share of the epochs. It predicts
 the rest of the data and the test set. With the fraction 0, it trains on all data.
 
-The vertex is that of the parabola through the best weight and its neighbors, as in
-``evigrad.training.weight_choice``.
+Without ``--weights``, the search of ``evigrad.training.weight_choice`` chooses the weights.
 
     python benchmarks/log_det_weight.py mnist --data-dir DIR --fraction 0.5 --share 0.5 1
     python benchmarks/log_det_weight.py cifar10 --data-dir DIR --fraction 0 --weights 1 2 3 4

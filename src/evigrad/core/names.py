@@ -216,6 +216,10 @@ class Estimator:
         """Whether nothing is drawn, because all examples and outputs form one block."""
         return self.subset is None and self.outputs is None
 
+    def exceeds(self, num_data: int) -> bool:
+        """Return whether the name sets blocks of more examples than the data have."""
+        return self.subset is not None and not self.rows and self.subset > num_data
+
     @property
     def family(self) -> tuple[str, str]:
         """The name with a placeholder for the size, and the size, such as ``("ntk-m-1", "50")``.

@@ -56,7 +56,7 @@ class Partition:
                 f" {num_data} examples and {num_outputs} outputs."
             )
         total = num_data * num_outputs if spec.rows else num_data
-        if spec.subset is not None and spec.subset > total and not spec.rows:
+        if spec.exceeds(total):
             raise InputError(
                 f"'{spec}' needs blocks of {spec.subset} examples, but there are only {total}. "
                 "Lower SUBSET, or use N for all examples."

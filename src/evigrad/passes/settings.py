@@ -197,7 +197,7 @@ def check_model(
 ) -> None:
     """Raise an error for settings that are invalid or do not match the estimator."""
     check_count("num_data", num_data)
-    if estimator.subset is not None and not estimator.rows and estimator.subset > num_data:
+    if estimator.exceeds(num_data):
         of_all = estimator.name.replace(f"-{estimator.subset}-", "-N-", 1)
         raise ConfigurationError(
             f"{estimator.name} uses subsets of {estimator.subset} examples, but num_data is"

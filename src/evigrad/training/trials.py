@@ -200,9 +200,8 @@ def _trial_settings(settings: Settings, weight: float, num_data: int) -> Setting
     """
     schedule, optimization = settings.schedule, settings.optimization
     estimator = Estimator.parse(planned(settings.estimator))
-    if estimator.subset is not None and not estimator.rows and estimator.subset > num_data:
+    if estimator.exceeds(num_data):
         estimator = replace(estimator, subset=None)
-
     if optimization.prior_update == "fixed_point":
         optimization = replace(optimization, start_decay=optimization.start_decays[0])
     return replace(
