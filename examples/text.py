@@ -159,8 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
             train,
             test=test,
             estimator=None if name == FIXED else ESTIMATOR if name == CHOSEN else name,
-            # Lines of the last module choose, in trials without it.
-            validation=modules == len(TRAIN) - 1 if name == CHOSEN else None,
+            # Lines of two modules choose, in trials without them.
+            validation=modules >= len(TRAIN) - 2 if name == CHOSEN else None,
             seed=options.seed,
             schedule=Schedule(epochs=options.epochs, batch_size=50, eval_every=3),
             progress=False,

@@ -3,13 +3,14 @@
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -22,7 +23,7 @@ from evigrad.training import trials
 from evigrad.training.data import RunData
 from evigrad.training.fit import prepare_evidence
 from evigrad.training.trainer import Trainer
-from evigrad.training.weight_choice import FACTOR, FARTHEST, Predictions, search
+from evigrad.training.weight_choice import CLEAR, FACTOR, STEPS, Predictions, search
 
 SCHEDULE = Schedule(epochs=9, burn_in=1, every=2, steps=2, eval_every=0)
 
@@ -31,70 +32,145 @@ def log_steps(weight: float) -> float:
     return math.log(weight) / math.log(FACTOR)
 
 
-def parabola(best: float, noise: float = 0.0, count: int = 50) -> Callable[[float], Predictions]:
-    """Predictions whose mean falls with the squared distance from the best number of steps."""
+class Recorded:
+    """Trials whose log likelihoods are functions of the number of steps.
+
+    Args:
+        end: Log likelihoods of the examples at the end.
+        halfway: Log likelihoods halfway, or None if they are not known.
+        bad: Steps for which training diverges.
+    """
+
+    def __init__(
+        self,
+        end: Callable[[float], Tensor],
+        halfway: Callable[[float], Tensor] | None = None,
+        bad: tuple[int, ...] = (),
+    ) -> None:
+        self._end, self._halfway = end, halfway
+        self._bad = [FACTOR**step for step in bad]
+        self.ended: list[float] = []
+
+    def halfway(self, weight: float) -> Predictions | None:
+        if self._halfway is None or weight in self._bad:
+            return None
+        return predictions(self._halfway(log_steps(weight)))
+
+    def end(self, weight: float) -> Predictions | None:
+        self.ended.append(log_steps(weight))
+        return None if weight in self._bad else predictions(self._end(log_steps(weight)))
+
+
+def predictions(values: Tensor) -> Predictions:
+    return Predictions(values, torch.ones_like(values))
+
+
+def parabola(best: float, noise: float = 0.0, count: int = 50) -> Callable[[float], Tensor]:
+    """Log likelihoods whose mean falls with the squared distance from the best step."""
     draws = torch.randn(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    draws -= draws.mean()
-
-    def predict(weight: float) -> Predictions:
-        step = log_steps(weight)
-        values = -0.1 * (step - best) ** 2 + noise * step * draws
-        return Predictions(values.expand(count).clone(), torch.ones(count, dtype=torch.float64))
-
-    return predict
+    draws = (draws - draws.mean()) / draws.std()
+    return lambda step: -0.1 * (step - best) ** 2 + noise * step * draws
 
 
 # ------------------------------------------------------------------ the search
 
 
-@given(best=st.floats(-FARTHEST + 1.1, FARTHEST - 1.1))
+@given(best=st.floats(-STEPS[-1], STEPS[-1]))
 def test_the_vertex_of_a_parabola_is_found(best: float) -> None:
-    choice = search(parabola(best))
+    trials = Recorded(parabola(best))
+    choice = search(trials)
     assert log_steps(choice.weight) == pytest.approx(best, abs=1e-6)
     assert choice.gain == pytest.approx(0.1 * best**2, abs=1e-9)
-    # Steps of a factor of four to the best trial and its neighbors, and two of a factor of two.
-    assert len(choice.trials) <= abs(round(best / 2)) + 5
+    assert len(trials.ended) == len(set(trials.ended)) == len(choice.trials) <= 5
 
 
-@given(best=st.floats(-FARTHEST + 1.1, FARTHEST - 1.1), slope=st.floats(0.1, 10.0))
+@given(best=st.floats(-STEPS[-1], STEPS[-1]), slope=st.floats(0.1, 10.0))
 def test_a_steep_side_does_not_move_the_choice_far(best: float, slope: float) -> None:
-    """The choice lies within a step of a maximum with two different slopes."""
+    """The choice lies within the trials around a maximum with two different slopes."""
 
-    def predict(weight: float) -> Predictions:
-        distance = log_steps(weight) - best
+    def end(step: float) -> Tensor:
+        distance = step - best
         value = -distance if distance > 0 else slope * distance
-        return Predictions(torch.full((5,), value), torch.ones(5))
+        return torch.full((5,), value, dtype=torch.float64)
 
-    assert log_steps(search(predict).weight) == pytest.approx(best, abs=1.0)
+    assert log_steps(search(Recorded(end)).weight) == pytest.approx(best, abs=3.0)
 
 
-def test_the_search_ends_at_the_largest_weight() -> None:
-    choice = search(parabola(10.0))
-    assert choice.weight == FACTOR**FARTHEST == max(choice.trials)
+@pytest.mark.parametrize("best", [-30.0, 30.0])
+def test_the_search_ends_at_the_farthest_weight(best: float) -> None:
+    choice = search(Recorded(parabola(best)))
+    assert log_steps(choice.weight) == math.copysign(STEPS[-1], best)
+
+
+def test_no_trial_follows_a_maximum_that_is_behind() -> None:
+    """The parabola through the last three trials shows it."""
+    choice = search(Recorded(parabola(2.5)))
+    assert [log_steps(weight) for weight in choice.trials] == [0, 1, 3]
 
 
 def test_data_that_cannot_tell_keep_the_weight() -> None:
-    choice = search(parabola(0.4, noise=1.0))
+    choice = search(Recorded(parabola(0.4, noise=2.0)))
     assert choice.weight == 1 and 0 < choice.gain < choice.error
     assert str(choice).startswith("The held-out data do not call for another weight")
 
 
+def test_a_maximum_that_is_known_well_needs_no_gain() -> None:
+    """Its standard error is a quarter of a step, and its gain is below the gain's error."""
+    choice = search(Recorded(parabola(0.2, noise=0.05 * 50**0.5)))
+    assert 0 < choice.gain < choice.error
+    assert log_steps(choice.weight) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(("error", "is_decided"), [(0.95, True), (1.05, False)])
+def test_the_error_of_a_vertex(error: float, is_decided: bool) -> None:
+    """It is the error of the slope over the change of the slope: noise / √count / 0.2 here."""
+    choice = search(Recorded(parabola(0.1, noise=0.2 * error * 50**0.5)))
+    assert choice.gain < choice.error
+    assert (choice.weight != 1) == is_decided
+
+
 def test_the_gain_has_a_paired_error() -> None:
-    predict = parabola(1.2, noise=0.3)
-    choice = search(predict)
-    place = log_steps(choice.weight)
-    expected = predict(choice.weight).sums - predict(1.0).sums
+    end = parabola(1.2, noise=0.3)
+    choice = search(Recorded(end))
+    expected = end(log_steps(choice.weight)) - end(0)
     assert choice.gain == pytest.approx(float(expected.mean()), abs=1e-9)
     assert choice.error == pytest.approx(float(expected.std()) / 50**0.5, rel=1e-6)
-    assert place == pytest.approx(1.2, abs=1e-6)
+    assert log_steps(choice.weight) == pytest.approx(1.2, abs=1e-6)
 
 
-@pytest.mark.parametrize(("bad", "expected"), [(1, 2.0), (2, 1.0), (3, 2.0), (4, 1.8)])
-def test_trials_that_diverged_are_the_worst(bad: int, expected: float) -> None:
-    predict = parabola(1.8)
-    choice = search(lambda weight: None if weight == FACTOR**bad else predict(weight))
+@pytest.mark.parametrize(
+    ("best", "bad", "expected"), [(1.8, 3, 1.0), (-1.2, 1, -1.2), (-3.9, -6, -3.0), (0.0, 1, 0.0)]
+)
+def test_trials_that_diverged_are_the_worst(best: float, bad: int, expected: float) -> None:
+    choice = search(Recorded(parabola(best), bad=(bad,)))
     assert choice.trials[FACTOR**bad] == -math.inf
-    assert log_steps(choice.weight) == pytest.approx(expected)
+    assert log_steps(choice.weight) == pytest.approx(expected, abs=1e-6)
+
+
+@given(best=st.floats(-STEPS[-1], STEPS[-1]))
+def test_trials_that_differ_clearly_halfway_stop(best: float) -> None:
+    """Only the best trial and its neighbors are trained to the end."""
+    assume(best % 0.5 > 1e-3)  # two trials are equal
+    end = parabola(best)
+    trials = Recorded(end, lambda step: end(step) - 1)
+    choice = search(trials)
+    assert log_steps(choice.weight) == pytest.approx(best, abs=1e-6)
+    assert choice.trials == pytest.approx(search(Recorded(end)).trials)
+    steps = [log_steps(weight) for weight in choice.trials]
+    nearest = min(steps, key=lambda step: -float(end(step).mean()))
+    neighbors = {steps.index(nearest) + offset for offset in (-1, 0, 1)}
+    ended = {steps.index(step) for step in trials.ended}
+    assert ended <= neighbors
+
+
+def test_unclear_differences_halfway_do_not_count() -> None:
+    """Halfway, the wrong side is ahead by less than three standard errors."""
+    draws = parabola(0.0, 1.0)(1.0) + 0.1  # mean 0, standard deviation 1
+    end = parabola(1.2)
+    for errors, expected in ((CLEAR - 0.1, 1.2), (CLEAR + 0.1, -3.0)):
+        halfway = lambda step, errors=errors: step * (draws - errors / 50**0.5)  # noqa: E731
+        choice = search(Recorded(end, halfway))
+        assert (log_steps(choice.weight) > 0) == (expected > 0)
 
 
 def test_targets_of_one_example_count_as_one() -> None:
@@ -139,7 +215,7 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
 def test_training_with_a_chosen_weight_is_training_with_that_weight(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("evigrad.training.weight_choice._DECISIVE", -math.inf)
+    monkeypatch.setattr(Predictions, "standard_error", lambda _: 0.0)
     train: Any = data()
     if kind == "items":
         train = [(x, int(y)) for x, y in zip(*train, strict=True)]
@@ -166,16 +242,18 @@ def test_prequential_trials_predict_what_they_have_not_learned(
         learned.append(self.data.fetch(torch.arange(len(self.data)))[0])
         return run(self, *args, **options)
 
-    def log_probabilities(model: nn.Module, likelihood: Any, held_out: RunData) -> Any:
+    def log_probabilities(
+        model: nn.Module, likelihood: Any, held_out: RunData, densities: None
+    ) -> Any:
         predicted.append(held_out.fetch(torch.arange(len(held_out)))[0])
-        return log_probabilities_of(model, likelihood, held_out)
+        return log_probabilities_of(model, likelihood, held_out, densities)
 
     run = Trainer.train
     monkeypatch.setattr(Trainer, "train", train)
     monkeypatch.setitem(vars(trials), "log_probabilities_of", log_probabilities)
     choice = fit(network(), validation="prequential").weight_choice
     assert choice is not None and choice.num_held_out == 45
-    assert len(learned) == len(predicted) + 1 == 2 * len(choice.trials) + 1
+    assert len(learned) == len(predicted) + 1  # two parts halfway, and two to the end
 
     def rows(*parts: Tensor) -> set[tuple[float, ...]]:
         return {tuple(row) for part in parts for row in part.tolist()}
@@ -208,7 +286,49 @@ def test_the_data_of_the_training_are_prepared_once(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(vars(sys.modules[evigrad.fit.__module__]), "prepare_evidence", counting)
     choice = fit(network(), validation_fraction=0.25).weight_choice
     assert choice is not None
-    assert counts == [60] + [45] * len(choice.trials)
+    assert counts == [60] + [45] * (len(counts) - 1)
+    # Each trial trains to the middle, and from there to the end.
+    assert len(counts) <= 2 * len(choice.trials) + 1
+
+
+def test_trials_are_trainings_on_the_other_data() -> None:
+    """They share the burn-in and pause halfway, and neither changes a result."""
+    x, y = data()
+    choice = fit(network(), (x, y), validation=torch.arange(20)).weight_choice
+    assert choice is not None
+    schedule = replace(SCHEDULE, prior_blocks=1)
+    for weight, value in choice.trials.items():
+        laplace = Laplace(log_det_weight=weight)
+        train = (x[20:], y[20:])
+        model = evigrad.fit(
+            network(), train, laplace=laplace, schedule=schedule, progress=False
+        ).model
+        log_probabilities, _ = log_probabilities_of(model, Categorical(), (x[:20], y[:20]))
+        assert value == float(log_probabilities.sum() / 20)
+
+
+def test_the_posterior_predicts_if_noise_is_learned() -> None:
+    x, _ = data()
+    y = x[:, :1] + 0.3 * torch.randn(60, 1, generator=torch.Generator().manual_seed(1))
+
+    def line() -> nn.Linear:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return nn.Linear(3, 1)
+
+    choice = fit(line(), (x, y), likelihood="gaussian", validation=torch.arange(20)).weight_choice
+    assert choice is not None
+    result = evigrad.fit(
+        line(),
+        (x[20:], y[20:]),
+        likelihood="gaussian",
+        schedule=replace(SCHEDULE, prior_blocks=1),
+        optimization=evigrad.Optimization(start_decay=1e-2),
+        progress=False,
+    )
+    posterior = result.evidence.posterior((x[20:], y[20:]))
+    expected = posterior(x[:20]).log_prob(y[:20]).double().mean()
+    assert choice.trials[1.0] == pytest.approx(float(expected), abs=1e-9)
 
 
 def test_an_interrupted_choice_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +406,7 @@ def test_choices_that_cannot_be_made() -> None:
 
 
 def test_log_probabilities_by_example() -> None:
-    """With positions, some of which have no target, and in several parts."""
+    """With positions, some of which have no target, and by the posterior."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = nn.Linear(3, 4)
@@ -298,3 +418,9 @@ def test_log_probabilities_by_example() -> None:
     log_prob = model(x).log_softmax(-1).gather(2, y.clamp(min=0)[..., None])[..., 0]
     torch.testing.assert_close(sums, (log_prob * (y >= 0)).sum(1).double().detach())
     assert counts.tolist() == [5, 5, 0, 5, 5, 5, 5, 3, 5, 5, 5]
+    densities = torch.where(y >= 0, log_prob, math.nan)
+    starts = iter([0])
+    by_density = log_probabilities_of(
+        model, Categorical(), (x, y), lambda x, _: densities[next(starts) :][: len(x)]
+    )
+    torch.testing.assert_close(by_density, (sums, counts))

@@ -1,6 +1,7 @@
 """Metrics of a model on a data set, and the values of the model's hyperparameters."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,18 +93,27 @@ def evaluate(
 
 
 def log_probabilities_of(
-    model: nn.Module, likelihood: Likelihood, data: Any
+    model: nn.Module,
+    likelihood: Likelihood,
+    data: Any,
+    densities: Callable[[Inputs, Tensor], Tensor] | None = None,
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
     """Return each example's log p(y|f), summed over its targets, in nats, and the numbers of these.
 
     The model runs in evaluation mode, and ``data`` are on its device. An example without positions
-    has one target.
+    has one target. If ``densities`` is set, it returns the log density of each target instead,
+    which is NaN at positions without a target.
     """
     source = as_source(data)
     sums, counts = list[Tensor](), list[Tensor]()
 
     def add(indices: Tensor) -> None:
         x, y = source.fetch(indices)
+        if densities is not None:
+            values = densities(x, y).double().reshape(len(indices), -1)
+            sums.append(values.nansum(1).cpu())
+            counts.append((~values.isnan()).sum(1).double().cpu())
+            return
         f = model_outputs(model, x, positions=True)
         of_example = torch.ones(len(indices), dtype=torch.int64, device=f.device)
         if f.dim() > 2:

@@ -112,9 +112,10 @@ def fit(
         test: Test data in the format of ``train``. They are used only for evaluation and do not
             affect training.
         validation_fraction: Share of the training data, such as 0.5, that choose the weight of the
-            log-determinant (``Laplace.log_det_weight``). Four to seven trials train on the other
-            data and predict this part. Then, the network trains on all data. With 0.5, a trial
-            takes about half as long. Default: None, which keeps the weight of ``laplace``.
+            log-determinant (``Laplace.log_det_weight``). Three to six trials train on the other
+            data and predict this part. Then, the network trains on all data. With 0.5, all trials
+            together take one to two times as long. Default: None, which keeps the weight of
+            ``laplace``.
         validation: Other ways to choose this weight: positions of training examples, or a mask,
             instead of a random share. Or data in the format of ``train``, on which the network
             never trains. Or "prequential": the trials predict each part of the training data by

@@ -85,20 +85,14 @@ class RunDirectory:
 
     def write_checkpoint(self, state: Mapping[str, Any]) -> None:
         """Write a checkpoint of tensors and plain values, and also keep the previous checkpoint."""
-        with replacing(self.checkpoint, self.checkpoint_before) as file:
-            try:
-                torch.save(dict(state), file)
-            except RuntimeError as error:  # from the unfinished archive, hides the system's own
-                cause = error.__context__
-                raise (cause if isinstance(cause, OSError) else error) from None
-            seal(file)
+        write_state(self.checkpoint, state, self.checkpoint_before)
 
     def read_checkpoint(self) -> dict[str, Any] | None:
         """Return the last checkpoint that can be read, or None if there is no checkpoint."""
         reasons: list[str] = []
         for path in (self.checkpoint, self.checkpoint_before):
             try:
-                state = _read_checkpoint(path)
+                state = read_state(path)
             except FileNotFoundError:
                 continue
             except (ConfigurationError, OSError) as error:
@@ -117,7 +111,24 @@ class RunDirectory:
         return None
 
 
-def _read_checkpoint(path: Path) -> dict[str, Any]:
+def write_state(path: Path, state: Mapping[str, Any], before: Path | None = None) -> None:
+    """Write tensors and plain values with a digest, and rename the previous file to ``before``."""
+    with replacing(path, before) as file:
+        try:
+            torch.save(dict(state), file)
+        except RuntimeError as error:  # from the unfinished archive, hides the system's own
+            cause = error.__context__
+            raise (cause if isinstance(cause, OSError) else error) from None
+        seal(file)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Return what ``write_state`` wrote.
+
+    Raises:
+        ConfigurationError: If the file is damaged.
+        OSError: If it cannot be read.
+    """
     intact = is_intact(path)
     if intact is False:
         raise ConfigurationError("the file is damaged (its content does not match its digest)")

@@ -233,12 +233,14 @@ class Trainer:
         progress: bool = True,
         callbacks: Sequence[Callback] = (),
         stop: Callable[[], bool] | None = None,
+        begin: Mapping[str, Any] | None = None,
     ) -> FitResult:
         """Return the result of training for all remaining epochs.
 
         ``run_dir``, ``resume``, ``progress`` and ``callbacks`` have the same meaning as in ``fit``.
         Only the first rank uses them. ``stop`` is called after every epoch except the last. If it
-        returns True, a checkpoint is written and a ``KeyboardInterrupt`` is raised.
+        returns True, a checkpoint is written and a ``KeyboardInterrupt`` is raised. ``begin`` is a
+        ``state`` from which training continues if there is no checkpoint.
 
         Raises:
             ConfigurationError: If the trainer has already run, if the folder holds a run with
@@ -257,7 +259,7 @@ class Trainer:
         if not ranks.is_first:
             run_dir, progress, callbacks = None, False, ()
         with ExitStack() as stack:
-            directory = self._begin(stack, run_dir, resume, progress)
+            directory = self._begin(stack, run_dir, resume, progress, begin)
             record, watchers = None, list[Callback]()
             if directory is not None:
                 stack.enter_context(naming_files(directory, self.history))
@@ -294,8 +296,9 @@ class Trainer:
         run_dir: str | Path | RunDirectory | None,
         resume: bool,
         progress: bool,
+        begin: Mapping[str, Any] | None,
     ) -> RunDirectory | None:
-        """Return the folder, locked in ``stack``, and restore its checkpoint if it has one."""
+        """Return the folder, locked in ``stack``, and restore its checkpoint or ``begin``."""
         ranks, directory, state = self.evidence.ranks, None, None
         with ranks.together():
             if isinstance(run_dir, str | Path):
@@ -310,7 +313,7 @@ class Trainer:
                 state = directory.read_checkpoint() if resume else None
                 if state is None:
                     directory.write_json("config.json", self._configuration())
-        if (state := ranks.shared(state)) is not None:
+        if (state := ranks.shared(begin if state is None else state)) is not None:
             where = ranks.shared("" if directory is None else str(directory.path))
             with ranks.together(), fitting(f"The checkpoint in {where}"):
                 check_format(state, where)
@@ -347,7 +350,7 @@ class Trainer:
         with ranks.together():
             if record is not None and not self.history:
                 # Before the first epoch too: the initial weights are kept nowhere else.
-                record.write_checkpoint(self._state())
+                record.write_checkpoint(self.state())
                 record.check_readable()
         self.starts.begin(self)
         while (epoch := len(self.history) + 1) <= (end := self.epochs):
@@ -386,13 +389,14 @@ class Trainer:
             with ranks.together():
                 every = self.schedule.checkpoint_every
                 if record is not None and (stopped or is_last or record.is_due(epoch, every)):
-                    record.write_checkpoint(self._state())
+                    record.write_checkpoint(self.state())
             if stopped:
                 raise KeyboardInterrupt(f"Stopped after epoch {epoch} of {self.epochs}.")
         if record is not None:
             record.finish()
 
-    def _state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
+        """Return what is needed to continue training from here."""
         return packed(self) | {"starts": self.starts.state_dict()}
 
     def _next_start(

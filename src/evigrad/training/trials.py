@@ -2,13 +2,17 @@
 
 Each trial trains the network on a part of the data from one start, and predicts held-out data. The
 schedule does not differ from the final training. With half of the epochs or rounds, the trials of
-one of three sets chose weights that are too large (benchmarks/README.md).
+one of three sets chose weights that are too large (benchmarks/README.md). All trials share the
+burn-in, which does not depend on the weight.
+
+If the noise is learned, the posterior predicts, as in ``EvidenceRegressor.predict``. A network with
+few data may fit them so well that only the posterior's variance accounts for its errors.
 """
 
 import copy
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,9 +30,15 @@ from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.likelihoods import make_likelihood
 from evigrad.measure.metrics import log_probabilities_of
 from evigrad.training.data import RunData, derived_seed
-from evigrad.training.data_checks import check_data
+from evigrad.training.data_checks import check_data, learns_likelihood
 from evigrad.training.plan import planned
-from evigrad.training.run_directory import CONFIGURATIONS, RunDirectory
+from evigrad.training.rounds import is_keepable
+from evigrad.training.run_directory import (
+    CONFIGURATIONS,
+    RunDirectory,
+    read_state,
+    write_state,
+)
 from evigrad.training.settings import Settings
 from evigrad.training.trainer import Trainer
 from evigrad.training.weight_choice import Predictions, WeightChoice, search
@@ -90,37 +100,40 @@ def choose_weight(
         progress: Whether to print the result of each trial on standard error.
     """
     start = time.perf_counter()
-    model, settings, train = trainer.evidence.model, trainer.settings, trainer.data
     parts = _parts(trainer, validation)
     if isinstance(run_dir, RunDirectory):
         if not (run_dir.path / CONFIGURATIONS[0]).exists():  # the folder belongs to this run
-            run_dir.write_json(CONFIGURATIONS[0], settings.as_record())
+            run_dir.write_json(CONFIGURATIONS[0], trainer.record)
         run_dir = run_dir.path
 
-    def predicted(part: Part, weight: float, name: str) -> tuple[Tensor, Tensor]:
-        to_learn, held_out = part
-        folder = None if run_dir is None else Path(run_dir) / "trials" / name
-        num_data = trainer.evidence.num_data * len(to_learn) // len(train)
-        with _restored(model):
-            trial = make_trainer(to_learn, _trial_settings(settings, weight, num_data))
-            held_out.is_column = trial.data.is_column
-            check_data(trial.evidence, held_out, trial.device, len(held_out))
-            trial.train(folder, resume=folder is not None, progress=False)
-            return log_probabilities_of(model, trial.evidence.likelihood, held_out)
+    folder = None
+    if run_dir is not None and trainer.evidence.ranks.is_first:
+        folder = Path(run_dir) / "trials"
+    runs = [
+        _PartTrials(make_trainer, trainer, part, folder, "" if number == 1 else f"-{number}")
+        for number, part in enumerate(parts, start=1)
+    ]
+    choice = replace(search(_Trials(runs, progress)), seconds=time.perf_counter() - start)
+    if progress:
+        print(f"evigrad: {choice}", file=sys.stderr, flush=True)
+    return choice
 
-    def predict(weight: float) -> Predictions | None:
-        try:
-            pairs = [
-                predicted(part, weight, f"{weight:g}" if number == 1 else f"{weight:g}-{number}")
-                for number, part in enumerate(parts, start=1)
-            ]
-        except EvigradError as error:
-            if weight == 1 or isinstance(error, ConfigurationError):
-                raise
+
+class _Trials:
+    """Trials on one or more parts of the data (see ``weight_choice.Trials``)."""
+
+    def __init__(self, parts: Sequence["_PartTrials"], progress: bool) -> None:
+        self._parts, self._progress = parts, progress
+        self._diverged: set[float] = set()
+
+    def halfway(self, weight: float) -> Predictions | None:
+        if not all(part.has_halfway for part in self._parts):
             return None
-        sums, counts = (torch.cat(values) for values in zip(*pairs, strict=True))
-        predictions = Predictions(sums, counts)
-        if progress:
+        return self._predictions(weight, lambda part: part.halfway(weight))
+
+    def end(self, weight: float) -> Predictions | None:
+        predictions = self._predictions(weight, lambda part: part.end(weight))
+        if self._progress and predictions is not None:
             print(
                 f"evigrad: weight {weight:g} of the log-determinant: held-out log likelihood"
                 f" {predictions.mean:.4g} nats per example",
@@ -129,10 +142,134 @@ def choose_weight(
             )
         return predictions
 
-    choice = replace(search(predict), seconds=time.perf_counter() - start)
-    if progress:
-        print(f"evigrad: {choice}", file=sys.stderr, flush=True)
-    return choice
+    def _predictions(
+        self, weight: float, predict: Callable[["_PartTrials"], Predictions]
+    ) -> Predictions | None:
+        if weight in self._diverged:
+            return None
+        try:
+            parts = [predict(part) for part in self._parts]
+        except EvigradError as error:
+            if weight == 1 or isinstance(error, ConfigurationError):
+                raise
+            self._diverged.add(weight)
+            return None
+        sums, counts = (torch.cat([getattr(p, n) for p in parts]) for n in ("sums", "counts"))
+        return Predictions(sums, counts)
+
+
+class _PartTrials:
+    """Trials on one part of the data. Each trains to a point, and from there to the end.
+
+    Args:
+        make_trainer: See ``choose_weight``.
+        trainer: See ``choose_weight``.
+        part: Data to train on, and data to predict.
+        folder: Folder of the trials, or None to keep their states in memory.
+        suffix: Ending of the names of the trials' folders.
+    """
+
+    def __init__(
+        self,
+        make_trainer: Callable[[RunData, Settings], Trainer],
+        trainer: Trainer,
+        part: Part,
+        folder: Path | None,
+        suffix: str,
+    ) -> None:
+        self._make, self._whole, self._part = make_trainer, trainer, part
+        self._folder, self._suffix = folder, suffix
+        self._states: dict[str, dict[str, Any]] = {}  # without a folder
+        schedule = trainer.schedule
+        self._has_noise = learns_likelihood(trainer.evidence.likelihood)
+        # The first round follows the last epoch of the burn-in.
+        self._shared = planned(schedule.burn_in) - 1
+        self._halfway = planned(schedule.epochs) // 2
+        # Trials need less precise estimates, so all steps of a round use one block if they can.
+        assert trainer.learner is not None
+        names = trainer.learner.step_groups[0].names
+        is_one = is_keepable(trainer.evidence, trainer.probe, names)
+        self._prior_blocks = schedule.prior_blocks or (1 if is_one else None)
+
+    @property
+    def has_halfway(self) -> bool:
+        """Return whether trials can be compared halfway. The posterior predicts only at the end."""
+        return not self._has_noise and self._halfway > self._shared
+
+    def halfway(self, weight: float) -> Predictions:
+        """Return the predictions of the network in the middle of a trial."""
+        name, ranks = f"{weight:g}{self._suffix}/halfway.pt", self._whole.evidence.ranks
+        if (saved := ranks.shared(self._kept(name))) is None:
+            return self._advance(weight, to_end=False)
+        return Predictions(**saved)
+
+    def end(self, weight: float) -> Predictions:
+        """Return the predictions at the end of a trial, by the posterior if noise is learned."""
+        return self._advance(weight, to_end=True)
+
+    def _advance(self, weight: float, *, to_end: bool) -> Predictions:
+        """Train from the last state of a trial to the middle or to the end, and predict."""
+        whole, (to_learn, held_out), name = self._whole, self._part, f"{weight:g}{self._suffix}"
+        num_data = whole.evidence.num_data * len(to_learn) // len(whole.data)
+        directory = None
+        if self._folder is not None:
+            directory = RunDirectory(self._folder / name, resume=True)
+        paused: Predictions | None = None
+        with _restored(whole.evidence.model):
+            settings = _trial_settings(whole.settings, weight, num_data, self._prior_blocks)
+            trial = self._make(to_learn, settings)
+            held_out.is_column = trial.data.is_column
+            check_data(trial.evidence, held_out, trial.device, len(held_out))
+
+            def stop() -> bool:
+                nonlocal paused
+                if weight == 1 and len(trial.history) == self._shared:
+                    self._keep(f"shared{self._suffix}.pt", trial.state())
+                if to_end or len(trial.history) != self._halfway:
+                    return False
+                paused = self._predictions(trial)
+                self._keep(f"{name}/halfway.pt", vars(paused))
+                return True
+
+            begin = self._kept(f"{name}/paused") or self._kept(f"shared{self._suffix}.pt")
+            if begin is not None:
+                begin["settings"] = {**begin["settings"], "log_det_weight": weight}
+            try:
+                trial.train(
+                    directory,
+                    resume=directory is not None,
+                    progress=False,
+                    stop=stop,
+                    begin=begin,
+                )
+            except KeyboardInterrupt:
+                if paused is None:
+                    raise
+                if directory is None:  # otherwise, the folder has a checkpoint
+                    self._keep(f"{name}/paused", trial.state())
+                return paused
+            self._states.pop(f"{name}/paused", None)
+            return self._predictions(trial, by_posterior=self._has_noise)
+
+    def _predictions(self, trial: Trainer, *, by_posterior: bool = False) -> Predictions:
+        evidence, (to_learn, held_out) = trial.evidence, self._part
+        posterior = evidence.posterior(to_learn) if by_posterior else None
+        densities = None if posterior is None else lambda x, y: posterior(x).log_prob(y)
+        return Predictions(
+            *log_probabilities_of(evidence.model, evidence.likelihood, held_out, densities)
+        )
+
+    def _keep(self, name: str, state: dict[str, Any]) -> None:
+        if self._folder is None:
+            self._states[name] = copy.deepcopy(state)
+        else:
+            write_state(self._folder / name, state)
+
+    def _kept(self, name: str) -> dict[str, Any] | None:
+        """Return a state that a trial has kept, or None."""
+        if self._folder is None:
+            return copy.deepcopy(self._states.get(name))
+        return read_state(file) if (file := self._folder / name).exists() else None
 
 
 def _parts(trainer: Trainer, validation: Any) -> list[Part]:
@@ -192,7 +329,9 @@ def _subset(data: RunData, settings: Settings, positions: Tensor) -> RunData:
     return RunData(Subset(data, positions), data.device, settings.seed)
 
 
-def _trial_settings(settings: Settings, weight: float, num_data: int) -> Settings:
+def _trial_settings(
+    settings: Settings, weight: float, num_data: int, prior_blocks: int | None
+) -> Settings:
     """Return the settings of a trial: one start, one cycle, and no evaluations.
 
     ``settings`` are complete (see ``plan``). Blocks with more than ``num_data`` examples become
@@ -214,6 +353,7 @@ def _trial_settings(settings: Settings, weight: float, num_data: int) -> Setting
         schedule=replace(
             schedule,
             max_epochs=None,
+            prior_blocks=prior_blocks,
             eval_every=0,
             bracket_every=0,
         ),

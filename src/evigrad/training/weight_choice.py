@@ -3,26 +3,28 @@
 The log evidence sets the ratios of precisions well, but not always their level (docs/theory.md).
 The weight c moves the level of all precisions, so one number remains to choose. A trial trains the
 network with one weight, and predicts held-out data. The log likelihood of these predictions has a
-single maximum in log c. The search starts at c = 1 and goes uphill in steps of a factor of four.
-Around the best weight, it continues in steps of a factor of two. It ends at the vertex of the
-parabola through the best trial and its two neighbors.
+single maximum in log c. The search starts at c = 1 and goes uphill in growing steps. It ends at the
+vertex of a parabola through the best trial and its neighbors.
 
-All trials predict the same examples, so their differences have small standard errors. If the
-predicted gain over c = 1 is smaller than its standard error, the weight stays 1.
+All trials predict the same examples, so their differences have small standard errors. Two trials
+that differ clearly halfway are not trained to the end to compare them. If the predicted gain over
+c = 1 is smaller than its standard error, and the vertex is uncertain by more than a factor of two,
+the weight stays 1.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from jaxtyping import Float
 from torch import Tensor
 
-# Ratio of neighboring weights, and the number of steps from 1 to the smallest and largest weight.
-# Over a factor of four, the log likelihood can differ much from a parabola (benchmarks/README.md).
-FACTOR, FARTHEST = 2.0, 6
-# Number of standard errors by which the predicted gain must exceed zero.
-_DECISIVE = 1.0
+# The trials of the search in each direction, as powers of two.
+FACTOR, STEPS = 2.0, (1, 3, 6)
+# Two trials differ clearly halfway if they differ by this number of standard errors. Differences of
+# two errors have turned out to be wrong at the end (benchmarks/README.md).
+CLEAR = 3.0
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,26 @@ class Predictions:
         residuals = self.sums - self.mean * self.counts
         return float((residuals.square().sum() * count / (count - 1)).sqrt() / self.counts.sum())
 
+    def minus(self, other: "Predictions") -> "Predictions":
+        """Return the differences to other predictions of the same examples."""
+        return Predictions(self.sums - other.sums, self.counts)
+
+    def is_clear(self) -> bool:
+        """Return whether the mean of these differences is far from zero."""
+        return abs(self.mean) > CLEAR * self.standard_error()
+
+
+class Trials(Protocol):
+    """Trials by their weights. ``halfway`` may be None if it is not known."""
+
+    def halfway(self, weight: float) -> Predictions | None:
+        """Return the predictions after half of a trial."""
+        ...
+
+    def end(self, weight: float) -> Predictions | None:
+        """Return the predictions after the whole trial, or None if training diverged."""
+        ...
+
 
 @dataclass(frozen=True)
 class WeightChoice:
@@ -60,8 +82,9 @@ class WeightChoice:
         gain: Predicted gain in held-out log likelihood over the weight 1, in nats per example, of
             the best weight.
         error: Standard error of ``gain``.
-        trials: Held-out log likelihood by weight, in nats per example. It is −inf if training
-            diverged.
+        trials: Held-out log likelihood by weight, in nats per example. For a trial that stopped
+            halfway, it is the value of the best trial plus the difference halfway. It is −inf if
+            training diverged.
         num_held_out: Number of held-out examples.
         seconds: Time of all trials in seconds.
 
@@ -89,61 +112,106 @@ class WeightChoice:
         )
 
 
-def search(predict: Callable[[float], Predictions | None]) -> WeightChoice:
-    """Return the weight with the best predictions, from a few trials.
+def search(trials: Trials) -> WeightChoice:
+    """Return the weight with the best predictions, from a few trials, without the time.
 
-    Args:
-        predict: Returns the predictions of a trial with a weight, or None if training diverged. For
-            weight 1, it must raise an error instead.
-
-    Returns:
-        The choice, without its time.
+    The trial with weight 1 must raise an error if training diverges.
     """
-    trials: dict[int, Predictions | None] = {}
-
-    def score(step: int) -> float:
-        if step not in trials:
-            trials[step] = predict(FACTOR**step)
-        trial = trials[step]
-        return -math.inf if trial is None else trial.mean
-
-    reference = trials[0] = predict(1.0)
-    assert reference is not None
-    direction = 2 if score(2) > score(0) else -2
-    best = 0
-    while abs(best) < FARTHEST and score(best + direction) > score(best):
-        best += direction
-    # The side of the better neighbor comes first, because the maximum is probably there.
-    sides = [side for side in (1, -1) if abs(best + side) <= FARTHEST]
-    for side in sorted(sides, key=lambda side: -score(best + 2 * side)):
-        if score(best + side) > score(best):
-            best += side
+    run, best, tried = _Memo(trials), 0, [0]
+    for sign in (1, -1):
+        for size in STEPS:
+            tried.append(sign * size)
+            if not run.is_better(tried[-1], best):
+                break
+            best = tried[-1]
+            if len(tried) > 2 and (vertex := run.vertex(tried[-3:], best)):
+                if abs(vertex.place) < size:  # the maximum lies behind this step
+                    break
+        if best:
             break
-    place, sums = _vertex(best, trials)
-    difference = Predictions(sums - reference.sums, reference.counts)
-    gain, error = difference.mean, difference.standard_error()
+
+    steps = sorted(tried)
+    index = steps.index(best)
+    for neighbor in steps[max(index - 1, 0) : index + 2]:
+        run.end(neighbor)
+    start, top = min(max(index - 1, 0), len(steps) - 3), run.end(best)
+    differences = {step: run.difference(step, best) for step in steps}
+    reference = differences[0]
+    assert top is not None and reference is not None
+    vertex = run.vertex(steps[start : start + 3], best)
+    vertex = vertex or _Vertex(float(best), 0.0, top.minus(top))
+    gained = vertex.difference.minus(reference)
+    gain, error = gained.mean, gained.standard_error()
     return WeightChoice(
-        weight=FACTOR**place if gain > _DECISIVE * error else 1.0,
+        weight=FACTOR**vertex.place if gain > error or vertex.error <= 1 else 1.0,
         gain=gain,
         error=error,
-        trials={FACTOR**step: score(step) for step in sorted(trials)},
-        num_held_out=len(reference.sums),
+        trials={
+            FACTOR**step: top.mean + (-math.inf if difference is None else difference.mean)
+            for step, difference in differences.items()
+        },
+        num_held_out=len(top.sums),
         seconds=0.0,
     )
 
 
-def _vertex(best: int, trials: Mapping[int, Predictions | None]) -> tuple[float, Tensor]:
-    """Return the vertex of the parabola around the best step, and each example's value there.
+@dataclass(frozen=True)
+class _Vertex:
+    """Step of a parabola's maximum, its standard error, and the difference to the best trial."""
 
-    If the best step has no neighbor on one side, return the best step.
-    """
-    low, middle, high = (trials.get(best + offset) for offset in (-1, 0, 1))
-    assert middle is not None
-    if low is None or high is None:
-        return best, middle.sums
-    curvature = low.mean - 2 * middle.mean + high.mean
-    if curvature >= 0:  # all three are equal
-        return best, middle.sums
-    x = 0.5 * (low.mean - high.mean) / curvature
-    sums = 0.5 * x * (x - 1) * low.sums + (1 - x * x) * middle.sums + 0.5 * x * (x + 1) * high.sums
-    return best + x, sums
+    place: float
+    error: float
+    difference: Predictions
+
+
+class _Memo:
+    """Trials by their steps, each of which runs once."""
+
+    def __init__(self, trials: Trials) -> None:
+        self._trials = trials
+        self._halves: dict[int, Predictions | None] = {}
+        self._ends: dict[int, Predictions | None] = {}
+
+    def halfway(self, step: int) -> Predictions | None:
+        if step not in self._halves:
+            self._halves[step] = self._trials.halfway(FACTOR**step)
+        return self._halves[step]
+
+    def end(self, step: int) -> Predictions | None:
+        if step not in self._ends:
+            self._ends[step] = self._trials.end(FACTOR**step)
+        return self._ends[step]
+
+    def difference(self, step: int, best: int) -> Predictions | None:
+        """Return how a trial differs from the best one: at the end, or halfway if one stopped."""
+        have_ended = step in self._ends and best in self._ends
+        predict = self.end if have_ended else self.halfway
+        trial, top = predict(step), predict(best)
+        return None if trial is None or top is None else trial.minus(top)
+
+    def is_better(self, step: int, best: int) -> bool:
+        new, old = self.halfway(step), self.halfway(best)
+        if new is not None and old is not None and (difference := new.minus(old)).is_clear():
+            return difference.mean > 0
+        new, old = self.end(step), self.end(best)
+        return new is not None and (old is None or new.mean > old.mean)
+
+    def vertex(self, steps: Sequence[int], best: int) -> _Vertex | None:
+        """Return the vertex of the parabola through three steps, if it is a maximum."""
+        left, center, right = sorted(steps)
+        low, middle, high = (self.difference(step, best) for step in (left, center, right))
+        if low is None or middle is None or high is None:
+            return None
+        # Divided differences: the parabola is middle + x (slope + x bend), x from the center.
+        a, b, counts = center - left, right - center, middle.counts
+        falls, rises = (middle.sums - low.sums) / a, (high.sums - middle.sums) / b
+        bend, slope = (rises - falls) / (a + b), (b * falls + a * rises) / (a + b)
+        mean_bend = Predictions(bend, counts).mean
+        if mean_bend >= 0:  # all three are equal, or the maximum is on one side
+            return None
+        x = -0.5 * Predictions(slope, counts).mean / mean_bend
+        x = min(max(x, -float(a)), float(b))
+        # The mean derivative at x is zero. Its error, divided by its change with x, is that of x.
+        error = Predictions(slope + 2 * x * bend, counts).standard_error()
+        difference = Predictions(middle.sums + x * (slope + x * bend), counts)
+        return _Vertex(center + x, 0.5 * error / abs(mean_bend), difference)
