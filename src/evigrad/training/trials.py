@@ -5,8 +5,8 @@ schedule does not differ from the final training. With half of the epochs or rou
 one of three sets chose weights that are too large (benchmarks/README.md). All trials share the
 burn-in, which does not depend on the weight.
 
-If the noise is learned, the posterior predicts, as in ``EvidenceRegressor.predict``. A network with
-few data may fit them so well that only the posterior's variance accounts for its errors.
+If the noise is learned, the posterior predicts. A network with few data may fit them so well that
+only the posterior's variance accounts for its errors.
 """
 
 import copy
