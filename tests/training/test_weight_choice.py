@@ -163,14 +163,12 @@ def test_trials_that_differ_clearly_halfway_stop(best: float) -> None:
     assert ended <= neighbors
 
 
-def test_unclear_differences_halfway_do_not_count() -> None:
-    """Halfway, the wrong side is ahead by less than three standard errors."""
+@pytest.mark.parametrize(("errors", "expected"), [(CLEAR - 0.1, 1.4), (CLEAR + 0.1, 1.0)])
+def test_only_clear_differences_halfway_count(errors: float, expected: float) -> None:
+    """Halfway, larger weights are behind, and the search goes back as far as it has trials."""
     draws = parabola(0.0, 1.0)(1.0) + 0.1  # mean 0, standard deviation 1
-    end = parabola(1.2)
-    for errors, expected in ((CLEAR - 0.1, 1.2), (CLEAR + 0.1, -3.0)):
-        halfway = lambda step, errors=errors: step * (draws - errors / 50**0.5)  # noqa: E731
-        choice = search(Recorded(end, halfway))
-        assert (log_steps(choice.weight) > 0) == (expected > 0)
+    trials = Recorded(parabola(1.4), lambda step: step * (draws - errors / 50**0.5))
+    assert log_steps(search(trials).weight) == pytest.approx(expected)
 
 
 def test_targets_of_one_example_count_as_one() -> None:
@@ -291,8 +289,9 @@ def test_the_data_of_the_training_are_prepared_once(monkeypatch: pytest.MonkeyPa
     assert len(counts) <= 2 * len(choice.trials) + 1
 
 
-def test_trials_are_trainings_on_the_other_data() -> None:
+def test_trials_are_trainings_on_the_other_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """They share the burn-in and pause halfway, and neither changes a result."""
+    monkeypatch.setattr("evigrad.training.weight_choice.CLEAR", math.inf)
     x, y = data()
     choice = fit(network(), (x, y), validation=torch.arange(20)).weight_choice
     assert choice is not None

@@ -6,10 +6,10 @@ network with one weight, and predicts held-out data. The log likelihood of these
 single maximum in log c. The search starts at c = 1 and goes uphill in growing steps. It ends at the
 vertex of a parabola through the best trial and its neighbors.
 
-All trials predict the same examples, so their differences have small standard errors. Two trials
-that differ clearly halfway are not trained to the end to compare them. If the predicted gain over
-c = 1 is smaller than its standard error, and the vertex is uncertain by more than a factor of two,
-the weight stays 1.
+All trials predict the same examples, so their differences have small standard errors. While it goes
+uphill, the search trains two trials to the end only if they do not differ clearly halfway. If the
+predicted gain over c = 1 is smaller than its standard error, and the vertex is uncertain by more
+than a factor of two, the weight stays 1.
 """
 
 import math
@@ -22,9 +22,9 @@ from torch import Tensor
 
 # The trials of the search in each direction, as powers of two.
 FACTOR, STEPS = 2.0, (1, 3, 6)
-# Two trials differ clearly halfway if they differ by this number of standard errors. Differences of
-# two errors have turned out to be wrong at the end (benchmarks/README.md).
-CLEAR = 3.0
+# Two trials differ clearly halfway if they differ by this number of standard errors. The end may
+# still be different, so neighbors of the best trial are always trained to the end.
+CLEAR = 2.0
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,13 @@ def search(trials: Trials) -> WeightChoice:
             break
 
     steps = sorted(tried)
-    index = steps.index(best)
-    for neighbor in steps[max(index - 1, 0) : index + 2]:
-        run.end(neighbor)
+    better = best
+    while True:  # until no neighbor is better at the end
+        index = steps.index(better)
+        around = steps[max(index - 1, 0) : index + 2]
+        best, better = better, max(around, key=run.score)
+        if run.score(better) <= run.score(best):
+            break
     start, top = min(max(index - 1, 0), len(steps) - 3), run.end(best)
     differences = {step: run.difference(step, best) for step in steps}
     reference = differences[0]
@@ -182,6 +186,10 @@ class _Memo:
             self._ends[step] = self._trials.end(FACTOR**step)
         return self._ends[step]
 
+    def score(self, step: int) -> float:
+        end = self.end(step)
+        return -math.inf if end is None else end.mean
+
     def difference(self, step: int, best: int) -> Predictions | None:
         """Return how a trial differs from the best one: at the end, or halfway if one stopped."""
         have_ended = step in self._ends and best in self._ends
@@ -193,8 +201,7 @@ class _Memo:
         new, old = self.halfway(step), self.halfway(best)
         if new is not None and old is not None and (difference := new.minus(old)).is_clear():
             return difference.mean > 0
-        new, old = self.end(step), self.end(best)
-        return new is not None and (old is None or new.mean > old.mean)
+        return self.score(step) > self.score(best)
 
     def vertex(self, steps: Sequence[int], best: int) -> _Vertex | None:
         """Return the vertex of the parabola through three steps, if it is a maximum."""
