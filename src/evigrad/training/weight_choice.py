@@ -6,10 +6,10 @@ network with one weight, and predicts held-out data. The log likelihood of these
 single maximum in log c. The search starts at c = 1 and goes uphill in growing steps. It ends at the
 vertex of a parabola through the best trial and its neighbors.
 
-All trials predict the same examples, so their differences have small standard errors. While it goes
-uphill, the search trains two trials to the end only if they do not differ clearly halfway. If the
-predicted gain over c = 1 is smaller than its standard error, and the vertex is uncertain by more
-than a factor of two, the weight stays 1.
+The search first compares trials halfway. Then it trains the best trial and its neighbors to the
+end, and moves on if a neighbor turns out to be better. All trials predict the same examples, so
+their differences have small standard errors. If the predicted gain over c = 1 is smaller than its
+standard error, and the vertex is uncertain by more than a factor of two, the weight stays 1.
 """
 
 import math
@@ -22,9 +22,6 @@ from torch import Tensor
 
 # The trials of the search in each direction, as powers of two.
 FACTOR, STEPS = 2.0, (1, 3, 6)
-# Two trials differ clearly halfway if they differ by this number of standard errors. The end may
-# still be different, so neighbors of the best trial are always trained to the end.
-CLEAR = 2.0
 
 
 @dataclass(frozen=True)
@@ -55,10 +52,6 @@ class Predictions:
     def minus(self, other: "Predictions") -> "Predictions":
         """Return the differences to other predictions of the same examples."""
         return Predictions(self.sums - other.sums, self.counts)
-
-    def is_clear(self) -> bool:
-        """Return whether the mean of these differences is far from zero."""
-        return abs(self.mean) > CLEAR * self.standard_error()
 
 
 class Trials(Protocol):
@@ -121,29 +114,32 @@ def search(trials: Trials) -> WeightChoice:
     for sign in (1, -1):
         for size in STEPS:
             tried.append(sign * size)
-            if not run.is_better(tried[-1], best):
+            if not run.is_ahead(tried[-1], best):
                 break
             best = tried[-1]
-            if len(tried) > 2 and (vertex := run.vertex(tried[-3:], best)):
-                if abs(vertex.place) < size:  # the maximum lies behind this step
-                    break
+            if len(tried) > 2 and (vertex := run.vertex(tried[-3:], best)) and vertex.is_inside:
+                break  # no farther trial is better
         if best:
             break
 
-    steps = sorted(tried)
-    better = best
-    while True:  # until no neighbor is better at the end
-        index = steps.index(better)
-        around = steps[max(index - 1, 0) : index + 2]
-        best, better = better, max(around, key=run.score)
-        if run.score(better) <= run.score(best):
+    while True:
+        steps = sorted(tried)
+        index = steps.index(best)
+        better = max(steps[max(index - 1, 0) : index + 2], key=run.score)
+        if run.score(better) > run.score(best):
+            best = better
+            continue
+        start = min(max(index - 1, 0), len(steps) - 3)
+        vertex = run.vertex(steps[start : start + 3], best)
+        untried = [step for step in _neighbors(best) if step not in tried]
+        if not untried or (vertex is not None and vertex.is_inside):
             break
-    start, top = min(max(index - 1, 0), len(steps) - 3), run.end(best)
-    differences = {step: run.difference(step, best) for step in steps}
+        tried.append(untried[0])
+
+    top, differences = run.end(best), {step: run.difference(step, best) for step in steps}
     reference = differences[0]
     assert top is not None and reference is not None
-    vertex = run.vertex(steps[start : start + 3], best)
-    vertex = vertex or _Vertex(float(best), 0.0, top.minus(top))
+    vertex = vertex or _Vertex(float(best), 0.0, top.minus(top), False)
     gained = vertex.difference.minus(reference)
     gain, error = gained.mean, gained.standard_error()
     return WeightChoice(
@@ -159,13 +155,24 @@ def search(trials: Trials) -> WeightChoice:
     )
 
 
+def _neighbors(step: int) -> list[int]:
+    """Return the next smaller and the next larger step that the search can try."""
+    grid = sorted({sign * size for sign in (1, -1) for size in (0, *STEPS)})
+    index = grid.index(step)
+    return [*grid[max(index - 1, 0) : index], *grid[index + 1 : index + 2]]
+
+
 @dataclass(frozen=True)
 class _Vertex:
-    """Step of a parabola's maximum, its standard error, and the difference to the best trial."""
+    """Step of a parabola's maximum, its standard error, and the difference to the best trial.
+
+    ``is_inside`` tells whether the maximum lies between the three trials.
+    """
 
     place: float
     error: float
     difference: Predictions
+    is_inside: bool
 
 
 class _Memo:
@@ -197,11 +204,12 @@ class _Memo:
         trial, top = predict(step), predict(best)
         return None if trial is None or top is None else trial.minus(top)
 
-    def is_better(self, step: int, best: int) -> bool:
+    def is_ahead(self, step: int, best: int) -> bool:
+        """Return whether a trial is better than the best one, halfway if this is known."""
         new, old = self.halfway(step), self.halfway(best)
-        if new is not None and old is not None and (difference := new.minus(old)).is_clear():
-            return difference.mean > 0
-        return self.score(step) > self.score(best)
+        if new is None or old is None:
+            return self.score(step) > self.score(best)
+        return new.mean > old.mean
 
     def vertex(self, steps: Sequence[int], best: int) -> _Vertex | None:
         """Return the vertex of the parabola through three steps, if it is a maximum."""
@@ -217,8 +225,9 @@ class _Memo:
         if mean_bend >= 0:  # all three are equal, or the maximum is on one side
             return None
         x = -0.5 * Predictions(slope, counts).mean / mean_bend
+        is_inside = -a < x < b
         x = min(max(x, -float(a)), float(b))
         # The mean derivative at x is zero. Its error, divided by its change with x, is that of x.
         error = Predictions(slope + 2 * x * bend, counts).standard_error()
         difference = Predictions(middle.sums + x * (slope + x * bend), counts)
-        return _Vertex(center + x, 0.5 * error / abs(mean_bend), difference)
+        return _Vertex(center + x, 0.5 * error / abs(mean_bend), difference, is_inside)
