@@ -5,9 +5,9 @@ docstrings. A transformer reads the characters. Its inputs are dictionaries of c
 mask, as from a tokenizer. With weight decay 5e-4 it memorizes its 600 lines, and is badly
 overconfident on lines from other modules. For each tensor, evigrad learns a precision.
 
-The training lines cannot show how much new modules differ. Therefore, the lines of one training
-module choose the weight of the log-determinant, which moves all precisions: trials train on the
-other modules and predict this one. The final training uses all lines.
+The training lines cannot show how much new modules differ. Therefore, the lines of two training
+modules choose the weight of the log-determinant, which moves all precisions: trials train on the
+other modules and predict these lines. The final training uses all lines.
 
     python examples/text.py
     python examples/text.py --estimators kfac-400-1 kfac-150-1 --seed 1
