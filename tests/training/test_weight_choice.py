@@ -326,7 +326,7 @@ def test_the_posterior_predicts_if_noise_is_learned() -> None:
         optimization=evigrad.Optimization(start_decay=1e-2),
         progress=False,
     )
-    posterior = result.evidence.posterior((x[20:], y[20:]))
+    posterior = result.evidence.posterior((x[20:], y[20:]), structure="full")
     expected = posterior(x[:20]).log_prob(y[:20]).double().mean()
     assert choice.trials[1.0] == pytest.approx(float(expected), abs=1e-9)
 

@@ -78,15 +78,15 @@ def mode_columns(trainer: "Trainer", epoch: int) -> Row:
 
 
 def _mode_gap(trainer: "Trainer") -> float:
-    first, *others = _approximations(trainer)
+    first, *others = approximations(trainer)
     gap = trainer.evidence.mode_gap(trainer.data, **first)
     if gap <= _ROUGH:
         return gap
     return min([gap, *(trainer.evidence.mode_gap(trainer.data, **other) for other in others)])
 
 
-def _approximations(trainer: "Trainer") -> list[dict[str, Any]]:
-    """Return one or two approximations of H for the mode gap. The last one is the best."""
+def approximations(trainer: "Trainer") -> list[dict[str, Any]]:
+    """Return one or two approximations of H, as arguments of a posterior. The last one is the best."""
     evidence = trainer.evidence
     num_weights = sum(weight.numel() for weight in evidence.weights().values())
     num_outputs = probe_outputs(evidence.model, trainer.probe).shape[-1]
@@ -178,7 +178,7 @@ def changes_at_mode(trainer: "Trainer") -> dict[str, tuple[float, float]]:
     Raises:
         RankError: If another rank fails.
     """
-    evidence, approximation = trainer.evidence, _approximations(trainer)[-1]
+    evidence, approximation = trainer.evidence, approximations(trainer)[-1]
     now, prior = hyperparameter_values(evidence), evidence.prior
     names = [prior.group_names[index] for index in prior.learned_groups()] or evidence.weights()
     learns_prior = "prior.log_precision" in trainer.learned

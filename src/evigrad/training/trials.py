@@ -29,6 +29,7 @@ from evigrad.data.dataset import stratified_split
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.likelihoods import make_likelihood
 from evigrad.measure.metrics import log_probabilities_of
+from evigrad.training.convergence import approximations
 from evigrad.training.data import RunData, derived_seed
 from evigrad.training.data_checks import check_data, learns_likelihood
 from evigrad.training.plan import planned
@@ -253,8 +254,10 @@ class _PartTrials:
 
     def _predictions(self, trial: Trainer, *, by_posterior: bool = False) -> Predictions:
         evidence, (to_learn, held_out) = trial.evidence, self._part
-        posterior = evidence.posterior(to_learn) if by_posterior else None
-        densities = None if posterior is None else lambda x, y: posterior(x).log_prob(y)
+        densities = None
+        if by_posterior:
+            posterior = evidence.posterior(to_learn, **approximations(trial)[-1])
+            densities = lambda x, y: posterior(x).log_prob(y)  # noqa: E731
         return Predictions(
             *log_probabilities_of(evidence.model, evidence.likelihood, held_out, densities)
         )
