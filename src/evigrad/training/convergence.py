@@ -86,7 +86,7 @@ def _mode_gap(trainer: "Trainer") -> float:
 
 
 def approximations(trainer: "Trainer") -> list[dict[str, Any]]:
-    """Return one or two approximations of H, as arguments of a posterior. The last one is the best."""
+    """Return arguments of a posterior for one or two approximations of H, the best one last."""
     evidence = trainer.evidence
     num_weights = sum(weight.numel() for weight in evidence.weights().values())
     num_outputs = probe_outputs(evidence.model, trainer.probe).shape[-1]
