@@ -9,7 +9,7 @@ from torch import Tensor
 
 from evigrad import Estimate, Evidence
 from evigrad.core.algorithm import log_evidence
-from evigrad.core.types import MicroBatch, Pass
+from evigrad.core.types import MicroBatch, Pass, Purpose
 from evigrad.passes.intake import resolve
 from evigrad.passes.parameters import divided, held_constant
 from evigrad.passes.sweep import MicroBatchSweep
@@ -20,8 +20,7 @@ class OneGraph(Evidence):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        plain = replace(self.problem.settings, plain_curvature=True)
-        self.problem = replace(self.problem, settings=plain, curvatures={})
+        self.problem = replace(self.problem, purpose=Purpose.ROWS, curvatures={})
 
     def backward(
         self, x: Any, y: Tensor | None = None, *, wrt: str | Sequence[str] | None = None

@@ -11,8 +11,8 @@ import pytest
 # Estimator -> at most so many functions, in so many files, so many frames deep: the numbers of the
 # present code. Lower them when the code gets simpler, and never raise them.
 LIMITS = {
-    "ntk-100-1": (228, 39, 18),
-    "kfac-100-1": (223, 37, 16),
+    "ntk-100-1": (227, 39, 18),
+    "kfac-100-1": (220, 37, 16),
 }
 
 

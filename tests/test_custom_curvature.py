@@ -244,9 +244,7 @@ def test_a_learner() -> None:
 class InDouble(Traces):
     """The statistic is in float64, whatever the type of the weights."""
 
-    def collect(
-        self, statistic: Any, linearization: Any, root: Any, *, alone: bool = False
-    ) -> BlockStatistic:
+    def collect(self, statistic: Any, linearization: Any, root: Any) -> BlockStatistic:
         traces = {} if statistic is None else dict(statistic.blocks)
         for name, rows in linearization.rows(root.vectors).items():
             trace = scaled_rows(rows, root.scale, torch.float64).square().sum()

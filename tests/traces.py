@@ -19,9 +19,7 @@ class Traces(Curvature[BlockStatistic]):
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self.sizes = {name: w.numel() for name, w in weights.items()}
 
-    def collect(
-        self, statistic: Any, linearization: Any, root: Any, *, alone: bool = False
-    ) -> BlockStatistic:
+    def collect(self, statistic: Any, linearization: Any, root: Any) -> BlockStatistic:
         traces = {} if statistic is None else dict(statistic.blocks)
         for name, rows in linearization.rows(root.vectors).items():
             trace = scaled_rows(rows, root.scale, rows.dtype).square().sum()

@@ -369,7 +369,7 @@ class Evidence:
                 f, y = flattened(self.likelihood, f, y)
             if not len(f):
                 return f.sum()  # 0, with a graph
-            log_prob = log_probabilities(self.likelihood, f, y, alone=False)
+            log_prob = log_probabilities(self.likelihood, f, y, compare=False)
         if has_positions and indices is not None:
             indices = None if self._positions is None else self._positions.of_data(indices)
         if indices is not None and self.anchors is not None:
@@ -582,14 +582,13 @@ class Evidence:
             InputError: If the data are invalid for the model, the likelihood or the estimator.
         """
         changing, others = divided(self.hyperparameters(), wrt)
-        beside = any(not name.startswith("prior.") for name in changing)
         with torch.no_grad(), self._failing_by_name():
             self._check_weights()
             sweep = resolve(self.problem, x, y)
             with held_constant(others):
                 if reason := not_keepable(self.problem, sweep.plan, list(changing)):
                     raise ConfigurationError(reason)
-                block_pass = pass_over(sweep, beside=beside)
+                block_pass = pass_over(sweep, changing)
         return kept(self.problem, block_pass, self.hyperparameters(), changing)
 
     def _given(

@@ -121,14 +121,14 @@ class AtPositions(_Joined):
         number = torch.arange(len(whole) * count, device=whole.device)
         return cls(whole, number // count, number % count)
 
-    def alone(self) -> "AtPositions":
+    def separate(self) -> "AtPositions":
         """Return the same positions, with a separate copy of the input for each position."""
         if self.data is None:
             return self
         return AtPositions(self.whole[self.data], None, self.positions, self.count)
 
     def named(self) -> list[tuple[str, Tensor]]:
-        whole = self.alone().whole
+        whole = self.separate().whole
         named = [("x", whole)] if isinstance(whole, Tensor) else whole.named()
         return [*named, ("position", self.positions)]
 

@@ -9,6 +9,7 @@ from evigrad.core.curvature import (
     BlockKernel,
 )
 from evigrad.core.names import STRUCTURES
+from evigrad.core.types import LOG_DETS, Purpose
 from evigrad.errors import MemoryBudgetError
 from evigrad.likelihoods import Gaussian
 from evigrad.network import MatrixUse
@@ -17,6 +18,10 @@ from evigrad.passes.memory import available_bytes, check_memory
 from evigrad.priors import GaussianPrior
 
 GIB = 2**30
+
+
+def bytes_of(structure, num_rows, purpose=Purpose.VALUE, is_whole=False):
+    return structure.cost(num_rows, purpose, is_whole=is_whole).total
 
 
 def structures(weights, **settings):
@@ -33,25 +38,25 @@ def test_a_prediction_covers_the_statistic_and_is_of_its_order(name):
     structure = make_structure(name, weights_of(fake), plan)
     statistic = structure.collect(None, fake, Root(random(6, 2, 3)))
     held = sum(tensor.numel() * tensor.element_size() for tensor in statistic.tensors())
-    assert held <= structure.predicted_bytes(12) <= 10 * held
+    assert held <= bytes_of(structure, 12) <= 10 * held
 
 
 def test_predictions_by_hand():
     weights = {"w": torch.zeros(300, 200), "b": torch.zeros(300)}
     kinds = structures(weights)
     p = 60_300
-    assert kinds["full"].predicted_bytes(10) == 4 * 5 * p**2
-    assert kinds["diag"].predicted_bytes(10) == 4 * 5 * p
-    assert kinds["blockdiag"].predicted_bytes(10) == 4 * (3 * (60_000**2 + 300**2) + 2 * 60_000**2)
+    assert bytes_of(kinds["full"], 10) == 4 * 5 * p**2
+    assert bytes_of(kinds["diag"], 10) == 4 * 5 * p
+    assert bytes_of(kinds["blockdiag"], 10) == 4 * (3 * (60_000**2 + 300**2) + 2 * 60_000**2)
     # rows, two Grams, five more squares
-    assert kinds["ntk"].predicted_bytes(50) == 4 * (50 * p + 7 * 50**2)
+    assert bytes_of(kinds["ntk"], 50) == 4 * (50 * p + 7 * 50**2)
     # rows of the largest parameter
-    assert kinds["ntk"].predicted_bytes(50, True) == 4 * (50 * 60_000 + 7 * 50**2)
+    assert bytes_of(kinds["ntk"], 50, is_whole=True) == 4 * (50 * 60_000 + 7 * 50**2)
     kronecker = 3 * (300**2 + 200**2) + 3 * 60_000
-    assert kinds["kfac"].predicted_bytes(10) == 4 * (kronecker + 5 * 300**2)
-    assert kinds["kfac"].predicted_bytes(10) == kinds["kfac"].predicted_bytes(10_000)
+    assert bytes_of(kinds["kfac"], 10) == 4 * (kronecker + 5 * 300**2)
+    assert bytes_of(kinds["kfac"], 10) == bytes_of(kinds["kfac"], 10_000)
     double = structures(weights, gram_dtype=torch.float64)
-    assert double["full"].predicted_bytes(10) == 2 * kinds["full"].predicted_bytes(10)
+    assert bytes_of(double["full"], 10) == 2 * bytes_of(kinds["full"], 10)
 
 
 def test_predictions_of_blocks_by_their_rows() -> None:
@@ -60,11 +65,16 @@ def test_predictions_of_blocks_by_their_rows() -> None:
     kernel = make_structure("blockdiag", weights, num_rows=50)
     assert isinstance(kernel, BlockKernel)
     # A Gram for each tensor, five squares at work, and three that autograd holds of another block.
-    assert kernel.predicted_bytes(50) == 4 * (50 * p + 10 * 50**2)
+    assert bytes_of(kernel, 50) == 4 * (50 * p + 10 * 50**2)
     whole = make_structure("full", weights, num_rows=50)
     ntk = make_structure("ntk", weights)
-    for condensed in (False, True):
-        assert whole.predicted_bytes(50, condensed) == ntk.predicted_bytes(50, condensed)
+    for purpose in Purpose:
+        for is_whole in (False, True):
+            costs = [form.cost(50, purpose, is_whole=is_whole) for form in (whole, ntk)]
+            assert costs[0] == costs[1]
+            dropped = costs[0].drops_rows and is_whole
+            assert costs[0].drops_rows == (purpose in LOG_DETS)
+            assert costs[0].total == 4 * (50 * (60_000 if dropped else p) + 7 * 50**2)
 
 
 @pytest.mark.parametrize("name", ["full", "blockdiag"])
@@ -84,7 +94,7 @@ def test_a_prediction_covers_rows_and_grams(name: str) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         structure.log_det(statistic, precisions)
-    assert held + sum(sizes.values()) <= structure.predicted_bytes(12)
+    assert held + sum(sizes.values()) <= bytes_of(structure, 12)
 
 
 # ------------------------------------------------------------------ H or the Grams of the rows
@@ -106,10 +116,10 @@ def test_the_form_with_fewer_multiplications_and_no_more_memory(name: str, tall:
         by_h = sum(2 * rows * n**2 + n**3 / 3 for n in sizes)
         if kinds[rows]:
             assert by_rows < by_h
-            assert structure.predicted_bytes(rows) <= dense.predicted_bytes(rows)
+            assert bytes_of(structure, rows) <= bytes_of(dense, rows)
         else:
             kernel = BlockKernel(dense, weights, {n: n for n in weights})
-            assert by_rows >= by_h or kernel.predicted_bytes(rows) > dense.predicted_bytes(rows)
+            assert by_rows >= by_h or bytes_of(kernel, rows) > bytes_of(dense, rows)
         # Rows whose products have a closed form, and where they are kept, have no part in it.
         other = make_structure(
             name, weights, num_rows=rows, contracted={"w": MatrixUse(1, tall, 30).numbers}
@@ -122,7 +132,7 @@ def test_the_form_with_fewer_multiplications_and_no_more_memory(name: str, tall:
 def test_grams_that_are_too_large_to_keep_are_not_predicted():
     weights = {str(i): torch.zeros(2) for i in range(10)}
     structure = make_structure("ntk", weights)
-    assert structure.predicted_bytes(20_000) == 4 * (20_000 * 20 + 5 * 20_000**2)
+    assert bytes_of(structure, 20_000) == 4 * (20_000 * 20 + 5 * 20_000**2)
 
 
 @pytest.mark.parametrize(
@@ -138,16 +148,16 @@ def test_grams_that_are_too_large_to_keep_are_not_predicted():
 def test_the_error_has_the_number_what_is_free_and_the_cheaper_choice(name, cheaper, monkeypatch):
     weights = {"w": torch.zeros(3000, 1000)}
     structure = make_structure(name, weights, frozenset({"w"}))
-    needed = structure.predicted_bytes(4000)
+    needed = bytes_of(structure, 4000)
     monkeypatch.setattr(memory, "SMALL_BYTES", 0)
     monkeypatch.setattr(memory, "_free_bytes", lambda device: needed - 1)
     with pytest.raises(MemoryBudgetError, match=cheaper) as caught:
-        check_memory(structure, 4000, torch.device("cpu"))
+        check_memory(structure, 4000, torch.device("cpu"), needed)
     assert f"{needed / GIB:.3g} GiB" in str(caught.value)
     assert repr(name) in str(caught.value)
     monkeypatch.setattr(memory, "SMALL_BYTES", 0)
     monkeypatch.setattr(memory, "_free_bytes", lambda device: needed)
-    check_memory(structure, 4000, torch.device("cpu"))
+    check_memory(structure, 4000, torch.device("cpu"), needed)
 
 
 @pytest.mark.parametrize(("num_outputs", "shape"), [(1000, ()), (999, ()), (1000, (2,))])
@@ -170,7 +180,7 @@ def test_many_outputs_without_positions_get_a_hint(num_outputs, shape, monkeypat
 
 def test_what_is_kept_is_given_back_before_anything_is_refused(monkeypatch):
     structure = make_structure("full", {"w": torch.zeros(10)})
-    needed = structure.predicted_bytes(1)
+    needed = bytes_of(structure, 1)
     free = [needed]
 
     def give_back():
@@ -180,21 +190,21 @@ def test_what_is_kept_is_given_back_before_anything_is_refused(monkeypatch):
     monkeypatch.setattr(memory, "_free_bytes", lambda device: free[0])
     monkeypatch.setattr(memory, "give_back", give_back)
     cpu = torch.device("cpu")
-    check_memory(structure, 1, cpu)
+    check_memory(structure, 1, cpu, needed)
     assert free == [needed]
     free[0] = needed - 1
-    check_memory(structure, 1, cpu)
+    check_memory(structure, 1, cpu, needed)
     assert free == [needed]
     free[0] = needed - 2
     with pytest.raises(MemoryBudgetError):
-        check_memory(structure, 1, cpu)
+        check_memory(structure, 1, cpu, needed)
 
 
 def test_nothing_is_refused_where_the_system_does_not_tell(monkeypatch):
     monkeypatch.setattr(memory, "SMALL_BYTES", 0)
     monkeypatch.setattr(memory, "_free_bytes", lambda device: None)
     structure = make_structure("full", {"w": torch.zeros(10_000)})
-    check_memory(structure, 1, torch.device("cpu"))
+    check_memory(structure, 1, torch.device("cpu"), bytes_of(structure, 1))
 
 
 def test_available_bytes_here():

@@ -91,6 +91,24 @@ def test_a_small_budget_gives_small_micro_batches_and_the_same_result(estimator:
     assert min(sizes[2**30].values()) >= M
 
 
+@pytest.mark.parametrize("structure", ["ntk", "kfac"])
+def test_examples_without_rows_in_the_last_micro_batch(structure: str) -> None:
+    """The first micro-batch has all rows, but others follow that are collected too."""
+    whole, model, x, y = build(f"{structure}-2-rows")
+    parts = whole.with_estimator(f"{structure}-2-rows", memory=Memory(micro_batch=M // 2))
+    at_first = 0
+    for seed in range(8):
+        kept = [
+            e.collect(x, y, wrt="prior") for e in (whole, parts) if e.generator.manual_seed(seed)
+        ]
+        columns = kept[0].block.columns
+        assert columns is not None
+        at_first += int((columns[M // 2 :] < 0).all())
+        one, other = (e.estimate(k).log_det for e, k in zip((whole, parts), kept, strict=True))
+        assert other == pytest.approx(one, rel=1e-12)
+    assert at_first
+
+
 def test_without_a_budget_it_takes_what_is_free() -> None:
     evidence, _, x, y = build(memory=Memory(micro_batch="auto"))
     gradients(evidence, x, y)

@@ -1,7 +1,7 @@
 """Gram matrices and quadratic forms with explicit derivatives."""
 
 import cmath
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -153,3 +153,24 @@ def add_outer_products(
 ) -> Float[Tensor, "n n"]:
     """Return matrix + rowsᵀ rows in a new tensor. A ``matrix`` of None stands for zeros."""
     return rows.mT @ rows if matrix is None else torch.addmm(matrix, rows.mT, rows)
+
+
+def is_one_number(scale: Tensor, parameters: Sequence[Tensor]) -> bool:
+    """Return whether all entries of ``scale`` are equal for all values of the parameters."""
+    if not bool((scale == scale[0]).all()):
+        return False
+    learned = [parameter for parameter in parameters if parameter.requires_grad]
+    if not scale.requires_grad or not learned:
+        return True
+    # Different parameters with equal values have different derivatives.
+    dtype, rounding = torch.promote_types(scale.dtype, torch.float32), torch.finfo(scale.dtype).eps
+    weights = torch.arange(1, len(scale) + 1, device=scale.device, dtype=dtype) / len(scale)
+    rtol = max(1e-3, 8 * rounding)
+    whole, single = (
+        torch.autograd.grad(value, learned, retain_graph=True, allow_unused=True)
+        for value in ((weights * scale).sum(), weights.sum() * scale[0])
+    )
+    return all(
+        (a is None) == (b is None) and (a is None or b is None or torch.allclose(a, b, rtol))
+        for a, b in zip(whole, single, strict=True)
+    )

@@ -24,29 +24,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evigrad.core.changes import is_one_number, likelihood_changes
+from evigrad.core.changes import likelihood_changes
 from evigrad.core.curvature.anchored import LogDet
-from evigrad.core.curvature.base import Curvature
+from evigrad.core.curvature.base import Curvature, log_det_of
 from evigrad.core.curvature.linalg import TOLERATED_NATS
 from evigrad.core.roots import RootRows
-from evigrad.core.types import Estimate, Linearization, LinearizedModel, MicroBatch, Pass, Sweep
+from evigrad.core.types import (
+    Estimate,
+    Linearization,
+    LinearizedModel,
+    MicroBatch,
+    Pass,
+    Purpose,
+    Sweep,
+)
 from evigrad.errors import ConfigurationError, NotFiniteError
 
 # The terms of an estimate that are averaged.
 TERMS = ("log_evidence", "log_likelihood", "log_prior", "log_det", "log_hyperprior")
 
 
-def needs_one_pass(
+def purpose_of(
     model: LinearizedModel, curvature: Curvature[Any], num_outputs: int, learned: Iterable[str]
-) -> bool:
-    """Return whether the statistic of a single pass is enough for the ``learned`` hyperparameters.
+) -> Purpose:
+    """Return what the first pass is for if the gradient of ``learned`` hyperparameters follows.
 
-    It is enough for the prior, and for likelihood parameters that only scale the rows.
+    One pass is enough for the prior, and for likelihood parameters that only scale the rows.
     """
     names = [name for name in learned if not name.startswith("prior.")]
+    if not names:
+        return Purpose.VALUE
     if any(name.startswith("model.") for name in names):
-        return False
-    return not names or likelihood_changes(model, curvature, num_outputs) == "scales"
+        return Purpose.DIFFERENTIATE
+    changed = likelihood_changes(model, curvature, num_outputs)
+    return Purpose.STEPS if changed == "scales" else Purpose.DIFFERENTIATE
 
 
 # ------------------------------------------------------------ the first pass, and the value
@@ -57,89 +68,65 @@ class _Sums:
     """Sums over the micro-batches so far."""
 
     log_likelihood: Tensor
-    statistic: Any = None
-    is_condensed: bool = False
+    statistic: Any
     log_probabilities: tuple[Tensor, ...] = ()
     outputs: tuple[tuple[MicroBatch, Tensor], ...] = ()
     num_outputs: int = 0
     linearized: tuple[Linearization, RootRows] | None = None
 
 
-def run_pass(
-    model: LinearizedModel,
-    curvature: Curvature[Any],
-    sweep: Sweep,
-    *,
-    condense: bool = False,
-    keep_outputs: bool = False,
-    keep_graph: bool = False,
-) -> Pass:
+def run_pass(model: LinearizedModel, curvature: Curvature[Any], sweep: Sweep) -> Pass:
     """Return the log likelihood and the statistic of one pass over a block.
 
-    Args:
-        model: The model.
-        curvature: The curvature that turns rows into a statistic.
-        sweep: The sweep that takes the block through the network.
-        condense: Whether to keep only what the log-determinant needs.
-        keep_outputs: Whether to keep the outputs and omit the scale of the rows, for steps on the
-            likelihood's parameters.
-        keep_graph: Whether to keep the linearization and its graph, if one micro-batch has all
-            rows.
+    The curvature turns rows into a statistic for the purpose of the sweep.
     """
+    purpose, block = sweep.purpose, sweep.block
 
     def step(sums: _Sums, batch: MicroBatch) -> _Sums:
-        statistic, alone, linearized = sums.statistic, False, sums.linearized
-        if batch.has_rows and keep_graph and batch.is_alone and sweep.keeps_graph(batch):
-            linearized = _with_graph(model, sweep, batch)
-            linearization, root = linearized[0].without_graph(linearized[1])
-            f = linearization.outputs
-            statistic = curvature.collect(statistic, linearization, root)
-        elif batch.has_rows:
-            linearization = sweep.linearize(batch, graph=False)
-            f = linearization.outputs
-            root = model.cotangents(f, batch)
-            fixed = not root.vectors.requires_grad
-            if not fixed:
-                # The vectors themselves depend on the likelihood's parameters (a score, or a
-                # density without a separate scale), so the rows need a graph.
-                linearization = sweep.linearize(batch, graph=True)
-                f = linearization.outputs
-            if keep_outputs:
-                root = replace(root, scale=None)
-            alone = condense and batch.is_alone and fixed
-            statistic = curvature.collect(statistic, linearization, root, alone=alone)
-            if alone:  # before the next forward pass, because deferred rows keep this one
-                statistic = curvature.condense(statistic)
-        else:  # examples that count only in the likelihood come after all examples with rows
+        statistic, outputs, linearized = sums.statistic, sums.outputs, sums.linearized
+        if not batch.has_rows:  # such examples come after all examples with rows
             with torch.no_grad():
                 f = sweep.outputs(batch)
+        else:
+            if purpose is Purpose.DIFFERENTIATE and sweep.holds_graph(batch):
+                linearized = _with_graph(model, sweep, batch)
+                linearization, root = linearized[0].without_graph(linearized[1])
+            else:
+                linearization = sweep.linearize(batch, graph=False)
+                root = model.cotangents(linearization.outputs, batch)
+                if root.vectors.requires_grad:
+                    # The vectors themselves depend on the likelihood's parameters (a score, or a
+                    # density without a separate scale), so the rows need a graph.
+                    linearization = sweep.linearize(batch, graph=True)
+                if purpose is Purpose.STEPS:  # each step has its own scale
+                    root = replace(root, scale=None)
+            f = linearization.outputs
+            statistic = curvature.collect(statistic, linearization, root)
         log_probabilities = model.log_probabilities(f, batch.y)
         log_likelihood = model.log_likelihood(log_probabilities, batch.likelihood_weights)
         model.likelihood.check_derivatives(f, batch.y, model.estimator.curvature)
-        # A view would keep the inputs in memory.
-        kept = ((replace(batch, x=batch.x[:0].clone()), f.detach()),) if keep_outputs else ()
+        if purpose is Purpose.STEPS:  # a view of the inputs would hold all of them in memory
+            outputs = (*outputs, (replace(batch, x=batch.x[:0].clone()), f.detach()))
         return _Sums(
             sums.log_likelihood + log_likelihood,
             statistic,
-            sums.is_condensed or alone,
             (*sums.log_probabilities, log_probabilities.detach()),
-            sums.outputs + kept,
+            outputs,
             f.shape[1],
             linearized,
         )
 
     device = next(iter(model.weights.values())).device
-    start = _Sums(torch.zeros((), dtype=torch.float64, device=device))
-    sums = sweep.fold(step, start)
-    statistic = sums.statistic
-    if condense and not sums.is_condensed:
-        statistic = curvature.condense(statistic)
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    statistic = curvature.empty(purpose, block.num_collected(curvature.counts_data))
+    sums = sweep.fold(step, _Sums(zero, statistic))
+    statistic = sums.statistic if block.shares == 1 else sweep.total(sums.statistic)
     if model.estimator.custom is not None and statistic is not None:
         model.check_custom(statistic)
     return Pass(
         model=model,
         curvature=curvature,
-        block=replace(sweep.block, inputs=None, targets=None),
+        block=replace(block, inputs=None, targets=None),
         statistic=statistic,
         log_likelihood=sums.log_likelihood,
         log_probabilities=torch.cat(sums.log_probabilities),
@@ -164,33 +151,32 @@ def log_evidence(block_pass: Pass) -> tuple[Estimate, Tensor]:
     statistic, precisions = block_pass.statistic, model.prior.precisions()
     log_likelihood = block_pass.log_likelihood
     if block_pass.outputs:  # use the current parameters of the likelihood
-        statistic, precisions = _rescaled(block_pass, precisions)
+        scale, parameters = _scale(block_pass), list(model.likelihood.parameters())
+        if scale is not None:
+            statistic, precisions = block_pass.curvature.rescaled(
+                statistic, precisions, scale, parameters
+            )
         terms = [
             model.log_likelihood(model.log_probabilities(f, batch.y), batch.likelihood_weights)
             for batch, f in block_pass.outputs
         ]
         log_likelihood = torch.stack(terms).sum()
-    log_det = block_pass.curvature.evaluate(statistic, precisions, block_pass.conditioning)
+    log_det = log_det_of(block_pass.curvature, statistic, precisions, block_pass.conditioning)
     log_prior, log_hyperprior = _prior_terms(model)
-    estimate = _estimate(block_pass, log_likelihood, log_det, log_prior, log_hyperprior)
-    factor = 0.5 * model.log_det_weight * block_pass.block.scale
+    estimate, factor = _estimate(block_pass, log_likelihood, log_det, log_prior, log_hyperprior)
     value = log_likelihood + log_prior - factor * log_det.value
     return estimate, -(value + log_hyperprior) / model.num_data
 
 
-def _rescaled(
-    block_pass: Pass, precisions: Mapping[str, Tensor]
-) -> tuple[Any, Mapping[str, Tensor]]:
-    """Return the statistic and the precisions for the current scale of the rows."""
-    model, statistic, scales = block_pass.model, block_pass.statistic, list[Tensor]()
+def _scale(block_pass: Pass) -> Tensor | None:
+    """Return the current scale of each row, or None if no row has a scale."""
+    model, scales = block_pass.model, list[Tensor]()
     for batch, f in block_pass.outputs:
         root = model.cotangents(f, batch)
         if root.scale is None:
-            return statistic, precisions
+            return None
         scales.append(root.scale if root.present is None else root.scale[root.present])
     scale = torch.cat([s.flatten() for s in scales])
-    if hasattr(statistic, "with_scale"):
-        return statistic.with_scale(scale), precisions
     if not len(scale):
         # A share without rows: if the scale is one number, any row has it.
         (batch, f), *_ = block_pass.outputs
@@ -198,15 +184,7 @@ def _rescaled(
         root = model.cotangents(f, replace(batch, columns=column))
         assert root.scale is not None
         scale = root.scale.flatten()
-    # Scaling H by r² has the same effect on the log-determinant as the precisions P0 / r².
-    first = scale[0]
-    if not is_one_number(scale, list(model.likelihood.parameters())):
-        raise ConfigurationError(
-            f"'{model.estimator.name}' sums rows with different scales, so a kept pass"
-            " cannot be reused after the likelihood's parameters change. Use an 'ntk' estimator, or"
-            " a single noise for all outputs."
-        )
-    return statistic, {n: p / first.square().to(p) for n, p in precisions.items()}
+    return scale
 
 
 # ------------------------------------------------------------ the gradient
@@ -217,11 +195,9 @@ def one_pass(
 ) -> tuple[Estimate, list[Tensor]]:
     """Return the estimate of the log evidence and the gradient of the loss, from a single pass.
 
-    A single pass is enough if ``needs_one_pass`` returns True.
+    The purpose of the sweep is ``VALUE`` or ``STEPS`` (see ``purpose_of``).
     """
-    beside = any(not name.startswith("prior.") for name in learned)
-    block_pass = run_pass(model, curvature, sweep, condense=True, keep_outputs=beside)
-    estimate, loss = log_evidence(block_pass)
+    estimate, loss = log_evidence(run_pass(model, curvature, sweep))
     return estimate, gradients_of(loss, list(learned.values()))
 
 
@@ -230,7 +206,7 @@ def two_passes(
 ) -> tuple[Estimate, list[Tensor]]:
     """Return the estimate of the log evidence and the gradient of the loss, from two passes.
 
-    Two passes are enough for any hyperparameters.
+    The purpose of the sweep is ``DIFFERENTIATE``, and the hyperparameters may be any.
 
     The statistic 𝒯 is a sum of terms 𝒯_b over micro-batches b, so the gradient of ℓ is also a sum:
 
@@ -238,13 +214,12 @@ def two_passes(
 
     The first pass accumulates 𝒯 without a graph, and one factorization yields ∂ℓ/∂𝒯. The second
     pass computes each term 𝒯_b again, with the graph of one micro-batch at a time. If a block is a
-    single small micro-batch, its graph is kept between the passes.
+    single small micro-batch, its graph stays in memory between the passes.
     """
     of_prior = [p for name, p in learned.items() if name.startswith("prior.")]
     of_passes = [p for name, p in learned.items() if not name.startswith("prior.")]
     with torch.no_grad():
-        first = run_pass(model, curvature, sweep, keep_graph=True)
-    factor = 0.5 * model.log_det_weight * first.block.scale
+        first = run_pass(model, curvature, sweep)
     precisions = model.prior.precisions()
     differential = curvature.differentiate(
         first.statistic, precisions, of_prior, first.conditioning
@@ -252,7 +227,7 @@ def two_passes(
     with torch.enable_grad():
         log_prior, log_hyperprior = _prior_terms(model)
         direct = gradients_of(log_prior + log_hyperprior, of_prior)
-    estimate = _estimate(
+    estimate, factor = _estimate(
         first, first.log_likelihood, differential.log_det, log_prior, log_hyperprior
     )
 
@@ -284,7 +259,7 @@ def _pulled_back(
     """Return a micro-batch's outputs and ⟨cotangent, the micro-batch's part of the statistic⟩."""
     if not batch.has_rows:
         return sweep.outputs(batch), 0.0
-    if first.linearized is not None and batch.is_alone:
+    if first.linearized is not None and sweep.holds_graph(batch):
         linearization, root = first.linearized
     else:
         linearization, root = _with_graph(first.model, sweep, batch)
@@ -313,15 +288,17 @@ def _estimate(
     log_det: LogDet,
     log_prior: Tensor,
     log_hyperprior: Tensor,
-) -> Estimate:
-    model = block_pass.model
-    terms = (log_likelihood, log_prior, block_pass.block.scale * log_det.value, log_hyperprior)
+) -> tuple[Estimate, float]:
+    """Return the estimate, and the factor of ℓ in it without the sign."""
+    model, scale = block_pass.model, block_pass.block.scale
+    weight = 0.5 * model.log_det_weight
+    terms = (log_likelihood, log_prior, scale * log_det.value, log_hyperprior)
     likelihood, prior, determinant, hyperprior = (float(t.detach()) for t in terms)
-    value = likelihood + prior - 0.5 * model.log_det_weight * determinant
-    if determinant < -TOLERATED_NATS * block_pass.block.scale:
+    value = likelihood + prior - weight * determinant
+    if determinant < -TOLERATED_NATS * scale:
         raise ConfigurationError(
             f"The log-determinant of '{model.estimator.name}' must not be negative, got"
-            f" {determinant / block_pass.block.scale:.4g}. log|I + S| is at least 0, because S is a"
+            f" {determinant / scale:.4g}. log|I + S| is at least 0, because S is a"
             " sum of outer products. Check the signs in log_det."
         )
     if not math.isfinite(value):
@@ -330,7 +307,7 @@ def _estimate(
             f" {prior:.4g}, log-determinant {determinant:.4g}), so weights or hyperparameters have"
             " diverged. Lower their learning rates."
         )
-    return Estimate(
+    estimate = Estimate(
         log_evidence=value,
         log_likelihood=likelihood,
         log_prior=prior,
@@ -342,6 +319,7 @@ def _estimate(
         estimator=model.estimator.name,
         entropies=log_det.entropies,
     )
+    return estimate, weight * scale
 
 
 def mean_estimate(estimates: Sequence[Estimate]) -> Estimate:

@@ -231,14 +231,14 @@ class Block:
         ordered = bool((counts.diff() <= 0).all()) and bool((present.long().diff(dim=1) <= 0).all())
         return counts.tolist() if ordered else None
 
-    def has_all_rows(self, data: slice) -> bool:
-        """Return whether ``data`` starts at 0 and its examples have all rows of the block."""
-        if data.start != 0:
-            return False
-        num_others = len(self.indices) - data.stop
-        if not num_others or self.columns is None:
-            return not num_others
-        return not bool((self.columns[data.stop :] >= 0).any())
+    def num_collected(self, padded: bool = False) -> int:
+        """Return the number of examples for which ``columns_of`` has columns, which come first.
+
+        Examples on other ranks count too, as if all ranks had equally many.
+        """
+        if self._counts is None or padded:
+            return len(self.indices) * self.shares
+        return sum(count > 0 for count in self._counts) * self.shares
 
     def cuts(self) -> list[int]:
         """Return the positions, in ascending order, at which examples begin to have fewer columns.

@@ -1,11 +1,10 @@
 """Determine whether the parameters of a likelihood change the rows or only their scale."""
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
+from evigrad.core.algebra import is_one_number
 from evigrad.core.curvature.base import Curvature
 from evigrad.core.roots import checked_rows
 from evigrad.core.types import LinearizedModel
@@ -47,24 +46,3 @@ def likelihood_changes(
         added_up = root.scale.unbind(1) if one_output else [root.scale.flatten()]
         parameters = list(likelihood.parameters())
         return "scales" if all(is_one_number(r, parameters) for r in added_up) else "sums"
-
-
-def is_one_number(scale: Tensor, parameters: Sequence[Tensor]) -> bool:
-    """Return whether all entries of ``scale`` are equal for all values of the parameters."""
-    if not bool((scale == scale[0]).all()):
-        return False
-    learned = [parameter for parameter in parameters if parameter.requires_grad]
-    if not scale.requires_grad or not learned:
-        return True
-    # Different parameters with equal values have different derivatives.
-    dtype, rounding = torch.promote_types(scale.dtype, torch.float32), torch.finfo(scale.dtype).eps
-    weights = torch.arange(1, len(scale) + 1, device=scale.device, dtype=dtype) / len(scale)
-    rtol = max(1e-3, 8 * rounding)
-    whole, alone = (
-        torch.autograd.grad(value, learned, retain_graph=True, allow_unused=True)
-        for value in ((weights * scale).sum(), weights.sum() * scale[0])
-    )
-    return all(
-        (a is None) == (b is None) and (a is None or b is None or torch.allclose(a, b, rtol))
-        for a, b in zip(whole, alone, strict=True)
-    )

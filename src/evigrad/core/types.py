@@ -6,6 +6,7 @@ A ``Sweep`` takes a block through the network and returns a ``Linearization`` fo
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
@@ -110,7 +111,6 @@ class MicroBatch:
         columns: Columns of the root, or None for all.
         likelihood_weights: Weights of the log likelihoods of the examples.
         labels: Sampled labels, for the curvature ``mc``.
-        is_alone: Whether no other micro-batch of the block has rows.
     """
 
     x: Tensor
@@ -119,7 +119,6 @@ class MicroBatch:
     columns: Int[Tensor, "m k"] | None
     likelihood_weights: Tensor
     labels: Sequence[Tensor] = ()
-    is_alone: bool = False
 
     @property
     def has_rows(self) -> bool:
@@ -127,8 +126,32 @@ class MicroBatch:
         return self.columns is None or self.columns.shape[1] > 0
 
 
+class Purpose(Enum):
+    """The use of a pass's statistic, which determines what the pass stores.
+
+    - ``VALUE``: the log evidence and its gradient with respect to the prior, once or repeatedly.
+    - ``STEPS``: like ``VALUE``, but parameters of the likelihood that scale the rows change too.
+    - ``DIFFERENTIATE``: the gradient with respect to all hyperparameters, by a second pass.
+    - ``ROWS``: products with other rows, for instance with rows of test inputs.
+    """
+
+    VALUE = "value"
+    STEPS = "steps"
+    DIFFERENTIATE = "differentiate"
+    ROWS = "rows"
+
+
+# With these purposes, nothing but log-determinants is computed from a statistic.
+LOG_DETS = (Purpose.VALUE, Purpose.STEPS)
+
+
 class Sweep(Protocol):
     """Passes of a block through the network, always in the same micro-batches."""
+
+    @property
+    def purpose(self) -> Purpose:
+        """The purpose of the first pass."""
+        ...
 
     @property
     def block(self) -> Block:
@@ -155,12 +178,16 @@ class Sweep(Protocol):
         """Return the linearized pass of a micro-batch, with a graph if ``graph`` is True."""
         ...
 
-    def keeps_graph(self, batch: MicroBatch) -> bool:
-        """Return whether memory suffices to keep a micro-batch's graph between two passes."""
+    def holds_graph(self, batch: MicroBatch) -> bool:
+        """Return whether a micro-batch has all rows, and its graph waits for the second pass."""
         ...
 
     def outputs(self, batch: MicroBatch) -> Float[Tensor, "m C"]:
         """Return only the outputs of a micro-batch, with a graph if gradients are enabled."""
+        ...
+
+    def total(self, statistic: Any) -> Any:
+        """Return the sum of the statistics of the ranks that share the block."""
         ...
 
 

@@ -1,1 +1,1 @@
-"""Save time or memory: keep rows as products, or change their data type or device."""
+"""Save time or memory: store rows as products, or change their data type or device."""

@@ -52,7 +52,7 @@ class MatrixUse:
 
 @dataclass(frozen=True, eq=False)
 class ProductRows(Rows):
-    """Jacobian rows that are kept as products, for a parameter with one prior precision.
+    """Jacobian rows that are stored as products, for a parameter with one prior precision.
 
     Attributes:
         chunks: One tuple per micro-batch. It contains inputs (m, T, i) and gradients (m, k, T, o)
@@ -76,7 +76,7 @@ class ProductRows(Rows):
 
     def __add__(self, other: Rows) -> Rows:
         if not isinstance(other, ProductRows) or len(other.chunks[0]) != len(self.chunks[0]):
-            return self.formed() + other  # another micro-batch has no closed form
+            return self.dense() + other  # another micro-batch has no closed form
         return replace(
             self,
             chunks=self.chunks + other.chunks,
@@ -99,23 +99,23 @@ class ProductRows(Rows):
         present, count = between(self.present, data), rows.stop - rows.start
         return replace(self, chunks=(tuple(tensors),), present=(present,), count=count)
 
-    def kept(self, keep: Callable[[Tensor], Tensor]) -> "ProductRows":
+    def stored(self, store: Callable[[Tensor], Tensor]) -> "ProductRows":
         # A copy, which may be overwritten, or the tensor itself if it has a graph.
         chunks = tuple(
-            tuple(keep(t if t.requires_grad else t.detach().clone()) for t in chunk)
+            tuple(store(t if t.requires_grad else t.detach().clone()) for t in chunk)
             for chunk in self.chunks
         )
         return replace(self, chunks=chunks)
 
-    def formed(self) -> DenseRows:
+    def dense(self) -> DenseRows:
         chunks = []
         for chunk, present in zip(self.chunks, self.present, strict=True):
             pairs = zip(chunk[::2], chunk[1::2], strict=True)
-            rows = reduce(torch.add, (self._formed(a, g) for a, g in pairs))
+            rows = reduce(torch.add, (self._dense(a, g) for a, g in pairs))
             chunks.append(rows.flatten(2)[present.to(rows.device)])
         return DenseRows(tuple(chunks))
 
-    def _formed(self, a: Tensor, g: Float[Tensor, "m k T o"]) -> Float[Tensor, "m k _ _"]:
+    def _dense(self, a: Tensor, g: Float[Tensor, "m k T o"]) -> Float[Tensor, "m k _ _"]:
         if a.is_floating_point():
             rows = torch.einsum("mkto,mti->mkoi", g, a)
             return rows.mT if self.transposed else rows
@@ -188,11 +188,11 @@ def contracted(
     rows, cheap = num_data * rows_per_datum, {}
     for name, weight_uses in uses.items():
         size = weight_uses[0].inputs * weight_uses[0].outputs
-        formed = rows**2 * size
+        by_rows = rows**2 * size
         for use in weight_uses:
-            formed += rows * (size if use.looked_up else size * use.positions)
+            by_rows += rows * (size if use.looked_up else size * use.positions)
         pairs = [(a, b) for i, a in enumerate(weight_uses) for b in weight_uses[: i + 1]]
-        if sum(_operations(a, b, num_data, rows) for a, b in pairs) < formed:
+        if sum(_operations(a, b, num_data, rows) for a, b in pairs) < by_rows:
             cheap[name] = weight_uses
     return cheap
 

@@ -21,7 +21,7 @@ class Storage:
     dtype: torch.dtype | None = None
     device: torch.device | None = None
 
-    def keep(self, rows: Tensor) -> Tensor:
+    def store(self, rows: Tensor) -> Tensor:
         """Return the rows, or the factors of rows that are products, in their stored form."""
         if self.dtype is not None and rows.is_floating_point():
             rows = rows.to(self.dtype)

@@ -113,11 +113,11 @@ def check_finite(what: str, value: Tensor) -> None:
 
 
 def log_probabilities(
-    likelihood: Likelihood, f: Tensor, y: Tensor, *, alone: bool = True, allowed: bool = True
+    likelihood: Likelihood, f: Tensor, y: Tensor, *, compare: bool = True, allowed: bool = True
 ) -> Tensor:
     """Return log p(y_n|f_n) of each example, (m,), in nats.
 
-    If ``alone`` is True, the first example is also evaluated by itself, and the two results are
+    If ``compare`` is True, the first example is also evaluated by itself, and the two results are
     compared. This check finds targets with a wrong shape that broadcasts against other examples.
     If ``allowed`` is True, the density must allow the targets, as it must for training data.
 
@@ -125,7 +125,7 @@ def log_probabilities(
         ConfigurationError: If the density does not return one number per example.
         InputError: If the density of an example depends on other examples, ``log_prob`` raises
             an exception, or the density does not allow a target.
-        NotFiniteOutputError: If ``alone`` is True and the outputs are not finite.
+        NotFiniteOutputError: If ``compare`` is True and the outputs are not finite.
     """
     m = f.shape[:1]
     name = type(likelihood).__name__
@@ -137,13 +137,13 @@ def log_probabilities(
             f" shape (m,) for outputs {_shape(f.shape, m)}, got {_shape(log_prob.shape, m)}. Sum"
             " over the outputs, as in .sum(1)."
         )
-    if alone and not is_finite(f):
+    if compare and not is_finite(f):
         raise NotFiniteOutputError(
             "The model's outputs contain NaN or infinite values for these inputs. Check the"
             " weights (training may have diverged) and the inputs."
         )
     # Targets of a wrong shape can broadcast against the other data without an error.
-    if alone and len(f) > 1:
+    if compare and len(f) > 1:
         with torch.no_grad():
             by_itself = likelihood.log_prob(f[:1], y[:1])[0]
         first, in_batch = torch.stack([by_itself, log_prob[0].detach()]).tolist()

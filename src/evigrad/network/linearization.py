@@ -147,7 +147,7 @@ class Linearization:
     def deferred_rows(
         self, root: RootRows, names: Sequence[str], contracted: Collection[str] = ()
     ) -> dict[str, Rows]:
-        """Return the rows of each parameter without padding, formed only when they are read.
+        """Return the rows of each parameter without padding, computed only when they are read.
 
         The backward passes to the layers' outputs run in this call. Rows are then computed from
         these gradients. Only parameters without a closed form take further backward passes.
@@ -155,8 +155,8 @@ class Linearization:
         Args:
             root: Cotangents of the outputs.
             names: Names of the parameters.
-            contracted: Names from ``matrix_uses``. Rows of these parameters are kept as products if
-                this pass has a closed form for them.
+            contracted: Names from ``matrix_uses``. Rows of these parameters are stored as products
+                if this pass has a closed form for them.
         """
         vectors, present = root.vectors, root.present
         if present is None:
@@ -273,7 +273,7 @@ class Linearization:
             present = torch.ones(cotangent.shape[:2], dtype=torch.bool, device=vectors.device)
             is_transposed = uses[0][0].rule.transposed
             rows = ProductRows((chunk,), (present,), present.numel(), shape, is_transposed)
-            return rows.formed().chunks[0].reshape(*cotangent.shape[:2], *shape)
+            return rows.dense().chunks[0].reshape(*cotangent.shape[:2], *shape)
 
         forms: dict[str, Callable[[], Tensor]] = {}
         if any(type(call.rule).inner is not Rule.inner for call, _, _ in uses):

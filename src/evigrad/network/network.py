@@ -121,7 +121,7 @@ class Network:
         if self._drawing or not isinstance(probe, Tensor):
             noise = self.noise(seed=0).slice(0, len(probe))
             if isinstance(probe, AtPositions):
-                probe = probe.alone()
+                probe = probe.separate()
                 probe.count = prod(positions)
             model = PackedModel(model, probe, noise, layer)
             probe = model.pack(probe, noise)

@@ -174,8 +174,8 @@ def adapted(
             return None
         try:
             with model_run(model), torch.no_grad():
-                alone = model_outputs(model, x[:1])
-            recording = _record_once(model, weights, x, alone)
+                single = model_outputs(model, x[:1])
+            recording = _record_once(model, weights, x, single)
         except Exception as error:  # ``plan`` will report the error
             if is_out_of_memory(error):
                 raise
@@ -226,14 +226,14 @@ def _independent_outputs(model: nn.Module, x: Tensor) -> Tensor:
     """Return the outputs for the probe, or raise an error if they depend on other examples."""
     with model_run(model), torch.no_grad():
         joint = model_outputs(model, x)
-        alone = torch.cat([model_outputs(model, x[n : n + 1]) for n in range(len(x))])
+        separate = torch.cat([model_outputs(model, x[n : n + 1]) for n in range(len(x))])
     if not joint.isfinite().all():
         raise NotFiniteOutputError(
             "The model's outputs contain NaN or infinite values for these inputs, so derivatives"
             " cannot be computed. Check whether a mask hides an entire example, or whether training"
             " has diverged."
         )
-    if not close(joint, alone):
+    if not close(joint, separate):
         raise ConfigurationError(mixes_data(model))
     return joint
 

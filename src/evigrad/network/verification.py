@@ -452,12 +452,12 @@ def _disagreeing(
     model, weights = linearization.model, linearization.weights
     names = [name for name, word in linearization.plan.words.items() if word != LOOP]
     with model_run(model):
-        alone, expected = datum_rows(
+        separate, expected = datum_rows(
             model, weights, names, x[one].detach(), vectors[one].detach(), False
         )
     if not f.isfinite().all():  # comparing would prove nothing about the paths
         return set()
-    if not close_outputs(f[one], alone, f.norm(dim=1).max()):
+    if not close_outputs(f[one], separate, f.norm(dim=1).max()):
         _refuse_mixing(model, x, [torch.arange(len(x), device="cpu")[one]])
     rows = linearization.fast_rows_of_datum(vectors, index)
     stacked = {name: torch.stack(expected[name])[None] for name in names}

@@ -1,6 +1,6 @@
 """Compute estimates and gradients for blocks, in float64 if float32 is not accurate enough."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from evigrad.core import algorithm
 from evigrad.core.curvature import RoundingError, rounding_refused
-from evigrad.core.types import Estimate, Pass
+from evigrad.core.types import Estimate, Pass, Purpose
 from evigrad.network import derivatives_named
 from evigrad.passes.kept import KeptPass
 from evigrad.passes.memory import fits
-from evigrad.passes.sweep import MicroBatchSweep, curvature_of
+from evigrad.passes.sweep import MicroBatchSweep
 
 Result = TypeVar("Result")
 
@@ -21,30 +21,24 @@ Result = TypeVar("Result")
 def estimates_of(passes: MicroBatchSweep | Sequence[KeptPass]) -> list[Estimate]:
     """Return the estimate for one block, or the estimates for several kept passes."""
     if isinstance(passes, MicroBatchSweep):
-        estimate, _ = precisely(
-            passes,
-            lambda sweep: algorithm.log_evidence(
-                algorithm.run_pass(sweep.problem, sweep.curvature, sweep, condense=True)
-            ),
-            condense=True,
-        )
+        estimate, _ = precisely(passes, lambda sweep: algorithm.log_evidence(_pass(sweep)))
         return [estimate]
     return [algorithm.log_evidence(kept)[0] for kept in passes]
 
 
-def pass_over(sweep: MicroBatchSweep, *, beside: bool) -> Pass:
-    """Return a condensed pass over a block, in a data type that is accurate enough.
+def pass_over(sweep: MicroBatchSweep, learned: Iterable[str]) -> Pass:
+    """Return a pass over a block, in a data type that is accurate enough.
 
-    If ``beside`` is true, keep the outputs too, because steps on the likelihood need them.
+    It serves for steps on the ``learned`` hyperparameters of the prior and the likelihood.
     """
-
-    def work(sweep: MicroBatchSweep) -> Pass:
-        return algorithm.run_pass(
-            sweep.problem, sweep.curvature, sweep, condense=True, keep_outputs=beside
-        )
-
+    scales = any(not name.startswith("prior.") for name in learned)
+    sweep = replace(sweep, purpose=Purpose.STEPS if scales else Purpose.VALUE)
     # The trial detects rounding under the current prior, which every step would encounter.
-    return precisely(sweep, work, condense=True, trial=algorithm.log_evidence)
+    return precisely(sweep, _pass, trial=algorithm.log_evidence)
+
+
+def _pass(sweep: MicroBatchSweep) -> Pass:
+    return algorithm.run_pass(sweep.problem, sweep.curvature, sweep)
 
 
 def estimates_and_gradients(
@@ -65,15 +59,12 @@ def estimates_and_gradients(
             total = [a + b for a, b in zip(total, gradients, strict=True)]
         return estimates, total
     problem = passes.problem
-    in_one_pass = algorithm.needs_one_pass(problem, passes.curvature, passes.num_outputs, learned)
-    way = algorithm.one_pass
-    if not in_one_pass:
-        beside = {name: p for name, p in learned.items() if not name.startswith("prior.")}
-        passes, way = replace(passes, learned=beside), algorithm.two_passes
+    purpose = algorithm.purpose_of(problem, passes.curvature, passes.num_outputs, learned)
+    pulled = {name: p for name, p in learned.items() if not name.startswith("prior.")}
+    work = algorithm.two_passes if purpose is Purpose.DIFFERENTIATE else algorithm.one_pass
     estimate, gradients = precisely(
-        passes,
-        lambda sweep: way(problem, sweep.curvature, sweep, learned),
-        condense=in_one_pass,
+        replace(passes, purpose=purpose, learned=pulled),
+        lambda sweep: work(problem, sweep.curvature, sweep, learned),
     )
     return [estimate], gradients
 
@@ -82,19 +73,17 @@ def precisely(
     sweep: MicroBatchSweep,
     work: Callable[[MicroBatchSweep], Result],
     *,
-    condense: bool,
     trial: Callable[[Result], object] | None = None,
 ) -> Result:
     """Return the result of ``work``. If float32 rounds too much, run ``work`` again in float64.
 
     Every evaluation starts in float32, so it does not depend on earlier evaluations. If the user
     set ``gram_dtype``, or if memory is too small for float64, rounding causes only a warning.
-    ``work`` must have no side effects if it raises an error. If ``condense`` is true, ``work``
-    keeps only what log-determinants need. ``trial`` is called with the result, to detect rounding
-    errors of later steps.
+    ``work`` must have no side effects if it raises an error. ``trial`` is called with the result,
+    to detect rounding errors of later steps.
     """
     problem = sweep.problem
-    sweep.check_memory(condense)
+    sweep.check_memory()
     with derivatives_named():
         sweep = sweep.verified()
         narrow = any(weight.dtype != torch.float64 for weight in problem.weights.values())
@@ -107,11 +96,10 @@ def precisely(
                     trial(result)
                 return result
         except RoundingError:
-            wide = curvature_of(problem, sweep.plan, sweep.block, torch.float64)
-            precise = replace(sweep, curvature=wide)
+            precise = replace(sweep, curvature=problem.curvature(sweep.plan, torch.float64))
 
         def again() -> Result:
-            precise.check_memory(condense)
+            precise.check_memory()
             return work(precise)
 
         if sweep.block.shares > 1:  # a rank cannot return to float32 without the others

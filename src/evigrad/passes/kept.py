@@ -114,13 +114,13 @@ def not_keepable(problem: Problem, plan: InputPlan, learned: Sequence[str]) -> s
     A kept pass stays valid for changes of the prior, and of likelihood parameters that only scale
     rows.
     """
-    beside = [name for name in learned if not name.startswith("prior.")]
-    changing = [name for name in beside if name.startswith("model.")]
+    others = [name for name in learned if not name.startswith("prior.")]
+    changing = [name for name in others if name.startswith("model.")]
     changed = "scales"
-    if beside and not changing:
+    if others and not changing:
         changed = likelihood_changes(problem, problem.curvature(plan), plan.num_outputs)
     if changed == "rows":
-        changing = beside
+        changing = others
     if changing:
         return (
             "A pass can only be kept for steps on the prior and the noise, but"
@@ -130,7 +130,7 @@ def not_keepable(problem: Problem, plan: InputPlan, learned: Sequence[str]) -> s
     if changed == "sums":
         return (
             f"'{problem.estimator.name}' sums rows with different scales, so a pass that was kept"
-            f" cannot be reused when {', '.join(beside)} changes. Use an 'ntk' estimator, a single"
+            f" cannot be reused when {', '.join(others)} changes. Use an 'ntk' estimator, a single"
             " noise for all outputs, or estimate and backward on the data."
         )
     return None

@@ -49,24 +49,25 @@ def check_memory(
     curvature: Curvature[Any],
     num_rows: int,
     device: torch.device,
+    curvature_bytes: int,
     pass_bytes: int = 0,
-    condensed: bool = False,
     hint: str = "",
 ) -> None:
     """Raise an error if a curvature is predicted to need more memory than is free.
 
-    ``pass_bytes`` is the memory for the rows of one pass, if rows are not stored. ``condensed``
-    means that the block is a single micro-batch that is condensed immediately. The message ends
-    with ``hint``.
+    Args:
+        curvature: The curvature.
+        num_rows: Number of rows of the block.
+        device: Device of the weights.
+        curvature_bytes: The ``total`` of the curvature's cost.
+        pass_bytes: The memory for the rows of one pass, if rows are not stored.
+        hint: End of the message.
 
     Raises:
         MemoryBudgetError: If memory is too small. The message states the needed and the free
             memory, and suggests a cheaper choice.
     """
-    condensed = condensed and curvature.condenses(num_rows)
-    predict = partial(curvature.predicted_bytes, num_rows)
-    kept = predict(True) if condensed else predict()
-    needed = kept + pass_bytes
+    needed = curvature_bytes + pass_bytes
     if needed <= SMALL_BYTES:
         return
     free = _free_bytes(device)
@@ -74,7 +75,7 @@ def check_memory(
         free = available_bytes(device)
     if free is None or needed <= free:
         return
-    cheaper = curvature.cheaper if kept > pass_bytes else "a smaller micro_batch"
+    cheaper = curvature.cheaper if curvature_bytes > pass_bytes else "a smaller micro_batch"
     raise MemoryBudgetError(
         f"{curvature.name!r} with {num_rows} rows needs about {needed / GIB:.3g} GiB of memory"
         f" on {device}, but only {free / GIB:.3g} GiB is free.",

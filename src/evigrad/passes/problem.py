@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from evigrad.blocks.anchors.choice import LastLayer, last_layer, watched
 from evigrad.core.curvature import Curvature, check_log_det, make_curvature
 from evigrad.core.partition import Partition
-from evigrad.core.types import LinearizedModel
+from evigrad.core.types import LinearizedModel, Purpose
 from evigrad.distributed import Ranks
 from evigrad.errors import ConfigurationError
 from evigrad.fast.contraction import contracted
@@ -37,6 +37,7 @@ class Problem(LinearizedModel):
         network: The model, with a plan for each shape of inputs.
         sizes: How many examples go through the network in one pass.
         ranks: The processes that share the work.
+        purpose: Purpose of passes, unless a sweep has another purpose.
         partitions: A cache of partitions, by number of outputs.
         curvatures: A cache of curvatures, by plan and data type of the matrices.
         compared: Shapes of outputs and targets, and types of targets, for which the density of an
@@ -49,6 +50,7 @@ class Problem(LinearizedModel):
     network: Network
     sizes: MicroBatches
     ranks: Ranks = field(default_factory=Ranks)
+    purpose: Purpose = Purpose.VALUE
     partitions: dict[int, Partition] = field(default_factory=dict, repr=False)
     curvatures: dict[Any, Curvature[Any]] = field(default_factory=dict, repr=False)
     compared: set[Any] = field(default_factory=set, repr=False)
@@ -73,7 +75,7 @@ class Problem(LinearizedModel):
         # Targets of a wrong shape could broadcast against other examples. This depends only on the
         # shapes and the type, so one example is evaluated by itself only the first time.
         key = (f.shape, y.shape, y.dtype)
-        result = log_probabilities(self.likelihood, f, y, alone=key not in self.compared)
+        result = log_probabilities(self.likelihood, f, y, compare=key not in self.compared)
         self.compared.add(key)
         return result
 
@@ -119,7 +121,9 @@ class Problem(LinearizedModel):
             return estimator.custom
         rows, groups = self.partition(plan).block_rows, self.prior.constant_groups()
         data = rows if estimator.rows else min(estimator.subset or rows, rows)
-        uses = {} if settings.plain_curvature else matrix_uses(plan.jacobian, self.weights)
+        # Rows that are multiplied with other rows are not products, and H replaces their kernel.
+        needs_rows = self.purpose is Purpose.ROWS
+        uses = {} if needs_rows else matrix_uses(plan.jacobian, self.weights)
         cheap = contracted(uses, data, max(1, rows // data))
         storage = Storage(settings.rows_dtype, settings.rows_device)
         return make_curvature(
@@ -131,9 +135,9 @@ class Problem(LinearizedModel):
             sharing=settings.sharing,
             gram_dtype=dtype,
             contracted={n: sum(use.numbers for use in of_name) for n, of_name in cheap.items()},
-            keep=storage.keep,
+            store=storage.store,
             itemsize=storage.itemsize(self.dtype, self.device),
-            num_rows=None if settings.plain_curvature else rows,
+            num_rows=None if needs_rows else rows,
         )
 
     def last_layer(self, x: Inputs) -> tuple[Tensor, LastLayer | None]:

@@ -1,6 +1,6 @@
 """Combine the results of several processes: sums of statistics, and means of estimates."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,76 +8,16 @@ from torch import Tensor
 
 from evigrad.core.algorithm import TERMS, mean_estimate
 from evigrad.core.block import Block
-from evigrad.core.curvature import Conditioning, Curvature, Differential, LogDet
-from evigrad.core.roots import RootRows
-from evigrad.core.types import Estimate, Linearization
+from evigrad.core.types import Estimate
 from evigrad.distributed import Ranks
 from evigrad.passes.problem import Problem
 
 
-class ReducedCurvature(Curvature[Any]):
-    """A curvature whose statistic for all examples is the sum of the ranks' statistics.
-
-    Each rank collects the statistic of its examples. The statistics are summed before a
-    log-determinant is computed.
-
-    Args:
-        curvature: A curvature with an additive statistic.
-        ranks: The processes that share the examples.
-    """
-
-    def __init__(self, curvature: Curvature[Any], ranks: Ranks) -> None:
-        self._curvature, self._ranks = curvature, ranks
-        self.name, self.formed = curvature.name, curvature.formed
-
-    def collect(
-        self,
-        statistic: Any,
-        linearization: Linearization,
-        root: RootRows,
-        *,
-        alone: bool = False,
-    ) -> Any:
-        # Not ``alone``, because condensed statistics cannot be summed over ranks.
-        return self._curvature.collect(statistic, linearization, root)
-
-    def total(self, statistic: Any) -> Any:
-        """Return the sum of the ranks' statistics."""
-        with self._ranks.together() as alike:
-            alike["form of the curvature"] = [tensor.shape for tensor in statistic.tensors()]
-        return statistic.reduced(self._ranks.sum)
-
-    def condense(self, statistic: Any) -> Any:
-        return self._curvature.condense(self.total(statistic))
-
-    def differentiate(
-        self,
-        statistic: Any,
-        precisions: Mapping[str, Tensor],
-        arguments: Sequence[Tensor],
-        conditioning: Conditioning | None = None,
-    ) -> Differential[Any]:
-        whole = self.total(statistic)
-        return self._curvature.differentiate(whole, precisions, arguments, conditioning)
-
-    def log_det(self, statistic: Any, precisions: Mapping[str, Tensor]) -> Tensor:
-        return self._curvature.log_det(statistic, precisions)
-
-    def evaluate(
-        self,
-        statistic: Any,
-        precisions: Mapping[str, Tensor],
-        conditioning: Conditioning | None = None,
-    ) -> LogDet:
-        return self._curvature.evaluate(statistic, precisions, conditioning)
-
-    def inner(
-        self, cotangent: Any, data: slice, linearization: Linearization, root: RootRows
-    ) -> Tensor:
-        return self._curvature.inner(cotangent, data, linearization, root)
-
-    def predicted_bytes(self, num_rows: int, condensed: bool = False) -> int:
-        return self._curvature.predicted_bytes(num_rows)
+def total_over_ranks(ranks: Ranks, statistic: Any) -> Any:
+    """Return the sum of the ranks' statistics, each of which is for the rank's examples."""
+    with ranks.together() as alike:
+        alike["form of the curvature"] = [tensor.shape for tensor in statistic.tensors()]
+    return statistic.reduced(ranks.sum)
 
 
 def mean_over_ranks(

@@ -131,7 +131,6 @@ class Settings:
     rows_dtype: torch.dtype | None = None
     rows_device: torch.device | None = None
     autocast: torch.dtype | None = None
-    plain_curvature: bool = False
 
     def __post_init__(self) -> None:
         check_choice("sharing", self.sharing, ("expand", "reduce"))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from evigrad.core.block import Block
 from evigrad.core.curvature import Curvature
-from evigrad.core.types import MicroBatch
+from evigrad.core.types import MicroBatch, Purpose
 from evigrad.errors import InputError
 from evigrad.inputs import Inputs
 from evigrad.invariances.noise import Noise
@@ -31,16 +31,16 @@ from evigrad.network.modes import evaluation_mode, model_run
 from evigrad.network.network import InputPlan
 from evigrad.passes.memory import check_memory, fits
 from evigrad.passes.problem import Problem
-from evigrad.passes.replicas import ReducedCurvature
+from evigrad.passes.replicas import total_over_ranks
 
 Batch = tuple[Inputs, Tensor]
 State = TypeVar("State")
 
 # Number of examples in a check, large enough that a permutation rarely leaves one in its place.
 _CHECKED = 8
-# Largest size of a graph that is kept between two passes, in numbers (128 MiB in float32). It
-# contains the activations of a micro-batch, and their gradients for each row.
-_KEPT_NUMBERS = 2**25
+# Largest size of a graph that stays in memory between two passes, in numbers (128 MiB in float32).
+# It contains the activations of a micro-batch, and their gradients for each row.
+_HELD_NUMBERS = 2**25
 # With this number of outputs, they may belong to positions.
 _MANY_OUTPUTS = 1000
 _POSITIONS_HINT = (
@@ -74,6 +74,7 @@ class MicroBatchSweep:
         labels: Sampled labels of all examples, one tensor for each sample (curvature ``mc``).
         suspicious: Whether to check in every micro-batch that the model does not mix examples.
         learned: The hyperparameters for which a second pass computes gradients.
+        purpose: See ``Sweep.purpose``.
     """
 
     problem: Problem
@@ -86,6 +87,7 @@ class MicroBatchSweep:
     labels: Sequence[Tensor] = ()
     suspicious: bool = False
     learned: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    purpose: Purpose = Purpose.VALUE
 
     # ------------------------------------------------------------ methods of ``core.types.Sweep``
 
@@ -160,12 +162,15 @@ class MicroBatchSweep:
             self._check_separate(plan, batch.x, linearization.outputs)
         return linearization
 
-    def keeps_graph(self, batch: MicroBatch) -> bool:
-        """See ``Sweep.keeps_graph``."""
+    def holds_graph(self, batch: MicroBatch) -> bool:
+        """See ``Sweep.holds_graph``."""
+        size = batch.data.stop - batch.data.start
+        if size < self.block.num_collected(self.curvature.counts_data):
+            return False
         if self.suspicious or self.problem.sizes.asked == "auto":
             return False
         numbers = self._plan_of(batch).jacobian.numbers * len(batch.x) * (1 + self._width)
-        return 0 < numbers <= _KEPT_NUMBERS
+        return 0 < numbers <= _HELD_NUMBERS
 
     def outputs(self, batch: MicroBatch) -> Tensor:
         """See ``Sweep.outputs``."""
@@ -177,6 +182,10 @@ class MicroBatchSweep:
         if self.suspicious or recorder.may_mix(modules):
             self._check_separate(plan, batch.x, f)
         return f.to(self.problem.dtype)
+
+    def total(self, statistic: Any) -> Any:
+        """See ``Sweep.total``."""
+        return total_over_ranks(self.problem.ranks, statistic)
 
     # ------------------------------------------------------------ micro-batches
 
@@ -195,7 +204,6 @@ class MicroBatchSweep:
             columns=block.columns_of(data, self.problem.estimator.structure_type.counts_data),
             likelihood_weights=block.likelihood_weights[data],
             labels=[labels[data] for labels in self.labels],
-            is_alone=block.has_all_rows(data),
             plan=plan,
         )
 
@@ -233,7 +241,7 @@ class MicroBatchSweep:
         plan = self._checked_plan()
         if plan is self.plan:
             return replace(self, suspicious=True)
-        curvature = curvature_of(self.problem, plan, self.block)
+        curvature = self.problem.curvature(plan)
         return replace(self, plan=plan, curvature=curvature, suspicious=True)
 
     def _checked_plan(self) -> InputPlan:
@@ -292,24 +300,23 @@ class MicroBatchSweep:
 
     # ------------------------------------------------------------ memory
 
-    def check_memory(self, condense: bool) -> None:
-        """Raise an error if the block does not fit in memory. See ``run_pass`` for ``condense``."""
+    def check_memory(self) -> None:
+        """Raise an error if the block does not fit in memory."""
         problem, block, curvature = self.problem, self.block, self.curvature
         size, width = len(block.indices), self._width
+        num_rows = size * width if block.num_rows is None else block.num_rows
         most = most_at_once(problem, self.plan, block)
-        at_once = min(most or 1, size) * min(width, curvature.rows_at_once or width)
+        is_whole = most is not None and most >= size
+        cost = curvature.cost(num_rows, self.purpose, is_whole=is_whole)
+        at_once = min(most or 1, size) * min(width, cost.rows_at_once or width)
         if block.num_draws > 1:
-            # Several micro-batches: the formed rows of one, plus all that are kept.
+            # Several micro-batches: the rows of one, plus all that are stored.
             at_once = min(at_once, problem.partition(self.plan).block_rows)
         elif curvature.keeps_rows:
             at_once = 0
-        formed = [problem.weights[name] for name in curvature.formed]
-        pass_bytes = at_once * sum(w.numel() * w.element_size() for w in formed)
-        condensed = condense and most is not None and most >= size
-        rows = size * width if block.num_rows is None else block.num_rows
         many = not self.plan.positions and self.plan.num_outputs >= _MANY_OUTPUTS
         hint = _POSITIONS_HINT if many else ""
-        check_memory(curvature, rows, problem.device, pass_bytes, condensed, hint)
+        check_memory(curvature, num_rows, problem.device, cost.total, at_once * cost.row, hint)
 
     @property
     def _width(self) -> int:
@@ -334,11 +341,12 @@ class MicroBatchSweep:
 
     def _example_bytes(self, x: Inputs) -> int:
         """Return the bytes of an example in a pass: activations, gradients, roots and rows."""
-        rows, numbers = self._width, self.plan.jacobian.numbers
-        rows = min(rows, self.curvature.rows_at_once or rows)
-        formed = sum(self.problem.weights[name].numel() for name in self.curvature.formed)
-        numbers = self.plan.numbers(x) + (1 + rows) * numbers + self._width * self.num_outputs
-        return self.problem.dtype.itemsize * (numbers + rows * formed)
+        width = self._width
+        cost = self.curvature.cost(width, self.purpose)
+        rows = min(width, cost.rows_at_once or width)
+        numbers = self.plan.numbers(x) + (1 + rows) * self.plan.jacobian.numbers
+        numbers += width * self.num_outputs
+        return self.problem.dtype.itemsize * numbers + rows * cost.row
 
     def _memory_key(self, label: str, x: Inputs) -> str:
         """Return a description of everything that determines the memory of an example."""
@@ -356,9 +364,17 @@ def new_sweep(
     generator, estimator, seed = problem.generator, problem.estimator, block.seed
     if seed is None:
         seed = int(torch.randint(2**62, (), generator=generator, device="cpu"))
-    curvature = curvature_of(problem, plan, block)
     noise = problem.network.noise(seed, block.origin)
-    sweep = MicroBatchSweep(problem, plan, curvature, batches, block, seed, noise)
+    sweep = MicroBatchSweep(
+        problem,
+        plan,
+        problem.curvature(plan),
+        batches,
+        block,
+        seed,
+        noise,
+        purpose=problem.purpose,
+    )
     if estimator.curvature != "mc":
         return sweep
 
@@ -387,11 +403,3 @@ def most_at_once(problem: Problem, plan: InputPlan, block: Block, position: int 
         # At most the rows of one draw, a number that the user has chosen.
         return max(1, problem.partition(plan).block_rows // max(1, block.rows_of(position)))
     return len(block.indices) if asked is None else asked if isinstance(asked, int) else None
-
-
-def curvature_of(
-    problem: Problem, plan: InputPlan, block: Block, gram_dtype: torch.dtype | None = None
-) -> Curvature[Any]:
-    """Return the curvature for a block, whose examples may be divided between ranks."""
-    curvature = problem.curvature(plan, gram_dtype)
-    return ReducedCurvature(curvature, problem.ranks) if block.shares > 1 else curvature

@@ -161,7 +161,7 @@ class Explained:
         for name, precision in precisions.items():
             kernel += statistic.rows[name].gram(like, precision)
         kernel.mul_(scale).mul_(scale[:, None])
-        rows = {name: of_name.formed().chunks for name, of_name in statistic.rows.items()}
+        rows = {name: of_name.dense().chunks for name, of_name in statistic.rows.items()}
         return cls(rows, scale, factor_identity_plus(kernel))
 
     def products(self, block: Diagonal, white: Float[Tensor, "m k n"]) -> Float[Tensor, "R mk"]:

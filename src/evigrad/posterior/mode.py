@@ -125,7 +125,7 @@ def log_joint(
         f, y = flattened(problem.likelihood, f, y)
         if not len(f):
             return
-        value = log_probabilities(problem.likelihood, f, y, alone=False).sum()
+        value = log_probabilities(problem.likelihood, f, y, compare=False).sum()
         if slope:
             gradients = torch.autograd.grad(value, list(weights.values()), allow_unused=True)
             for name, gradient in zip(weights, gradients, strict=True):

@@ -19,7 +19,7 @@ from evigrad.blocks.sources import as_source
 from evigrad.core.algorithm import run_pass
 from evigrad.core.curvature.base import ROWS_AT_ONCE
 from evigrad.core.names import Estimator
-from evigrad.core.types import Pass
+from evigrad.core.types import Pass, Purpose
 from evigrad.errors import (
     ConfigurationError,
     EvigradWarning,
@@ -39,7 +39,6 @@ from evigrad.passes.kept import checksums
 from evigrad.passes.memory import GIB, MicroBatches
 from evigrad.passes.parameter_blocks import partition_names
 from evigrad.passes.problem import Problem
-from evigrad.passes.replicas import ReducedCurvature
 from evigrad.posterior.covariances import Covariance, covariance_of
 from evigrad.posterior.joint import JointPredictive, outputs_of
 from evigrad.posterior.predictive import LINKS, Predictive
@@ -458,8 +457,6 @@ def posterior_problem(
         rows_dtype=settings.rows_dtype if estimator.structure_type.keeps_rows else None,
         rows_device=settings.rows_device if estimator.structure_type.keeps_rows else None,
         parameter_partition="tensor",  # that of all weights may be another
-        # Rows that can be multiplied with other rows, and H instead of their kernel.
-        plain_curvature=True,
     )
     weights = {name: problem.network.weights[name] for name in names}
     return replace(
@@ -468,6 +465,7 @@ def posterior_problem(
         estimator=estimator,
         root=estimator.default_root,
         settings=settings,
+        purpose=Purpose.ROWS,
         network=Network(problem.model, weights),
         # All data at once are too many.
         sizes=MicroBatches(settings.micro_batch or "auto", settings.memory_budget),
@@ -516,13 +514,9 @@ def collect(problem: Problem, data: object, structure: str) -> Pass:
         batches = next(iter(stream))
     try:
         sweep = resolve(problem, batches, None)
-        sweep.check_memory(condense=False)
+        sweep.check_memory()
         sweep = sweep.verified()
-        block_pass = run_pass(problem, sweep.curvature, sweep)
-        if isinstance(sweep.curvature, ReducedCurvature):
-            whole = sweep.curvature.total(block_pass.statistic)
-            block_pass = replace(block_pass, statistic=whole)
-        return block_pass
+        return run_pass(problem, sweep.curvature, sweep)
     except MemoryBudgetError as error:
         count = sum(weight.numel() for weight in problem.weights.values())
         raise MemoryBudgetError(
@@ -557,7 +551,7 @@ def _warn_if_slow(problem: Problem, data: object, structure: str) -> None:
     seconds = (2.0 * rows * size**2 + size**3 / 3) * _seconds_per_operation(dtype, problem.device)
     if seconds <= _SLOW_SECONDS:
         return
-    needed = problem.curvature(plan).predicted_bytes(problem.partition(plan).block_rows)
+    needed = problem.curvature(plan).cost(problem.partition(plan).block_rows, Purpose.ROWS).total
     warnings.warn(
         f"The posterior {structure!r} over {size:,} weights takes about {seconds:,.0f} seconds"
         f" and {needed / GIB:.2g} GiB for a matrix of {size:,}² numbers. For a faster result, use"

@@ -64,7 +64,7 @@ def check_data(evidence: Evidence, data: RunData, device: torch.device, count: i
     log_probabilities(likelihood, f, y)
     if data.is_held and not likelihood.is_classification:
         for targets in source.targets().split(_AT_ONCE):  # with the outputs of the first example
-            log_probabilities(likelihood, f[:1].expand(len(targets), -1), targets, alone=False)
+            log_probabilities(likelihood, f[:1].expand(len(targets), -1), targets, compare=False)
     summed_metrics(likelihood, f, y)  # before training, as the first evaluation comes later
     for indices in torch.arange(min(count, len(data)), device="cpu").split(
         count if data.is_held else _AT_ONCE

@@ -6,6 +6,7 @@ from itertools import repeat
 from evigrad.blocks import Block
 from evigrad.blocks.anchors import AnchoredStream, DrawnParts
 from evigrad.blocks.streams import Stream
+from evigrad.core.types import Purpose
 from evigrad.evidence import Evidence
 from evigrad.inputs import Inputs
 from evigrad.invariances.noise import stochastic_modules
@@ -100,12 +101,12 @@ def shares_anchors(evidence: Evidence, x: Inputs, draws: int) -> bool:
     anchors = evidence.anchors.anchoring.num_anchors(rows_per_draw)
     rows = anchors + draws * (rows_per_draw - anchors)
     problem = evidence.problem
-    curvature = problem.curvature(problem.plan_of(x))
+    cost = problem.curvature(problem.plan_of(x)).cost(rows, Purpose.STEPS)
     budget = problem.settings.memory_budget
     return (
         rows**2 <= draws * rows_per_draw**2
-        and curvature.condenses(rows)
-        and (budget is None or curvature.predicted_bytes(rows) <= budget)
+        and cost.drops_rows
+        and (budget is None or cost.total <= budget)
     )
 
 

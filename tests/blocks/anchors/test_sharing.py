@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from evigrad import Evidence, Memory
 from evigrad.blocks.anchors import AnchoredStream, Anchoring
+from evigrad.core.types import Purpose
 from evigrad.errors import MemoryBudgetError
 from evigrad.likelihoods import Categorical
 from evigrad.passes.problem import Problem
@@ -83,7 +84,7 @@ def test_no_more_rows_are_formed_at_once_than_for_a_single_draw(
     assert len(sizes) > 1
     # What is free holds all rows and products, but not those of a micro-batch too.
     structure = kept[0].curvature
-    needed = structure.predicted_bytes(block.num_rows)
+    needed = structure.cost(block.num_rows, Purpose.STEPS).total
     monkeypatch.setattr("evigrad.passes.memory.SMALL_BYTES", 0)
     monkeypatch.setattr("evigrad.passes.memory._free_bytes", lambda _: needed)
     monkeypatch.setattr("evigrad.passes.memory.available_bytes", lambda _: needed)

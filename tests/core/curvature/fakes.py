@@ -140,9 +140,11 @@ def dense_log_det(hessian: Tensor, precision: Tensor) -> Tensor:
     return value - precision.log().sum()
 
 
-def accumulated(structure: Curvature, fake: Fake, root: Root, sizes: Sequence[int] = ()):
+def accumulated(
+    structure: Curvature, fake: Fake, root: Root, sizes: Sequence[int] = (), statistic: Any = None
+):
     """The statistic of a batch cut into micro-batches of these sizes and a rest."""
-    statistic, start = None, 0
+    start = 0
     m = len(root.vectors)
     for stop in [*torch.tensor([0, *sizes]).cumsum(0).tolist()[1:], m]:
         if stop > start:

@@ -18,13 +18,16 @@ from core.curvature.fakes import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evigrad.core.block import Conditioning
 from evigrad.core.curvature import (
     BlockDiagonal,
     BlockKernel,
+    Curvature,
     Diagonal,
     Full,
     Ntk,
 )
+from evigrad.core.curvature.base import log_det_of
 from evigrad.core.names import STRUCTURES
 from evigrad.errors import ConfigurationError
 from evigrad.passes.parameter_blocks import partition_names
@@ -252,7 +255,7 @@ def test_a_step_on_the_scale_keeps_the_grams():
     statistic = accumulated(structure, fake, root, (1,))
     structure.log_det(statistic, precisions)
     scale = random(M, K, seed=77).exp().requires_grad_()
-    moved = statistic.with_scale(scale.flatten())
+    moved, precisions = structure.rescaled(statistic, precisions, scale.flatten(), [])
     value = structure.log_det(moved, precisions)
     assert moved.grams is statistic.grams and len(moved.grams) == 4
     expected = expected_log_det(fake, Root(root.vectors, scale), precisions, [range(13)])
@@ -418,4 +421,8 @@ def test_each_name_has_its_class():
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_a_structure_is_what_the_table_says(name: str) -> None:
     curvature, facts = make_structure(name, weights_of(make_fake(M, C))), STRUCTURES[name]
-    assert curvature.keeps_rows == curvature.takes_anchors == facts.keeps_rows
+    takes_anchors = type(curvature).conditional is not Curvature.conditional
+    assert curvature.keeps_rows == takes_anchors == facts.keeps_rows
+    if not takes_anchors:
+        with pytest.raises(ConfigurationError, match=f"'{name}' does not support anchors"):
+            log_det_of(curvature, None, {}, Conditioning(torch.zeros(1, dtype=torch.int64), ()))

@@ -1,8 +1,18 @@
 """The small step between two passes, and the products of the second one, against autograd."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
-from core.curvature.fakes import Fake, Root, make_fake, make_structure, random, weights_of
+from core.curvature.fakes import (
+    Fake,
+    Root,
+    accumulated,
+    make_fake,
+    make_structure,
+    random,
+    weights_of,
+)
 from torch import Tensor
 
 from evigrad.core.algebra import inner_gram
@@ -14,7 +24,9 @@ from evigrad.core.curvature import (
     inner_product,
 )
 from evigrad.core.curvature.linalg import psd_eigenvalues
+from evigrad.core.curvature.ntk import NtkStatistic
 from evigrad.core.names import STRUCTURES
+from evigrad.core.types import Purpose
 from evigrad.fast.contraction import (
     MatrixUse,
     contracted,
@@ -162,29 +174,33 @@ def test_the_cotangent_is_written_over_the_rows() -> None:
     ["ntk", "ntk-groups", "ntk-contracted", "kfac", "diag", "blocks-tensor"]
     + ["blocks-module", "blocks-module-contracted"],
 )
-def test_a_condensed_statistic_has_the_same_log_determinants(name: str) -> None:
+@pytest.mark.parametrize("purpose", Purpose)
+@pytest.mark.parametrize("sizes", [(), (2,)])
+def test_every_purpose_has_the_same_log_determinants(
+    name: str, purpose: Purpose, sizes: Sequence[int]
+) -> None:
+    """Rows are dropped after the last of them, if only log-determinants follow."""
     fake, root = linear_fake(), roots(True)
     structure = structures(fake)[name]
     precisions, leaves = precisions_of(name)
-    expected = structure.log_det(structure.collect(None, fake, root), precisions)
+    expected = structure.log_det(accumulated(structure, fake, root), precisions)
     want = torch.autograd.grad(expected, leaves)
-    for statistic in (
-        structure.condense(structure.collect(None, fake, root)),
-        structure.condense(structure.collect(None, fake, root, alone=True)),
-    ):
-        if name.startswith(("ntk", "blocks")):
-            assert not statistic.rows
-        value = structure.log_det(statistic, precisions)
-        torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
-        for got, gradient in zip(torch.autograd.grad(value, leaves), want, strict=True):
-            torch.testing.assert_close(got, gradient, rtol=1e-11, atol=0)
+    statistic = accumulated(structure, fake, root, sizes, structure.empty(purpose, M))
+    if isinstance(statistic, NtkStatistic):
+        assert bool(statistic.rows) == (purpose in (Purpose.DIFFERENTIATE, Purpose.ROWS))
+        unfinished = structure.collect(structure.empty(purpose, M + 1), fake, root)
+        assert unfinished.rows
+    value = structure.log_det(statistic, precisions)
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
+    for got, gradient in zip(torch.autograd.grad(value, leaves), want, strict=True):
+        torch.testing.assert_close(got, gradient, rtol=1e-11, atol=0)
 
 
 def test_rows_are_kept_in_the_storage_asked_for() -> None:
     fake = linear_fake()
     weights = weights_of(fake)
     storage = Storage(torch.bfloat16, torch.device("cpu"))
-    structure = Ntk(weights, {name: name for name in weights}, keep=storage.keep)
+    structure = Ntk(weights, {name: name for name in weights}, store=storage.store)
     statistic = structure.collect(None, fake, roots(False))
     assert {t.dtype for rows in statistic.rows.values() for t in rows.tensors()} == {torch.bfloat16}
     precisions, leaves = precisions_of("ntk")

@@ -15,7 +15,7 @@ from core.curvature.fakes import (
 )
 from torch import Tensor, nn
 
-from evigrad.core.changes import is_one_number
+from evigrad.core.algebra import is_one_number
 from evigrad.core.curvature import BlockDiagonal, Kfac
 from evigrad.errors import ConfigurationError
 from evigrad.network.linearization import Linearization

@@ -15,6 +15,7 @@ from evigrad.core.block import Conditioning
 from evigrad.core.curvature import ntk
 from evigrad.core.curvature.anchored import LogDet
 from evigrad.core.curvature.base import (
+    Cost,
     Curvature,
     Differential,
     Statistic,
@@ -32,6 +33,7 @@ __all__ = [
     "BlockDiagonal",
     "BlockKernel",
     "Conditioning",
+    "Cost",
     "Curvature",
     "Diagonal",
     "Differential",
@@ -59,7 +61,7 @@ def make_curvature(
     gram_dtype: torch.dtype | None = None,
     dense_limit: int = DENSE_LIMIT,
     contracted: Mapping[str, int] | None = None,
-    keep: Callable[[Tensor], Tensor] | None = None,
+    store: Callable[[Tensor], Tensor] | None = None,
     itemsize: int | None = None,
     num_rows: int | None = None,
 ) -> Curvature[Any]:
@@ -78,7 +80,7 @@ def make_curvature(
         dense_limit: Size of the largest parameter without Kronecker factors that gets a dense
             block, for ``kfac``.
         contracted: See ``Ntk``.
-        keep: See ``Ntk``.
+        store: See ``Ntk``.
         itemsize: See ``Ntk``.
         num_rows: Number of rows of a whole block. It determines whether ``full`` and ``blockdiag``
             use H or Gram matrices (``BlockKernel``), which give the same ℓ up to rounding. None:
@@ -89,19 +91,19 @@ def make_curvature(
     """
     labels = {name: name for name in weights} if precision_groups is None else precision_groups
     if structure == "ntk":
-        return Ntk(weights, labels, gram_dtype, contracted, keep, itemsize)
+        return Ntk(weights, labels, gram_dtype, contracted, store, itemsize)
     if structure in ("full", "blockdiag"):
         dense = (
             Full(weights, gram_dtype)
             if structure == "full"
             else BlockDiagonal(weights, blocks, gram_dtype)
         )
-        # Compare as if every row were formed, so that the same settings always give the same form,
+        # Compare as if every row were dense, so that the same settings always give the same form,
         # even if a later pass has no closed form.
         kernel = BlockKernel(dense, weights, labels, gram_dtype)
         if num_rows is None or not ntk.is_cheaper(kernel, dense, num_rows):
             return dense
-        return BlockKernel(dense, weights, labels, gram_dtype, contracted, keep, itemsize)
+        return BlockKernel(dense, weights, labels, gram_dtype, contracted, store, itemsize)
     if structure == "kfac":
         constant = {name: name in labels for name in weights}
         return Kfac(weights, kronecker, constant, sharing, gram_dtype, dense_limit)

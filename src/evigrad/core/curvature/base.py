@@ -10,7 +10,7 @@ nothing to H.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import ClassVar, Generic, Literal, Self, TypeVar, cast
@@ -19,10 +19,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from evigrad.core.algebra import is_one_number
 from evigrad.core.block import Conditioning
 from evigrad.core.curvature.anchored import LogDet
 from evigrad.core.roots import RootRows
-from evigrad.core.types import Linearization
+from evigrad.core.types import Linearization, Purpose
 from evigrad.errors import ConfigurationError, NotPositiveDefiniteError
 
 # Copies of a dense n x n block next to the statistic while a log-determinant is differentiated: the
@@ -59,6 +60,23 @@ StatisticT = TypeVar("StatisticT", bound=Statistic)
 
 
 @dataclass(frozen=True)
+class Cost:
+    """The memory that a curvature needs for a block, in bytes.
+
+    Attributes:
+        total: The statistic, and what ``log_det`` with its derivatives needs.
+        row: A row of an example while its micro-batch is collected.
+        rows_at_once: Largest number of rows of an example that are in memory together. None: all.
+        drops_rows: Whether only inner products of the rows remain after the last micro-batch.
+    """
+
+    total: int = 0
+    row: int = 0
+    rows_at_once: int | None = None
+    drops_rows: bool = False
+
+
+@dataclass(frozen=True)
 class Differential(Generic[StatisticT]):
     """ℓ and its derivatives, computed between the two passes over the data.
 
@@ -91,10 +109,6 @@ class Curvature(ABC, Generic[StatisticT]):
             without rows. If it does, padding is not removed.
         settings: Settings of ``Evidence`` that only this curvature uses.
         cheaper: Advice for users who run out of memory.
-        takes_anchors: Whether ``evaluate`` and ``differentiate`` can condition on anchors.
-        rows_at_once: Largest number of rows per example whose gradients are in memory at once.
-            None: all.
-        formed: The weights whose rows are in memory together while a micro-batch is collected.
     """
 
     name: str
@@ -103,27 +117,17 @@ class Curvature(ABC, Generic[StatisticT]):
     counts_data: ClassVar[bool] = False
     settings: ClassVar[tuple[str, ...]] = ()
     cheaper: ClassVar[str] = "a smaller subset"
-    rows_at_once: ClassVar[int | None] = None
-    takes_anchors: bool = False
-    formed: Sequence[str] = ()
 
     # ------------------------------------------------------------ abstract methods
 
     @abstractmethod
     def collect(
-        self,
-        statistic: StatisticT | None,
-        linearization: Linearization,
-        root: RootRows,
-        *,
-        alone: bool = False,
+        self, statistic: StatisticT | None, linearization: Linearization, root: RootRows
     ) -> StatisticT:
         """Return the sum of a statistic and the statistic of a micro-batch, as a new statistic.
 
-        If ``statistic`` is None, this micro-batch is the first. The result is differentiable if the
-        rows or their scales are. ``alone`` means that no other micro-batch of the block has rows,
-        that these rows have no graph, and that ``condense`` follows immediately. A curvature may
-        then omit what ``condense`` would remove.
+        The first ``statistic`` is the result of ``empty``, or None. The result is differentiable if
+        the rows or their scales are.
         """
 
     @abstractmethod
@@ -135,44 +139,60 @@ class Curvature(ABC, Generic[StatisticT]):
 
     # ------------------------------------------------------------ methods with defaults
 
-    def evaluate(
+    def empty(self, purpose: Purpose, num_data: int) -> StatisticT | None:
+        """Return the statistic of no rows, which determines what ``collect`` stores.
+
+        The default is None, for a statistic that is the same for every purpose.
+
+        Args:
+            purpose: The purpose of the statistic.
+            num_data: Number of examples whose rows will be collected, on all ranks together.
+        """
+        del purpose, num_data
+        return None
+
+    def rescaled(
         self,
         statistic: StatisticT,
         precisions: Mapping[str, Tensor],
-        conditioning: Conditioning | None = None,
-    ) -> LogDet:
-        """Return ℓ of a block, or the anchored bound ℓ(Z) + Σ_b w_b ℓ(B_b|Z) if there are anchors.
+        scale: Float[Tensor, " R"],
+        parameters: Sequence[Tensor],
+    ) -> tuple[StatisticT, Mapping[str, Tensor]]:
+        """Return a statistic and precisions that have the ℓ of the rows multiplied by ``scale``.
+
+        Args:
+            statistic: Statistic of rows without a scale.
+            precisions: As for ``log_det``.
+            scale: Factor of each row.
+            parameters: Parameters of the likelihood, which determine the factors.
 
         Raises:
-            ConfigurationError: If anchors are given but not supported, or ``log_det`` does not
-                return a real scalar tensor.
-            NotPositiveDefiniteError: If PyTorch cannot factor a matrix in ``log_det``.
+            ConfigurationError: If the statistic is a sum over rows with different factors.
         """
-        self.check_conditioning(conditioning)
-        try:
-            value = self.log_det(statistic, precisions)
-        except torch.linalg.LinAlgError as error:  # pyright: ignore[reportPrivateImportUsage]
-            raise NotPositiveDefiniteError(
-                f"{type(self).__name__}.log_det failed: {error} Check the precisions and the"
-                " curvature for huge, tiny or NaN entries, and compute the matrix in float64. Or"
-                " call evigrad.core.curvature.linalg.log_det_dense, which repairs rounding errors."
-            ) from error
-        if not isinstance(value, Tensor) or value.ndim > 0 or not value.is_floating_point():
-            received = repr(value)
-            if isinstance(value, Tensor):
-                received = f"shape {tuple(value.shape)} and type {value.dtype}"
+        # Scaling H by r² has the same effect on the log-determinant as the precisions P0 / r².
+        if not is_one_number(scale, parameters):
             raise ConfigurationError(
-                f"{type(self).__name__}.log_det must return a real scalar tensor with a graph, got"
-                f" {received}. Sum the terms with torch operations."
+                f"{self.name!r} sums rows with different scales, so a kept pass cannot be reused"
+                " after the likelihood's parameters change. Use an 'ntk' estimator, or a single"
+                " noise for all outputs."
             )
-        return LogDet(value)
+        return statistic, {n: p / scale[0].square().to(p) for n, p in precisions.items()}
 
-    def check_conditioning(self, conditioning: Conditioning | None) -> None:
-        """Raise a ConfigurationError if anchors are given but not supported."""
-        if conditioning is not None and not self.takes_anchors:
-            raise ConfigurationError(
-                f"{self.name!r} does not support anchors. Use the structure 'ntk' instead."
-            )
+    def conditional(
+        self,
+        statistic: StatisticT,
+        precisions: Mapping[str, Tensor],
+        conditioning: Conditioning,
+    ) -> LogDet:
+        """Return the anchored bound ℓ(Z) + Σ_b w_b ℓ(B_b|Z). The default has no anchors.
+
+        Raises:
+            ConfigurationError: If the curvature does not support anchors.
+        """
+        del statistic, precisions, conditioning
+        raise ConfigurationError(
+            f"{self.name!r} does not support anchors. Use the structure 'ntk' instead."
+        )
 
     def differentiate(
         self,
@@ -193,7 +213,7 @@ class Curvature(ABC, Generic[StatisticT]):
         leaves = [tensor.detach().requires_grad_() for tensor in statistic.tensors()]
         with torch.enable_grad():
             leaf_statistic = cast(StatisticT, statistic.with_tensors(leaves))
-            log_det = self.evaluate(leaf_statistic, precisions, conditioning)
+            log_det = log_det_of(self, leaf_statistic, precisions, conditioning)
             inputs = [*leaves, *arguments]
             gradients = torch.autograd.grad(log_det.value, inputs, allow_unused=True)
         of_leaves, of_arguments = gradients[: len(leaves)], gradients[len(leaves) :]
@@ -221,30 +241,54 @@ class Curvature(ABC, Generic[StatisticT]):
         """
         return inner_product(cotangent, self.collect(None, linearization, root))
 
-    def condense(self, statistic: StatisticT) -> StatisticT:
-        """Return a possibly smaller statistic with the same ℓ, for steps on prior and scale."""
-        return statistic
-
-    def condenses(self, num_rows: int) -> bool:
-        """Return whether, for ``num_rows`` rows, ``condense`` keeps only their inner products."""
-        return False
-
-    def predicted_bytes(self, num_rows: int, condensed: bool = False) -> int:
-        """Return the number of bytes that the statistic and ``log_det`` with its derivatives need.
-
-        ``passes.sweep`` adds the memory of the ``formed`` rows of one micro-batch.
+    def cost(self, num_rows: int, purpose: Purpose, *, is_whole: bool = False) -> Cost:
+        """Return the predicted memory for a block. The default is 0 bytes.
 
         Args:
-            num_rows: Number of rows of the whole block, m times k.
-            condensed: Whether one micro-batch has all rows, which are condensed as they are
-                computed. Only passed to structures that ``condenses`` the rows.
+            num_rows: Number of rows of the block, m times k.
+            purpose: The purpose of the statistic.
+            is_whole: Whether one micro-batch has all rows.
         """
-        del num_rows, condensed
-        return 0
+        del num_rows, purpose, is_whole
+        return Cost()
 
     def describe(self) -> dict[str, str]:
         """Return a short description of the curvature of each weight."""
         return {}
+
+
+def log_det_of(
+    curvature: Curvature[StatisticT],
+    statistic: StatisticT,
+    precisions: Mapping[str, Tensor],
+    conditioning: Conditioning | None = None,
+) -> LogDet:
+    """Return ℓ of a block, or the anchored bound if there are anchors.
+
+    Raises:
+        ConfigurationError: If anchors are passed but not supported, or ``log_det`` does not
+            return a real scalar tensor.
+        NotPositiveDefiniteError: If PyTorch cannot factor a matrix in ``log_det``.
+    """
+    if conditioning is not None:
+        return curvature.conditional(statistic, precisions, conditioning)
+    try:
+        value = curvature.log_det(statistic, precisions)
+    except torch.linalg.LinAlgError as error:  # pyright: ignore[reportPrivateImportUsage]
+        raise NotPositiveDefiniteError(
+            f"{type(curvature).__name__}.log_det failed: {error} Check the precisions and the"
+            " curvature for huge, tiny or NaN entries, and compute the matrix in float64. Or"
+            " call evigrad.core.curvature.linalg.log_det_dense, which repairs rounding errors."
+        ) from error
+    if not isinstance(value, Tensor) or value.ndim > 0 or not value.is_floating_point():
+        received = repr(value)
+        if isinstance(value, Tensor):
+            received = f"shape {tuple(value.shape)} and type {value.dtype}"
+        raise ConfigurationError(
+            f"{type(curvature).__name__}.log_det must return a real scalar tensor with a graph, got"
+            f" {received}. Sum the terms with torch operations."
+        )
+    return LogDet(value)
 
 
 def check_log_det(
@@ -270,7 +314,7 @@ def check_log_det(
     def log_det(parts: Mapping[str, Sequence[Tensor]]) -> Tensor:
         named = dict(zip(precisions, parts["the precisions"], strict=True))
         changed = cast(StatisticT, statistic.with_tensors(parts["the statistic"]))
-        return curvature.evaluate(changed, named).value
+        return log_det_of(curvature, changed, named).value
 
     with torch.random.fork_rng(devices=[]):
         value = float(log_det(arguments))
@@ -325,6 +369,11 @@ def working_dtype(rows: torch.dtype, gram_dtype: torch.dtype | None) -> torch.dt
     if gram_dtype is not None:
         return gram_dtype
     return torch.float32 if rows.itemsize < torch.float32.itemsize else rows
+
+
+def bytes_of_row(weights: Iterable[Tensor]) -> int:
+    """Return the bytes of a row with an entry for each entry of these weights."""
+    return sum(weight.numel() * weight.element_size() for weight in weights)
 
 
 def flatten_rows(rows: Tensor, dtype: torch.dtype) -> Float[Tensor, "R n"]:

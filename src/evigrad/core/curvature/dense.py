@@ -15,14 +15,16 @@ from evigrad.core.algebra import add_outer_products
 from evigrad.core.curvature.base import (
     DENSE_WORKING_COPIES,
     ROWS_AT_ONCE,
+    Cost,
     Curvature,
     Statistic,
+    bytes_of_row,
     scaled_rows,
     working_dtype,
 )
 from evigrad.core.curvature.linalg import Spectra, log_det_dense
 from evigrad.core.roots import RootRows
-from evigrad.core.types import Linearization
+from evigrad.core.types import Linearization, Purpose
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class BlockDiagonal(Curvature[BlockStatistic]):
     ) -> None:
         self._blocks = {name: [name] for name in weights} if blocks is None else blocks
         self._numel = {name: weight.numel() for name, weight in weights.items()}
-        self.formed = list(weights)
+        self._row_bytes = bytes_of_row(weights.values())
         dtypes = {working_dtype(weight.dtype, gram_dtype) for weight in weights.values()}
         self._itemsize = max((dtype.itemsize for dtype in dtypes), default=4)
         self._gram_dtype = gram_dtype
@@ -78,12 +80,7 @@ class BlockDiagonal(Curvature[BlockStatistic]):
         return [sum(self._numel[name] for name in names) for names in self._blocks.values()]
 
     def collect(
-        self,
-        statistic: BlockStatistic | None,
-        linearization: Linearization,
-        root: RootRows,
-        *,
-        alone: bool = False,
+        self, statistic: BlockStatistic | None, linearization: Linearization, root: RootRows
     ) -> BlockStatistic:
         blocks = {} if statistic is None else dict(statistic.blocks)
         for part in root.parts(self.rows_at_once):
@@ -110,11 +107,12 @@ class BlockDiagonal(Curvature[BlockStatistic]):
                 terms.append(spectrum.log_det(precision))
         return torch.stack(terms).sum()
 
-    def predicted_bytes(self, num_rows: int, condensed: bool = False) -> int:
+    def cost(self, num_rows: int, purpose: Purpose, *, is_whole: bool = False) -> Cost:
         squares = [size**2 for size in self.sizes]
         # The statistic, the scaled copy and the factor of each block stay until the backward pass.
         at_work = (DENSE_WORKING_COPIES - 2) * max(squares, default=0)
-        return self._itemsize * (3 * sum(squares) + at_work)
+        total = self._itemsize * (3 * sum(squares) + at_work)
+        return Cost(total, self._row_bytes, self.rows_at_once)
 
     def describe(self) -> dict[str, str]:
         words = {}

@@ -6,11 +6,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from evigrad.core.curvature.base import ROWS_AT_ONCE, Curvature, scaled_rows, working_dtype
+from evigrad.core.curvature.base import (
+    ROWS_AT_ONCE,
+    Cost,
+    Curvature,
+    bytes_of_row,
+    scaled_rows,
+    working_dtype,
+)
 from evigrad.core.curvature.dense import BlockStatistic
 from evigrad.core.curvature.linalg import log_det_diagonal
 from evigrad.core.roots import RootRows
-from evigrad.core.types import Linearization
+from evigrad.core.types import Linearization, Purpose
 
 # Vectors of the size of the weights while ℓ is differentiated: the statistic, its ratio to the
 # precision, the logarithm, and the cotangents of both.
@@ -32,17 +39,12 @@ class Diagonal(Curvature[BlockStatistic]):
         self, weights: Mapping[str, Tensor], gram_dtype: torch.dtype | None = None
     ) -> None:
         self._numel = {name: weight.numel() for name, weight in weights.items()}
-        self.formed = list(weights)
+        self._row_bytes = bytes_of_row(weights.values())
         self._itemsize = max((weight.dtype.itemsize for weight in weights.values()), default=4)
         self._gram_dtype = gram_dtype
 
     def collect(
-        self,
-        statistic: BlockStatistic | None,
-        linearization: Linearization,
-        root: RootRows,
-        *,
-        alone: bool = False,
+        self, statistic: BlockStatistic | None, linearization: Linearization, root: RootRows
     ) -> BlockStatistic:
         blocks = {} if statistic is None else dict(statistic.blocks)
         for part in root.parts(self.rows_at_once):
@@ -61,9 +63,10 @@ class Diagonal(Curvature[BlockStatistic]):
         ]
         return torch.stack(terms).sum()
 
-    def predicted_bytes(self, num_rows: int, condensed: bool = False) -> int:
+    def cost(self, num_rows: int, purpose: Purpose, *, is_whole: bool = False) -> Cost:
         item = self._itemsize if self._gram_dtype is None else self._gram_dtype.itemsize
-        return DIAGONAL_COPIES * item * sum(self._numel.values())
+        total = DIAGONAL_COPIES * item * sum(self._numel.values())
+        return Cost(total, self._row_bytes, self.rows_at_once)
 
     def describe(self) -> dict[str, str]:
         return dict.fromkeys(self._numel, "diagonal")

@@ -29,8 +29,10 @@ from evigrad.core.algebra import add_outer_products
 from evigrad.core.curvature.base import (
     DENSE_WORKING_COPIES,
     ROWS_AT_ONCE,
+    Cost,
     Curvature,
     Statistic,
+    bytes_of_row,
     scaled_rows,
     working_dtype,
 )
@@ -47,7 +49,7 @@ from evigrad.core.curvature.linalg import (
     psd_eigenvalues,
 )
 from evigrad.core.roots import RootRows
-from evigrad.core.types import Linearization
+from evigrad.core.types import LOG_DETS, Linearization, Purpose
 from evigrad.errors import ConfigurationError
 
 # Parameters without Kronecker factors (biases, scales of normalization layers) get an exact dense
@@ -112,12 +114,15 @@ class KfacStatistic(Statistic):
         blocks: The dense block (n, n) or diagonal (n,) of H for each other parameter.
         spectra: A cache of the factors' eigenvalues.
         of_blocks: A cache of the dense blocks' eigenvalues.
+        num_data: Number of examples of the block, if nothing but log-determinants is needed. None
+            if the sums themselves are needed.
     """
 
     factors: dict[str, Factors] = field(default_factory=dict)
     blocks: dict[str, Tensor] = field(default_factory=dict)
     spectra: dict[str, Spectrum] = field(default_factory=dict, repr=False, compare=False)
     of_blocks: Spectra = field(default_factory=Spectra, repr=False, compare=False)
+    num_data: int | None = None
 
     def tensors(self) -> list[Tensor]:
         pairs = [
@@ -184,25 +189,28 @@ class Kfac(Curvature[KfacStatistic]):
         self._sharing = sharing
         self._gram_dtype = gram_dtype
         self._kronecker = [name for name in weights if name in kronecker]
-        self.formed = [name for name in weights if name not in kronecker]
-        self._dense = {name for name in self.formed if weights[name].numel() <= dense_limit}
+        self._others = [name for name in weights if name not in kronecker]
+        self._row_bytes = bytes_of_row(weights[name] for name in self._others)
+        self._dense = {name for name in self._others if weights[name].numel() <= dense_limit}
         self._check_constant(name for name in self._kronecker if not precision_constant[name])
 
+    def empty(self, purpose: Purpose, num_data: int) -> KfacStatistic:
+        return KfacStatistic(num_data=num_data if purpose in LOG_DETS else None)
+
     def collect(
-        self,
-        statistic: KfacStatistic | None,
-        linearization: Linearization,
-        root: RootRows,
-        *,
-        alone: bool = False,
+        self, statistic: KfacStatistic | None, linearization: Linearization, root: RootRows
     ) -> KfacStatistic:
         statistic = statistic or KfacStatistic()
         factors, blocks = dict(statistic.factors), statistic.blocks
-        is_fixed = root.scale is None or not root.scale.requires_grad
+        # One micro-batch with all rows, which have no graph.
+        is_whole = (
+            statistic.num_data == len(root.vectors)
+            and not root.vectors.requires_grad
+            and (root.scale is None or not root.scale.requires_grad)
+        )
         first, *others = root.parts(self.rows_at_once)
         for name, examples in self._examples(linearization, first).items():
-            small = alone and is_fixed and len(examples) == 1 and not others
-            shape = self._shapes[name] if small else None
+            shape = self._shapes[name] if is_whole and len(examples) == 1 and not others else None
             sums = reduce(operator.add, (_factors(use, shape) for use in examples))
             factors[name] = factors[name] + sums if name in factors else sums
         blocks = self._add_others(blocks, linearization, first)
@@ -226,9 +234,9 @@ class Kfac(Curvature[KfacStatistic]):
         self, blocks: Mapping[str, Tensor], linearization: Linearization, root: RootRows
     ) -> dict[str, Tensor]:
         """Add the exact blocks and diagonals of a micro-batch, and return all blocks."""
-        rows = linearization.rows(root.vectors, self.formed) if self.formed else {}
+        rows = linearization.rows(root.vectors, self._others) if self._others else {}
         added = dict(blocks)
-        for name in self.formed:
+        for name in self._others:
             flat = scaled_rows(
                 rows[name], root.scale, working_dtype(rows[name].dtype, self._gram_dtype)
             )
@@ -254,8 +262,8 @@ class Kfac(Curvature[KfacStatistic]):
                 terms.append(log_det_diagonal(block, precision))
         return torch.stack(terms).sum()
 
-    def predicted_bytes(self, num_rows: int, condensed: bool = False) -> int:
-        """See ``Curvature.predicted_bytes``. Channel groups need less memory than predicted."""
+    def cost(self, num_rows: int, purpose: Purpose, *, is_whole: bool = False) -> Cost:
+        """See ``Curvature.cost``. Channel groups need less memory than predicted."""
         total = 0
         for name, shape in self._shapes.items():
             numel = shape.numel()
@@ -266,7 +274,7 @@ class Kfac(Curvature[KfacStatistic]):
             else:
                 total += (1 + DENSE_WORKING_COPIES) * (numel**2 if name in self._dense else numel)
         item = self._itemsize if self._gram_dtype is None else self._gram_dtype.itemsize
-        return item * total
+        return Cost(item * total, self._row_bytes, self.rows_at_once)
 
     def describe(self) -> dict[str, str]:
         words = {}

@@ -10,6 +10,7 @@ For a partition of the parameters (``blocks``), ℓ is the sum over the blocks. 
 block contains only products over the parameters of this block.
 """
 
+import math
 from collections import ChainMap
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,12 +22,19 @@ from torch import Tensor
 
 from evigrad.core.block import Conditioning
 from evigrad.core.curvature.anchored import LogDet, log_det_conditional
-from evigrad.core.curvature.base import Curvature, Differential, Statistic, working_dtype
+from evigrad.core.curvature.base import (
+    Cost,
+    Curvature,
+    Differential,
+    Statistic,
+    bytes_of_row,
+    working_dtype,
+)
 from evigrad.core.curvature.dense import BlockDiagonal
 from evigrad.core.curvature.linalg import MatrixSpectrum, Spectra, log_det_identity_plus
 from evigrad.core.curvature.rows import DenseRows, Rows, between, mixed_grams
 from evigrad.core.roots import RootRows
-from evigrad.core.types import Linearization
+from evigrad.core.types import LOG_DETS, Linearization, Purpose
 from evigrad.errors import ConfigurationError
 
 # The Grams of the prior groups are stored if they are at most as large as the rows, or as this. A
@@ -42,20 +50,22 @@ GRAM_BLOCK_COPIES = 3
 
 @dataclass(frozen=True)
 class NtkStatistic(Statistic):
-    """The rows of every micro-batch, without prior and scale.
+    """The rows of every micro-batch, or their Gram matrices, without prior and scale.
 
     Attributes:
-        rows: The rows of each parameter. Empty if only Gram matrices are kept (``Ntk.condense``).
+        rows: The rows of each parameter. Empty if Gram matrices have replaced them.
         scale: One number for each row, or None for 1.
         present: Which rows (m_i, k) of each micro-batch are not padding. ``rows`` and ``scale``
             contain only these.
-        grams: A cache of Gram matrices, filled by ``kept_gram``.
+        awaited: Number of examples after which Gram matrices may replace the rows, or infinity.
+        grams: A cache of Gram matrices, filled by ``cached_gram``.
         spectra: A cache of the eigenvalues of the Gram matrices.
     """
 
     rows: dict[str, Rows]
     scale: Float[Tensor, " R"] | None
     present: tuple[Bool[Tensor, "_ _"], ...]
+    awaited: int | float = math.inf
     grams: dict[Hashable, Tensor] = field(default_factory=dict, repr=False, compare=False)
     spectra: Spectra = field(default_factory=Spectra, repr=False, compare=False)
 
@@ -72,7 +82,7 @@ class NtkStatistic(Statistic):
         return any(t.requires_grad for rows in self.rows.values() for t in rows.tensors())
 
     def __add__(self, other: "NtkStatistic") -> "NtkStatistic":
-        """Return the rows of both statistics, without cached Grams, which lack mixed products."""
+        """Return the rows of both, ``other`` last, without Grams, which lack mixed products."""
         scales = [part.scale for part in (self, other)]
         scale = next((s for s in scales if s is not None), None)
         if scale is not None:
@@ -80,11 +90,7 @@ class NtkStatistic(Statistic):
             pairs = zip(scales, sizes, strict=True)
             scale = torch.cat([scale.new_ones(n) if s is None else s for s, n in pairs])
         rows = {name: rows + other.rows[name] for name, rows in self.rows.items()}
-        return NtkStatistic(rows, scale, self.present + other.present)
-
-    def with_scale(self, scale: Float[Tensor, " R"]) -> "NtkStatistic":
-        """Return the same rows and Gram matrices with another scale, for a step on the noise."""
-        return replace(self, scale=scale)
+        return NtkStatistic(rows, scale, self.present + other.present, other.awaited)
 
     def tensors(self) -> list[Tensor]:
         tensors = [t for rows in self.rows.values() for t in rows.tensors()]
@@ -95,7 +101,7 @@ class NtkStatistic(Statistic):
         rows = {name: rows.with_tensors(remaining_tensors) for name, rows in self.rows.items()}
         return NtkStatistic(rows, next(remaining_tensors, None), self.present)
 
-    def kept_gram(self, names: Sequence[str], like: Tensor) -> Float[Tensor, "R R"]:
+    def cached_gram(self, names: Sequence[str], like: Tensor) -> Float[Tensor, "R R"]:
         """Return the sum of the Gram matrices of these parameters, computed once and cached.
 
         The rows must have no graph.
@@ -110,20 +116,20 @@ class NtkStatistic(Statistic):
         return self.grams[key]
 
     def taken_gram(self, names: Sequence[str], like: Tensor) -> Float[Tensor, "R R"]:
-        """Return ``kept_gram`` and remove it from the cache, so that callers may overwrite it."""
-        gram = self.kept_gram(names, like)
+        """Return ``cached_gram`` and remove it from the cache, so that callers may overwrite it."""
+        gram = self.cached_gram(names, like)
         del self.grams[(*names, like.dtype)]
         return gram
 
     def spectrum(
-        self, names: Sequence[str], like: Tensor, rank: int, keep: bool
+        self, names: Sequence[str], like: Tensor, rank: int, cache: bool
     ) -> MatrixSpectrum | None:
-        """Return the eigenvalues of ``kept_gram``, or None on the first call.
+        """Return the eigenvalues of ``cached_gram``, or None on the first call.
 
-        ``keep`` determines whether the Gram matrix is cached. For ``rank``, see
+        ``cache`` determines whether the Gram matrix is cached. For ``rank``, see
         ``Spectra.at_second_use``.
         """
-        gram = partial(self.kept_gram if keep else self.taken_gram, names, like)
+        gram = partial(self.cached_gram if cache else self.taken_gram, names, like)
         return self.spectra.at_second_use((*names, like.dtype), gram, rank)
 
     def rows_before(self, datum: int) -> int:
@@ -148,7 +154,7 @@ class Ntk(Curvature[NtkStatistic]):
         gram_dtype: Dtype of S and its factor. None: the dtype of the rows.
         contracted: Parameters whose rows are stored as products (``fast.contraction``), with the
             number of values per row. Ignored for parameters whose precision varies.
-        keep: Function that stores a tensor (``fast.storage``).
+        store: Function that stores a tensor (``fast.storage``).
         itemsize: Bytes per stored number, or 0 if rows are stored on another device.
         blocks: A partition of the parameters, with each precision group within one block. ℓ is the
             sum over the blocks. None: one block.
@@ -169,7 +175,7 @@ class Ntk(Curvature[NtkStatistic]):
         precision_groups: Mapping[str, Hashable],
         gram_dtype: torch.dtype | None = None,
         contracted: Mapping[str, int] | None = None,
-        keep: Callable[[Tensor], Tensor] | None = None,
+        store: Callable[[Tensor], Tensor] | None = None,
         itemsize: int | None = None,
         blocks: Iterable[Collection[str]] | None = None,
     ) -> None:
@@ -179,8 +185,8 @@ class Ntk(Curvature[NtkStatistic]):
         self._device = first.device
         self._dtype = reduce(torch.promote_types, (w.dtype for w in weights.values()))
         self._gram_dtype = gram_dtype
-        self._keep = keep or (lambda tensor: tensor)
-        self._kept_itemsize = self._dtype.itemsize if itemsize is None else itemsize
+        self._store = store or (lambda tensor: tensor)
+        self._stored_itemsize = self._dtype.itemsize if itemsize is None else itemsize
         self._groups: dict[Hashable, list[str]] = {}
         for name in weights:
             if name in precision_groups:
@@ -191,53 +197,81 @@ class Ntk(Curvature[NtkStatistic]):
             for name, numbers in (contracted or {}).items()
             if name in precision_groups
         }
-        self.formed = [name for name in weights if name not in self.contracted]
+        self._dense = [name for name in weights if name not in self.contracted]
+        self._dense_bytes = bytes_of_row(weights[name] for name in self._dense)
         self._blocks = [list(weights)] if blocks is None else [list(names) for names in blocks]
-        self.takes_anchors = len(self._blocks) == 1
         self._copies = GRAM_WORKING_COPIES + GRAM_BLOCK_COPIES * (len(self._blocks) - 1)
 
+    def empty(self, purpose: Purpose, num_data: int) -> NtkStatistic:
+        return NtkStatistic({}, None, (), num_data if purpose in LOG_DETS else math.inf)
+
     def collect(
-        self,
-        statistic: NtkStatistic | None,
-        linearization: Linearization,
-        root: RootRows,
-        *,
-        alone: bool = False,
+        self, statistic: NtkStatistic | None, linearization: Linearization, root: RootRows
     ) -> NtkStatistic:
-        """Return all rows so far. If ``alone``, rows may be computed later, in ``condense``."""
+        """Return all rows so far. After the last rows, return Gram matrices if these suffice."""
         present = _present(root)
         rows = linearization.deferred_rows(root, list(self._numel), self.contracted)
-        part = NtkStatistic(rows, _present_scale(root, present), (present,))
-        if not (alone and self.condenses(part.num_rows)):
-            kept = {name: deferred.kept(self._keep) for name, deferred in rows.items()}
-            part = replace(part, rows=kept)
-        return part if statistic is None else statistic + part
+        total = NtkStatistic(rows, _present_scale(root, present), (present,))
+        before = None if statistic is None or not statistic.present else statistic
+        awaited = (math.inf if statistic is None else statistic.awaited) - len(present)
+        sums_grams = not awaited and not self._varying and not root.vectors.requires_grad
+        if sums_grams:
+            num_rows = total.num_rows + (0 if before is None else before.num_rows)
+            sums_grams = self._caches_grams(num_rows)
+        # A micro-batch with all rows needs the rows of only one parameter at a time.
+        if before is not None or not sums_grams:
+            stored = {name: deferred.stored(self._store) for name, deferred in rows.items()}
+            total = replace(total, rows=stored, awaited=awaited)
+            total = total if before is None else before + total
+        if not sums_grams or total.carries_graph:
+            return total
+        with torch.no_grad():
+            for names in self._groups.values():
+                total.cached_gram(names, self._like)
+        return replace(total, rows={})
+
+    def rescaled(
+        self,
+        statistic: NtkStatistic,
+        precisions: Mapping[str, Tensor],
+        scale: Float[Tensor, " R"],
+        parameters: Sequence[Tensor],
+    ) -> tuple[NtkStatistic, Mapping[str, Tensor]]:
+        del parameters  # each row has its own factor
+        return replace(statistic, scale=scale), precisions
 
     def log_det(
         self, statistic: NtkStatistic, precisions: Mapping[str, Tensor]
     ) -> Float[Tensor, ""]:
         """Return ℓ, which equals the result of ``full`` (Theorem 3)."""
-        return self.evaluate(statistic, precisions).value
+        return self._value(statistic, precisions, None).value
 
-    def evaluate(
+    def conditional(
         self,
         statistic: NtkStatistic,
         precisions: Mapping[str, Tensor],
-        conditioning: Conditioning | None = None,
+        conditioning: Conditioning,
     ) -> LogDet:
-        self.check_conditioning(conditioning)
+        return self._value(statistic, precisions, conditioning)
+
+    def _value(
+        self,
+        statistic: NtkStatistic,
+        precisions: Mapping[str, Tensor],
+        conditioning: Conditioning | None,
+    ) -> LogDet:
         like = self._like
         scale = None if statistic.scale is None else statistic.scale.to(like)
         is_fixed = not statistic.carries_graph
-        keep = is_fixed and (not statistic.rows or self._keeps_grams(statistic.num_rows))
+        cache = is_fixed and (not statistic.rows or self._caches_grams(statistic.num_rows))
         terms: list[LogDet] = []
         for names in self._blocks:
             if is_fixed and scale is None and conditioning is None:
-                spectrum = self._spectrum(statistic, precisions, names, like, keep)
+                spectrum = self._spectrum(statistic, precisions, names, like, cache)
                 if spectrum is not None:
                     terms.append(LogDet(spectrum.log_det(precisions[names[0]])))
                     continue
-            total = self._differentiable_gram(statistic, precisions, names, like, keep)
+            total = self._differentiable_gram(statistic, precisions, names, like, cache)
             if scale is not None:
                 total = scale[:, None] * total * scale
             terms.append(_log_det(total, conditioning))
@@ -254,7 +288,6 @@ class Ntk(Curvature[NtkStatistic]):
 
         See ``Curvature.differentiate`` for the arguments.
         """
-        self.check_conditioning(conditioning)
         self._shared_groups(precisions, self._numel)
         block_derivatives = [
             self._differentiate_block(statistic, precisions, names, conditioning)
@@ -299,11 +332,8 @@ class Ntk(Curvature[NtkStatistic]):
             rows = rows.new_zeros(m * k, rows.shape[1]).index_put((flat,), rows)
         return rows.reshape(m, k, *self._shapes[name])
 
-    def condenses(self, num_rows: int) -> bool:
-        return not self._varying and self._keeps_grams(num_rows)
-
-    def _keeps_grams(self, num_rows: int) -> bool:
-        """Return whether the Grams of groups are stored."""
+    def _caches_grams(self, num_rows: int) -> bool:
+        """Return whether the Grams of groups are cached."""
         return self._gram_bytes(num_rows) <= max(self._row_bytes(num_rows), GRAM_CACHE_BYTES)
 
     def _gram_bytes(self, num_rows: int) -> int:
@@ -311,17 +341,20 @@ class Ntk(Curvature[NtkStatistic]):
 
     def _row_bytes(self, num_rows: int) -> int:
         """Return the bytes of the rows, or of their factors, on the weights' device."""
-        numbers = sum(self._numel[name] for name in self.formed) + sum(self.contracted.values())
-        return self._kept_itemsize * num_rows * numbers
+        numbers = sum(self._numel[name] for name in self._dense) + sum(self.contracted.values())
+        return self._stored_itemsize * num_rows * numbers
 
-    def predicted_bytes(self, num_rows: int, condensed: bool = False) -> int:
-        if condensed:  # the rows of one weight at a time
-            widest = max((self._numel[name] for name in self.formed), default=0)
+    def cost(self, num_rows: int, purpose: Purpose, *, is_whole: bool = False) -> Cost:
+        caches_grams = self._caches_grams(num_rows)
+        drops_rows = purpose in LOG_DETS and not self._varying and caches_grams
+        if drops_rows and is_whole:  # the rows of one weight at a time
+            widest = max((self._numel[name] for name in self._dense), default=0)
             rows = self._dtype.itemsize * num_rows * widest
         else:
             rows = self._row_bytes(num_rows)
-        grams = self._gram_bytes(num_rows) if self._keeps_grams(num_rows) else 0
-        return rows + grams + self._copies * self._like.element_size() * num_rows**2
+        grams = self._gram_bytes(num_rows) if caches_grams else 0
+        total = rows + grams + self._copies * self._like.element_size() * num_rows**2
+        return Cost(total, self._dense_bytes, drops_rows=drops_rows)
 
     def describe(self) -> dict[str, str]:
         words = dict.fromkeys(self._varying, "scaled rows")
@@ -332,31 +365,19 @@ class Ntk(Curvature[NtkStatistic]):
             words[name] += ", contracted"
         return {name: words[name] for name in self._numel}
 
-    def condense(self, statistic: NtkStatistic) -> NtkStatistic:
-        """Return a statistic with the groups' Gram matrices instead of the rows, to save memory.
-
-        If the rows have a graph or ``condenses`` returns False, return the same statistic.
-        """
-        if statistic.carries_graph or not self.condenses(statistic.num_rows):
-            return statistic
-        with torch.no_grad():
-            for names in self._groups.values():
-                statistic.kept_gram(names, self._like)
-        return replace(statistic, rows={})
-
     def _spectrum(
         self,
         statistic: NtkStatistic,
         precisions: Mapping[str, Tensor],
         block: Sequence[str],
         like: Tensor,
-        keep: bool,
+        cache: bool,
     ) -> MatrixSpectrum | None:
         """Return the spectrum of a block with a single precision, from its second use on."""
         groups = self._shared_groups(precisions, block)
-        alone = len(groups) == 1 and len(groups[0]) == len(block)
+        has_one_group = len(groups) == 1 and len(groups[0]) == len(block)
         rank = sum(self._numel[name] for name in block)
-        return statistic.spectrum(groups[0], like, rank, keep) if alone else None
+        return statistic.spectrum(groups[0], like, rank, cache) if has_one_group else None
 
     def _differentiable_gram(
         self,
@@ -364,19 +385,19 @@ class Ntk(Curvature[NtkStatistic]):
         precisions: Mapping[str, Tensor],
         block: Collection[str],
         like: Tensor,
-        keep: bool,
+        cache: bool,
     ) -> Float[Tensor, "R R"]:
         """Return A P0^{-1} Aᵀ of a block's rows, with a graph."""
         parts, separate = list[Tensor](), list[Tensor]()
-        alone = [name for name in self._varying if name in block]
+        with_graph = [name for name in self._varying if name in block]
         groups = self._shared_groups(precisions, block)
-        if keep and groups:
-            grams = [statistic.kept_gram(names, like) for names in groups]
+        if cache and groups:
+            grams = [statistic.cached_gram(names, like) for names in groups]
             inverse = torch.stack([precisions[names[0]] for names in groups])
             parts.append(mixed_grams(inverse.to(like).reciprocal(), grams))
         else:
-            alone += [name for names in groups for name in names]
-        for name in alone:
+            with_graph += [name for names in groups for name in names]
+        for name in with_graph:
             precision = precisions[name].reshape(-1)
             separate.append(statistic.rows[name].differentiable_gram(like, precision))
         return _sum(parts + ([_sum(separate)] if separate else []))
@@ -487,15 +508,23 @@ class BlockKernel(Ntk):
         precision_groups: Mapping[str, Hashable],
         gram_dtype: torch.dtype | None = None,
         contracted: Mapping[str, int] | None = None,
-        keep: Callable[[Tensor], Tensor] | None = None,
+        store: Callable[[Tensor], Tensor] | None = None,
         itemsize: int | None = None,
     ) -> None:
         block_of = {name: block for block, names in dense.blocks.items() for name in names}
         groups = {name: (label, block_of[name]) for name, label in precision_groups.items()}
         blocks = dense.blocks.values()
-        super().__init__(weights, groups, gram_dtype, contracted, keep, itemsize, blocks)
+        super().__init__(weights, groups, gram_dtype, contracted, store, itemsize, blocks)
         self.name = dense.name
         self._words = dense.describe()
+
+    def conditional(
+        self,
+        statistic: NtkStatistic,
+        precisions: Mapping[str, Tensor],
+        conditioning: Conditioning,
+    ) -> LogDet:
+        return Curvature.conditional(self, statistic, precisions, conditioning)
 
     def describe(self) -> dict[str, str]:
         words = {name: f"{dense}, by the Gram of its rows" for name, dense in self._words.items()}
@@ -514,4 +543,5 @@ def is_cheaper(kernel: BlockKernel, dense: BlockDiagonal, num_rows: int) -> bool
     by_grams = sum(6 * rows**2 * size + rows**3 for size in dense.sizes)
     by_blocks = sum(6 * rows * size**2 + size**3 for size in dense.sizes)
     fewer = by_grams < by_blocks
-    return fewer and kernel.predicted_bytes(rows) <= dense.predicted_bytes(rows)
+    costs = [form.cost(rows, Purpose.DIFFERENTIATE).total for form in (kernel, dense)]
+    return fewer and costs[0] <= costs[1]

@@ -68,11 +68,11 @@ class Rows(ABC):
         """Return the slice ``rows`` as one micro-batch, whose examples are the slice ``data``."""
 
     @abstractmethod
-    def kept(self, keep: Callable[[Tensor], Tensor]) -> "Rows":
-        """Return the rows with each tensor stored by the function ``keep``."""
+    def stored(self, store: Callable[[Tensor], Tensor]) -> "Rows":
+        """Return the rows with each tensor stored by the function ``store``."""
 
     @abstractmethod
-    def formed(self) -> "DenseRows":
+    def dense(self) -> "DenseRows":
         """Return the rows as one matrix per micro-batch."""
 
     @abstractmethod
@@ -91,7 +91,7 @@ class DenseRows(Rows):
         return sum(map(len, self.chunks))
 
     def __add__(self, other: Rows) -> "DenseRows":
-        return DenseRows(self.chunks + other.formed().chunks)
+        return DenseRows(self.chunks + other.dense().chunks)
 
     def tensors(self) -> list[Tensor]:
         return list(self.chunks)
@@ -102,11 +102,11 @@ class DenseRows(Rows):
     def part(self, rows: slice, data: slice) -> "DenseRows":
         return DenseRows((between(self.chunks, rows),))
 
-    def kept(self, keep: Callable[[Tensor], Tensor]) -> "DenseRows":
+    def stored(self, store: Callable[[Tensor], Tensor]) -> "DenseRows":
         # Contiguous, because expanded tensors cannot be overwritten.
-        return DenseRows(tuple(keep(chunk.contiguous()) for chunk in self.chunks))
+        return DenseRows(tuple(store(chunk.contiguous()) for chunk in self.chunks))
 
-    def formed(self) -> "DenseRows":
+    def dense(self) -> "DenseRows":
         return self
 
     def gram(self, like: Tensor, precision: Tensor | None = None) -> Float[Tensor, "R R"]:
@@ -162,14 +162,14 @@ class DeferredRows(Rows):
     def num_rows(self) -> int:
         return self.count
 
-    def formed(self) -> DenseRows:
+    def dense(self) -> DenseRows:
         return DenseRows((self.form(),))
 
     def gram(self, like: Tensor, precision: Tensor | None = None) -> Float[Tensor, "R R"]:
-        return self.formed().gram(like, precision)
+        return self.dense().gram(like, precision)
 
-    def kept(self, keep: Callable[[Tensor], Tensor]) -> DenseRows:
-        return self.formed().kept(keep)
+    def stored(self, store: Callable[[Tensor], Tensor]) -> DenseRows:
+        return self.dense().stored(store)
 
     def tensors(self) -> list[Tensor]:
         return []
@@ -177,19 +177,19 @@ class DeferredRows(Rows):
     def differentiable_gram(
         self, like: Tensor, precision: Float[Tensor, " n"]
     ) -> Float[Tensor, "R R"]:
-        return self.formed().differentiable_gram(like, precision)
+        return self.dense().differentiable_gram(like, precision)
 
     def __add__(self, other: Rows) -> DenseRows:
-        return self.formed() + other
+        return self.dense() + other
 
     def write_cotangent(self, cotangent: Float[Tensor, "R R"], precision: Tensor) -> Tensor:
-        raise NotImplementedError("Deferred rows cannot be overwritten. Call kept() first.")
+        raise NotImplementedError("Deferred rows cannot be overwritten. Call stored() first.")
 
     def with_tensors(self, tensors: Iterator[Tensor]) -> Self:
         return self
 
     def part(self, rows: slice, data: slice) -> Self:
-        raise NotImplementedError("Deferred rows have no parts. Call kept() first.")
+        raise NotImplementedError("Deferred rows have no parts. Call stored() first.")
 
 
 def slabs(chunks: Sequence[Tensor], like: Tensor) -> Iterator[tuple[slice, Float[Tensor, "R _"]]]:
