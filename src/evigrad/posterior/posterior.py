@@ -40,7 +40,7 @@ from evigrad.passes.memory import GIB, MicroBatches
 from evigrad.passes.parameter_blocks import partition_names
 from evigrad.passes.problem import Problem
 from evigrad.passes.replicas import ReducedCurvature
-from evigrad.posterior.covariances import Covariance, covariance_of
+from evigrad.posterior.covariances import Covariance, Diagonal, covariance_of
 from evigrad.posterior.joint import JointPredictive, outputs_of
 from evigrad.posterior.predictive import LINKS, Predictive
 from evigrad.posterior.query import Factors, Query, constant_beside
@@ -132,6 +132,11 @@ class Posterior:
     def parameters(self) -> list[str]:
         """Return the names of the uncertain weights."""
         return list(self._problem.weights)
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """Return the shape of the sets of observations that ``update`` added, or ()."""
+        return self._updates[-1].errors.shape[:-1] if self._updates else torch.Size()
 
     def __repr__(self) -> str:
         count = sum(weight.numel() for weight in self._problem.weights.values())
@@ -316,6 +321,21 @@ class Posterior:
         with torch.no_grad():
             return self._covariance.of_vector(vector, self._updates)
 
+    def diagonal_precisions(self) -> dict[str, tuple[Tensor, Tensor]] | None:
+        """Return the means and precisions of independent weights by name, or None if correlated."""
+        blocks = self._covariance.blocks
+        if self._updates or self.structure != "diag":
+            return None
+        weights = self._problem.weights
+        return {
+            block.name: (
+                weights[block.name].detach().clone(),
+                block.std.square().reciprocal().view(weights[block.name].shape),
+            )
+            for block in blocks
+            if isinstance(block, Diagonal)
+        }
+
     def sample_weights(
         self, n: int, generator: torch.Generator | int | None = None
     ) -> dict[str, Float[Tensor, "n *weight"]]:
@@ -381,10 +401,9 @@ class Posterior:
     def _check_plain(self, what: str, instead: str) -> None:
         """Raise an error if there are several sets of observations, or one with a graph."""
         if not all(update.is_plain for update in self._updates):
-            shape = tuple(self._updates[-1].errors.shape[:-1])
             raise ConfigurationError(
                 f"{what} needs a single set of observations without a graph, got sets of the shape"
-                f" {shape}. Use {instead}, or call update with x and y that require no gradient."
+                f" {tuple(self.batch_shape)}. Use {instead}, or call update with x and y that require no gradient."
             )
 
     def _with_sizes(self, plan: InputPlan, correlated: bool) -> Problem:

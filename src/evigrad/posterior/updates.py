@@ -6,9 +6,9 @@ variances G⁻². With L Lᵀ = I + G K(X, X) G, the outputs given y have
     mean  m(x) + V(x) e,                e = L⁻¹ G (y − m(X)),
     covariance  K(x, x') − V(x) V(x')ᵀ,      V(x) = K(x, X) G L^{-ᵀ}.
 
-K is a sum Σ_s s R_s R_sᵀ over the signs s of the roots from ``Covariance``. Therefore, V is linear in
-the roots of x for any structure: V(x) = Σ_s R_s(x) A_sᵀ with A_s = s L⁻¹ G R_s(X). This is also true
-after further observations, because V is then one more root with the sign −1.
+K is a sum Σ_s s R_s R_sᵀ over the signs s of the roots from ``Covariance``. Therefore, V is linear
+in the roots of x for any structure: V(x) = Σ_s R_s(x) A_sᵀ with A_s = s L⁻¹ G R_s(X). This is also
+true after further observations, because V is then one more root with the sign −1.
 """
 
 from collections.abc import Mapping, Sequence
