@@ -9,21 +9,24 @@ from math import prod
 from typing import Any, cast
 
 import torch
-from botorch.models.model import FantasizeMixin, Model
-from botorch.models.transforms import Normalize, Standardize
-from botorch.models.transforms.input import InputTransform
-from botorch.models.transforms.outcome import OutcomeTransform
-from botorch.posteriors import GPyTorchPosterior
-from botorch.posteriors import Posterior as AnyPosterior
-from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
-from linear_operator import to_linear_operator
 from torch import Tensor, nn
 
-from evigrad.errors import ConfigurationError
+from evigrad.errors import ConfigurationError, require
 from evigrad.likelihoods import Gaussian, KnownNoise, Likelihood
 from evigrad.posterior import Posterior
 from evigrad.training import fit
 from evigrad.training.settings import Optimization, Schedule
+
+_model, _transforms, _posteriors, _distributions, _operators = (
+    cast(Any, require(name, "evigrad.botorch", "botorch"))
+    for name in (
+        "botorch.models.model",
+        "botorch.models.transforms",
+        "botorch.posteriors",
+        "gpytorch.distributions",
+        "linear_operator",
+    )
+)
 
 __all__ = ["EvidenceModel"]
 
@@ -33,7 +36,7 @@ _WIDTH, _EPOCHS = 50, 300
 _JITTER = 1e-9
 
 
-class EvidenceModel(Model, FantasizeMixin):
+class EvidenceModel(_model.Model, _model.FantasizeMixin):
     """A posterior as a model of BoTorch, for acquisition functions and ``optimize_acqf``.
 
     The outputs of the linearized network are a Gaussian process. Observations are added in closed
@@ -65,8 +68,8 @@ class EvidenceModel(Model, FantasizeMixin):
         self,
         posterior: Posterior,
         *,
-        input_transform: InputTransform | None = None,
-        outcome_transform: OutcomeTransform | None = None,
+        input_transform: nn.Module | None = None,
+        outcome_transform: nn.Module | None = None,
         known_variance: Tensor | None = None,
     ) -> None:
         super().__init__()
@@ -86,8 +89,8 @@ class EvidenceModel(Model, FantasizeMixin):
         *,
         network: nn.Module | None = None,
         structure: str = "ntk",
-        input_transform: InputTransform | None = None,
-        outcome_transform: OutcomeTransform | None = None,
+        input_transform: nn.Module | None = None,
+        outcome_transform: nn.Module | None = None,
         seed: int = 0,
         **options: Any,
     ) -> "EvidenceModel":
@@ -113,8 +116,10 @@ class EvidenceModel(Model, FantasizeMixin):
             EvigradError: If the data or options are wrong, or training diverges.
         """
         d, m = train_X.shape[-1], train_Y.shape[-1]
-        to_inputs = Normalize(d, center=0.0) if input_transform is None else input_transform
-        to_outcomes = Standardize(m) if outcome_transform is None else outcome_transform
+        to_inputs = (
+            _transforms.Normalize(d, center=0.0) if input_transform is None else input_transform
+        )
+        to_outcomes = _transforms.Standardize(m) if outcome_transform is None else outcome_transform
         x = to_inputs.train()(train_X)
         y, variance = to_outcomes.train()(train_Y, train_Yvar)
         likelihood: Likelihood = Gaussian(0.1, num_outputs=m)
@@ -162,13 +167,13 @@ class EvidenceModel(Model, FantasizeMixin):
     def _revert_to_original_inputs(self) -> None:
         """Do nothing, because the model keeps no training inputs."""
 
-    def posterior(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def posterior(
         self,
         X: Tensor,
         output_indices: Sequence[int] | None = None,
         observation_noise: bool | Tensor = False,
         posterior_transform: Any = None,
-    ) -> AnyPosterior:
+    ) -> Any:
         """Return the joint distribution of the outputs at X (b..., q, d).
 
         Args:
@@ -177,20 +182,21 @@ class EvidenceModel(Model, FantasizeMixin):
             observation_noise: Whether to add the noise of the targets, or variances of the noise
                 after the outcome transform. With known noise, True adds its mean.
             posterior_transform: Transform of the result.
+
+        Returns:
+            A posterior of BoTorch.
         """
         self.eval()
         x = self.transform_inputs(X)
         joint = self.laplace.joint(x, batch_dims=x.ndim - 2)
-        mean, covariance, noise = joint.mean, joint.covariance, cast(Any, observation_noise)
-        if noise is True:
-            known = self.known_variance
-            noise = joint.noise if known is None else cast(Tensor, joint.noise) + known
-        chosen = [self._outputs[i] for i in output_indices or range(self.num_outputs)]
-        if len(chosen) < mean.shape[-1]:
-            mean = mean[..., chosen]
-            covariance = covariance[..., chosen, :, :][..., chosen]
-            if noise is not observation_noise:
-                noise = noise[..., chosen]
+        indices = range(self.num_outputs) if output_indices is None else output_indices
+        chosen = [self._outputs[index] for index in indices]
+        mean, covariance = joint.mean[..., chosen], joint.covariance[..., chosen, :, :][..., chosen]
+        noise: Any = observation_noise
+        if observation_noise is True:
+            noise = cast(Tensor, joint.noise)
+            noise = noise if self.known_variance is None else noise + self.known_variance
+            noise = noise[..., chosen]
         size = prod(mean.shape[-2:])
         covariance = covariance.reshape(*covariance.shape[:-4], size, size)
         covariance = covariance.expand(*mean.shape[:-2], size, size)
@@ -199,15 +205,15 @@ class EvidenceModel(Model, FantasizeMixin):
         # Equal points, or more points than weights, have a singular covariance.
         jitter = _JITTER * covariance.detach().diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
         covariance = covariance + jitter.expand(*jitter.shape[:-1], size).diag_embed()
-        operator = to_linear_operator(covariance)
+        operator = _operators.to_linear_operator(covariance)
         if len(chosen) == 1:
-            distribution = MultivariateNormal(mean.squeeze(-1), operator)
+            distribution = _distributions.MultivariateNormal(mean.squeeze(-1), operator)
         else:
-            distribution = MultitaskMultivariateNormal(mean, operator)
-        posterior: AnyPosterior = GPyTorchPosterior(distribution)
+            distribution = _distributions.MultitaskMultivariateNormal(mean, operator)
+        posterior = _posteriors.GPyTorchPosterior(distribution)
         if hasattr(self, "outcome_transform"):
-            transform = self.outcome_transform
-            if len(chosen) < self.laplace.num_outputs:
+            transform: Any = self.outcome_transform
+            if chosen != list(range(self.laplace.num_outputs)):
                 transform = transform.subset_output(chosen)
             posterior = transform.untransform_posterior(posterior, X=X)
         if posterior_transform is not None:
@@ -238,7 +244,7 @@ class EvidenceModel(Model, FantasizeMixin):
         self.eval()
         x, y = self.transform_inputs(X), Y
         if hasattr(self, "outcome_transform"):
-            y, _ = self.outcome_transform(Y, X=X)
+            y, _ = cast(Any, self.outcome_transform)(Y, X=X)
         if isinstance(self.likelihood, KnownNoise):
             variance = self.known_variance if noise is None else noise
             variance = y.new_zeros(()) if variance is None else variance
