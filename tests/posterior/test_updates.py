@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 from posterior.cases import OUTPUTS, case
-from posterior.test_joint import assert_close, dense, flat, identity
+from posterior.test_joint import Words, assert_close, dense, flat, identity
 from posterior.test_query import check
 from torch import Tensor, nn
 
@@ -178,6 +178,26 @@ def test_targets_have_their_own_noise(kind):
     expected = few.update(x[5:], y[5:].flip(0)).joint(test)
     assert_close(fantasies.joint(test).mean[1], expected.mean)
     assert_close(fantasies.joint(test).covariance[-1], expected.covariance)
+
+
+def test_positions_of_trees_are_observed():
+    model = Words().double()
+    evidence = Evidence(model, Gaussian(0.5), GaussianPrior(), estimator="full-N-C", num_data=36)
+    x = {"values": torch.randn(9, 4).double(), "shift": torch.randn(9).double()}
+    y = torch.randn(9, 4, 2).double()
+    first = evidence.posterior((x, y), structure="full")
+    joint = first.joint({name: part[:5] for name, part in x.items()})
+    covariance, mean = joint.covariance.reshape(40, 40), joint.mean.flatten()
+    observed = torch.arange(24, 40)
+    gain = covariance[:, observed] @ torch.linalg.inv(
+        covariance[observed][:, observed] + 0.25 * torch.eye(16).double()
+    )
+    expected = mean + gain @ (y[:2].flatten() - mean[observed])
+    ours = first.update({name: part[3:5] for name, part in x.items()}, y[:2])
+    few = ours.joint({name: part[:3] for name, part in x.items()})
+    assert_close(few.mean.flatten(), expected[:24])
+    expected = (covariance - gain @ covariance[observed])[:24, :24]
+    assert_close(few.covariance.reshape(24, 24), expected)
 
 
 def test_targets_of_one_output_need_no_column():
