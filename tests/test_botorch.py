@@ -42,13 +42,13 @@ def made(m: int = 1, noise: Tensor | None = None, structure: str = "ntk") -> Any
     inputs, outcomes = transforms.Normalize(2), transforms.Standardize(m)
     likelihood = Gaussian(0.3, num_outputs=m) if noise is None else KnownNoise(0.3, num_outputs=m)
     targets, variance = outcomes(y, noise)
-    known = None if variance is None else variance.mean(0)
+    mean_variance = None if variance is None else variance.mean(0)
     if variance is not None:
         targets = likelihood.targets(targets, noise=variance.sqrt())
     evidence = Evidence(network, likelihood, GaussianPrior(), estimator="ntk-N-C", num_data=8)
     posterior = evidence.posterior((inputs(x), targets), structure=structure)
     return EvidenceModel(
-        posterior, input_transform=inputs, outcome_transform=outcomes, known_variance=known
+        posterior, input_transform=inputs, outcome_transform=outcomes, known_variance=mean_variance
     )
 
 

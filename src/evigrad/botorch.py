@@ -230,7 +230,7 @@ class EvidenceModel(_model.Model, _model.FantasizeMixin):
             Y: Targets (s..., b..., q, m), before the outcome transform.
             noise: Known variances of their noise, after the outcome transform, for a model with
                 ``train_Yvar``. Default: the mean of the known variances.
-            **kwargs: Ignored, as BoTorch passes options of its own models.
+            **kwargs: Options of GPyTorch models, which are ignored.
 
         Raises:
             ConfigurationError: If ``noise`` is passed to a model without known noise, or the model

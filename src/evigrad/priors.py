@@ -205,9 +205,9 @@ class GaussianPrior(nn.Module):
     def from_posterior(cls, posterior: Any, learnable: bool = True) -> "GaussianPrior":
         """Return a posterior as the prior of the next training, for data that arrive later.
 
-        The prior mean is the posterior mean, and the precisions are those of the posterior times a
-        single factor. The factor is 1 at the start. If it is learned, a value below 1 means that
-        old data count less.
+        The prior mean is the posterior mean. A single factor multiplies the posterior precisions.
+        The factor is 1 at the start. If it is learned, a value below 1 means that old data count
+        less.
 
         Args:
             posterior: Posterior with ``structure="diag"``, before any ``update``. Its precision
@@ -424,9 +424,11 @@ class GaussianPrior(nn.Module):
             sizes = [shape.numel() for shape in self._shapes.values()]
             parts = zip(self._shapes.items(), precision.split(sizes), strict=True)
             return {name: part.view(shape) for (name, shape), part in parts}
-        groups, factors = precision.unbind(), self.factors()
-        own = {name: groups[self.group_of[name]] for name in self._shapes}
-        return {name: own[name] * factors[name] if factors else own[name] for name in own}
+        groups = precision.unbind()
+        of_names = {name: groups[self.group_of[name]] for name in self._shapes}
+        if self._factors is None:
+            return of_names
+        return {name: of_names[name] * factor for name, factor in self.factors().items()}
 
     def factors(self) -> dict[str, Tensor]:
         """Return the fixed factors of precisions by name, or an empty dict if all are 1."""
@@ -438,9 +440,13 @@ class GaussianPrior(nn.Module):
 
     def squares(self, weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the squares of the deviations times the fixed factors, by name, with a graph."""
-        factors = self.factors()
-        squares = {n: d.to(dtype).square() for n, d in self.deviations(weights).items()}
-        return {n: s * factors[n].to(dtype) if factors else s for n, s in squares.items()}
+        means, squares = self.means(), dict[str, Tensor]()
+        for name, weight in weights.items():
+            deviation = weight - means[name] if name in means else weight
+            squares[name] = deviation.to(dtype).square()
+        if self._factors is None:
+            return squares
+        return {name: square * self.factors()[name].to(dtype) for name, square in squares.items()}
 
     def means(self) -> dict[str, Tensor]:
         """Return the nonzero means w₀ of the weights by name, each in the shape of its weight."""

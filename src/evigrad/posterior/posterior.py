@@ -403,7 +403,8 @@ class Posterior:
         if not all(update.is_plain for update in self._updates):
             raise ConfigurationError(
                 f"{what} needs a single set of observations without a graph, got sets of the shape"
-                f" {tuple(self.batch_shape)}. Use {instead}, or call update with x and y that require no gradient."
+                f" {tuple(self.batch_shape)}. Use {instead}, or call update with x and y that"
+                " require no gradient."
             )
 
     def _with_sizes(self, plan: InputPlan, correlated: bool) -> Problem:

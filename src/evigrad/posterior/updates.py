@@ -30,9 +30,9 @@ from evigrad.likelihoods.weighted import unweighted
 class Update:
     """k observed outputs, for each of the batches b or s.
 
-    A draw of the process has the roots' coefficients z before the observations, and V(x) has the
-    coefficients e − Σ_s A_s z_s − N ε after them. ε are standard normal numbers, one for each of
-    the j outputs that were observed until then (Matheron's rule).
+    Before the observations, a draw of the process has the coefficients z of the roots. After them,
+    it also has the coefficients e − Σ_s A_s z_s − N ε of V (Matheron's rule). The noise ε is
+    standard normal, with one number for each of the j outputs that were observed until then.
     """
 
     roots: Mapping[int, Float[Tensor, "*b k n"]]  # A_s
