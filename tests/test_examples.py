@@ -45,7 +45,6 @@ def test_sequences(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         assert all(abs(math.log(w.precision)) > 1e-4 for w in result.evidence.describe())
 
 
-@pytest.mark.filterwarnings("ignore::botorch.exceptions.BotorchWarning")
 def test_bayesian_optimization(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("botorch")
     script = load_script("bayesian_optimization")

@@ -4,6 +4,7 @@ Importing this module requires BoTorch: ``pip install 'evigrad[botorch]'``.
 """
 
 import copy
+import warnings
 from collections.abc import Sequence
 from math import prod
 from typing import Any, cast
@@ -17,16 +18,19 @@ from evigrad.posterior import Posterior
 from evigrad.training import fit
 from evigrad.training.settings import Optimization, Schedule
 
-_model, _transforms, _posteriors, _distributions, _operators = (
-    cast(Any, require(name, "evigrad.botorch", "botorch"))
-    for name in (
-        "botorch.models.model",
-        "botorch.models.transforms",
-        "botorch.posteriors",
-        "gpytorch.distributions",
-        "linear_operator",
+with warnings.catch_warnings():
+    # linear_operator calls torch.jit.script, which PyTorch deprecates.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    _model, _transforms, _posteriors, _distributions, _operators = (
+        cast(Any, require(name, "evigrad.botorch", "botorch"))
+        for name in (
+            "botorch.models.model",
+            "botorch.models.transforms",
+            "botorch.posteriors",
+            "gpytorch.distributions",
+            "linear_operator",
+        )
     )
-)
 
 __all__ = ["EvidenceModel"]
 
