@@ -59,6 +59,18 @@ def test_finished_runs_are_written_once_and_whole(monkeypatch, tmp_path):
         results.read()
 
 
+def test_bayesian_optimization(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("botorch")
+    script = load_script("bayesian_optimization", monkeypatch)
+    fit = partial(script.EvidenceModel.fit, schedule=Schedule(epochs=2, batch_size=9))
+    monkeypatch.setattr(script.EvidenceModel, "fit", fit)
+    short = ["--csv", str(tmp_path / "runs.csv"), "--functions", "branin-2", "--steps", "2"]
+    short += ["--methods", "evigrad", "--seeds", "0"]
+    (run,) = script.main(short)
+    assert len(run["regret"]) == 2 and run["regret"][0] >= run["regret"][1] >= 0
+    assert script.main(short) == [run] and "| branin-2 | evigrad |" in capsys.readouterr().out
+
+
 def short_rivals(monkeypatch):
     """The script with few data and epochs, and its small set of digits."""
     script = load_script("rivals", monkeypatch)

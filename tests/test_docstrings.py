@@ -21,7 +21,7 @@ PACKAGES = sorted(
     ".".join(file.parent.relative_to(SOURCE).parts) for file in SOURCE.rglob("__init__.py")
 )
 # What these need is installed by an extra.
-EXTRAS = ("cli", "lightning", "sklearn", "transformers")
+EXTRAS = ("botorch", "cli", "lightning", "sklearn", "transformers")
 
 
 # Public names with an example in their docstring.
@@ -38,12 +38,12 @@ SHOWN = """
     transformers.EvidenceCallback
     Anchoring Evidence JointPredictive Laplace Learner Memory Optimization Outputs Posterior
     Predictive Schedule
-    bracket fit load tune
+    botorch.EvidenceModel bracket fit load tune
 """.split()
 # Packages whose public names have guides.
 GUIDED = [
     *("", "data", "errors", "invariances", "likelihoods", "models", "plots", "priors", "sklearn"),
-    *("lightning", "transformers"),
+    *("botorch", "lightning", "transformers"),
 ]
 # Public names without a guide: types, colors, and functions for other modules.
 WITHOUT_GUIDE = """

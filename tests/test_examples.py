@@ -45,6 +45,17 @@ def test_sequences(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         assert all(abs(math.log(w.precision)) > 1e-4 for w in result.evidence.describe())
 
 
+def test_bayesian_optimization(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("botorch")
+    script = load_script("bayesian_optimization")
+    mean, variance = script.score(script.BOUNDS[0])
+    assert mean.shape == variance.shape == (1, 1) and 0 < variance < 0.1
+    monkeypatch.setattr(script, "score", lambda x: (x.sum().sin().view(1, 1), variance))
+    monkeypatch.setattr(script, "RETRAIN", 5)
+    best = script.main("--first 4 --steps 2 --epochs 3".split())
+    assert len(best) == 3 and best == sorted(best)
+
+
 def test_fine_tuning(capsys: pytest.CaptureFixture[str]) -> None:
     results = load_script("fine_tuning").main("--epochs 2 --old-epochs 1 --subset 30".split())
     assert capsys.readouterr().out.count("initial ") == 4

@@ -18,7 +18,7 @@ from torch.autograd import gradcheck
 from torch.distributions import Normal
 from torch.nn.utils import vector_to_parameters
 
-from evigrad import Evidence, fit, tune
+from evigrad import Evidence, Schedule, fit, tune
 from evigrad.errors import ConfigurationError
 from evigrad.likelihoods import Gaussian
 from evigrad.priors import GaussianPrior, NormalHyperprior
@@ -764,3 +764,92 @@ def test_the_error_for_a_prior_of_another_type_names_the_argument_and_a_prior() 
             fit(nn.Linear(2, 1), data, likelihood="gaussian", prior=prior)
         with pytest.raises(ConfigurationError, match=f"^prior must be .*{words}"):
             Evidence(nn.Linear(2, 1), Gaussian(), prior, num_data=4)
+
+
+def of_posterior(**settings) -> tuple[GaussianPrior, Evidence, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    x = torch.randn(8, 3).double()
+    data = x, x.sin().sum(1, keepdim=True)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    evidence = Evidence(model, Gaussian(0.5), bound_to(model), estimator="diag-N-C", num_data=8)
+    posterior = evidence.posterior(data, structure="diag")
+    return GaussianPrior.from_posterior(posterior, **settings), evidence, data
+
+
+def bound_to(model: nn.Module) -> GaussianPrior:
+    prior = GaussianPrior("layerwise")
+    prior.bind(dict(model.named_parameters()))
+    with torch.no_grad():
+        parameter(prior).copy_(torch.linspace(-1, 1, 4))
+    return prior
+
+
+def test_a_posterior_is_the_prior_of_more_data():
+    prior, evidence, (x, y) = of_posterior()
+    model, weights = evidence.model, evidence.weights()
+    whole = Evidence(model, Gaussian(0.5), evidence.prior, estimator="diag-N-C", num_data=16)
+    expected = whole.posterior((torch.cat([x, x + 1]), torch.cat([y, y])), structure="diag")
+    later = Evidence(model, Gaussian(0.5), prior, estimator="diag-N-C", num_data=8)
+    posterior = later.posterior((x + 1, y), structure="diag")
+    torch.testing.assert_close(posterior(x).std, expected(x).std)
+
+    # The factor scales a normal density.
+    with torch.no_grad():
+        parameter(prior).fill_(math.log(1.7))
+        moved = {name: weight + torch.randn_like(weight) for name, weight in weights.items()}
+    normals = {
+        name: Normal(prior.means()[name], precision.rsqrt())
+        for name, precision in prior.precisions().items()
+    }
+    log_density = sum(normals[name].log_prob(moved[name]).sum() for name in moved)
+    count = sum(weight.numel() for weight in moved.values())
+    ours = 0.5 * (prior.log_det() - prior.quadratic(moved) - count * math.log(2 * math.pi))
+    torch.testing.assert_close(ours, log_density)
+    (gradient,) = torch.autograd.grad(ours, parameter(prior))
+    torch.testing.assert_close(gradient, 0.5 * (count - prior.quadratic(moved)).view(1))
+    for name, precision in prior.precisions().items():
+        torch.testing.assert_close(posterior_precision(evidence, (x, y))[name] * 1.7, precision)
+
+    # Structures with and without rows have the same evidence, and a copy the same state.
+    values = []
+    for estimator in ("ntk-N-C", "full-N-C"):
+        other = Evidence(model, Gaussian(0.5), prior, estimator=estimator, num_data=8)
+        values.append(other.estimate(x + 1, y).log_evidence)
+    torch.testing.assert_close(*values)
+    again, _, _ = of_posterior()
+    again.load_state_dict(prior.state_dict())
+    again.bind(weights)
+    assert torch.equal(again.precisions()["0.weight"], prior.precisions()["0.weight"])
+
+
+def posterior_precision(evidence: Evidence, data: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    precisions = evidence.posterior(data, structure="diag").diagonal_precisions()
+    assert precisions is not None
+    return {name: precision for name, (_, precision) in precisions.items()}
+
+
+def test_the_factor_of_a_posterior_is_learned_from_one():
+    prior, evidence, (x, y) = of_posterior()
+    torch.manual_seed(1)
+    start = {name: weight.detach().clone() for name, weight in evidence.weights().items()}
+    result = fit(
+        evidence.model, (x + 1, y), likelihood=Gaussian(0.5), prior=prior, progress=False,
+        schedule=Schedule(epochs=4, burn_in=2),
+    )  # fmt: skip
+    assert parameter(prior).item() != 0.0 and result.evidence.prior is prior
+    for name, mean in prior.means().items():
+        assert torch.equal(mean, start[name])
+    fixed, _, _ = of_posterior(learnable=False)
+    assert not fixed.bind(evidence.weights()) and not parameter(fixed).requires_grad
+
+
+def test_only_independent_weights_make_a_prior():
+    prior, evidence, data = of_posterior()
+    for posterior in (
+        evidence.posterior(data, structure="full"),
+        evidence.posterior(data, structure="diag").update(*data),
+    ):
+        with pytest.raises(ConfigurationError, match="needs a posterior with structure='diag'"):
+            GaussianPrior.from_posterior(posterior)
+    with pytest.raises(ConfigurationError, match="must be bound to the posterior's weights"):
+        prior.bind(evidence.weights() | {"other": torch.zeros(1)})

@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = "likelihoods priors invariances errors sklearn lightning transformers".split()
+PACKAGES = "likelihoods priors invariances errors botorch sklearn lightning transformers".split()
 PACKAGES += "data models plots".split()
 
 

@@ -140,6 +140,7 @@ class GaussianPrior(nn.Module):
     _all_groups: Tensor
     _learned_index: Tensor
     _means: Tensor | None
+    _factors: Tensor | None
 
     def __init__(
         self,
@@ -191,12 +192,56 @@ class GaussianPrior(nn.Module):
         self.register_buffer(
             "_learned_index", torch.empty(0, dtype=torch.long, device="cpu"), persistent=False
         )
+        # Fixed factors of the precisions of all weights, concatenated, from ``from_posterior``.
+        self.register_buffer("_factors", None)
         # The nonzero means, concatenated, of the weights in ``_mean_of``.
         self.register_buffer("_means", None)
         self._mean_of: list[str] = []
         self._shapes: dict[str, torch.Size] = {}
         self.group_names: list[str] = []
         self.group_of: dict[str, int] = {}
+
+    @classmethod
+    def from_posterior(cls, posterior: Any, learnable: bool = True) -> "GaussianPrior":
+        """Return a posterior as the prior of the next training, for data that arrive later.
+
+        The prior mean is the posterior mean. A single factor multiplies the posterior precisions.
+        The factor is 1 at the start. If it is learned, a value below 1 means that old data count
+        less.
+
+        Args:
+            posterior: Posterior with ``structure="diag"``, before any ``update``. Its precision
+                matrix is the diagonal of H + P0. The new model must have the same weights.
+            learnable: Whether the factor is learned. Default: True.
+
+        Raises:
+            ConfigurationError: If the precision matrix of the posterior is not diagonal.
+
+        Examples:
+            >>> import torch
+            >>> from evigrad import Evidence
+            >>> from evigrad.likelihoods import Gaussian
+            >>> from evigrad.priors import GaussianPrior
+            >>> model = torch.nn.Linear(1, 1)
+            >>> evidence = Evidence(
+            ...     model, Gaussian(), GaussianPrior(), estimator="diag-N-C", num_data=9
+            ... )
+            >>> data = torch.ones(9, 1), torch.ones(9, 1)
+            >>> prior = GaussianPrior.from_posterior(evidence.posterior(data, structure="diag"))
+            >>> prior.bind(dict(model.named_parameters()))
+            >>> prior.precisions()["weight"]  # 9 from the data, and 1 from the first prior
+            tensor([[10.]], grad_fn=<MulBackward0>)
+        """
+        if (precisions := posterior.diagonal_precisions()) is None:
+            raise ConfigurationError(
+                "A prior has independent weights, so it needs a posterior with structure='diag' and"
+                f" without updates, got {posterior!r}. Call evidence.posterior(data,"
+                f" structure='diag'). {_WHITEN}"
+            )
+        means = {name: mean for name, (mean, _) in precisions.items()}
+        prior = cls("scalar", learnable=learnable, mean=means)
+        prior._factors = torch.cat([factor.flatten() for _, factor in precisions.values()])
+        return prior
 
     # ------------------------------------------------------------------ the weights
 
@@ -247,6 +292,11 @@ class GaussianPrior(nn.Module):
             name: weights[name].detach() if isinstance(value, str) else value
             for name, value in self._assigned_means(shapes, names, group_of).items()
         }
+        if self._factors is not None and list(self._mean) != list(shapes):
+            raise ConfigurationError(
+                "A prior from a posterior must be bound to the posterior's weights"
+                f" {listed(list(self._mean))}, got {listed(list(shapes))}. Use the same model."
+            )
         self._shapes, self.group_names, self.group_of = shapes, names, group_of
         count = len(names) or sum(shape.numel() for shape in shapes.values())
         if isinstance(precision := self._precision, dict):
@@ -255,6 +305,8 @@ class GaussianPrior(nn.Module):
         else:
             initial = torch.full((count,), math.log(precision), dtype=torch.float64, device="cpu")
         self._set(initial.to(device, dtype))
+        if self._factors is not None:
+            self._factors = self._factors.to(device, dtype)
         self._mean_of = list(means)
         if means:
             self._means = torch.cat([m.to(device, dtype).flatten() for m in means.values()])
@@ -364,7 +416,8 @@ class GaussianPrior(nn.Module):
     def precisions(self) -> dict[str, Tensor]:
         """Return the precision of each weight tensor by name, differentiable in ``log_precision``.
 
-        Each precision is 0-dimensional, or has the weight's shape if the prior is diagonal.
+        Each precision is 0-dimensional, or has the weight's shape if the prior is diagonal or from
+        a posterior.
         """
         precision = self._log_precisions().exp()
         if self.structure == "diagonal":
@@ -372,7 +425,28 @@ class GaussianPrior(nn.Module):
             parts = zip(self._shapes.items(), precision.split(sizes), strict=True)
             return {name: part.view(shape) for (name, shape), part in parts}
         groups = precision.unbind()
-        return {name: groups[self.group_of[name]] for name in self._shapes}
+        of_names = {name: groups[self.group_of[name]] for name in self._shapes}
+        if self._factors is None:
+            return of_names
+        return {name: of_names[name] * factor for name, factor in self.factors().items()}
+
+    def factors(self) -> dict[str, Tensor]:
+        """Return the fixed factors of precisions by name, or an empty dict if all are 1."""
+        if self._factors is None:
+            return {}
+        parts = self._factors.split([shape.numel() for shape in self._shapes.values()])
+        pairs = zip(self._shapes.items(), parts, strict=True)
+        return {name: part.view(shape) for (name, shape), part in pairs}
+
+    def squares(self, weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the squares of the deviations times the fixed factors, by name, with a graph."""
+        means, squares = self.means(), dict[str, Tensor]()
+        for name, weight in weights.items():
+            deviation = weight - means[name] if name in means else weight
+            squares[name] = deviation.to(dtype).square()
+        if self._factors is None:
+            return squares
+        return {name: square * self.factors()[name].to(dtype) for name, square in squares.items()}
 
     def means(self) -> dict[str, Tensor]:
         """Return the nonzero means w₀ of the weights by name, each in the shape of its weight."""
@@ -403,13 +477,12 @@ class GaussianPrior(nn.Module):
                 " Pass the bound weights, or make a new prior."
             )
         # In half precision, squares overflow and sums round.
-        dtype = precision.dtype
-        deviations = {name: d.to(dtype) for name, d in self.deviations(weights).items()}
+        of_names = self.squares(weights, precision.dtype)
         if self.structure == "diagonal":
-            squares = torch.cat([deviations[name].square().flatten() for name in self._shapes])
+            squares = torch.cat([of_names[name].flatten() for name in self._shapes])
         else:  # sums, because products of all weights would be kept for the gradient
-            squares = torch.stack([d.square().sum() for d in deviations.values()])
-            groups = [self.group_of[name] for name in deviations]
+            squares = torch.stack([square.sum() for square in of_names.values()])
+            groups = [self.group_of[name] for name in of_names]
             if groups != list(range(len(precision))):
                 precision = precision[groups]
         return (precision * squares).sum()
@@ -422,7 +495,8 @@ class GaussianPrior(nn.Module):
         counts = [0] * len(self.group_names)
         for name, shape in self._shapes.items():
             counts[self.group_of[name]] += shape.numel()
-        return (log_precision * log_precision.new_tensor(counts)).sum()
+        total = (log_precision * log_precision.new_tensor(counts)).sum()
+        return total if self._factors is None else total + self._factors.log().sum()
 
     def log_hyperprior(self) -> Float[Tensor, ""]:
         """Return the log density of the log precisions in nats, or 0 without a hyperprior.
@@ -443,8 +517,10 @@ class GaussianPrior(nn.Module):
         return value
 
     def constant_groups(self) -> dict[str, str]:
-        """Return the name of each weight tensor's group, or an empty dict for a diagonal prior."""
+        """Return the name of each weight tensor's group if all its weights have one precision."""
         self._log_precisions()
+        if self._factors is not None:
+            return {}
         return {name: self.group_names[index] for name, index in self.group_of.items()}
 
     def group_name(self, name: str) -> str:

@@ -32,6 +32,7 @@ from evigrad.core.curvature.rows import slabs
 from evigrad.core.roots import one_hot
 from evigrad.errors import NotFiniteError
 from evigrad.network import Linearization
+from evigrad.posterior.updates import Update
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,6 +190,14 @@ class Explained:
         return root @ root.mT
 
 
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """n drawn functions f + J (w − w*) + Σ V c, in which updates that are not plain have V."""
+
+    changes: Mapping[str, Float[Tensor, "n *parameter"]]  # w − w*
+    coefficients: Sequence[Float[Tensor, "n *s k"]]  # c
+
+
 class Covariance:
     """The covariance of the outputs under Σ: the sum over blocks, minus the explained part.
 
@@ -275,30 +284,42 @@ class Covariance:
         return sum(map(_width, self.blocks))
 
     def draws(
-        self, n: int, generator: torch.Generator, weights: Mapping[str, Tensor]
-    ) -> Iterator[dict[str, Float[Tensor, "n *parameter"]]]:
-        """Yield n draws of w − w* by the names of ``weights``, in parts that fit into memory."""
+        self,
+        n: int,
+        generator: torch.Generator,
+        weights: Mapping[str, Tensor],
+        updates: Sequence[Update] = (),
+    ) -> Iterator[Draws]:
+        """Yield n draws for the named ``weights``, in parts that fit into memory."""
         size = max(1, NUMBERS_AT_ONCE // self.width)
         for start in range(0, n, size):
-            yield self._drawn(min(size, n - start), generator, weights)
+            yield self._drawn(min(size, n - start), generator, weights, updates)
 
     def _drawn(
-        self, n: int, generator: torch.Generator, weights: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Return Σ^{1/2} z for n vectors z of standard normal numbers.
+        self,
+        n: int,
+        generator: torch.Generator,
+        weights: Mapping[str, Tensor],
+        updates: Sequence[Update],
+    ) -> Draws:
+        """Return Σ^{1/2} z for n vectors z of standard normal numbers, after the updates.
 
         ``whitened`` multiplies rows by Σ^{1/2}. So the product is the gradient of the inner product
         of z and ``whitened`` rows with respect to the rows. The kernel form has the root
 
             Σ^{1/2} = P0^{-1/2} (I − Bᵀ L^{-ᵀ} (L + I)⁻¹ B),    B = A P0^{-1/2},    L Lᵀ = I + S,
 
-        since (L + I)⁻¹ L + Lᵀ (L + I)^{-ᵀ} − (L + I)⁻¹ S (L + I)^{-ᵀ} = I.
+        since (L + I)⁻¹ L + Lᵀ (L + I)^{-ᵀ} − (L + I)⁻¹ S (L + I)^{-ᵀ} = I. Roots thus have the
+        coefficients z and (L + I)⁻¹ B z. A plain update changes them.
         """
+        observed = updates[-1].noise.shape[-1] if updates else 0
         # PyTorch draws groups of 16 numbers. With whole groups, a draw does not depend on n.
-        shape = (n, -(-self.width // 16) * 16)
+        shape = (n, -(-(self.width + observed) // 16) * 16)
         noise = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
         dtype, device = self._dtype, next(iter(weights.values())).device
-        noise = noise[None, :, : self.width].to(device, dtype)
+        noise, errors = noise.to(device, dtype)[:, : self.width + observed].split(
+            [self.width, observed], 1
+        )
         with torch.enable_grad():
             rows = {
                 name: noise.new_zeros(1, n, *(weights[name].shape or (1,))).requires_grad_()
@@ -306,22 +327,27 @@ class Covariance:
                 for name in block.names
             }
             roots = dict(self._roots((block, rows) for block in self.blocks))
-            total = (roots[1] * noise).sum()
+            drawn = {1: noise}
             if (explained := self.explained) is not None:
-                parts = noise.split([_width(block) for block in self.blocks], 2)
+                parts = noise[None].split([_width(block) for block in self.blocks], 2)
                 products: Tensor | None = None
                 for block, part in zip(self.blocks, parts, strict=True):
                     if isinstance(block, Diagonal):
                         products = _sum(products, explained.products(block, part))
                 assert products is not None
                 eye = torch.eye(len(explained.factor), dtype=dtype, device=device)
-                inner = explained.root(products, n, explained.factor + eye)
-                total = total - (roots[-1] * inner).sum()
-            drawn = torch.autograd.grad(total, list(rows.values()))
-        return {
-            name: draw.reshape(n, *weights[name].shape)
-            for name, draw in zip(rows, drawn, strict=True)
-        }
+                drawn[-1] = explained.root(products, n, explained.factor + eye)[0]
+        of_updates = [update.coefficients(drawn, errors) for update in updates]
+        drawn = {sign: sign * z for sign, z in drawn.items()}
+        if updates and updates[0].is_plain:
+            first, *of_updates = of_updates
+            drawn = {sign: z + first @ updates[0].roots[sign] for sign, z in drawn.items()}
+        with torch.enable_grad():
+            total = torch.stack([(roots[s][0] * z).sum() for s, z in drawn.items()]).sum()
+            changes = torch.autograd.grad(total, list(rows.values()))
+        named = zip(rows, changes, strict=True)
+        changes = {name: change.reshape(n, *weights[name].shape) for name, change in named}
+        return Draws(changes, of_updates)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -360,11 +386,14 @@ class Covariance:
         if self.explained is not None and products is not None:
             yield -1, self.explained.root(products, parts[0].shape[1])
 
-    def of_vector(self, vector: Mapping[str, Tensor]) -> float:
+    def of_vector(self, vector: Mapping[str, Tensor], updates: Sequence[Update] = ()) -> float:
         """Return vᵀ Σ v for a vector v, which has one tensor for each parameter."""
         row = {name: torch.atleast_1d(part)[None, None] for name, part in vector.items()}
         total = self._of_rows(((block, row) for block in self.blocks), 1)
-        return 0.0 if total is None else float(total)
+        roots = dict(self._roots((block, row) for block in self.blocks)) if updates else {}
+        batch = torch.zeros(1, dtype=torch.long, device="cpu")
+        explained = sum(float(u.factor(roots, batch).square().sum()) for u in updates)
+        return 0.0 if total is None else float(total) - explained
 
     def times(self, vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return Σ v for a vector v, as the gradient of ½ vᵀ Σ v with respect to v."""

@@ -1,6 +1,6 @@
 """Predict the outputs for several inputs jointly, as a Gaussian process."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -13,8 +13,9 @@ from evigrad.likelihoods import Likelihood
 from evigrad.likelihoods.calls import noise_variance
 from evigrad.network import Linearization
 from evigrad.passes.checks import as_generator, check_count
-from evigrad.posterior.covariances import Covariance
-from evigrad.posterior.query import Query
+from evigrad.posterior.covariances import Covariance, Draws
+from evigrad.posterior.query import Factors, Query
+from evigrad.posterior.updates import with_factors
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +28,8 @@ class JointPredictive:
 
     Each batch of q inputs has its own covariance. For outputs (m, …, C), the positions … follow q
     in all shapes. Results are computed when you read them. They have a graph to inputs that require
-    a gradient, and to nothing else.
+    a gradient, and to nothing else. After ``Posterior.update`` with several sets of observations,
+    the mean and samples also have the dimensions that count these sets.
 
     Examples:
         >>> import torch
@@ -94,8 +96,9 @@ class JointPredictive:
         check_count("n", n)
         self._check()
         generator = as_generator(self._query.seed if generator is None else generator)
-        draws = self._covariance.draws(n, generator, self._query.problem.weights)
-        return torch.cat([outputs_of(self._query, self._covariance, part) for part in draws])
+        query = self._query
+        draws = self._covariance.draws(n, generator, query.problem.weights, query.updates)
+        return torch.cat([outputs_of(query, self._covariance, part) for part in draws])
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor]:
@@ -104,9 +107,11 @@ class JointPredictive:
         rows = size * shape[-1]
         before: dict[int, Tensor] = {}  # roots of a batch that is not complete
 
-        def moments(linearization: Linearization) -> tuple[Tensor, Tensor]:
+        def moments(linearization: Linearization, factors: Factors) -> tuple[Tensor, ...]:
             nonlocal before
             f, roots = linearization.outputs, self._covariance.roots(linearization)
+            of_updates = factors(roots)
+            roots = with_factors(roots, of_updates)
             if before:
                 roots = {sign: torch.cat([before[sign], root]) for sign, root in roots.items()}
             stop, total = len(roots[1]) // size * size, f.new_zeros(())
@@ -114,24 +119,26 @@ class JointPredictive:
                 whole = root[:stop].reshape(-1, rows, root.shape[2])
                 total = total + sign * (whole @ whole.mT)
             before = {sign: root[stop:].clone() for sign, root in roots.items()}
-            return f, total.to(f)
+            return f, total.to(f), *of_updates
 
         self._check()
         advice = "Use batch_dims, or sample functions with sample(n), which needs no covariance."
         query.check_memory(rows * (prod(shape) // rows * rows + self._covariance.width), advice)
         with torch.set_grad_enabled(query.differentiable):
-            mean, covariance = query.results(moments)
-            return mean.view(shape), covariance.view(*shape, *shape[query.batch_dims :])
+            f, covariance, *factors = query.results(moments)
+            mean = query.mean(f, factors)
+            return mean, covariance.view(*shape, *shape[query.batch_dims :])
 
 
-def outputs_of(
-    query: Query, covariance: Covariance, draws: Mapping[str, Float[Tensor, "n *parameter"]]
-) -> Float[Tensor, "n *b q C"]:
-    """Return the outputs f + J (w − w*) for n draws of w − w*."""
+def outputs_of(query: Query, covariance: Covariance, draws: Draws) -> Float[Tensor, "n *b q C"]:
+    """Return the outputs of n drawn functions."""
 
-    def outputs(linearization: Linearization) -> tuple[Tensor]:
+    def outputs(linearization: Linearization, factors: Factors) -> tuple[Tensor, ...]:
         f = linearization.outputs
-        return (f.unsqueeze(1) + covariance.changes(linearization, draws).to(f),)
+        values = f.unsqueeze(1) + covariance.changes(linearization, draws.changes).to(f)
+        if not draws.coefficients:
+            return (values,)
+        return values, *factors(covariance.roots(linearization))[-len(draws.coefficients) :]
 
-    (result,) = query.results(outputs)
-    return result.movedim(1, 0).unflatten(1, query.shape)
+    values, *of_updates = query.results(outputs)
+    return query.moved(values.movedim(1, 0), of_updates, draws.coefficients)

@@ -39,10 +39,11 @@ from evigrad.passes.kept import checksums
 from evigrad.passes.memory import GIB, MicroBatches
 from evigrad.passes.parameter_blocks import partition_names
 from evigrad.passes.problem import Problem
-from evigrad.posterior.covariances import Covariance, covariance_of
+from evigrad.posterior.covariances import Covariance, Diagonal, covariance_of
 from evigrad.posterior.joint import JointPredictive, outputs_of
 from evigrad.posterior.predictive import LINKS, Predictive
-from evigrad.posterior.query import Query, constant_beside
+from evigrad.posterior.query import Factors, Query, constant_beside
+from evigrad.posterior.updates import Update, observations, update_of, with_factors
 
 # The estimator whose statistic each structure uses.
 STRUCTURES = {
@@ -71,6 +72,7 @@ _TIMED_SIZE = 512
 # Rows are converted to float64 and transformed.
 _GRADIENT_COPIES, _ROW_COPIES = 2, 6
 _SEEDS = 2**62
+_FEWER = "Add fewer observations at once, or use structure='last-layer' or 'ntk' with few weights."
 
 
 class Posterior:
@@ -121,6 +123,7 @@ class Posterior:
         self.structure, self.num_outputs = structure, num_outputs
         self._problem, self._covariance = problem, covariance
         self._seed, self._weights = seed, dict(weights)
+        self._updates: tuple[Update, ...] = ()
         self._sizes = dict[tuple[int, bool], MicroBatches]()
         self._likelihood: Likelihood = copy.deepcopy(problem.likelihood).requires_grad_(False)
 
@@ -128,6 +131,11 @@ class Posterior:
     def parameters(self) -> list[str]:
         """Return the names of the uncertain weights."""
         return list(self._problem.weights)
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """Return the shape of the sets of observations that ``update`` added, or ()."""
+        return self._updates[-1].errors.shape[:-1] if self._updates else torch.Size()
 
     def __repr__(self) -> str:
         count = sum(weight.numel() for weight in self._problem.weights.values())
@@ -166,6 +174,7 @@ class Posterior:
         """
         check_choice("link", link, LINKS)
         check_count("num_samples", num_samples)
+        self._check_plain("posterior(x)", "joint(x, batch_dims=...)")
         query = self._query(x, correlated=correlated)
         if correlated and self.num_outputs > ROWS_AT_ONCE:
             numbers = prod(query.shape) * self.num_outputs**2
@@ -175,11 +184,18 @@ class Posterior:
         if generator is not None:
             seed = int(torch.randint(_SEEDS, (), generator=as_generator(generator), device="cpu"))
 
-        def moments(linearization: Linearization) -> tuple[Tensor, Tensor]:
+        def moments(linearization: Linearization, factors: Factors) -> tuple[Tensor, ...]:
             f = linearization.outputs
-            return f, self._covariance.of_outputs(linearization, correlated).to(f)
+            if not self._updates:
+                return f, self._covariance.of_outputs(linearization, correlated).to(f)
+            of_updates = factors(roots := self._covariance.roots(linearization))
+            total: Any = 0
+            for sign, root in with_factors(roots, of_updates).items():
+                total = total + sign * (root @ root.mT if correlated else root.square().sum(2))
+            return f, total.to(f), *of_updates
 
-        mean, covariance = (part.unflatten(0, query.shape) for part in query.results(moments))
+        f, covariance, *factors = query.results(moments)
+        mean, covariance = query.mean(f, factors), covariance.unflatten(0, query.shape)
         likelihood = unweighted(self._likelihood)
         return Predictive(mean, covariance, likelihood, link, num_samples, seed)
 
@@ -205,6 +221,62 @@ class Posterior:
         query = replace(query, x=query.x.clone())  # callers may change theirs before they read
         check = partial(self._check_weights, dict(self._weights))
         return JointPredictive(query, self._covariance, unweighted(self._likelihood), check)
+
+    def update(self, x: Any, y: Any, *, batch_dims: int = 0) -> "Posterior":
+        """Return the posterior after more observations, in closed form.
+
+        The outputs of the linearized network are conditioned on the targets y (a Gaussian process,
+        whose mean changes too). The network's weights and this posterior do not change. The result
+        is equal to a posterior given all data if the structure is exact (``full``, ``ntk`` or
+        ``last-layer``) and the weights, the precisions and the noise are the same.
+
+        Args:
+            x: Inputs (b..., q, ...), or a tree of these.
+            y: Targets (s..., b..., q, ..., D) in the form that the likelihood expects, or as the
+                inputs without D. ``KnownNoise.targets(y, noise=...)`` combines targets with known
+                noise. Dimensions s count sets of targets for the same inputs (fantasies).
+            batch_dims: Number of batch dimensions b. Each batch has its own observations. Default:
+                0.
+
+        Returns:
+            A posterior for ``joint``, ``update`` and ``draw`` at inputs with the batches b or
+            (s, b), and without batches also for all other methods. It has a graph to x and y if
+            these require a gradient.
+
+        Raises:
+            ConfigurationError: If the noise is not Gaussian, or the weights have changed.
+            InputError: If the inputs or targets do not match the model or each other.
+            MemoryBudgetError: If the roots of the covariance do not fit into the free memory.
+        """
+        query, covariance = self._query(x, batch_dims), self._covariance
+        query.check_memory(prod(query.shape) * self.num_outputs * covariance.width, _FEWER)
+        signs = list[int]()
+
+        def roots_of(linearization: Linearization, factors: Factors) -> tuple[Tensor, ...]:
+            roots = covariance.roots(linearization)
+            signs[:] = roots
+            return linearization.outputs, *roots.values(), *factors(roots)
+
+        f, *parts = query.results(roots_of)
+        mean = query.mean(f, parts[len(signs) :])
+        inner, temperature = query.inner_dims, self._problem.temperature
+        gain, residuals = observations(self._likelihood, temperature, mean, y, inner)
+        batches = query.batch_dims
+        rows = [part.unflatten(0, query.shape).flatten(batches, -2) for part in parts]
+        update = update_of(
+            dict(zip(signs, rows, strict=False)),
+            rows[len(signs) :],
+            self._updates,
+            gain.flatten(-1 - inner).to(rows[0]),
+            residuals.flatten(-1 - inner).to(rows[0]),
+        )
+        result = copy.copy(self)
+        *before, last = *self._updates, update
+        if before and before[-1].is_plain and last.is_plain:
+            result._updates = (before[-1].then(last),)
+        else:
+            result._updates = (*before, last)
+        return result
 
     def sample(
         self, x: Any, n: int, generator: torch.Generator | int | None = None
@@ -244,8 +316,24 @@ class Posterior:
                     f"vector must have a tensor of shape {tuple(weight.shape)} for {name!r}, got"
                     f" {shape}."
                 )
+        self._check_plain("variance_of", "joint(x, batch_dims=...)")
         with torch.no_grad():
-            return self._covariance.of_vector(vector)
+            return self._covariance.of_vector(vector, self._updates)
+
+    def diagonal_precisions(self) -> dict[str, tuple[Tensor, Tensor]] | None:
+        """Return the means and precisions of independent weights by name, or None if correlated."""
+        blocks = self._covariance.blocks
+        if self._updates or self.structure != "diag":
+            return None
+        weights = self._problem.weights
+        return {
+            block.name: (
+                weights[block.name].detach().clone(),
+                block.std.square().reciprocal().view(weights[block.name].shape),
+            )
+            for block in blocks
+            if isinstance(block, Diagonal)
+        }
 
     def sample_weights(
         self, n: int, generator: torch.Generator | int | None = None
@@ -270,9 +358,10 @@ class Posterior:
         self._check_weights(self._weights)
         generator = as_generator(self._seed if generator is None else generator)
         weights = {name: weight.detach() for name, weight in self._problem.weights.items()}
-        parts = list(self._covariance.draws(n, generator, weights))
+        self._check_plain("sample_weights", "joint(x, batch_dims=...).sample(n)")
+        parts = list(self._covariance.draws(n, generator, weights, self._updates))
         return {
-            name: weight + torch.cat([part[name] for part in parts]).to(weight)
+            name: weight + torch.cat([part.changes[name] for part in parts]).to(weight)
             for name, weight in weights.items()
         }
 
@@ -289,7 +378,7 @@ class Posterior:
         """
         generator = as_generator(self._seed if generator is None else generator)
         covariance = self._covariance
-        (draws,) = covariance.draws(1, generator, self._problem.weights)
+        (draws,) = covariance.draws(1, generator, self._problem.weights, self._updates)
 
         def function(x: Any, batch_dims: int = 0) -> Tensor:
             return outputs_of(self._query(x, batch_dims), covariance, draws)[0]
@@ -299,7 +388,7 @@ class Posterior:
     def _query(self, x: Any, batch_dims: int = 0, correlated: bool = True) -> Query:
         """Return the checked inputs, with the sizes of their micro-batches."""
         self._check_weights(self._weights)
-        query = Query.of(self._problem, x, batch_dims, self._seed)
+        query = Query.of(self._problem, x, batch_dims, self._seed, self._updates)
         if query.plan.num_outputs != self.num_outputs:
             raise InputError(
                 f"The inputs must have the shape of the posterior's data. The model has"
@@ -307,6 +396,15 @@ class Posterior:
                 " for the posterior's data."
             )
         return replace(query, problem=self._with_sizes(query.plan, correlated))
+
+    def _check_plain(self, what: str, instead: str) -> None:
+        """Raise an error if there are several sets of observations, or one with a graph."""
+        if not all(update.is_plain for update in self._updates):
+            raise ConfigurationError(
+                f"{what} needs a single set of observations without a graph, got sets of the shape"
+                f" {tuple(self.batch_shape)}. Use {instead}, or call update with x and y that"
+                " require no gradient."
+            )
 
     def _with_sizes(self, plan: InputPlan, correlated: bool) -> Problem:
         """Return the problem with the memory of an example, which has rows of all weights."""
@@ -337,6 +435,7 @@ class Posterior:
             "parameters": self.parameters,
             "num_outputs": self.num_outputs,
             "covariance": self._covariance.state(),
+            "updates": [update.state() for update in self._updates],
             "likelihood": self._likelihood.state_dict(),
             "seed": self._seed,
             "weights": dict(self._weights),
@@ -371,10 +470,12 @@ class Posterior:
                 " saved posterior."
             ) from error
         device = self._problem.device
-        moved = tree_map(
-            lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, state["covariance"]
+        moved, updates = tree_map(
+            lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf,
+            (state["covariance"], state["updates"]),
         )
         self._covariance = Covariance.from_state(moved)
+        self._updates = tuple(Update(**update) for update in updates)
         self._likelihood, self._seed = likelihood, state["seed"]
         self._weights, self.num_outputs = dict(state["weights"]), state["num_outputs"]
 

@@ -105,6 +105,8 @@ class FixedPoint:
             pretrained: Precision of groups with a nonzero prior mean.
         """
         prior, log_precision = self.evidence.prior, self._log_precision()
+        if prior.factors():  # a posterior counts fully until the new data are seen
+            return
         means, weights = prior.means(), self.evidence.weights()
         with torch.no_grad():
             if prior.structure == "diagonal":
@@ -156,13 +158,16 @@ class FixedPoint:
         return log_precision
 
     def _square_norms(self) -> Tensor:
-        """Return ‖w_g − w₀_g‖² for each entry of ``log_precision``, in float64."""
+        """Return ‖w_g − w₀_g‖² for each entry of ``log_precision``, in float64.
+
+        If weights have fixed factors of the precision, the norm includes these factors.
+        """
         prior = self.evidence.prior
         with torch.no_grad():
-            deviations = prior.deviations(self.evidence.weights()).values()
+            squares = prior.squares(self.evidence.weights(), torch.float64).values()
             if prior.structure == "diagonal":
-                return torch.cat([d.double().square().flatten() for d in deviations])
-            return self._group_sums(torch.stack([d.double().square().sum() for d in deviations]))
+                return torch.cat([square.flatten() for square in squares])
+            return self._group_sums(torch.stack([square.sum() for square in squares]))
 
     def _group_sums(self, values: Tensor) -> Tensor:
         """Return sums of weight tensors' values for each entry of ``log_precision``."""
