@@ -59,7 +59,7 @@ class JointPredictive:
         return self._moments[0]
 
     @property
-    def covariance(self) -> Float[Tensor, "*b q C q C"]:
+    def covariance(self) -> Float[Tensor, "..."]:
         """Return the covariance of all outputs of a batch due to uncertain weights (epistemic).
 
         Raises:
