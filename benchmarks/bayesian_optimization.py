@@ -81,7 +81,7 @@ def laplace_bayesopt(x: Tensor, y: Tensor, seed: int) -> Any:
         layers = nn.Linear(d, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 1)
         return nn.Sequential(*layers).double()
 
-    # With its learning rate of 0.1, this network does not learn.
+    # A smaller learning rate than the default of its training, 0.1.
     return LaplaceBoTorch(
         network, x, y, Normalize(d, center=0.0), Standardize(1), noise_var=None, lr=1e-2
     )

@@ -34,6 +34,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks  # noqa: E402
 
 from evigrad.errors import ConfigurationError, EvigradWarning, InputError  # noqa: E402
 from evigrad.sklearn import EvidenceClassifier, EvidenceRegressor  # noqa: E402
+from evigrad.training.weight_choice import Predictions  # noqa: E402
 
 # As short as it can be: what is learned is not the point.
 SHORT: dict[str, Any] = {
@@ -569,7 +570,7 @@ def test_help_describes_all_arguments(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", [EvidenceClassifier, EvidenceRegressor])
 def test_a_share_of_the_rows_chooses_the_weight(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evigrad.training.weight_choice._DECISIVE", -np.inf)
+    monkeypatch.setattr(Predictions, "standard_error", lambda _: 0.0)
     X, y = made(40, 5)
     y = np.where(y > np.median(y), "high", "low") if kind is EvidenceClassifier else y
     weights = np.tile([0.5, 1.5], 20)

@@ -151,7 +151,7 @@ def test_narrow_tensors_are_rows(evidence, images, monkeypatch):
     names = ["ntk-N-C", "blockdiag-N-C", "blockdiag-4-C", "blockdiag-2-1"]
     expected = curves_along(evidence, images, names, "rotation", [0.5])
     kept, real = [], along._Kernels.estimates
-    monkeypatch.setattr(Ntk, "_keeps_grams", lambda self, num_rows: False)
+    monkeypatch.setattr(Ntk, "_caches_grams", lambda self, num_rows: False)
 
     def estimates(self, drawn):
         kept.append([part.ndim for part in self.of_tensors])

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,11 @@ from evigrad.blocks.sources import Subset
 from evigrad.core.names import Estimator
 from evigrad.data.dataset import stratified_split
 from evigrad.errors import ConfigurationError, EvigradError
-from evigrad.likelihoods import make_likelihood
+from evigrad.inputs import Inputs
+from evigrad.likelihoods import Likelihood, make_likelihood
+from evigrad.likelihoods.weighted import Weighted
 from evigrad.measure.metrics import log_probabilities_of
+from evigrad.posterior import Posterior
 from evigrad.training.convergence import approximations
 from evigrad.training.data import RunData, derived_seed
 from evigrad.training.data_checks import check_data, learns_likelihood
@@ -257,7 +261,7 @@ class _PartTrials:
         densities = None
         if by_posterior:
             posterior = evidence.posterior(to_learn, **approximations(trial)[-1])
-            densities = lambda x, y: posterior(x).log_prob(y)  # noqa: E731
+            densities = partial(_log_densities, posterior, evidence.likelihood)
         return Predictions(
             *log_probabilities_of(evidence.model, evidence.likelihood, held_out, densities)
         )
@@ -273,6 +277,15 @@ class _PartTrials:
         if self._folder is None:
             return copy.deepcopy(self._states.get(name))
         return read_state(file) if (file := self._folder / name).exists() else None
+
+
+def _log_densities(posterior: Posterior, likelihood: Likelihood, x: Inputs, y: Tensor) -> Tensor:
+    """Return the log density of each target, times its weight if targets have weights."""
+    if not isinstance(likelihood, Weighted):
+        return posterior(x).log_prob(y)
+    targets, weights = likelihood.split(y)
+    log_densities = posterior(x).log_prob(targets)
+    return weights.to(log_densities) * log_densities
 
 
 def _parts(trainer: Trainer, validation: Any) -> list[Part]:
