@@ -252,8 +252,8 @@ LABELS = dict(
             "evigrad, 2 precisions, chosen weight, posterior",
             "evigrad, chosen weight",
             "evigrad, chosen weight, posterior",
-            "evigrad, chosen weight, last layer only",
-            "evigrad, chosen weight, last layer only, posterior",
+            "last layer, chosen weight",
+            "last layer, chosen weight, posterior",
         ),
         strict=True,
     )
