@@ -308,6 +308,7 @@ def test_trials_are_trainings_on_the_other_data(
 
 
 def test_the_posterior_predicts_if_noise_is_learned() -> None:
+    """A trial has at most twice the epochs of the first cycle."""
     x, _ = data()
     y = x[:, :1] + 0.3 * torch.randn(60, 1, generator=torch.Generator().manual_seed(1))
 
@@ -316,13 +317,21 @@ def test_the_posterior_predicts_if_noise_is_learned() -> None:
             torch.manual_seed(0)
             return nn.Linear(3, 1)
 
-    choice = fit(line(), (x, y), likelihood="gaussian", validation=torch.arange(20)).weight_choice
+    epochs = SCHEDULE.epochs or 0
+    choice = evigrad.fit(
+        line(),
+        (x, y),
+        likelihood="gaussian",
+        schedule=replace(SCHEDULE, max_epochs=5 * epochs),
+        validation=torch.arange(20),
+        progress=False,
+    ).weight_choice
     assert choice is not None
     result = evigrad.fit(
         line(),
         (x[20:], y[20:]),
         likelihood="gaussian",
-        schedule=replace(SCHEDULE, prior_blocks=1),
+        schedule=replace(SCHEDULE, prior_blocks=1, max_epochs=2 * epochs),
         optimization=evigrad.Optimization(start_decay=1e-2),
         progress=False,
     )

@@ -348,12 +348,13 @@ def _subset(data: RunData, settings: Settings, positions: Tensor) -> RunData:
 def _trial_settings(
     settings: Settings, weight: float, num_data: int, prior_blocks: int | None
 ) -> Settings:
-    """Return the settings of a trial: one start, one cycle, and no evaluations.
+    """Return the settings of a trial: one start, at most three cycles, and no evaluations.
 
     ``settings`` are complete (see ``plan``). Blocks with more than ``num_data`` examples become
-    blocks of all examples.
+    blocks of all examples. A trial has at most twice the usual epochs.
     """
     schedule, optimization = settings.schedule, settings.optimization
+    most = schedule.max_epochs and min(schedule.max_epochs, 2 * planned(schedule.epochs))
     estimator = Estimator.parse(planned(settings.estimator))
     if estimator.exceeds(num_data):
         estimator = replace(estimator, subset=None)
@@ -368,7 +369,7 @@ def _trial_settings(
         laplace=replace(settings.laplace, log_det_weight=weight),
         schedule=replace(
             schedule,
-            max_epochs=None,
+            max_epochs=most,
             prior_blocks=prior_blocks,
             eval_every=0,
             bracket_every=0,
