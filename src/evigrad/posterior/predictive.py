@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from evigrad.errors import ConfigurationError, EvigradWarning, InputError
-from evigrad.likelihoods import Conditional, Likelihood
+from evigrad.likelihoods import Categorical, Conditional, Likelihood
 from evigrad.likelihoods.calls import (
     check_targets,
     class_probabilities,
@@ -30,7 +30,7 @@ from evigrad.likelihoods.weighted import unweighted
 from evigrad.passes.checks import as_generator, check_count
 from evigrad.posterior.quantiles import smallest
 
-LINKS = ("monte-carlo", "probit", "plug-in")
+LINKS = ("monte-carlo", "probit", "bridge", "bridge-norm", "plug-in")
 # Number of sampled outputs at once, 128 MiB in float64.
 _NUMBERS_AT_ONCE = 2**24
 # Half of the mean of a log-normal distribution comes from values above exp(f + variance). At a
@@ -55,9 +55,11 @@ class Predictive:
             ``monte-carlo`` averages over samples of the outputs. ``probit`` uses the scaled outputs
             f / √(1 + π/8 · variance) instead, and ignores correlations between outputs. This is the
             formula of MacKay (1992) for a sigmoid and the mean-field formula for a softmax.
-            ``plug-in`` ignores the uncertainty of the outputs. For Gaussian targets,
-            ``monte-carlo`` and ``probit`` have a closed form. The mean and the variances do not
-            depend on the link.
+            ``bridge`` is the mean of the Dirichlet distribution of the Laplace bridge for
+            ``Categorical``, and ``bridge-norm`` normalizes the variances first (M. Hobbhahn,
+            A. Kristiadi and P. Hennig, 2022, arXiv:2003.01227). ``plug-in`` ignores the uncertainty
+            of the outputs. For Gaussian targets, all other links have the same closed form. The
+            mean and the variances do not depend on the link.
         num_samples: Number of samples for ``monte-carlo``.
         seed: Seed of the samples, so that a prediction does not change between reads.
 
@@ -282,7 +284,7 @@ class Predictive:
             one number per position, with shape (m, …) and NaN at positions without a target.
 
         Raises:
-            ConfigurationError: If the link is ``probit`` and the targets are not classes.
+            ConfigurationError: If the link does not support the likelihood.
             InputError: If the targets do not match the likelihood or the outputs.
         """
         if self.outputs.dim() > 2 and is_batch(y, len(self.outputs)):
@@ -468,7 +470,33 @@ class Predictive:
         """Return the outputs of the links without samples."""
         if self.link == "plug-in":
             return self.outputs
+        if self.link != "probit":
+            return self._bridge_outputs()
         return self.likelihood.probit_outputs(self.outputs, self._variance)
+
+    def _bridge_outputs(self) -> Tensor:
+        """Return logits of the mean of the Laplace bridge's Dirichlet distribution."""
+        if not isinstance(self.likelihood, Categorical):
+            raise ConfigurationError(
+                f"link={self.link!r} needs the likelihood Categorical, got"
+                f" {type(self.likelihood).__name__}. Use link='monte-carlo' or 'plug-in'."
+            )
+        covariance = self.covariance if self.correlated else self._variance.diag_embed()
+        f, covariance = precisely(self.outputs), precisely(covariance)
+        # Condition on logits that add up to 0. A softmax does not depend on their sum.
+        with_sum = covariance.sum(-1)
+        of_sum = with_sum.sum(-1, keepdim=True)
+        gain = with_sum / torch.where(of_sum > 0, of_sum, 1.0)
+        f = f - gain * f.sum(-1, keepdim=True)
+        variance = covariance.diagonal(dim1=-2, dim2=-1) - gain * with_sum
+        is_certain = variance.amin(-1, keepdim=True) <= 0
+        variance, k = torch.where(is_certain, 1.0, variance), f.shape[-1]
+        if self.link == "bridge-norm":
+            scale = variance.mean(-1, keepdim=True) / math.sqrt(k / 2)
+            f, variance = f / scale.sqrt(), variance / scale
+        logs = f + (-f).logsumexp(-1, keepdim=True) - 2 * math.log(k)
+        logs = logs.logaddexp(logs.new_tensor(1 - 2 / k).log())
+        return torch.where(is_certain, self.outputs, logs - variance.log()).to(self.outputs)
 
     def _samples(self, n: int, generator: torch.Generator | int) -> Iterator[Tensor]:
         """Yield n draws (·, m, C), in parts."""
