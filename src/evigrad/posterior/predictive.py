@@ -345,18 +345,12 @@ class Predictive:
             ConfigurationError: If ``n`` is not positive, or the likelihood has no ``sample``.
         """
         check_count("n", n)
-        flat, draws = self._flat, list[Tensor]()
+        flat = self._flat
         generator = as_generator(self.seed if generator is None else generator)
         samples = flat._samples(n, generator)
         if self.link != "monte-carlo" and (self.link == "plug-in" or flat._normal is None):
             samples = [flat._one_output().expand(n, *flat.outputs.shape)]
-        for f in samples:
-            likelihood = flat.likelihood
-            if isinstance(likelihood, Conditional):
-                conditions = likelihood.reference_targets(flat.outputs)[0]
-                likelihood = likelihood.at(conditions.repeat(len(f), 1))
-            y = sampled_targets(likelihood, f.flatten(0, 1), generator)
-            draws.append(like(f, y).unflatten(0, f.shape[:2]))
+        draws = [targets_of(flat.likelihood, f, generator) for f in samples]
         return torch.cat(draws).unflatten(1, self.outputs.shape[:-1])
 
     def cdf(self, y: Any) -> Float[Tensor, "m ..."]:
@@ -543,3 +537,14 @@ class Predictive:
         logs = factor.diagonal(dim1=1, dim2=2).log().sum(1)
         constant = 0.5 * (~missing).sum(1).to(logs) * math.log(2.0 * math.pi)
         return -(0.5 * solved.square().sum(1) + logs + constant).to(self.outputs)
+
+
+def targets_of(
+    likelihood: Likelihood, f: Float[Tensor, "n m C"], generator: torch.Generator
+) -> Shaped[Tensor, "n m ..."]:
+    """Draw a target for each output of each drawn function, under the likelihood's conditions."""
+    if isinstance(likelihood, Conditional):
+        conditions = likelihood.reference_targets(f[0])[0]
+        likelihood = likelihood.at(conditions.repeat(len(f), 1))
+    y = sampled_targets(likelihood, f.flatten(0, 1), generator)
+    return like(f, y).unflatten(0, f.shape[:2])
