@@ -18,7 +18,7 @@ from evigrad.likelihoods.targets import as_numbers, precisely
 from evigrad.network import Linearization
 from evigrad.passes.checks import as_generator, check_count
 from evigrad.posterior.covariances import Covariance, Draws
-from evigrad.posterior.predictive import Predictive, targets_of
+from evigrad.posterior.predictive import Predictive, normal_log_prob, targets_of
 from evigrad.posterior.query import Factors, Query
 from evigrad.posterior.updates import observations, with_factors
 
@@ -151,15 +151,8 @@ class JointPredictive:
                 precisely(t).flatten(-1 - query.inner_dims) for t in (gain, residuals)
             )
             shape = (*query.shape[: query.batch_dims], *2 * gain.shape[-1:])
-            scaled = gain.unsqueeze(-1) * precisely(self.covariance).reshape(shape)
-            scaled = scaled * gain.unsqueeze(-2) + torch.eye(shape[-1]).to(gain)
-            factor = torch.linalg.cholesky(scaled)
-            errors = torch.linalg.solve_triangular(
-                factor, (gain * residuals).unsqueeze(-1), upper=False
-            ).squeeze(-1)
-            logs = (gain.clamp(min=torch.finfo(gain.dtype).tiny) / math.sqrt(2 * math.pi)).log()
-            logs = torch.where(gain > 0, logs, 0.0) - factor.diagonal(dim1=-2, dim2=-1).log()
-            return (logs - 0.5 * errors.square()).sum(-1).to(self.mean)
+            covariance = precisely(self.covariance).reshape(shape)
+            return normal_log_prob(residuals, covariance, gain).to(self.mean)
         y, size = as_numbers(y), query.batch_dims + 1
         if y.shape[:size] != query.shape[:size]:
             raise InputError(

@@ -522,21 +522,27 @@ class Predictive:
 
     def _normal_log_prob(self, y: Tensor, noise: Tensor) -> Tensor:
         """Return log N(y; outputs, covariance + noise) of the targets that are not NaN."""
+        missing = y.isnan()
+        errors = precisely(torch.where(missing, 0.0, y.to(self.outputs) - self.outputs))
         if not self.correlated:
             variance = precisely(self._variance) + precisely(noise)
-            error = precisely(y.to(self.outputs) - self.outputs)
-            densities = -0.5 * (error.square() / variance + (2.0 * math.pi * variance).log())
-            return torch.where(y.isnan(), 0.0, densities).sum(1).to(self.outputs)
-        spread = precisely(self.covariance) + precisely(noise).diag_embed()
-        missing = y.isnan()
-        beside = missing.unsqueeze(1) | missing.unsqueeze(2)
-        spread = torch.where(beside, missing.to(spread).diag_embed(), spread)
-        factor = torch.linalg.cholesky(spread)
-        error = precisely(torch.where(missing, 0.0, y.to(self.outputs) - self.outputs)).unsqueeze(2)
-        solved = torch.linalg.solve_triangular(factor, error, upper=False).squeeze(2)
-        logs = factor.diagonal(dim1=1, dim2=2).log().sum(1)
-        constant = 0.5 * (~missing).sum(1).to(logs) * math.log(2.0 * math.pi)
-        return -(0.5 * solved.square().sum(1) + logs + constant).to(self.outputs)
+            densities = -0.5 * (errors.square() / variance + (2.0 * math.pi * variance).log())
+            return torch.where(missing, 0.0, densities).sum(1).to(self.outputs)
+        gain = precisely(noise).rsqrt().masked_fill(missing, 0.0)
+        return normal_log_prob(errors, precisely(self.covariance), gain).to(self.outputs)
+
+
+def normal_log_prob(
+    errors: Float[Tensor, "*s k"], covariance: Float[Tensor, "*b k k"], gain: Float[Tensor, "*g k"]
+) -> Float[Tensor, "*s"]:
+    """Return log N(errors; 0, covariance + gain⁻²) of the numbers whose gain is not 0."""
+    scaled = gain.unsqueeze(-1) * covariance * gain.unsqueeze(-2)
+    factor = torch.linalg.cholesky(scaled + torch.eye(gain.shape[-1]).to(gain))
+    whitened = (gain * errors).unsqueeze(-1)
+    solved = torch.linalg.solve_triangular(factor, whitened, upper=False).squeeze(-1)
+    logs = torch.where(gain > 0, gain, 1.0).log() - 0.5 * math.log(2.0 * math.pi) * (gain > 0)
+    logs = logs - factor.diagonal(dim1=-2, dim2=-1).log()
+    return (logs - 0.5 * solved.square()).sum(-1)
 
 
 def targets_of(
