@@ -1,8 +1,8 @@
 """Choose which digits to label: at random, by BALD, or in batches by joint samples.
 
 The network has labels for 20 of scikit-learn's 1,437 training digits. It is trained again after
-each batch of 20 further labels, until it has 200. evigrad learns its prior from the labeled digits
-alone, so no labels are spent on validation data.
+each batch of 20 further labels, until it has 200. evigrad learns its prior from these labels, so
+it needs no validation data.
 
 * ``random`` labels random digits.
 * ``BALD`` labels the 20 digits with the largest mutual information between their label and the
