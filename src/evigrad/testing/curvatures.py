@@ -24,7 +24,6 @@ from evigrad.testing.comparison import (
     gradients,
     random,
     same_gradients,
-    unit_directions,
 )
 
 # Rows of each example.
@@ -113,7 +112,11 @@ class _Suite:
             self.x = self.x.double()
         self.plan = plan(self.model, self.weights, self.x)
         m, num_outputs = len(inputs), self._linearized(slice(0, 1)).outputs.shape[1]
-        self.root = RootRows(random(m, _ROWS, num_outputs), random(m, _ROWS, seed=1).exp())
+        # One row is padding.
+        present = torch.ones(m, _ROWS, dtype=torch.bool)
+        present[1, 0] = False
+        vectors = random(m, _ROWS, num_outputs) * present[..., None]
+        self.root = RootRows(vectors, random(m, _ROWS, seed=1).exp(), present)
         self.whole = slice(0, m)
         self.parts = (
             [slice(0, 1), slice(1, 3), slice(3, m)] if m > 3 else [slice(0, 1), slice(1, 3)]
@@ -216,21 +219,23 @@ class _Suite:
     def _check_rows(self, value: Tensor) -> None:
         """Check scales and rows of zeros."""
         words, root = f"log_det of {self.name}", self.root
-        scaled = self.statistic(RootRows(root.scaled))
-        agree(f"{words} of scaled vectors", self.value(scaled, self.precisions), value)
-        assert root.scale is not None
+        assert root.scale is not None and root.present is not None
+        for other in (RootRows(root.scaled, None, root.present), RootRows(root.scaled)):
+            total = self.statistic(other, self.parts)
+            agree(f"{words} of scaled vectors", self.value(total, self.precisions), value)
         zeros, ones = torch.zeros_like(root.vectors), torch.ones_like(root.scale)
         padded = torch.cat([root.vectors, zeros], 1), torch.cat([root.scale, ones], 1)
-        present = torch.cat([ones, 0 * ones], 1) > 0
+        present = torch.cat([root.present, torch.zeros_like(root.present)], 1)
         for is_present in (None, present):
             total = self.statistic(RootRows(*padded, is_present), self.parts)
             agree(f"{words} with rows of zeros", self.value(total, self.precisions), value)
         # One number for all rows, or a number for each row that the statistic stores.
-        plain = self.statistic(RootRows(root.vectors))
+        plain = self.statistic(RootRows(root.vectors, None, root.present))
         scale = root.scale if self.curvature.keeps_rows else torch.full_like(root.scale, 1.7)
-        total, precisions = self.curvature.rescaled(plain, self.precisions, scale.flatten(), [])
-        expected = self.value(self.statistic(RootRows(root.vectors, scale)), self.precisions)
-        agree(f"{words} with rescaled", self.value(total, precisions), expected)
+        total, precisions = self.curvature.rescaled(plain, self.precisions, scale[root.present], [])
+        expected = self.statistic(RootRows(root.vectors, scale, root.present))
+        right = self.value(expected, self.precisions)
+        agree(f"{words} with rescaled", self.value(total, precisions), right)
 
     # ------------------------------------------------------------ derivatives
 
@@ -238,23 +243,24 @@ class _Suite:
         """Compare derivatives with respect to precisions with finite differences."""
         for parts in ([self.whole], self.parts):
             statistic = self.statistic(self.root, parts)
-            # The second time, a statistic may use what it has cached.
-            for _ in range(2):
-                value = self.value(statistic, self.precisions)
-                slopes = gradients(value, self.of_precisions.values())
-                for (name, leaf), slope in zip(self.of_precisions.items(), slopes, strict=True):
-                    log_det = partial(self.value, statistic, self.precisions)
-                    quotients = difference_quotients(log_det, leaf, unit_directions(leaf))
-                    expected = torch.stack(quotients).view_as(leaf)
-                    words = f"The derivative of log_det of {self.name} with respect to {name}"
-                    agree(words, slope, expected, DIFFERENCES)
+            # The second value may use what the statistic has cached.
+            values = [self.value(statistic, self.precisions) for _ in range(2)]
+            slopes = [gradients(value, self.of_precisions.values()) for value in values]
+            log_det = partial(self.value, statistic, self.precisions)
+            pairs = zip(self.of_precisions.items(), *slopes, strict=True)
+            for i, ((name, leaf), *both) in enumerate(pairs):
+                direction = random(*leaf.shape, seed=30 + i)
+                (expected,) = difference_quotients(log_det, leaf, [direction])
+                words = f"The derivative of log_det of {self.name} with respect to {name}"
+                for slope in both:
+                    agree(words, (slope * direction).sum(), expected, DIFFERENCES)
 
     def _check_derivatives(self, log_det: LogDet | None) -> None:
         """Check derivatives with respect to everything, in one graph and in two passes."""
         words, root = f"log_det of {self.name}", self.root
         assert root.scale is not None
         vectors, scale = (t.clone().requires_grad_() for t in (root.vectors, root.scale))
-        variable = RootRows(vectors, scale)
+        variable = RootRows(vectors, scale, root.present)
         arguments = {"the vectors of the rows": vectors, "the scales of the rows": scale}
         if self.x.is_floating_point():
             self.x.requires_grad_()
@@ -337,20 +343,20 @@ class _Suite:
         if type(self.curvature).conditional is Curvature.conditional:
             return
         weights = (3.5, 0.25)
-        labels = torch.arange(len(self.x) * _ROWS) % 4 - 1  # -1 for a row that does not count
+        root = self.root
+        assert root.present is not None
+        labels = torch.arange(root.present.numel()).view_as(root.present) % 4 - 1
 
         def entropy(*chosen: int) -> Tensor:
-            root, listed = self.root, torch.isin(labels, torch.tensor(chosen))
-            is_chosen = listed.view(-1, _ROWS)
-            zeroed = root.vectors * is_chosen[..., None]
+            zeroed = root.vectors * torch.isin(labels, torch.tensor(chosen))[..., None]
             return self.value(self.statistic(RootRows(zeroed, root.scale)), self.precisions)
 
         of_anchors = entropy(0)
         expected = of_anchors
         for b, weight in enumerate(weights, start=1):
             expected = expected + weight * (entropy(0, b) - of_anchors)
-        conditioning = Conditioning(labels, weights)
-        value = self.value(self.statistic(self.root), self.precisions, conditioning)
+        conditioning = Conditioning(labels[root.present], weights)  # -1: the row does not count
+        value = self.value(self.statistic(root), self.precisions, conditioning)
         words = f"conditional of {self.name}"
         agree(words, value, expected)
         same_gradients(words, value, expected, self.of_precisions)
@@ -385,4 +391,5 @@ def _part(root: RootRows, data: slice) -> RootRows:
 
 
 def _detached(root: RootRows) -> RootRows:
-    return RootRows(root.vectors.detach(), None if root.scale is None else root.scale.detach())
+    scale = None if root.scale is None else root.scale.detach()
+    return RootRows(root.vectors.detach(), scale, root.present)
