@@ -51,23 +51,6 @@ def convolved() -> tuple[nn.Module, torch.Tensor]:
 # ------------------------------------------------------------------ gradients in two passes
 
 
-@pytest.mark.parametrize(
-    ("partition", "rows", "by_rows"),  # each pair of them
-    [
-        (partition, rows, (i + j) % 2 == 0)
-        for i, partition in enumerate(PARTITIONS)
-        for j, rows in enumerate(("1", "C", "rows", "2-mc"))
-    ],
-)
-def test_every_partition_under_random_transforms(partition: Any, rows: str, by_rows: bool) -> None:
-    model, x = convolved()
-    names = {k: [f"model.{n}" for n in v] for k, v in GROUPS.items()}
-    chosen = names if isinstance(partition, dict) else partition
-    settings = {"parameter_partition": chosen, "prior": "scalar"}
-    with forced(by_rows):
-        assert_twins(model, Categorical(), x, f"blockdiag-{M}-{rows}", **settings)
-
-
 @pytest.mark.parametrize("outputs", ["1", "C", "rows"])
 @pytest.mark.parametrize("structure", ["full", "blockdiag"])
 def test_the_two_forms_give_the_same(structure: str, outputs: str) -> None:

@@ -166,6 +166,9 @@ class MisplacedColumns(Categorical):
             columns = columns.roll(1, 1)
         return super().root(f, columns, kind)
 
+    def num_rows(self, num_outputs: int) -> int:
+        return num_outputs - 1
+
 
 class Padding(RelativeNoise):
     def root(self, f: Tensor, columns: Any = None, kind: str = "subblock") -> RootRows:

@@ -244,7 +244,7 @@ class _Suite:
 
     def _every_label(self) -> tuple[Tensor, Float[Tensor, "K m"]] | None:
         """Return all labels of each example, one after the other, and their probabilities."""
-        if not self.likelihood.has_labels:
+        if not self.likelihood.has_labels or self.y.ndim > 1:
             return None
         f = self.f.detach()
         probabilities = self.here.probabilities(f)
