@@ -118,13 +118,11 @@ CASES: dict[str, Case] = {
 }
 for _name, _blocks in PARTITIONS.items():
     _dense = partitioned(GROUPS if _name == "groups" else _name)
-    _kernels = {
-        "": _dense,
-        " by rows": BlockKernel(_dense, WEIGHTS, ALONE),
-        " by rows of varying precisions": BlockKernel(_dense, WEIGHTS, {}),
-        " by contracted rows": BlockKernel(_dense, WEIGHTS, ALONE, None, CONTRACTED),
-    }
-    CASES |= {f"{_name}{form}": (c, over(_blocks), None) for form, c in _kernels.items()}
+    CASES[_name] = (_dense, over(_blocks), None)
+    _kernel = BlockKernel(_dense, WEIGHTS, ALONE if _name == "tensor" else {})
+    CASES[f"{_name} by rows"] = (_kernel, over(_blocks), None)
+_contracted = BlockKernel(partitioned("module"), WEIGHTS, ALONE, None, CONTRACTED)
+CASES["module by contracted rows"] = (_contracted, over(MODULES), None)
 for _sharing in ("expand", "reduce"):
     for _limit in (0, 100):
         _kfac = Kfac(WEIGHTS, PLAN.kronecker, dict.fromkeys(NAMES, True), _sharing, None, _limit)
@@ -287,7 +285,7 @@ PLANTED: dict[type[Any], str] = {
     DetachedRows: "derivative of log_det of DetachedRows along a direction of the vectors",
     Plain: "collect of Plain must return a Statistic, got a dict",
     Negative: "log_det of Negative, which must not be negative, must be 0, got -",
-    DetachedPrecisions: "derivative of log_det of .* with respect to the precision of 'a.weight'",
+    DetachedPrecisions: "derivative of log_det of .* with respect to the precision of 'scale'",
     OneDetachedPrecision: "derivative of log_det of .* with respect to the precision of 'a.bias'",
     NoBound: "log_det of NoBound, an upper bound on ℓ",
     NotExact: "log_det of NotExact, compared with the reference",
