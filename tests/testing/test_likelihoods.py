@@ -17,10 +17,12 @@ from evigrad.likelihoods import (
     HeteroscedasticGaussian,
     Likelihood,
     NaturalGaussian,
+    NegativeBinomial,
     Ordinal,
     Poisson,
     RootRows,
     Weighted,
+    base,
 )
 from evigrad.testing import check_likelihood
 from evigrad.testing.comparison import random
@@ -77,6 +79,17 @@ CASES |= {
 def test_every_likelihood(case: str) -> None:
     likelihood, y, num_outputs = CASES[case]()
     check_likelihood(likelihood, random(len(y), num_outputs, seed=len(case)), y)
+
+
+@pytest.mark.parametrize("make", [Bernoulli, NegativeBinomial])
+def test_unit_vectors_with_a_scale(
+    make: Callable[[], Likelihood], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The root of many outputs."""
+    monkeypatch.setattr(base, "_MANY_OUTPUTS", 4)
+    root = make().root(torch.zeros(2, 5), None)
+    assert root.scale is not None and root.vectors.stride(0) == 0
+    check_likelihood(make(), random(4, 5), (random(4, 5) > 0).double())
 
 
 class Scores(RelativeNoise):

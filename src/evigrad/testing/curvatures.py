@@ -111,6 +111,7 @@ class _Suite:
         if self.x.is_floating_point():
             self.x = self.x.double()
         self.plan = plan(self.model, self.weights, self.x)
+        self._kept: dict[tuple[int, int], Linearization] = {}
         m, num_outputs = len(inputs), self._linearized(slice(0, 1)).outputs.shape[1]
         # One row is padding.
         present = torch.ones(m, _ROWS, dtype=torch.bool)
@@ -123,8 +124,13 @@ class _Suite:
         )
 
     def _linearized(self, data: slice, graph: bool = False) -> Linearization:
-        x = self.x[data]
-        return Linearization(self.model, self.weights, x, self.plan, graph)
+        key = (data.start, data.stop)
+        if key in self._kept and not graph and not self.x.requires_grad:
+            return self._kept[key]
+        linearization = Linearization(self.model, self.weights, self.x[data], self.plan, graph)
+        if not graph and not self.x.requires_grad:  # differences do not change the inputs
+            self._kept[key] = linearization
+        return linearization
 
     def statistic(
         self,

@@ -82,19 +82,6 @@ def expected_log_det(fake: Fake, root: Root, precisions, parts) -> torch.Tensor:
     return torch.stack(values).sum()
 
 
-def differentiable_case(kind: str, scaled: bool = True):
-    fake = make_fake(M, C)
-    jacobian = {name: j.requires_grad_() for name, j in fake.jacobian.items()}
-    root = Root(random(M, K, C, seed=20).requires_grad_())
-    precisions = precisions_of(kind)
-    leaves = [*jacobian.values(), root.vectors, *precisions.values()]
-    if scaled:
-        scale = random(M, K, seed=21).exp().requires_grad_()
-        root = Root(root.vectors, scale)
-        leaves.append(scale)
-    return Fake(jacobian, {}), root, precisions, leaves
-
-
 @given(
     m=st.integers(1, 5), k=st.integers(1, 4), log_scale=st.floats(-4, 4), seed=st.integers(0, 99)
 )
@@ -206,7 +193,8 @@ def test_kept_and_unkept_grams_agree(monkeypatch):
 
 
 def test_rows_with_a_graph_are_never_replaced_by_kept_grams():
-    fake, root, precisions, _ = differentiable_case("constant")
+    fake, root, precisions = ntk_case()
+    fake = Fake({name: j.requires_grad_() for name, j in fake.jacobian.items()}, {})
     structure = Ntk(weights_of(fake), {name: name for name in precisions})
     statistic = accumulated(structure, fake, root)
     structure.log_det(statistic, precisions)
