@@ -217,7 +217,7 @@ def test_what_has_rows_of_its_own_is_taken(
 def test_scales_that_depend_on_outputs_and_a_learned_parameter(
     structure: str, choice: str, num_outputs: int
 ) -> None:
-    """Rows that are added up cannot be rescaled then; rows that are kept can."""
+    """Rows that are added up cannot be rescaled then. test_pairs has their gradients."""
     likelihood, x = RelativeNoise(), X[:8].double()
     model, y = network(num_outputs).double(), targets(likelihood, 8, num_outputs)
     evidence = Evidence(

@@ -205,7 +205,7 @@ def test_the_design_covers_what_it_says() -> None:
     pairs = sum(len(x) * len(y) for x, y in itertools.combinations(FACTORS.values(), 2))
     # What the log-determinant depends on meets both forms of the structures that have two.
     dense = [_ids(case) for case in DESIGN if case["structure"] in ("full", "blockdiag")]
-    for name in ("likelihood", "prior", "rows", "root", "micro_batch"):
+    for name in ("prior", "rows", "root", "micro_batch"):
         assert len({(case[name], case["by_rows"]) for case in dense}) == 2 * len(FACTORS[name])
     unmet = sum(len(FACTORS[name]) - len(values) for name, values in WITH_NETWORKS.items())
     alone = unmet * (len(NETWORKS) - len(WITH_EVERYTHING))
