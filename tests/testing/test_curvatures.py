@@ -42,7 +42,7 @@ class Net(nn.Module):
             p.data = random(*p.shape, seed=i)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.b(self.a(x).tanh()) * self.scale.exp()).sin().sum(1)
+        return (self.b(self.a(x).tanh()) * self.scale).sin().sum(1)
 
 
 NET, X = Net(), random(5, 2, 3)
@@ -152,8 +152,8 @@ class Planted(Traces):
 
 
 class Forgets(Planted):
-    def collect(self, statistic: Any, *arguments: Any) -> Any:
-        return super().collect(None, *arguments)
+    def collect(self, statistic: Any, *arguments: Any, **keywords: Any) -> Any:
+        return super().collect(None, *arguments, **keywords)
 
 
 class Means(Planted):
@@ -166,8 +166,8 @@ class Means(Planted):
 
 
 class Overwrites(Planted):
-    def collect(self, statistic: Any, *arguments: Any) -> Any:
-        total = super().collect(statistic, *arguments)
+    def collect(self, statistic: Any, *arguments: Any, **keywords: Any) -> Any:
+        total = super().collect(statistic, *arguments, **keywords)
         if statistic is None:
             return total
         for name, block in statistic.blocks.items():
@@ -187,19 +187,19 @@ class CountsRows(Planted):
 
 
 class DetachedRows(Planted):
-    def collect(self, *arguments: Any) -> Any:
-        total = super().collect(*arguments)
+    def collect(self, *arguments: Any, **keywords: Any) -> Any:
+        total = super().collect(*arguments, **keywords)
         return total.with_tensors([tensor.detach() for tensor in total.tensors()])
 
 
 class Plain(Planted):
-    def collect(self, *arguments: Any) -> Any:
-        return super().collect(*arguments).blocks
+    def collect(self, *arguments: Any, **keywords: Any) -> Any:
+        return super().collect(*arguments, **keywords).blocks
 
 
 class Negative(Planted):
-    def log_det(self, *arguments: Any) -> Tensor:
-        return -super().log_det(*arguments)
+    def log_det(self, *arguments: Any, **keywords: Any) -> Tensor:
+        return -super().log_det(*arguments, **keywords)
 
 
 class DetachedPrecisions(Planted):
@@ -214,8 +214,8 @@ class OneDetachedPrecision(Planted):
 
 
 class NoBound(Traces):
-    def log_det(self, *arguments: Any) -> Tensor:
-        return super().log_det(*arguments) / 10
+    def log_det(self, *arguments: Any, **keywords: Any) -> Tensor:
+        return super().log_det(*arguments, **keywords) / 10
 
 
 class NotExact(Traces):
@@ -229,14 +229,14 @@ class Purposes(Planted):
 
 
 class Cotangents(Planted):
-    def differentiate(self, statistic: Any, *arguments: Any) -> Differential:
-        result = super().differentiate(statistic, *arguments)
+    def differentiate(self, statistic: Any, *arguments: Any, **keywords: Any) -> Differential:
+        result = super().differentiate(statistic, *arguments, **keywords)
         return replace(result, cotangent=self.changed(result.cotangent, 1.01))
 
 
 class Gradients(Planted):
-    def differentiate(self, *arguments: Any) -> Differential:
-        result = super().differentiate(*arguments)
+    def differentiate(self, *arguments: Any, **keywords: Any) -> Differential:
+        result = super().differentiate(*arguments, **keywords)
         return replace(result, gradients=[g + 0.1 for g in result.gradients if g is not None])
 
 
@@ -258,8 +258,8 @@ class Reduced(BlockStatistic):
 
 
 class Ranks(Planted):
-    def collect(self, statistic: Any, *arguments: Any) -> Any:
-        return Reduced(super().collect(statistic, *arguments).blocks)
+    def collect(self, statistic: Any, *arguments: Any, **keywords: Any) -> Any:
+        return Reduced(super().collect(statistic, *arguments, **keywords).blocks)
 
 
 class Anchors(Ntk):
@@ -272,8 +272,8 @@ class Anchors(Ntk):
 class Random(Planted):
     """Its draws are the same in every call of the suite."""
 
-    def log_det(self, *arguments: Any) -> Tensor:
-        return super().log_det(*arguments) * (1 + 0.1 * torch.rand(()))
+    def log_det(self, *arguments: Any, **keywords: Any) -> Tensor:
+        return super().log_det(*arguments, **keywords) * (1 + 0.1 * torch.rand(()))
 
 
 PLANTED: dict[type[Any], str] = {

@@ -175,7 +175,7 @@ class DetachedRoots(Categorical):
 
 class MisplacedColumns(Categorical):
     def root(self, f: Tensor, columns: Any = None, kind: str = "subblock") -> RootRows:
-        if columns is not None and columns.shape[1] < f.shape[1]:
+        if kind == "fisher" and columns is not None and columns.shape[1] < f.shape[1]:
             columns = columns.roll(1, 1)
         return super().root(f, columns, kind)
 
