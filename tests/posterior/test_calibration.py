@@ -66,6 +66,7 @@ def test_a_classifier_trains_without_the_rows_that_calibrate_it():
     classifier = EvidenceClassifier(calibrate=0.25, **options).fit(x, y)
     assert classifier.result_.evidence.num_data == 60
     assert math.isclose(classifier.predict_proba(x).sum(), 80, rel_tol=1e-5)
+    assert classifier.posterior_ is not None
     assert classifier.posterior_.structure == "kfac"
     with pytest.raises(ConfigurationError, match="calibrate must be a share"):
         EvidenceClassifier(calibrate=1.5, **options).fit(x, y)

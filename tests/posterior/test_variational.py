@@ -3,6 +3,7 @@
 import io
 import math
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from posterior.cases import Case, case
 from torch import Tensor, nn
 
 import evigrad
+from evigrad import reference
 from evigrad.errors import ConfigurationError
 from evigrad.likelihoods import Bernoulli
 from evigrad.posterior import variational
@@ -33,9 +35,10 @@ def dense_solution(small_case: Case, names: list[str]) -> tuple[Tensor, Tensor, 
     rows = small_case.rows(x)[:, :, chosen]
     f = evidence.model(x).detach()
     precision = small_case.precision()[chosen]
-    weights = evigrad.reference.vector(small_case.weights, small_case.weights).detach()[chosen]
+    weights = reference.vector(small_case.weights, small_case.weights).detach()[chosen]
     points, shares = variational.nodes(f.shape[1])
     shift, sites = torch.zeros_like(weights), torch.zeros(*f.shape, f.shape[1]).double()
+    bound, sigma = torch.tensor(0.0), precision.diag()
     for _ in range(80):
         inverse = precision.diag() + torch.einsum("ncp,ncd,ndq->pq", rows, sites, rows)
         sigma = torch.linalg.inv(inverse)
@@ -125,8 +128,10 @@ def test_gaussian_noise_gives_the_exact_posterior_of_the_linearized_network(stru
     (x, y), prior = small_case.train, small_case.precision()
     posterior = small_case.evidence.posterior((x, y), structure=structure, inference="variational")
     rows = small_case.rows(x).flatten(0, 1)
-    weights = evigrad.reference.vector(small_case.weights, small_case.weights).detach()
-    noise = small_case.evidence.likelihood.noise_variance(y).detach().expand_as(y).flatten()
+    weights = reference.vector(small_case.weights, small_case.weights).detach()
+    variance = small_case.evidence.likelihood.noise_variance(y)
+    assert variance is not None
+    noise = variance.detach().expand_as(y).flatten()
     residual = (y - small_case.evidence.model(x).detach()).flatten() + rows @ weights
     spread = (rows / prior) @ rows.mT + noise.diag()
     normal = torch.distributions.MultivariateNormal(torch.zeros_like(residual), spread)
@@ -144,7 +149,7 @@ def test_joint_samples_weights_gradients_and_states_have_the_moved_mean(structur
     fitted = evidence.posterior(small_case.train, structure=structure, inference="variational")
     prediction, weights = fitted(x), fitted.sample_weights(3, 1)
     assert torch.allclose(fitted.joint(x).mean, prediction.outputs)
-    start = evigrad.reference.vector(small_case.weights, small_case.weights).detach()
+    start = reference.vector(small_case.weights, small_case.weights).detach()
     flat = torch.cat([weights[name].flatten(1) for name in small_case.weights], 1) - start
     linear = evidence.model(x).detach() + (small_case.rows(x) @ flat.mT).movedim(2, 0)
     assert torch.allclose(fitted.joint(x).sample(3, 1), linear)
@@ -162,9 +167,10 @@ def test_joint_samples_weights_gradients_and_states_have_the_moved_mean(structur
 
 def test_what_cannot_be_fitted_is_refused():
     small_case = case("categorical")
-    for options, message in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"inference": "exact"}, "inference must be"),
         ({"structure": "ntk", "rows": 5, "inference": "variational"}, "rows is only for inference"),
-    ):
+    ]
+    for options, message in cases:
         with pytest.raises(ConfigurationError, match=re.escape(message)):
             small_case.evidence.posterior(small_case.train, **options)

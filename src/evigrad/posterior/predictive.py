@@ -537,10 +537,13 @@ def normal_log_prob(
 ) -> Float[Tensor, "*s"]:
     """Return log N(errors; 0, covariance + gain⁻²) of the numbers whose gain is not 0."""
     scaled = gain.unsqueeze(-1) * covariance * gain.unsqueeze(-2)
-    factor = torch.linalg.cholesky(scaled + torch.eye(gain.shape[-1]).to(gain))
+    factor = torch.linalg.cholesky(
+        scaled + torch.eye(gain.shape[-1], dtype=gain.dtype, device=gain.device)
+    )
     whitened = (gain * errors).unsqueeze(-1)
     solved = torch.linalg.solve_triangular(factor, whitened, upper=False).squeeze(-1)
-    logs = torch.where(gain > 0, gain, 1.0).log() - 0.5 * math.log(2.0 * math.pi) * (gain > 0)
+    constant = 0.5 * math.log(2.0 * math.pi) * (gain > 0).to(gain)
+    logs = torch.where(gain > 0, gain, 1.0).log() - constant
     logs = logs - factor.diagonal(dim1=-2, dim2=-1).log()
     return (logs - 0.5 * solved.square()).sum(-1)
 

@@ -261,11 +261,10 @@ class _Fitter:
             parts: list[tuple[Tensor, Tensor]], batch: MicroBatch
         ) -> list[tuple[Tensor, Tensor]]:
             linearization = self._predictive.linearize(batch, graph=False)
-            covariances, change = 0.0, 0.0
-            for sign, root in covariance.roots(linearization).items():
-                covariances = covariances + sign * (root @ root.mT)
-                change = change + sign * (root @ of_gradient[sign][0, 0])
-            return [*parts, (covariances, change)]
+            roots = covariance.roots(linearization)
+            covariances = [sign * (root @ root.mT) for sign, root in roots.items()]
+            changes = [sign * (root @ of_gradient[sign][0, 0]) for sign, root in roots.items()]
+            return [*parts, (torch.stack(covariances).sum(0), torch.stack(changes).sum(0))]
 
         parts = self._predictive.fold(add, list[tuple[Tensor, Tensor]](), label="predictive")
         covariances, change = zip(*parts, strict=True)

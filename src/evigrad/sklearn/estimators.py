@@ -575,15 +575,15 @@ class EvidenceClassifier(ClassifierMixin, EvidenceEstimator):
                 f" on and to hold out, got {self.calibrate!r} of {len(labels)} rows."
             )
         seed = self.random_state if isinstance(self.random_state, int | np.integer) else 0
-        parts = stratified_split(labels, self.calibrate, int(seed))
-        (x, _), (y, held_out), (w, held_out_weights) = (
-            [None if values is None else values[part] for part in parts]
-            for values in (numbers, labels, weights)
+        train, held_out = stratified_split(labels, self.calibrate, int(seed))
+        w, held_out_weights = (
+            weights if weights is None else weights[p] for p in (train, held_out)
         )
-        self._fit(x, y, w, likelihood, num_outputs, self.posterior or DEFAULT_STRUCTURE)
+        structure = self.posterior or DEFAULT_STRUCTURE
+        self._fit(numbers[train], labels[train], w, likelihood, num_outputs, structure)
         posterior = cast("Posterior", self.posterior_)
-        inputs = self._tensor(self._encoding(numbers[parts[1]]), self.result_.model)
-        self.posterior_ = posterior.calibrate(inputs, held_out, weights=held_out_weights)
+        inputs = self._tensor(self._encoding(numbers[held_out]), self.result_.model)
+        self.posterior_ = posterior.calibrate(inputs, labels[held_out], weights=held_out_weights)
         return self
 
     def predict_proba(self, X: Any) -> np.ndarray:

@@ -97,7 +97,11 @@ def difference_quotients(
 
 def unit_directions(argument: Tensor) -> list[Tensor]:
     """Return a direction for each entry of a tensor."""
-    return list(torch.eye(argument.numel(), dtype=argument.dtype).view(-1, *argument.shape))
+    return list(
+        torch.eye(argument.numel(), dtype=argument.dtype, device=argument.device).view(
+            -1, *argument.shape
+        )
+    )
 
 
 def doubled(value: object) -> object:

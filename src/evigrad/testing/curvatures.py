@@ -114,7 +114,7 @@ class _Suite:
         self._kept: dict[tuple[int, int], Linearization] = {}
         m, num_outputs = len(inputs), self._linearized(slice(0, 1)).outputs.shape[1]
         # One row is padding.
-        present = torch.ones(m, _ROWS, dtype=torch.bool)
+        present = torch.ones(m, _ROWS, dtype=torch.bool, device="cpu")
         present[1, 0] = False
         vectors = random(m, _ROWS, num_outputs) * present[..., None]
         self.root = RootRows(vectors, random(m, _ROWS, seed=1).exp(), present)
@@ -348,10 +348,12 @@ class _Suite:
         weights = (3.5, 0.25)
         root = self.root
         assert root.present is not None
-        labels = torch.arange(root.present.numel()).view_as(root.present) % 4 - 1
+        labels = torch.arange(root.present.numel(), device="cpu").view_as(root.present) % 4 - 1
 
         def entropy(*chosen: int) -> Tensor:
-            zeroed = root.vectors * torch.isin(labels, torch.tensor(chosen))[..., None]
+            zeroed = (
+                root.vectors * torch.isin(labels, torch.tensor(chosen, device="cpu"))[..., None]
+            )
             return self.value(self.statistic(RootRows(zeroed, root.scale)), self.precisions)
 
         conditioning = Conditioning(labels[root.present], weights)  # -1: the row does not count

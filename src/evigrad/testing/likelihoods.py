@@ -113,7 +113,7 @@ class _Suite:
         for (name, argument), slope in zip(self.arguments.items(), slopes, strict=True):
             if argument is self.f:
                 # Examples are independent, so all of them move together.
-                columns = torch.eye(argument.shape[1], dtype=argument.dtype)
+                columns = torch.eye(argument.shape[1], dtype=argument.dtype, device="cpu")
                 quotients = difference_quotients(function, argument, columns)
                 expected = torch.stack([(probe * q).sum(1) for q in quotients], 1)
             else:
@@ -199,11 +199,12 @@ class _Suite:
         f, here = self.f, self.here
         m, num_outputs = f.shape
         hessian = here.hessian(f)
-        every = torch.arange(num_outputs).expand(m, -1)
-        listed = torch.stack([torch.arange(num_outputs).roll(n) for n in range(m)])
+        outputs = torch.arange(num_outputs, device="cpu")
+        every = outputs.expand(m, -1)
+        listed = torch.stack([outputs.roll(n) for n in range(m)])
         listed = listed[:, : max(1, num_outputs - 1)].clone()
         listed[0, -1] = -1
-        inside = (listed[..., None] == torch.arange(num_outputs)).any(1).to(f)
+        inside = (listed[..., None] == outputs).any(1).to(f)
         restricted = hessian * inside[:, :, None] * inside[:, None]
         for kind in ROOTS:
             words = f"root of {self.name} with kind={kind!r}"
@@ -222,7 +223,8 @@ class _Suite:
             if kind == "subblock":
                 self._check_product(f"{words} and listed columns", rows, restricted)
             if kind != "subblock" or not here.couples_outputs:
-                chosen = whole[torch.arange(m)[:, None], listed] * (listed >= 0)[..., None]
+                examples = torch.arange(m, device="cpu")[:, None]
+                chosen = whole[examples, listed] * (listed >= 0)[..., None]
                 agree(f"{words} and listed columns, compared with all columns,", rows, chosen)
             padding = rows[listed < 0]
             agree(f"{words} for the column -1", padding, 0 * padding)
@@ -249,7 +251,7 @@ class _Suite:
         f = self.f.detach()
         probabilities = self.here.probabilities(f)
         count = f.shape[1] if probabilities is None else probabilities.shape[1]
-        y = torch.arange(count).repeat_interleave(len(f))
+        y = torch.arange(count, device="cpu").repeat_interleave(len(f))
         shares = self.likelihood.log_prob(f.repeat(count, 1), y).exp().detach()
         return y, shares.view(count, -1)
 
