@@ -19,6 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -227,8 +228,8 @@ class _Fitter:
         size = problem.likelihood.num_rows(sites.shape[1])
 
         def add(
-            sums: tuple[object, dict[str, Tensor]], batch: MicroBatch
-        ) -> tuple[object, dict[str, Tensor]]:
+            sums: tuple[Any, dict[str, Tensor]], batch: MicroBatch
+        ) -> tuple[Any, dict[str, Tensor]]:
             linearization = sweep.linearize(batch, graph=False)
             f = linearization.outputs
             vectors = hessian_rows(sites[batch.data], None, "eigen")[:, :size].to(f)
