@@ -374,11 +374,11 @@ class Posterior:
         blocks = self._covariance.blocks
         if self._updates or self.structure != "diag" or self._scale != 1.0:
             return None
-        weights = self._problem.weights
+        means = self._means
         return {
             block.name: (
-                self._means[block.name].clone(),
-                block.std.square().reciprocal().view(weights[block.name].shape),
+                means[block.name].clone(),
+                block.std.square().reciprocal().view(means[block.name].shape),
             )
             for block in blocks
             if isinstance(block, Diagonal)
@@ -602,10 +602,8 @@ def make_posterior(
     dtype = laplace_problem.settings.gram_dtype or torch.float64
 
     def laplace(sweep: MicroBatchSweep) -> tuple[int, VariationalFit]:
-        kept, precisions = (
-            run_pass(sweep.problem, sweep.curvature, sweep),
-            problem.prior.precisions(),
-        )
+        kept = run_pass(sweep.problem, sweep.curvature, sweep)
+        precisions = laplace_problem.prior.precisions()
         covariance = covariance_of(kept.statistic, precisions, laplace_problem.weights, dtype)
         return kept.num_outputs, VariationalFit(covariance, {}, ())
 

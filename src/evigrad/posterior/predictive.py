@@ -508,17 +508,7 @@ class Predictive:
 
     @cached_property
     def _root(self) -> Float[Tensor, "m C C"]:
-        """Return the symmetric root of each covariance, which may be singular."""
-        covariance = precisely(self.covariance)
-        values, vectors = torch.linalg.eigh(covariance.detach())
-        roots = values.clamp(min=0.0).sqrt()
-        root = roots.diag_embed()
-        if covariance.requires_grad:
-            # dΛ = dR R + R dR in the eigenbasis. Equal eigenvalues have no unique eigenvectors.
-            change = vectors.mT @ (covariance - covariance.detach()) @ vectors
-            sums = roots.unsqueeze(2) + roots.unsqueeze(1)
-            root = root + change / sums.masked_fill(sums == 0, torch.inf)
-        return vectors @ root @ vectors.mT
+        return symmetric_root(precisely(self.covariance))
 
     def _normal_log_prob(self, y: Tensor, noise: Tensor) -> Tensor:
         """Return log N(y; outputs, covariance + noise) of the targets that are not NaN."""
@@ -530,6 +520,19 @@ class Predictive:
             return torch.where(missing, 0.0, densities).sum(1).to(self.outputs)
         gain = precisely(noise).rsqrt().masked_fill(missing, 0.0)
         return normal_log_prob(errors, precisely(self.covariance), gain).to(self.outputs)
+
+
+def symmetric_root(covariance: Float[Tensor, "m C C"]) -> Float[Tensor, "m C C"]:
+    """Return the symmetric root of each covariance, which may be singular."""
+    values, vectors = torch.linalg.eigh(covariance.detach())
+    roots = values.clamp(min=0.0).sqrt()
+    root = roots.diag_embed()
+    if covariance.requires_grad:
+        # dΛ = dR R + R dR in the eigenbasis. Equal eigenvalues have no unique eigenvectors.
+        change = vectors.mT @ (covariance - covariance.detach()) @ vectors
+        sums = roots.unsqueeze(2) + roots.unsqueeze(1)
+        root = root + change / sums.masked_fill(sums == 0, torch.inf)
+    return vectors @ root @ vectors.mT
 
 
 def normal_log_prob(

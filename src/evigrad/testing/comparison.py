@@ -54,12 +54,14 @@ def gradients(value: Tensor, arguments: Iterable[Tensor], graph: bool = False) -
     if not value.requires_grad or not arguments:
         return [torch.zeros_like(argument) for argument in arguments]
     slopes = torch.autograd.grad(
-        value, arguments, retain_graph=True, create_graph=graph, allow_unused=True
+        value,
+        arguments,
+        retain_graph=True,
+        create_graph=graph,
+        allow_unused=True,
+        materialize_grads=True,
     )
-    return [
-        torch.zeros_like(argument) if slope is None else slope
-        for argument, slope in zip(arguments, slopes, strict=True)
-    ]
+    return list(slopes)
 
 
 def same_gradients(

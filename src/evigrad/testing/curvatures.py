@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from evigrad import reference
 from evigrad.core.block import Conditioning
 from evigrad.core.curvature import Cost, Curvature, Statistic
 from evigrad.core.curvature.base import log_det_of
@@ -83,7 +84,7 @@ def check_curvature(
         raise InputError(f"inputs must have at least 3 examples, got {len(inputs)}.")
     suite = _Suite(curvature, model, inputs)
     if log_det is None and curvature.log_det_is == "exact":
-        log_det = _exact
+        log_det = reference.log_det
     if precisions is not None:
         suite.check(precisions, log_det)
         return
@@ -95,11 +96,6 @@ def check_curvature(
     except ConfigurationError:
         return
     suite.check(varying, log_det)
-
-
-def _exact(h: Tensor, precision: Tensor) -> Tensor:
-    """Return log|P0 + H| − log|P0|."""
-    return torch.linalg.slogdet(h + precision.diag())[1] - precision.log().sum()
 
 
 class _Suite:
@@ -286,7 +282,7 @@ class _Suite:
         if dense is not None:
             h, precision = dense
             if self.curvature.log_det_is == "bound":
-                exact = _exact(h, precision).detach()
+                exact = reference.log_det(h, precision).detach()
                 least = torch.maximum(value.detach(), exact * (1 - 1e-9))
                 agree(f"{words}, an upper bound on ℓ,", value, least)
             if log_det is not None:
