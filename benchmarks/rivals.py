@@ -7,8 +7,8 @@ below were fixed before the first run. The seed draws the held-out 20 %. The tes
 evaluated, and this time does not count.
 
 Classification: scikit-learn's ``digits`` (a random 80/20 split per seed, digitsnet), ``mnist``
-(1,000 digits drawn by the seed, MiniNet, 10,000 test digits) and ``cifar10`` (1,000 images, LeNet,
-10,000 test images):
+(1,000 digits drawn by the seed, MiniNet, 10,000 test digits), ``cifar10`` (1,000 images, LeNet,
+10,000 test images), and both with 10,000 training images (``mnist-10000``, ``cifar10-10000``):
 
 * ``map-5e-4``: weight decay 5e-4.
 * ``grid``: one decay for all weights, the best of seven by the log likelihood on 20 % held-out
@@ -114,6 +114,8 @@ IMAGES: dict[str, tuple[str, int | None, range]] = {
     "digits": ("digitsnet", None, range(10)),
     "mnist": ("mininet", 1000, range(3)),
     "cifar10": ("lenet", 1000, range(3)),
+    "mnist-10000": ("mininet", 10_000, range(3)),
+    "cifar10-10000": ("lenet", 10_000, range(3)),
 }
 HIDDEN = (50, 50)
 BY_POSTERIOR = ", posterior"
@@ -626,7 +628,7 @@ def read(name: str, seed: int, data_dir: str | None) -> DataSet:
     """Return the data of a seed."""
     if name in UCI:
         return load(f"uci/{name}", data_dir, seed=seed)
-    data = load(name, data_dir, subset=IMAGES[name][1], seed=seed)
+    data = load(name.partition("-")[0], data_dir, subset=IMAGES[name][1], seed=seed)
     return random_split(data, seed) if name == "digits" else data
 
 

@@ -9,6 +9,7 @@ Every range is trained with every decay, from the same initial weights, by the s
   radians.
 * decays: ``5e-4``, fixed. ``grid``, the best of seven by the log likelihood on 20 % held-out data,
   then trained again on all data. ``learned``, layerwise precisions by ``fit``'s defaults.
+  ``choice``, the same with ``validation_fraction=0.5``, for learned ranges only.
 
 The grid is searched without rotations and with the full circle. ``augerino, grid`` and ``learned,
 grid`` have the decay of the full circle, and their seconds include that search. ``augerino,
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 from learning import Result, Results, make_parser, parse
 from measure import Clock, show, summaries, with_error
-from rivals import DECAYS, SCHEDULE, USUAL, VALIDATION, Pair, fixed_prior
+from rivals import DECAYS, HELD_OUT_SHARE, SCHEDULE, USUAL, VALIDATION, Pair, fixed_prior
 from torch import nn
 
 import evigrad
@@ -45,11 +46,11 @@ START = 0.1  # radians
 SAMPLES, TEST_SAMPLES, TEST_BATCH = 8, 32, 250
 RANGES = ("none", "fixed", "augerino", "learned")
 WAYS = ("5e-4", "grid", "learned")
-ROWS = tuple(f"{rotations}, {way}" for rotations in RANGES for way in WAYS)
+ROWS = (*(f"{rotations}, {way}" for rotations in RANGES for way in WAYS), "learned, choice")
 # The reward is that of its authors for rotated MNIST. Each batch has a step on the range.
 REWARD, AUGERINO = 0.1, Optimization(hyper_lr=0.05, hyper_lr_min=0.005)
 KEYS = ("log_likelihood", "accuracy", "rotation", "seconds")
-COLUMNS = ("row", "seed", *KEYS, "decay", "epochs", "threads")
+COLUMNS = ("row", "seed", *KEYS, "decay", "weight", "epochs", "threads")
 
 
 def network(data: DataSet, seed: int, start: float | None, learn: bool) -> nn.Module:
@@ -70,12 +71,13 @@ def train(
     decay: float | None,
     start: float | None = None,
     part: Pair | None = None,
+    **options: Any,
 ) -> evigrad.FitResult:
     """Return a training with one of ``RANGES``. Without a decay, it learns its precisions."""
     part = part or data.train
     if start is None:
         start = {"none": None, "fixed": math.pi}.get(rotations, START)
-    fit, options = evigrad.fit, dict[str, Any]()
+    fit = evigrad.fit
     if decay is not None:
         options["prior"] = fixed_prior(decay, len(part[0]))
     if rotations == "learned":
@@ -133,10 +135,12 @@ def run_row(data: DataSet, seed: int, row: str, earlier: dict[str, Result]) -> R
             finished = earlier["augerino, 5e-4"]
             start, before = finished["rotation"], finished["seconds"]
             rotations = "fixed"
-        result = train(data, seed, rotations, decay, start)
+        choice = {"validation_fraction": HELD_OUT_SHARE} if way == "choice" else {}
+        result = train(data, seed, rotations, decay, start, **choice)
     columns = judged(result, data.test) | {"seconds": before + clock.seconds}
     learned = {name: float(value) for name, value in result.evidence.weight_decay().items()}
-    return columns | {"decay": decay or learned, "epochs": len(result.history)}
+    weight = None if result.weight_choice is None else result.weight_choice.weight
+    return columns | {"decay": decay or learned, "weight": weight, "epochs": len(result.history)}
 
 
 def table_of(runs: Sequence[Result]) -> str:

@@ -43,12 +43,18 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
     parser.add_argument("--estimator", default="ntk-400-rows-anchored")
     parser.add_argument("--old-epochs", type=int, default=30, help="epochs of pretraining")
     parser.add_argument("--epochs", type=int, default=120, help="epochs of fine-tuning")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the upright digits")
+    parser.add_argument(
+        "--validation-fraction",
+        type=float,
+        help="share of the upright digits that choose the weight of the log-determinant",
+    )
     options = parser.parse_args(arguments)
     peft = require("peft", "examples/lora.py", extra="dev")
 
     # Normalization is only inside the branches.
     warnings.filterwarnings("ignore", message="The model has normalization layers")
-    old, new = load("digits:rotated90"), load("digits", subset=options.subset)
+    old, new = load("digits:rotated90"), load("digits", subset=options.subset, seed=options.seed)
     pretrained = make_model("transformer", old.input_shape, old.num_outputs, seed=0)
     evigrad.fit(
         pretrained,
@@ -72,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
             new.train,
             test=new.test,
             estimator=options.estimator if name == LEARNED else None,
+            validation_fraction=options.validation_fraction if name == LEARNED else None,
             schedule=Schedule(epochs=options.epochs, batch_size=25, eval_every=4),
             progress=False,
         )
@@ -81,6 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
             f" {result.seconds:8.1f}",
             flush=True,
         )
+    if (choice := fits[LEARNED].weight_choice) is not None:
+        print(choice)
     for report in fits[LEARNED].evidence.describe():
         print(f"{report.name:70} precision {report.precision:10.1f}")
     return fits

