@@ -9,7 +9,9 @@ from torch import Tensor
 
 from evigrad import Estimate, Evidence
 from evigrad.core.algorithm import log_evidence
-from evigrad.core.types import MicroBatch, Pass, Purpose
+from evigrad.core.block import MicroBatch
+from evigrad.core.model import Pass
+from evigrad.core.protocols import Purpose
 from evigrad.passes.intake import resolve
 from evigrad.passes.parameters import divided, held_constant
 from evigrad.passes.sweep import MicroBatchSweep

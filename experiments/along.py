@@ -27,8 +27,8 @@ from evigrad.core.curvature import RoundingError, rounding_refused
 from evigrad.core.curvature.base import working_dtype
 from evigrad.core.curvature.linalg import log_det_identity_plus
 from evigrad.core.curvature.rows import DenseRows
+from evigrad.core.model import standard_error
 from evigrad.core.names import Estimator
-from evigrad.core.types import standard_error
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.files import replacing

@@ -17,8 +17,8 @@ from evigrad.blocks.positions import PositionSource
 from evigrad.blocks.streams import BlockStream
 from evigrad.core.block import Block
 from evigrad.core.curvature import Curvature
+from evigrad.core.model import Estimate
 from evigrad.core.names import DEFAULT_ESTIMATOR, Estimator
-from evigrad.core.types import Estimate
 from evigrad.distributed import Group, Ranks, check_whole
 from evigrad.errors import ConfigurationError, EvigradWarning, InputError
 from evigrad.inputs import numbered, with_bare_names

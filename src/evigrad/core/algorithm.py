@@ -24,20 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evigrad.core.block import MicroBatch
 from evigrad.core.changes import likelihood_changes
 from evigrad.core.curvature.anchored import LogDet
 from evigrad.core.curvature.base import Curvature, log_det_of
 from evigrad.core.curvature.linalg import TOLERATED_NATS
+from evigrad.core.model import Estimate, LinearizedModel, Pass
+from evigrad.core.protocols import Linearization, Purpose, Sweep
 from evigrad.core.roots import RootRows
-from evigrad.core.types import (
-    Estimate,
-    Linearization,
-    LinearizedModel,
-    MicroBatch,
-    Pass,
-    Purpose,
-    Sweep,
-)
 from evigrad.errors import ConfigurationError, NotFiniteError
 
 # The terms of an estimate that are averaged.

@@ -6,8 +6,8 @@ import torch
 
 from evigrad.core.algebra import is_one_number
 from evigrad.core.curvature.base import Curvature
+from evigrad.core.model import LinearizedModel
 from evigrad.core.roots import checked_rows
-from evigrad.core.types import LinearizedModel
 from evigrad.errors import NotPositiveDefiniteError, raised_in
 
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from evigrad.core import algorithm
 from evigrad.core.curvature import RoundingError, rounding_refused
-from evigrad.core.types import Estimate, Pass, Purpose
+from evigrad.core.model import Estimate, Pass
+from evigrad.core.protocols import Purpose
 from evigrad.network import derivatives_named
 from evigrad.passes.kept import KeptPass
 from evigrad.passes.memory import fits

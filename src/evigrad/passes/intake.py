@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from evigrad.blocks.positions import PositionSource, by_target
 from evigrad.blocks.samplers import check_sampler
 from evigrad.blocks.sources import AT_ONCE, InColumns, LoaderSource, Source, as_source
-from evigrad.core.block import Block
-from evigrad.core.types import MicroBatch
+from evigrad.core.block import Block, MicroBatch
 from evigrad.errors import EvigradWarning, InputError, NotPositiveDefiniteError
 from evigrad.inputs import AtPositions, Inputs, as_inputs, each_once, tensors_of
 from evigrad.likelihoods import LIKELIHOODS

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.core.changes import likelihood_changes
-from evigrad.core.types import Pass
+from evigrad.core.model import Pass
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.network.network import InputPlan
 from evigrad.passes.problem import Problem

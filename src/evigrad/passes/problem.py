@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from evigrad.blocks.anchors.choice import LastLayer, last_layer, watched
 from evigrad.core.curvature import Curvature, check_log_det, make_curvature
+from evigrad.core.model import LinearizedModel
 from evigrad.core.partition import Partition
-from evigrad.core.types import LinearizedModel, Purpose
+from evigrad.core.protocols import Purpose
 from evigrad.distributed import Ranks
 from evigrad.errors import ConfigurationError
 from evigrad.fast.contraction import contracted

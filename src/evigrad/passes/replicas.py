@@ -8,7 +8,7 @@ from torch import Tensor
 
 from evigrad.core.algorithm import TERMS, mean_estimate
 from evigrad.core.block import Block
-from evigrad.core.types import Estimate
+from evigrad.core.model import Estimate
 from evigrad.distributed import Ranks
 from evigrad.passes.problem import Problem
 

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from evigrad.core.block import Block
+from evigrad.core.block import Block, MicroBatch
 from evigrad.core.curvature import Curvature
-from evigrad.core.types import MicroBatch, Purpose
+from evigrad.core.protocols import Purpose
 from evigrad.errors import InputError
 from evigrad.inputs import Inputs
 from evigrad.invariances.noise import Noise
@@ -89,7 +89,7 @@ class MicroBatchSweep:
     learned: Mapping[str, nn.Parameter] = field(default_factory=dict)
     purpose: Purpose = Purpose.VALUE
 
-    # ------------------------------------------------------------ methods of ``core.types.Sweep``
+    # ------------------------------------------------------------ methods of ``Sweep``
 
     @property
     def num_outputs(self) -> int:

@@ -18,8 +18,9 @@ from evigrad.blocks.anchors import Anchoring, AnchorSelection
 from evigrad.blocks.sources import as_source
 from evigrad.core.algorithm import run_pass
 from evigrad.core.curvature.base import ROWS_AT_ONCE
+from evigrad.core.model import Pass
 from evigrad.core.names import Estimator
-from evigrad.core.types import Pass, Purpose
+from evigrad.core.protocols import Purpose
 from evigrad.errors import (
     ConfigurationError,
     EvigradWarning,

@@ -11,8 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from evigrad.blocks.sources import without_arrays
-from evigrad.core.block import Block
-from evigrad.core.types import MicroBatch
+from evigrad.core.block import Block, MicroBatch
 from evigrad.errors import ConfigurationError, InputError, MemoryBudgetError
 from evigrad.inputs import AtPositions, Tree, as_inputs, tensors_of, with_tensors
 from evigrad.network import Linearization, derivatives_named, refuse_once_differentiable

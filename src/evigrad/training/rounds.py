@@ -6,7 +6,7 @@ from itertools import repeat
 from evigrad.blocks import Block
 from evigrad.blocks.anchors import AnchoredStream, DrawnParts
 from evigrad.blocks.streams import Stream
-from evigrad.core.types import Purpose
+from evigrad.core.protocols import Purpose
 from evigrad.evidence import Evidence
 from evigrad.inputs import Inputs
 from evigrad.invariances.noise import stochastic_modules

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from evigrad import Evidence, Memory
 from evigrad.blocks.anchors import AnchoredStream, Anchoring
-from evigrad.core.types import Purpose
+from evigrad.core.protocols import Purpose
 from evigrad.errors import MemoryBudgetError
 from evigrad.likelihoods import Categorical
 from evigrad.passes.problem import Problem
