@@ -17,7 +17,7 @@ from evigrad.blocks.positions import PositionSource
 from evigrad.blocks.streams import BlockStream
 from evigrad.core.block import Block
 from evigrad.core.curvature import Curvature
-from evigrad.core.model import Estimate
+from evigrad.core.model import Estimate, LinearizedModel
 from evigrad.core.names import DEFAULT_ESTIMATOR, Estimator
 from evigrad.distributed import Group, Ranks, check_whole
 from evigrad.errors import ConfigurationError, EvigradWarning, InputError
@@ -174,20 +174,23 @@ class Evidence:
         first = next(iter(self._weights.values()))
         # A small step would not change a noise in half precision, so use float32 or more.
         likelihood.to(first.device, torch.promote_types(first.dtype, torch.float32))
-        self.problem = Problem(
+        linearized = LinearizedModel(
             weights=self._weights,
             likelihood=likelihood,
             prior=prior,
             estimator=spec,
             num_data=int(num_data),
             temperature=float(temperature),
-            log_det_weight=float(log_det_weight),
             root=root,
-            settings=settings,
-            generator=as_generator(generator),
-            network=Network(model, self._weights),
-            sizes=MicroBatches(settings.micro_batch, settings.memory_budget),
-            ranks=ranks,
+            log_det_weight=float(log_det_weight),
+        )
+        self.problem = Problem(
+            linearized,
+            settings,
+            as_generator(generator),
+            Network(model, self._weights),
+            MicroBatches(settings.micro_batch, settings.memory_budget),
+            ranks,
         )
         self._begin_together(anchoring)
         warn_of_normalisation(model)
@@ -236,42 +239,42 @@ class Evidence:
     @property
     def model(self) -> nn.Module:
         """The model whose evidence is estimated."""
-        return self.problem.model
+        return self.problem.network.model
 
     @property
     def likelihood(self) -> Likelihood:
         """The likelihood of the targets."""
-        return self.problem.likelihood
+        return self.problem.model.likelihood
 
     @property
     def prior(self) -> GaussianPrior:
         """The prior, bound to the weights."""
-        return self.problem.prior
+        return self.problem.model.prior
 
     @property
     def spec(self) -> Estimator:
         """The estimator's name, parsed into its parts."""
-        return self.problem.estimator
+        return self.problem.model.estimator
 
     @property
     def num_data(self) -> int:
         """N, the number of training examples, or of positions with a target."""
-        return self.problem.num_data
+        return self.problem.model.num_data
 
     @property
     def temperature(self) -> float:
         """The temperature T. The likelihood is raised to the power 1/T."""
-        return self.problem.temperature
+        return self.problem.model.temperature
 
     @property
     def log_det_weight(self) -> float:
         """The weight c of the log-determinant. It is 1 for the log evidence."""
-        return self.problem.log_det_weight
+        return self.problem.model.log_det_weight
 
     @property
     def root(self) -> str:
         """How an example's curvature is split into rows: ``subblock``, ``fisher`` or ``eigen``."""
-        return self.problem.root
+        return self.problem.model.root
 
     @property
     def generator(self) -> torch.Generator:
@@ -309,9 +312,10 @@ class Evidence:
 
         Names begin with ``prior.``, ``likelihood.`` or ``model.``.
         """
+        model = self.problem.model
         named = {
-            **{f"prior.{name}": p for name, p in self.problem.prior.named_parameters()},
-            **{f"likelihood.{name}": p for name, p in self.problem.likelihood.named_parameters()},
+            **{f"prior.{name}": p for name, p in model.prior.named_parameters()},
+            **{f"likelihood.{name}": p for name, p in model.likelihood.named_parameters()},
             **{f"model.{name}": p for name, p in self._model_hyperparameters.items()},
         }
         return {name: p for name, p in named.items() if p.requires_grad}

@@ -91,7 +91,7 @@ def test_kept_rows_follow_the_parameters(
 ) -> None:
     monkeypatch.setattr(base, "_MANY_OUTPUTS", 4)
     evidence, block = problem(make(), estimator, [])
-    (parameter,) = evidence.problem.likelihood.parameters()
+    (parameter,) = evidence.problem.model.likelihood.parameters()
     try:
         kept = evidence.collect(block)
     except ConfigurationError:  # the parameter changes a sum

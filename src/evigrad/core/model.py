@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -12,13 +12,16 @@ from torch import Tensor
 from evigrad.core.block import Block, Conditioning, MicroBatch
 from evigrad.core.curvature.base import Curvature
 from evigrad.core.names import Estimator
-from evigrad.core.protocols import Density, Linearization
+from evigrad.core.protocols import Density, Linearization, Prior
 from evigrad.core.roots import RootRows, checked_rows
 from evigrad.errors import raised_in
 
+LikelihoodT = TypeVar("LikelihoodT", bound=Density, covariant=True)
+PriorT = TypeVar("PriorT", bound=Prior, covariant=True)
+
 
 @dataclass(frozen=True, eq=False)
-class LinearizedModel:
+class LinearizedModel(Generic[LikelihoodT, PriorT]):
     """A linearized network with a density and a prior, which together define the evidence.
 
     Attributes:
@@ -34,25 +37,18 @@ class LinearizedModel:
     """
 
     weights: Mapping[str, Tensor]
-    likelihood: Any  # a Density
-    prior: Any  # a Prior
+    likelihood: LikelihoodT
+    prior: PriorT
     estimator: Estimator
     num_data: int
     temperature: float
     root: str
     log_det_weight: float
 
-    def log_probabilities(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, " m"]:
-        """Return log p(y_n|f_n) of each example, in nats."""
-        return self.likelihood.log_prob(f, y)
-
     def log_likelihood(self, log_probabilities: Tensor, weights: Tensor) -> Float[Tensor, ""]:
         """Return (1/T) Σ_n w_n log p(y_n|f_n) in float64, for weights w_n."""
         weighted = weights.to(log_probabilities) * log_probabilities
         return weighted.sum().double() / self.temperature
-
-    def check_custom(self, statistic: Any) -> None:
-        """Check the custom curvature, given the statistic of a pass. The default does nothing."""
 
     def cotangents(self, f: Float[Tensor, "m C"], batch: MicroBatch) -> RootRows:
         """Return the cotangents of a micro-batch's rows at outputs f, including the temperature.
@@ -116,7 +112,7 @@ class Pass:
             graph for the second pass. None by default.
     """
 
-    model: LinearizedModel
+    model: LinearizedModel[Density, Prior]
     curvature: Curvature[Any]
     block: Block
     statistic: Any

@@ -6,7 +6,7 @@ A ``Sweep`` takes a block through the network and returns a ``Linearization`` fo
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -126,11 +126,6 @@ class Sweep(Protocol):
         """The block that goes through the network."""
         ...
 
-    @property
-    def num_outputs(self) -> int:
-        """The number of outputs, C."""
-        ...
-
     def fold(
         self, step: Callable[[State, MicroBatch], State], start: State, *, graph: bool = False
     ) -> State:
@@ -154,8 +149,12 @@ class Sweep(Protocol):
         """Return only the outputs of a micro-batch, with a graph if gradients are enabled."""
         ...
 
+    def log_probabilities(self, f: Float[Tensor, "m C"], batch: MicroBatch) -> Float[Tensor, " m"]:
+        """Return log p(y_n|f_n) of each example of a micro-batch in nats, after any checks."""
+        ...
+
     def total(self, statistic: Any) -> Any:
-        """Return the sum of the statistics of the ranks that share the block."""
+        """Return the sum of the statistics of the ranks that share the block, after any checks."""
         ...
 
 
@@ -165,7 +164,7 @@ class Sweep(Protocol):
 class Density(Protocol):
     """The density p(y|f), with roots of the negative Hessian of log p(y|f) with respect to f."""
 
-    couples_outputs: bool
+    couples_outputs: ClassVar[bool]
 
     def at(self, y: Tensor) -> "Density":
         """Return the density under the known facts about examples with targets y."""
@@ -191,10 +190,6 @@ class Density(Protocol):
 
     def weights(self, y: Tensor) -> Float[Tensor, " m"] | None:
         """Return the weight of each example, or None if all weights are 1."""
-        ...
-
-    def check_derivatives(self, f: Float[Tensor, "m C"], y: Tensor, curvature: str) -> None:
-        """Raise an error if roots or scores do not match the derivatives of ``log_prob``."""
         ...
 
 

@@ -39,7 +39,7 @@ def pass_over(sweep: MicroBatchSweep, learned: Iterable[str]) -> Pass:
 
 
 def _pass(sweep: MicroBatchSweep) -> Pass:
-    return algorithm.run_pass(sweep.problem, sweep.curvature, sweep)
+    return algorithm.run_pass(sweep.problem.model, sweep.curvature, sweep)
 
 
 def estimates_and_gradients(
@@ -59,13 +59,13 @@ def estimates_and_gradients(
             gradients = algorithm.gradients_of(loss / len(passes), parameters)
             total = [a + b for a, b in zip(total, gradients, strict=True)]
         return estimates, total
-    problem = passes.problem
-    purpose = algorithm.purpose_of(problem, passes.curvature, passes.num_outputs, learned)
+    model, num_outputs = passes.problem.model, passes.plan.num_outputs
+    purpose = algorithm.purpose_of(model, passes.curvature, num_outputs, learned)
     pulled = {name: p for name, p in learned.items() if not name.startswith("prior.")}
     work = algorithm.two_passes if purpose is Purpose.DIFFERENTIATE else algorithm.one_pass
     estimate, gradients = precisely(
         replace(passes, purpose=purpose, learned=pulled),
-        lambda sweep: work(problem, sweep.curvature, sweep, learned),
+        lambda sweep: work(model, sweep.curvature, sweep, learned),
     )
     return [estimate], gradients
 
@@ -87,7 +87,7 @@ def precisely(
     sweep.check_memory()
     with derivatives_named():
         sweep = sweep.verified()
-        narrow = any(weight.dtype != torch.float64 for weight in problem.weights.values())
+        narrow = any(weight.dtype != torch.float64 for weight in problem.model.weights.values())
         if problem.settings.gram_dtype is not None or not narrow or problem.device.type == "mps":
             return work(sweep)
         try:

@@ -87,7 +87,7 @@ def as_kept(
     names = list(learnable)
     now: dict[frozenset[str], tuple[tuple[int, int], ...]] = {}
     for kept_pass in passes:
-        if kept_pass.model is not problem:
+        if kept_pass.model is not problem.model:
             raise InputError(
                 "The pass was collected by another evidence. Call collect(...) on this evidence."
             )
@@ -118,7 +118,7 @@ def not_keepable(problem: Problem, plan: InputPlan, learned: Sequence[str]) -> s
     changing = [name for name in others if name.startswith("model.")]
     changed = "scales"
     if others and not changing:
-        changed = likelihood_changes(problem, problem.curvature(plan), plan.num_outputs)
+        changed = likelihood_changes(problem.model, problem.curvature(plan), plan.num_outputs)
     if changed == "rows":
         changing = others
     if changing:
@@ -129,9 +129,9 @@ def not_keepable(problem: Problem, plan: InputPlan, learned: Sequence[str]) -> s
         )
     if changed == "sums":
         return (
-            f"'{problem.estimator.name}' sums rows with different scales, so a pass that was kept"
-            f" cannot be reused when {', '.join(others)} changes. Use an 'ntk' estimator, a single"
-            " noise for all outputs, or estimate and backward on the data."
+            f"'{problem.model.estimator.name}' sums rows with different scales, so a pass that was"
+            f" kept cannot be reused when {', '.join(others)} changes. Use an 'ntk' estimator, a"
+            " single noise for all outputs, or estimate and backward on the data."
         )
     return None
 
@@ -144,7 +144,7 @@ def _versions(
     free = {id(hyperparameters[name]) for name in follows if name in hyperparameters}
     held = [
         tensor
-        for module in (problem.model, problem.likelihood)
+        for module in (problem.network.model, problem.model.likelihood)
         for tensor in (*module.parameters(), *module.buffers())
         if id(tensor) not in free and tensor.layout == torch.strided
     ]

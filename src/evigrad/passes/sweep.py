@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from evigrad.core.block import Block, MicroBatch
-from evigrad.core.curvature import Curvature
+from evigrad.core.curvature import Curvature, check_log_det
 from evigrad.core.protocols import Purpose
 from evigrad.errors import InputError
 from evigrad.inputs import Inputs
 from evigrad.invariances.noise import Noise
-from evigrad.likelihoods.calls import check_finite
+from evigrad.likelihoods.calls import check_finite, log_probabilities
 from evigrad.network import (
     Linearization,
     Recorder,
@@ -91,11 +91,6 @@ class MicroBatchSweep:
 
     # ------------------------------------------------------------ methods of ``Sweep``
 
-    @property
-    def num_outputs(self) -> int:
-        """See ``Sweep.num_outputs``."""
-        return self.plan.num_outputs
-
     def fold(
         self,
         step: Callable[[State, MicroBatch], State],
@@ -120,7 +115,7 @@ class MicroBatchSweep:
             label = "second"
         problem, plan, block, state = self.problem, self.plan, self.block, start
         expected, first = len(block.indices), 0
-        cuts = [] if problem.estimator.structure_type.counts_data else block.cuts()
+        cuts = [] if problem.model.estimator.structure_type.counts_data else block.cuts()
         with self._evaluating():
             for x, y in self.batches:
                 if first + len(x) > expected:
@@ -143,7 +138,7 @@ class MicroBatchSweep:
                     done += size
                 first += len(x)
         if first != expected:
-            name = problem.estimator.name
+            name = problem.model.estimator.name
             raise InputError(
                 f"The batches contain {first} examples, but {name} needs all {expected}."
                 " Pass each training example once, or set num_data to their number."
@@ -183,9 +178,27 @@ class MicroBatchSweep:
             self._check_separate(plan, batch.x, f)
         return f.to(self.problem.dtype)
 
+    def log_probabilities(self, f: Tensor, batch: MicroBatch) -> Tensor:
+        """See ``Sweep.log_probabilities``. Errors in a custom likelihood contain its name."""
+        model, compared = self.problem.model, self.problem.compared
+        # Targets of a wrong shape could broadcast against other examples. This depends only on the
+        # shapes and the type, so one example is evaluated by itself only the first time.
+        key = (f.shape, batch.y.shape, batch.y.dtype)
+        result = log_probabilities(model.likelihood, f, batch.y, compare=key not in compared)
+        compared.add(key)
+        model.likelihood.check_derivatives(f, batch.y, model.estimator.curvature)
+        return result
+
     def total(self, statistic: Any) -> Any:
-        """See ``Sweep.total``."""
-        return total_over_ranks(self.problem.ranks, statistic)
+        """See ``Sweep.total``. The log-determinant of a custom curvature is checked once."""
+        model, compared = self.problem.model, self.problem.compared
+        if self.block.shares > 1:
+            statistic = total_over_ranks(self.problem.ranks, statistic)
+        custom = model.estimator.custom
+        if custom is not None and statistic is not None and "log_det" not in compared:
+            check_log_det(custom, statistic, model.prior.precisions())
+            compared.add("log_det")
+        return statistic
 
     # ------------------------------------------------------------ micro-batches
 
@@ -201,7 +214,7 @@ class MicroBatchSweep:
             x=(plan or self.plan).pack(x[span], self.noise, data),
             y=y[span],
             data=data,
-            columns=block.columns_of(data, self.problem.estimator.structure_type.counts_data),
+            columns=block.columns_of(data, self.problem.model.estimator.structure_type.counts_data),
             likelihood_weights=block.likelihood_weights[data],
             labels=[labels[data] for labels in self.labels],
             plan=plan,
@@ -252,7 +265,7 @@ class MicroBatchSweep:
         problem, block, (x, part) = self.problem, self.block, self._first()
         sizes, at_once = problem.sizes, most_at_once(problem, self.plan, block)
         key, most = self._memory_key("first", x), _CHECKED if at_once is None else at_once
-        cuts = [] if problem.estimator.structure_type.counts_data else block.cuts()
+        cuts = [] if problem.model.estimator.structure_type.counts_data else block.cuts()
         size = min([len(x), *cuts[:1], most, sizes.chosen.get(key, most)])
 
         def checked() -> InputPlan:
@@ -274,7 +287,7 @@ class MicroBatchSweep:
         with torch.enable_grad(), self._evaluating():
             x, part = self._first()
             batch = part(min(2, len(x)))  # a forward pass over a few examples suffices
-            root = problem.cotangents(self.linearize(batch, graph=True).outputs, batch)
+            root = problem.model.cotangents(self.linearize(batch, graph=True).outputs, batch)
             varies = root.vectors.requires_grad
             if of_model or varies:
                 model, weights = self._plan_of(batch).model, problem.network.weights
@@ -345,7 +358,7 @@ class MicroBatchSweep:
         cost = self.curvature.cost(width, self.purpose)
         rows = min(width, cost.rows_at_once or width)
         numbers = self.plan.numbers(x) + (1 + rows) * self.plan.jacobian.numbers
-        numbers += width * self.num_outputs
+        numbers += width * self.plan.num_outputs
         return self.problem.dtype.itemsize * numbers + rows * cost.row
 
     def _memory_key(self, label: str, x: Inputs) -> str:
@@ -361,7 +374,7 @@ def new_sweep(
     ``batches`` contains the block's checked data in the block's order. It must be possible to
     iterate over ``batches`` repeatedly.
     """
-    generator, estimator, seed = problem.generator, problem.estimator, block.seed
+    generator, estimator, seed = problem.generator, problem.model.estimator, block.seed
     if seed is None:
         seed = int(torch.randint(2**62, (), generator=generator, device="cpu"))
     noise = problem.network.noise(seed, block.origin)
@@ -388,7 +401,7 @@ def new_sweep(
         generator = torch.Generator().manual_seed(seed)
     elif block.shares > 1:
         generator = torch.Generator().manual_seed(seed + problem.ranks.rank)
-    sample = problem.likelihood.at(y).sample
+    sample = problem.model.likelihood.at(y).sample
     labels = [sample(f, generator) for _ in range(estimator.outputs or 1)]
     return replace(sweep, labels=labels)
 

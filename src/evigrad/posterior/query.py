@@ -257,5 +257,5 @@ class _ToInputs(torch.autograd.Function):
 
 def constant_beside(problem: Problem) -> AbstractContextManager[None]:
     """Return a context in which only the problem's weights get gradients."""
-    weight_ids = {id(weight) for weight in problem.weights.values()}
-    return held_constant(p for p in problem.model.parameters() if id(p) not in weight_ids)
+    weight_ids = {id(weight) for weight in problem.model.weights.values()}
+    return held_constant(p for p in problem.network.model.parameters() if id(p) not in weight_ids)
