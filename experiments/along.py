@@ -104,7 +104,10 @@ def evidence_along(
                 one.generator.manual_seed(derived_seed(seed, "evidence", number + 1))
                 if is_precision:
                     kept = kept or one.collect(block, wrt="prior")
-                values.append(one.estimate(kept or block).per_datum)
+                    estimate = one.estimate_kept(kept)
+                else:
+                    estimate = one.estimate(block)
+                values.append(estimate.per_datum)
             values_by_block[str(number)] = values
             if partial is not None and time.monotonic() - saved > _SAVE_EVERY:
                 _write(partial, values_by_block)

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Real
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from evigrad.blocks.anchors import AnchoredStream, Anchoring, AnchorSelection
 from evigrad.blocks.positions import PositionSource
 from evigrad.blocks.streams import BlockStream
+from evigrad.core.algorithm import log_evidence
 from evigrad.core.block import Block
 from evigrad.core.curvature import Curvature
 from evigrad.core.model import Estimate, LinearizedModel
@@ -36,9 +37,14 @@ from evigrad.passes.checks import (
     check_type,
 )
 from evigrad.passes.decay import DecayWatch, warn_of_averaged
-from evigrad.passes.evaluation import estimates_and_gradients, estimates_of, pass_over
+from evigrad.passes.evaluation import (
+    estimate_of,
+    estimates_and_gradients,
+    kept_gradients,
+    pass_over,
+)
 from evigrad.passes.intake import CheckedSource, Data, resolve
-from evigrad.passes.kept import KeptPass, as_kept, checksums, contents, kept, not_keepable
+from evigrad.passes.kept import KeptPass, check_kept, checksums, contents, kept, not_keepable
 from evigrad.passes.memory import MicroBatches
 from evigrad.passes.parameter_blocks import ParameterPartition, partition_names
 from evigrad.passes.parameters import (
@@ -63,6 +69,10 @@ from evigrad.posterior import (
 )
 from evigrad.priors import GaussianPrior, not_a_prior
 
+# The hyperparameters that get gradients, by name.
+Learnable = Mapping[str, nn.Parameter]
+# The blocks of an evaluation, the estimate of each, and the gradients of the estimates' mean.
+Evaluated = tuple[list[Block], list[Estimate], list[Tensor]]
 # Settings that may differ between ranks, because they change no result. All others must be equal.
 _OF_A_RANK = ("micro_batch", "memory_budget", "rows_device")
 
@@ -445,9 +455,9 @@ class Evidence:
         ``generator``, even for the same block.
 
         Args:
-            x: Inputs (m, ...) of a uniformly random subset of the data, a ``Block`` from
-                ``blocks``, or one or several results of ``collect``. If the estimator's name has
-                ``N``, you can also pass an iterable of batches that together hold all the data.
+            x: Inputs (m, ...) of a uniformly random subset of the data, or a ``Block`` from
+                ``blocks``. If the estimator's name has ``N``, you can also pass an iterable of
+                batches that together hold all the data.
             y: Targets, if ``x`` holds inputs.
             at_mode: Whether to also compute the estimate's ``at_mode``, the log evidence of the
                 linearized model at its own mode. This value is higher than the log evidence by N
@@ -465,10 +475,11 @@ class Evidence:
         """
         with torch.no_grad(), self._failing_by_name():
             with self.ranks.together():
-                passes = self._given(x, y, ())
-                estimates = estimates_of(passes)
-            self._observe(passes, estimates)
-            blocks = _blocks_of(passes)
+                self._check_weights()
+                sweeps = self._sweeps(x, y)
+                estimates = [estimate_of(sweep) for sweep in sweeps]
+            blocks = [sweep.block for sweep in sweeps]
+            self._observe(blocks, estimates)
             estimate = mean_over_ranks(self.problem, blocks, estimates)[0]
         if not at_mode:
             return estimate
@@ -502,13 +513,37 @@ class Evidence:
             The estimate in nats, without a graph.
 
         Raises:
-            ConfigurationError: If ``wrt`` matches no hyperparameter, or if a result of ``collect``
-                has no gradient for a hyperparameter in ``wrt``.
+            ConfigurationError: If ``wrt`` matches no hyperparameter.
             EvigradError: If a gradient is not finite.
             InputError: If the data are invalid for the model, the likelihood or the estimator.
             MemoryBudgetError: If the estimate would need more memory than is free.
         """
-        problem = self.problem
+
+        def evaluated(learnable: Learnable, others: Iterable[nn.Parameter]) -> Evaluated:
+            sweeps = self._sweeps(x, y)
+            with held_constant(others):
+                estimates, gradients = estimates_and_gradients(sweeps, learnable)
+            return [sweep.block for sweep in sweeps], estimates, gradients
+
+        return self._add_gradients(wrt, evaluated)
+
+    def _add_gradients(
+        self,
+        wrt: str | Sequence[str] | None,
+        evaluate: Callable[[Learnable, Iterable[nn.Parameter]], Evaluated],
+    ) -> Estimate:
+        """Add gradients of the hyperparameters in ``wrt`` to ``.grad`` (see ``backward``).
+
+        Args:
+            wrt: As for ``backward``.
+            evaluate: Function of the hyperparameters with gradients, and of those held constant.
+
+        Returns:
+            The mean estimate of all blocks.
+
+        Raises:
+            ConfigurationError: If ``wrt`` matches no hyperparameter.
+        """
         learnable, others = divided(self.hyperparameters(), wrt)
         if not learnable:
             raise ConfigurationError(
@@ -518,16 +553,14 @@ class Evidence:
             )
         self._decay.check()
         with torch.enable_grad(), self._failing_by_name():
-            with problem.ranks.together():
-                passes = self._given(x, y, learnable)
-                with held_constant(others):
-                    estimates, gradients = estimates_and_gradients(passes, learnable)
-            blocks = _blocks_of(passes)
-            estimate, gradients = mean_over_ranks(problem, blocks, estimates, gradients)
+            with self.problem.ranks.together():
+                self._check_weights()
+                blocks, estimates, gradients = evaluate(learnable, others)
+            estimate, gradients = mean_over_ranks(self.problem, blocks, estimates, gradients)
             check_gradients(learnable, gradients)
         for parameter, gradient in zip(learnable.values(), gradients, strict=True):
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        self._observe(passes, estimates)
+        self._observe(blocks, estimates)
         return estimate
 
     def blocks(self, data: Any) -> BlockStream | AnchoredStream:
@@ -566,10 +599,10 @@ class Evidence:
     ) -> KeptPass:
         """Run the network on a block once, for many estimates and steps on the prior and the noise.
 
-        Pass the result to ``estimate`` or ``backward`` instead of the block. To get the mean over
-        several blocks, pass a list of results. Neither method then runs the network. The result is
-        valid until the weights, or hyperparameters that are not in ``wrt``, change. If an anchored
-        block holds several draws, the result's ``draws()`` returns one result per draw.
+        Pass the result to ``estimate_kept`` or ``backward_kept``, which do not run the network. If
+        you pass several results, they use the mean over the blocks. The result is valid until the
+        weights, or hyperparameters that are not in ``wrt``, change. If an anchored block holds
+        several draws, the result's ``draws()`` returns one result per draw.
 
         Args:
             x: As for ``estimate``.
@@ -595,18 +628,59 @@ class Evidence:
                 block_pass = pass_over(sweep, changing)
         return kept(self.problem, block_pass, self.hyperparameters(), changing)
 
-    def _given(
-        self, x: Data, y: Tensor | None, learnable: Iterable[str]
-    ) -> MicroBatchSweep | Sequence[KeptPass]:
-        """Return what to evaluate: kept passes, or a sweep over the block of the checked data.
+    def estimate_kept(self, *passes: KeptPass) -> Estimate:
+        """Estimate the log evidence from results of ``collect``, without running the network.
 
-        A rank may have nothing to evaluate while other ranks do.
+        Args:
+            *passes: Results of ``collect``. The estimate is the mean over their blocks.
+
+        Returns:
+            The estimate in nats, without a graph.
+
+        Raises:
+            InputError: If a pass is outdated, or was collected by another evidence.
         """
-        self._check_weights()
-        if self.problem.ranks.count > 1 and _is_empty(x):
-            return []
-        kept_passes = as_kept(self.problem, x, self.hyperparameters, learnable)
-        return resolve(self.problem, x, y) if kept_passes is None else kept_passes
+        with torch.no_grad(), self._failing_by_name():
+            with self.ranks.together():
+                self._check_weights()
+                check_kept(self.problem, passes, self.hyperparameters(), ())
+                estimates = [log_evidence(kept_pass)[0] for kept_pass in passes]
+            blocks = [kept_pass.block for kept_pass in passes]
+            self._observe(blocks, estimates)
+            return mean_over_ranks(self.problem, blocks, estimates)[0]
+
+    def backward_kept(self, *passes: KeptPass, wrt: str | Sequence[str] | None = None) -> Estimate:
+        """Add gradients like ``backward``, from results of ``collect``.
+
+        Args:
+            *passes: As for ``estimate_kept``.
+            wrt: As for ``backward``, among the hyperparameters that ``collect`` got as ``wrt``.
+
+        Returns:
+            The estimate in nats, without a graph.
+
+        Raises:
+            ConfigurationError: If ``wrt`` matches no hyperparameter, or if a pass has no gradient
+                for a hyperparameter in ``wrt``.
+            EvigradError: If a gradient is not finite.
+            InputError: If a pass is outdated, or was collected by another evidence.
+        """
+
+        def evaluated(learnable: Learnable, others: Iterable[nn.Parameter]) -> Evaluated:
+            check_kept(self.problem, passes, self.hyperparameters(), learnable)
+            with held_constant(others):
+                estimates, gradients = kept_gradients(passes, learnable)
+            return [kept_pass.block for kept_pass in passes], estimates, gradients
+
+        return self._add_gradients(wrt, evaluated)
+
+    def _sweeps(self, x: Data, y: Tensor | None) -> list[MicroBatchSweep]:
+        """Return the sweep over the block of the checked data.
+
+        The list is empty on a rank that has nothing to evaluate while other ranks do.
+        """
+        is_empty = isinstance(x, Block) and not len(x.indices)  # as from a stream
+        return [] if is_empty and self.ranks.count > 1 else [resolve(self.problem, x, y)]
 
     @contextmanager
     def _failing_by_name(self) -> Iterator[None]:
@@ -618,12 +692,10 @@ class Evidence:
         """Raise an error if parameters were added, removed or replaced."""
         check_unchanged(self.problem.network.model, self._weights, self._model_hyperparameters)
 
-    def _observe(
-        self, passes: MicroBatchSweep | Sequence[KeptPass], estimates: Sequence[Estimate]
-    ) -> None:
+    def _observe(self, blocks: Sequence[Block], estimates: Sequence[Estimate]) -> None:
         """Improve the predictions for later anchored blocks by the estimates of these."""
         if self.anchors is not None:
-            pairs = zip(_blocks_of(passes), estimates, strict=True)
+            pairs = zip(blocks, estimates, strict=True)
             self.anchors.observe((block, e.entropies) for block, e in pairs)
 
     # ------------------------------------------------------------ predictions
@@ -853,20 +925,6 @@ class Evidence:
             self.problem.network.load_state_dict(state["preparation"])
         if self.anchors is not None and "anchors" in state:
             self.anchors.load_state_dict(state["anchors"])
-
-
-def _blocks_of(passes: MicroBatchSweep | Sequence[KeptPass]) -> list[Block]:
-    """Return the block of each estimate that the passes give."""
-    return (
-        [passes.block]
-        if isinstance(passes, MicroBatchSweep)
-        else [block_pass.block for block_pass in passes]
-    )
-
-
-def _is_empty(x: Data) -> bool:
-    """Return whether this is what a stream or ``collect`` gives to a rank without blocks."""
-    return (isinstance(x, Block) and not len(x.indices)) or (isinstance(x, list) and not x)
 
 
 def _largest_decays(optimizer: Optimizer | None) -> dict[int, float]:

@@ -19,12 +19,10 @@ from evigrad.passes.sweep import MicroBatchSweep
 Result = TypeVar("Result")
 
 
-def estimates_of(passes: MicroBatchSweep | Sequence[KeptPass]) -> list[Estimate]:
-    """Return the estimate for one block, or the estimates for several kept passes."""
-    if isinstance(passes, MicroBatchSweep):
-        estimate, _ = precisely(passes, lambda sweep: algorithm.log_evidence(_pass(sweep)))
-        return [estimate]
-    return [algorithm.log_evidence(kept)[0] for kept in passes]
+def estimate_of(sweep: MicroBatchSweep) -> Estimate:
+    """Return the estimate for one block."""
+    estimate, _ = precisely(sweep, lambda sweep: algorithm.log_evidence(_pass(sweep)))
+    return estimate
 
 
 def pass_over(sweep: MicroBatchSweep, learned: Iterable[str]) -> Pass:
@@ -43,31 +41,39 @@ def _pass(sweep: MicroBatchSweep) -> Pass:
 
 
 def estimates_and_gradients(
-    passes: MicroBatchSweep | Sequence[KeptPass], learned: Mapping[str, nn.Parameter]
+    sweeps: Sequence[MicroBatchSweep], learned: Mapping[str, nn.Parameter]
 ) -> tuple[list[Estimate], list[Tensor]]:
-    """Return the same estimates as ``estimates_of``, and the gradients of their mean.
+    """Return the estimate for one block and its gradients, or zeros if a rank has no block.
 
     The gradients are in the order of the ``learned`` hyperparameters. The caller must freeze all
     other hyperparameters.
     """
-    parameters = list(learned.values())
-    if not isinstance(passes, MicroBatchSweep):
-        estimates, total = list[Estimate](), [torch.zeros_like(p) for p in parameters]
-        for kept in passes:
-            estimate, loss = algorithm.log_evidence(kept)
-            estimates.append(estimate)
-            gradients = algorithm.gradients_of(loss / len(passes), parameters)
-            total = [a + b for a, b in zip(total, gradients, strict=True)]
-        return estimates, total
-    model, num_outputs = passes.problem.model, passes.plan.num_outputs
-    purpose = algorithm.purpose_of(model, passes.curvature, num_outputs, learned)
+    if not sweeps:
+        return [], [torch.zeros_like(p) for p in learned.values()]
+    (sweep,) = sweeps
+    model, num_outputs = sweep.problem.model, sweep.plan.num_outputs
+    purpose = algorithm.purpose_of(model, sweep.curvature, num_outputs, learned)
     pulled = {name: p for name, p in learned.items() if not name.startswith("prior.")}
     work = algorithm.two_passes if purpose is Purpose.DIFFERENTIATE else algorithm.one_pass
     estimate, gradients = precisely(
-        replace(passes, purpose=purpose, learned=pulled),
+        replace(sweep, purpose=purpose, learned=pulled),
         lambda sweep: work(model, sweep.curvature, sweep, learned),
     )
     return [estimate], gradients
+
+
+def kept_gradients(
+    passes: Sequence[KeptPass], learned: Mapping[str, nn.Parameter]
+) -> tuple[list[Estimate], list[Tensor]]:
+    """Return the estimates of kept passes, and the gradients of their mean."""
+    parameters = list(learned.values())
+    estimates, total = list[Estimate](), [torch.zeros_like(p) for p in parameters]
+    for kept in passes:
+        estimate, loss = algorithm.log_evidence(kept)
+        estimates.append(estimate)
+        gradients = algorithm.gradients_of(loss / len(passes), parameters)
+        total = [a + b for a, b in zip(total, gradients, strict=True)]
+    return estimates, total
 
 
 def precisely(

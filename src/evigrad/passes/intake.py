@@ -23,7 +23,7 @@ from evigrad.likelihoods.positions import NO_TARGET, counted, is_batch, spread
 from evigrad.network.modes import seeded
 from evigrad.network.network import PROBE_SIZE, InputPlan
 from evigrad.passes.checks import as_pair, check_block, not_data
-from evigrad.passes.kept import KeptPass, checksums
+from evigrad.passes.kept import checksums
 from evigrad.passes.problem import Problem
 from evigrad.passes.sweep import Batch, MicroBatchSweep, new_sweep
 
@@ -284,7 +284,7 @@ def resolve(problem: Problem, x: Data, y: Tensor | None) -> MicroBatchSweep:
     if isinstance(x, Inputs | Mapping) or (y is not None and isinstance(x, tuple | list)):
         return _given_subset(problem, as_inputs(x), y)
     readable = isinstance(x, Iterable | CheckedSource)
-    if y is not None or isinstance(x, KeptPass | str) or not readable:
+    if y is not None or isinstance(x, str) or not readable:
         raise not_data(x)
     return _given_batches(problem, cast("Iterable[Batch] | Source", x))
 
