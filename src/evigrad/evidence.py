@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Real
@@ -69,10 +69,6 @@ from evigrad.posterior import (
 )
 from evigrad.priors import GaussianPrior, not_a_prior
 
-# The hyperparameters that get gradients, by name.
-Learnable = Mapping[str, nn.Parameter]
-# The blocks of an evaluation, the estimate of each, and the gradients of the estimates' mean.
-Evaluated = tuple[list[Block], list[Estimate], list[Tensor]]
 # Settings that may differ between ranks, because they change no result. All others must be equal.
 _OF_A_RANK = ("micro_batch", "memory_budget", "rows_device")
 
@@ -518,28 +514,20 @@ class Evidence:
             InputError: If the data are invalid for the model, the likelihood or the estimator.
             MemoryBudgetError: If the estimate would need more memory than is free.
         """
+        learnable, others = self._learnable(wrt)
+        with torch.enable_grad(), self._failing_by_name():
+            with self.ranks.together():
+                self._check_weights()
+                sweeps = self._sweeps(x, y)
+                with held_constant(others):
+                    estimates, gradients = estimates_and_gradients(sweeps, learnable)
+            blocks = [sweep.block for sweep in sweeps]
+            return self._add_gradients(learnable, blocks, estimates, gradients)
 
-        def evaluated(learnable: Learnable, others: Iterable[nn.Parameter]) -> Evaluated:
-            sweeps = self._sweeps(x, y)
-            with held_constant(others):
-                estimates, gradients = estimates_and_gradients(sweeps, learnable)
-            return [sweep.block for sweep in sweeps], estimates, gradients
-
-        return self._add_gradients(wrt, evaluated)
-
-    def _add_gradients(
-        self,
-        wrt: str | Sequence[str] | None,
-        evaluate: Callable[[Learnable, Iterable[nn.Parameter]], Evaluated],
-    ) -> Estimate:
-        """Add gradients of the hyperparameters in ``wrt`` to ``.grad`` (see ``backward``).
-
-        Args:
-            wrt: As for ``backward``.
-            evaluate: Function of the hyperparameters with gradients, and of those held constant.
-
-        Returns:
-            The mean estimate of all blocks.
+    def _learnable(
+        self, wrt: str | Sequence[str] | None
+    ) -> tuple[dict[str, nn.Parameter], list[nn.Parameter]]:
+        """Return the hyperparameters in ``wrt``, and all others.
 
         Raises:
             ConfigurationError: If ``wrt`` matches no hyperparameter.
@@ -552,14 +540,20 @@ class Evidence:
                 " likelihood learnable, or name a parameter of the model."
             )
         self._decay.check()
-        with torch.enable_grad(), self._failing_by_name():
-            with self.problem.ranks.together():
-                self._check_weights()
-                blocks, estimates, gradients = evaluate(learnable, others)
-            estimate, gradients = mean_over_ranks(self.problem, blocks, estimates, gradients)
-            check_gradients(learnable, gradients)
-        for parameter, gradient in zip(learnable.values(), gradients, strict=True):
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        return learnable, others
+
+    def _add_gradients(
+        self,
+        learnable: Mapping[str, nn.Parameter],
+        blocks: Sequence[Block],
+        estimates: Sequence[Estimate],
+        gradients: Sequence[Tensor],
+    ) -> Estimate:
+        """Add the mean gradients over all ranks to ``.grad``, and return the mean estimate."""
+        estimate, means = mean_over_ranks(self.problem, blocks, estimates, gradients)
+        check_gradients(learnable, means)
+        for parameter, mean in zip(learnable.values(), means, strict=True):
+            parameter.grad = mean if parameter.grad is None else parameter.grad + mean
         self._observe(blocks, estimates)
         return estimate
 
@@ -665,14 +659,15 @@ class Evidence:
             EvigradError: If a gradient is not finite.
             InputError: If a pass is outdated, or was collected by another evidence.
         """
-
-        def evaluated(learnable: Learnable, others: Iterable[nn.Parameter]) -> Evaluated:
-            check_kept(self.problem, passes, self.hyperparameters(), learnable)
-            with held_constant(others):
-                estimates, gradients = kept_gradients(passes, learnable)
-            return [kept_pass.block for kept_pass in passes], estimates, gradients
-
-        return self._add_gradients(wrt, evaluated)
+        learnable, others = self._learnable(wrt)
+        with torch.enable_grad(), self._failing_by_name():
+            with self.ranks.together():
+                self._check_weights()
+                check_kept(self.problem, passes, self.hyperparameters(), learnable)
+                with held_constant(others):
+                    estimates, gradients = kept_gradients(passes, learnable)
+            blocks = [kept_pass.block for kept_pass in passes]
+            return self._add_gradients(learnable, blocks, estimates, gradients)
 
     def _sweeps(self, x: Data, y: Tensor | None) -> list[MicroBatchSweep]:
         """Return the sweep over the block of the checked data.

@@ -11,7 +11,6 @@ from likelihood_zoo import RelativeNoise
 from torch import Tensor, nn
 
 from evigrad import Evidence, Memory
-from evigrad.core.block import Block
 from evigrad.core.names import STRUCTURES
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.likelihoods import Categorical, Gaussian, Likelihood
@@ -46,9 +45,7 @@ def make(estimator: str, likelihood: Likelihood, **settings: Any) -> Evidence:
     )
 
 
-def values_and_gradients(
-    evidence: Evidence, *data: Block | KeptPass
-) -> tuple[list[float], list[Tensor]]:
+def values_and_gradients(evidence: Evidence, *data: Any) -> tuple[list[float], list[Tensor]]:
     is_kept = isinstance(data[0], KeptPass)
     estimate = (evidence.backward_kept if is_kept else evidence.backward)(*data)
     gradients = []

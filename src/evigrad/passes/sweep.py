@@ -4,14 +4,14 @@ All random numbers are drawn for the whole block before the first pass. They do 
 pass or on the size of micro-batches.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from evigrad.core.block import Block, MicroBatch
 from evigrad.core.curvature import Curvature, check_log_det
@@ -29,7 +29,7 @@ from evigrad.network import (
 )
 from evigrad.network.modes import evaluation_mode, model_run
 from evigrad.network.network import InputPlan
-from evigrad.passes.memory import check_memory, fits
+from evigrad.passes.memory import check_memory, run_if_it_fits
 from evigrad.passes.problem import Problem
 from evigrad.passes.replicas import total_over_ranks
 
@@ -72,8 +72,6 @@ class MicroBatchSweep:
         seed: Seed for models that draw from the global random generators.
         noise: Random numbers that modules draw through the evidence.
         labels: Sampled labels of all examples, one tensor for each sample (curvature ``mc``).
-        suspicious: Whether to check in every micro-batch that the model does not mix examples.
-        learned: The hyperparameters for which a second pass computes gradients.
         purpose: See ``Sweep.purpose``.
     """
 
@@ -85,8 +83,6 @@ class MicroBatchSweep:
     seed: int
     noise: Noise
     labels: Sequence[Tensor] = ()
-    suspicious: bool = False
-    learned: Mapping[str, nn.Parameter] = field(default_factory=dict)
     purpose: Purpose = Purpose.VALUE
 
     # ------------------------------------------------------------ methods of ``Sweep``
@@ -111,7 +107,6 @@ class MicroBatchSweep:
             InputError: If the batches contain too few or too many examples.
         """
         if graph:
-            self._check_second_derivatives()
             label = "second"
         problem, plan, block, state = self.problem, self.plan, self.block, start
         expected, first = len(block.indices), 0
@@ -130,7 +125,7 @@ class MicroBatchSweep:
                     cut = next((c for c in cuts if c > first + done), expected)
                     num_remaining = min(len(x), cut - first) - done
                     size = self._size(label, x, num_remaining, first + done)
-                    if states := fits(partial(step, state, part(size))):
+                    if states := run_if_it_fits(partial(step, state, part(size))):
                         (state,) = states
                     else:
                         problem.sizes.halve(self._memory_key(label, x), size)
@@ -153,8 +148,8 @@ class MicroBatchSweep:
                 plan.model, self.problem.network.weights, batch.x, plan.jacobian, graph
             )
         self._check_outputs(plan, linearization.outputs)
-        if (self.suspicious and not graph) or linearization.may_mix:
-            self._check_separate(plan, batch.x, linearization.outputs)
+        if linearization.may_mix:
+            self.check_separate(batch, linearization.outputs)
         return linearization
 
     def holds_graph(self, batch: MicroBatch) -> bool:
@@ -162,7 +157,7 @@ class MicroBatchSweep:
         size = batch.data.stop - batch.data.start
         if size < self.block.num_collected(self.curvature.counts_data):
             return False
-        if self.suspicious or self.problem.sizes.asked == "auto":
+        if self.problem.sizes.asked == "auto":
             return False
         numbers = self._plan_of(batch).jacobian.numbers * len(batch.x) * (1 + self._width)
         return 0 < numbers <= _HELD_NUMBERS
@@ -174,8 +169,8 @@ class MicroBatchSweep:
         with self._autocast(), model_run(plan.model) as modules, recorder:
             f = model_outputs(plan.model, batch.x)
         self._check_outputs(plan, f)
-        if self.suspicious or recorder.may_mix(modules):
-            self._check_separate(plan, batch.x, f)
+        if recorder.may_mix(modules):
+            self.check_separate(batch, f)
         return f.to(self.problem.dtype)
 
     def log_probabilities(self, f: Tensor, batch: MicroBatch) -> Tensor:
@@ -240,22 +235,12 @@ class MicroBatchSweep:
 
     # ------------------------------------------------------------ checks on real data
 
-    def verified(self) -> "MicroBatchSweep":
-        """Check the fast derivatives if a check is due.
-
-        After a check, passes without a graph also check that the model does not mix examples.
-
-        Returns:
-            The sweep without incorrect fast derivatives.
-        """
-        network = self.problem.network
-        if not network.check_is_due():
-            return self
+    def checked(self) -> "MicroBatchSweep":
+        """Return the sweep without incorrect fast derivatives, after a check of all of them."""
         plan = self._checked_plan()
         if plan is self.plan:
-            return replace(self, suspicious=True)
-        curvature = self.problem.curvature(plan)
-        return replace(self, plan=plan, curvature=curvature, suspicious=True)
+            return self
+        return replace(self, plan=plan, curvature=self.problem.curvature(plan))
 
     def _checked_plan(self) -> InputPlan:
         """Return the plan after a check on the first micro-batch, halved until it fits.
@@ -272,24 +257,24 @@ class MicroBatchSweep:
             with self._evaluating():
                 return problem.network.checked(self.plan, part(size).x)
 
-        while not (plans := fits(checked)):
+        while not (plans := run_if_it_fits(checked)):
             if at_once is not None or size == 1:
                 sizes.halve(key, size)
             size //= 2
         return plans[0]
 
-    def _check_second_derivatives(self) -> None:
-        """Check once that the rows of the first examples can be differentiated."""
-        problem, learned, checked = self.problem, self.learned, self.problem.network.differentiated
+    def check_second_derivatives(self, learned: Collection[str]) -> None:
+        """Check once that rows can be differentiated in the ``learned`` hyperparameters."""
+        problem, checked = self.problem, self.problem.network.differentiated
         if checked.issuperset(learned):
             return
-        of_model = {name: p for name, p in learned.items() if name.startswith("model.")}
+        changes_model = any(name.startswith("model.") for name in learned)
         with torch.enable_grad(), self._evaluating():
             x, part = self._first()
             batch = part(min(2, len(x)))  # a forward pass over a few examples suffices
             root = problem.model.cotangents(self.linearize(batch, graph=True).outputs, batch)
             varies = root.vectors.requires_grad
-            if of_model or varies:
+            if changes_model or varies:
                 model, weights = self._plan_of(batch).model, problem.network.weights
                 refuse_once_differentiable(model, weights, list(learned), batch.x)
         checked.update(learned)
@@ -303,7 +288,9 @@ class MicroBatchSweep:
             )
         check_finite("The model's outputs", f)
 
-    def _check_separate(self, plan: InputPlan, x: Tensor, f: Tensor) -> None:
+    def check_separate(self, batch: MicroBatch, f: Tensor) -> None:
+        """Raise an error if an output in ``f`` depends on other examples of the micro-batch."""
+        plan, x = self._plan_of(batch), batch.x
         if len(x) == 1:
             return
         if self.problem.settings.autocast is not None:  # its rounding would look like mixing

@@ -35,6 +35,7 @@ from evigrad.network import Linearization, model_outputs
 from evigrad.network.modes import evaluation_run
 from evigrad.network.network import PROBE_SIZE, InputPlan, Network
 from evigrad.passes.checks import as_generator, check_choice, check_count, check_inputs
+from evigrad.passes.evaluation import precisely
 from evigrad.passes.intake import CheckedSource, Data, resolve
 from evigrad.passes.kept import checksums
 from evigrad.passes.memory import GIB, MicroBatches
@@ -614,10 +615,7 @@ def collect(problem: Problem, data: object, structure: str) -> Pass:
         ).stream(source)
         batches = next(iter(stream))
     try:
-        sweep = resolve(problem, batches, None)
-        sweep.check_memory()
-        sweep = sweep.verified()
-        return run_pass(problem.model, sweep.curvature, sweep)
+        return precisely(resolve(problem, batches, None), partial(run_pass, problem.model))
     except MemoryBudgetError as error:
         count = sum(weight.numel() for weight in problem.model.weights.values())
         raise MemoryBudgetError(
