@@ -283,7 +283,9 @@ def _estimate(
     model, scale = block_pass.model, block_pass.block.scale
     weight = 0.5 * model.log_det_weight
     terms = (log_likelihood, log_prior, scale * log_det.value, log_hyperprior)
-    likelihood, prior, determinant, hyperprior = (float(t.detach()) for t in terms)
+    # On a GPU, each read of a number waits for all operations before it, so read all at once.
+    numbers = torch.stack([term.detach().to(log_likelihood) for term in terms]).tolist()
+    likelihood, prior, determinant, hyperprior = numbers
     value = likelihood + prior - weight * determinant
     if determinant < -TOLERATED_NATS * scale:
         raise ConfigurationError(
