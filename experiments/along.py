@@ -27,8 +27,8 @@ from evigrad.core.curvature import RoundingError, rounding_refused
 from evigrad.core.curvature.base import working_dtype
 from evigrad.core.curvature.linalg import log_det_identity_plus
 from evigrad.core.curvature.rows import DenseRows
+from evigrad.core.model import standard_error
 from evigrad.core.names import Estimator
-from evigrad.core.types import standard_error
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.files import replacing
@@ -104,7 +104,10 @@ def evidence_along(
                 one.generator.manual_seed(derived_seed(seed, "evidence", number + 1))
                 if is_precision:
                     kept = kept or one.collect(block, wrt="prior")
-                values.append(one.estimate(kept or block).per_datum)
+                    estimate = one.estimate_kept(kept)
+                else:
+                    estimate = one.estimate(block)
+                values.append(estimate.per_datum)
             values_by_block[str(number)] = values
             if partial is not None and time.monotonic() - saved > _SAVE_EVERY:
                 _write(partial, values_by_block)

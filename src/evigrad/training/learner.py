@@ -355,7 +355,10 @@ class Learner:
         if self.fixed_point is not None:
             self.fixed_point.rate = cosine(group.progress, FIRST_RATE, LAST_RATE)
         self._clear_gradients()
-        estimate = self.evidence.backward(block, wrt=group.names)
+        if isinstance(block, Block):
+            estimate = self.evidence.backward(block, wrt=group.names)
+        else:
+            estimate = self.evidence.backward_kept(*block, wrt=group.names)
         self.hyper_optimizer.step()
         if self.fixed_point is not None and any(n.startswith("prior.") for n in group.names):
             self.fixed_point.step()

@@ -26,7 +26,7 @@ from evigrad.core.curvature import (
 from evigrad.core.curvature.linalg import psd_eigenvalues
 from evigrad.core.curvature.ntk import NtkStatistic
 from evigrad.core.names import STRUCTURES
-from evigrad.core.types import Purpose
+from evigrad.core.protocols import Purpose
 from evigrad.fast.contraction import (
     MatrixUse,
     contracted,

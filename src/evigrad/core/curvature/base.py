@@ -22,8 +22,8 @@ from torch import Tensor
 from evigrad.core.algebra import is_one_number
 from evigrad.core.block import Conditioning
 from evigrad.core.curvature.anchored import LogDet
+from evigrad.core.protocols import Linearization, Purpose
 from evigrad.core.roots import RootRows
-from evigrad.core.types import Linearization, Purpose
 from evigrad.errors import ConfigurationError, NotPositiveDefiniteError
 
 # Copies of a dense n x n block next to the statistic while a log-determinant is differentiated: the

@@ -23,8 +23,8 @@ from evigrad.core.curvature.base import (
     working_dtype,
 )
 from evigrad.core.curvature.linalg import Spectra, log_det_dense
+from evigrad.core.protocols import Linearization, Purpose
 from evigrad.core.roots import RootRows
-from evigrad.core.types import Linearization, Purpose
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from evigrad.core.curvature.base import (
 )
 from evigrad.core.curvature.dense import BlockStatistic
 from evigrad.core.curvature.linalg import log_det_diagonal
+from evigrad.core.protocols import Linearization, Purpose
 from evigrad.core.roots import RootRows
-from evigrad.core.types import Linearization, Purpose
 
 # Vectors of the size of the weights while ℓ is differentiated: the statistic, its ratio to the
 # precision, the logarithm, and the cotangents of both.

@@ -48,8 +48,8 @@ from evigrad.core.curvature.linalg import (
     log_det_kronecker,
     psd_eigenvalues,
 )
+from evigrad.core.protocols import LOG_DETS, Linearization, Purpose
 from evigrad.core.roots import RootRows
-from evigrad.core.types import LOG_DETS, Linearization, Purpose
 from evigrad.errors import ConfigurationError
 
 # Parameters without Kronecker factors (biases, scales of normalization layers) get an exact dense

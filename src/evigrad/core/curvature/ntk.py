@@ -33,8 +33,8 @@ from evigrad.core.curvature.base import (
 from evigrad.core.curvature.dense import BlockDiagonal
 from evigrad.core.curvature.linalg import MatrixSpectrum, Spectra, log_det_identity_plus
 from evigrad.core.curvature.rows import DenseRows, Rows, between, mixed_grams
+from evigrad.core.protocols import LOG_DETS, Linearization, Purpose
 from evigrad.core.roots import RootRows
-from evigrad.core.types import LOG_DETS, Linearization, Purpose
 from evigrad.errors import ConfigurationError
 
 # The Grams of the prior groups are stored if they are at most as large as the rows, or as this. A
