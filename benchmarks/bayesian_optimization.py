@@ -1,25 +1,27 @@
 """Does Bayesian optimization with evigrad find better points than with other models of BoTorch?
 
 All methods maximize the same acquisition function (``LogExpectedImprovement``) from the same first
-points. ``simple regret`` is the optimum minus the best value so far. ``seconds`` is the time per
-observation, for the model and for the acquisition function.
+points. ``simple regret`` is the optimum minus the best value so far. ``seconds`` is the CPU time of
+one thread per observation, for the model and for the acquisition function.
 
 * ``evigrad``: ``EvidenceModel``, which trains its network after every 10 observations, and adds
   the others in closed form.
 * ``gp``: BoTorch's ``SingleTaskGP``, fitted after every observation.
 * ``laplace-bayesopt``: ``LaplaceBoTorch`` with the same network, trained after every observation as
-  its authors do. It is in constraints-laplace.txt.
+  its authors do, for 1,000 epochs. It is in constraints-laplace.txt. It is slow, so it has only 3
+  seeds by default.
 
-Finished runs are not repeated.
+Each run has a process of its own, which is stopped after ``--limit`` seconds. A run that fails is
+reported, and runs again next time. Everything takes about an hour of one core.
 
-    python benchmarks/bayesian_optimization.py --csv docs/results/bayesian_optimization.csv
+    python benchmarks/bayesian_optimization.py --results docs/results --pages benchmarks/README.md
 """
 
-import argparse
+import multiprocessing
 import time
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
+from itertools import product
 from statistics import mean, stdev
 from typing import Any
 
@@ -31,20 +33,19 @@ from botorch.models.transforms import Normalize, Standardize
 from botorch.optim import optimize_acqf
 from botorch.test_functions import Ackley, Branin, Hartmann, Levy
 from gpytorch.mlls import ExactMarginalLogLikelihood
-from learning import Results
-from measure import machine
+from learning import Result, Results, make_parser, parse
+from measure import machine, show
 from torch import Tensor, nn
 
 from evigrad.botorch import EvidenceModel
 
 # Functions to minimize, with the number of first points and of further observations.
 FUNCTIONS = {
-    "branin-2": (lambda: Branin(), 6, 30),
-    "levy-4": (lambda: Levy(4), 10, 40),
-    "hartmann-6": (lambda: Hartmann(6), 14, 50),
-    "ackley-20": (lambda: Ackley(20), 40, 80),
+    "branin-2": (lambda: Branin(), 6, 15),
+    "levy-4": (lambda: Levy(4), 10, 15),
+    "hartmann-6": (lambda: Hartmann(6), 14, 20),
+    "ackley-20": (lambda: Ackley(20), 20, 30),
 }
-METHODS = ("evigrad", "gp", "laplace-bayesopt")
 RETRAIN = 10
 COLUMNS = ("row", "seed", "function", "method", "regret", "seconds", "machine")
 
@@ -87,7 +88,14 @@ def laplace_bayesopt(x: Tensor, y: Tensor, seed: int) -> Any:
     )
 
 
-def run(function: str, method: str, seed: int, steps: int | None = None) -> dict[str, Any]:
+MODELS = {
+    "evigrad": Evigrad,
+    "gp": lambda: gaussian_process,
+    "laplace-bayesopt": lambda: laplace_bayesopt,
+}
+
+
+def run(function: str, method: str, seed: int, steps: int | None = None) -> Result:
     """Return the simple regret after each observation, and the seconds per observation."""
     make, first, observations = FUNCTIONS[function]
     problem = make().double()
@@ -96,65 +104,65 @@ def run(function: str, method: str, seed: int, steps: int | None = None) -> dict
     engine = torch.quasirandom.SobolEngine(problem.dim, scramble=True, seed=seed)
     x = bounds[0] + (bounds[1] - bounds[0]) * engine.draw(first).double()
     y = -problem(x)[:, None]
-    models = {"evigrad": Evigrad(), "gp": gaussian_process, "laplace-bayesopt": laplace_bayesopt}
-    train, regrets, seconds = models[method], [], 0.0
+    train, regrets, seconds = MODELS[method](), [], 0.0
     for step in range(observations if steps is None else steps):
-        start = time.perf_counter()
+        start = time.process_time()
         model = train(x, y, seed=1000 * seed + step)
         function_of_x = LogExpectedImprovement(model, best_f=y.max())
         candidate, _ = optimize_acqf(
             function_of_x, bounds, q=1, num_restarts=4, raw_samples=64, options={"maxiter": 50}
         )
-        seconds += time.perf_counter() - start
+        seconds += time.process_time() - start
         candidate = candidate.detach()
         x, y = torch.cat([x, candidate]), torch.cat([y, -problem(candidate)[:, None]])
         regrets.append(float(-problem.optimal_value - y.max()))
     return {"regret": regrets, "seconds": seconds / len(regrets), "machine": machine()}
 
 
-def table(runs: Sequence[dict[str, Any]]) -> str:
+def table_of(runs: Sequence[Result]) -> str:
     lines = ["| function | method | simple regret | seconds per observation | seeds |"]
     lines.append("|---|---|---|---|---|")
-    for row in dict.fromkeys(one["row"] for one in runs):
-        of_row = [one for one in runs if one["row"] == row]
-        last = [one["regret"][-1] for one in of_row]
-        error = stdev(last) / len(last) ** 0.5 if len(last) > 1 else float("nan")
-        seconds = mean(one["seconds"] for one in of_row)
-        lines.append(
-            f"| {of_row[0]['function']} | {of_row[0]['method']} | {mean(last):.3g} ± {error:.2g}"
-            f" | {seconds:.3g} | {len(of_row)} |"
-        )
+    for function in FUNCTIONS:
+        for method in MODELS:
+            chosen = [r for r in runs if r["row"] == f"{function} {method}"]
+            if chosen:
+                last = [r["regret"][-1] for r in chosen]
+                error = f" ± {stdev(last) / len(last) ** 0.5:.1g}" if len(last) > 1 else ""
+                seconds = mean(r["seconds"] for r in chosen)
+                lines.append(
+                    f"| {function} | {method} | {mean(last):.2g}{error} | {seconds:.2g}"
+                    f" | {len(chosen)} |"
+                )
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--csv", type=Path, default=Path("docs/results/bayesian_optimization.csv"))
+def main(arguments: Sequence[str] | None = None) -> list[Result]:
+    """Run what is missing, then print the table and insert it into the pages."""
+    parser = make_parser(__doc__, seeds=range(10))
     parser.add_argument("--functions", nargs="+", choices=FUNCTIONS, default=list(FUNCTIONS))
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(10)))
+    parser.add_argument("--methods", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--steps", type=int, help="fewer observations, for a trial")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--limit", type=float, default=1800, help="seconds of a run")
+    parser.add_argument("--laplace-seeds", type=int, default=3, help="seeds of laplace-bayesopt")
+    options = parse(parser, arguments)
     warnings.simplefilter("ignore")
-    results = Results(options.csv, COLUMNS)
-    for seed in options.seeds:
-        for function in options.functions:
-            for method in options.methods:
-                row = f"{function} {method}"
-                if results.has(row, seed):
-                    continue
-                outcome = run(function, method, seed, options.steps)
-                results.add(
-                    {"row": row, "seed": seed, "function": function, "method": method, **outcome}
-                )
-                print(
-                    row,
-                    seed,
-                    f"{outcome['regret'][-1]:.3g}",
-                    f"{outcome['seconds']:.2f} s",
-                    flush=True,
-                )
-    print(table(runs := results.read()))
+    results = Results(options.results / "bayesian_optimization.csv", COLUMNS)
+    for seed, function, method in product(options.seeds, options.functions, options.methods):
+        row = f"{function} {method}"
+        is_extra = method == "laplace-bayesopt" and seed >= options.laplace_seeds
+        if is_extra or results.has(row, seed):
+            continue
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            try:
+                job = pool.apply_async(run, (function, method, seed, options.steps))
+                outcome = job.get(options.limit)
+            except Exception as error:
+                print(f"{row}, seed {seed}: {type(error).__name__} {error}", flush=True)
+                continue
+        results.add({"row": row, "seed": seed, "function": function, "method": method, **outcome})
+        regret, seconds = outcome["regret"][-1], outcome["seconds"]
+        print(f"{row}, seed {seed}: {regret:.3g}, {seconds:.2f} s", flush=True)
+    show("bayesian_optimization", table_of(runs := results.read()), options.pages)
     return runs
 
 

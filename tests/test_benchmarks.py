@@ -64,11 +64,15 @@ def test_bayesian_optimization(monkeypatch, tmp_path, capsys):
     script = load_script("bayesian_optimization", monkeypatch)
     fit = partial(script.EvidenceModel.fit, schedule=Schedule(epochs=2, batch_size=9))
     monkeypatch.setattr(script.EvidenceModel, "fit", fit)
-    short = ["--csv", str(tmp_path / "runs.csv"), "--functions", "branin-2", "--steps", "2"]
-    short += ["--methods", "evigrad", "--seeds", "0"]
+    short = ["--results", str(tmp_path), "--functions", "branin-2", "--steps", "2"]
+    short += ["--methods", "evigrad", "laplace-bayesopt", "--seeds", "0"]
+    monkeypatch.setitem(script.MODELS, "laplace-bayesopt", None)  # a run that fails
     (run,) = script.main(short)
     assert len(run["regret"]) == 2 and run["regret"][0] >= run["regret"][1] >= 0
-    assert script.main(short) == [run] and "| branin-2 | evigrad |" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "| branin-2 | evigrad |" in printed and "laplace-bayesopt, seed 0: TypeError" in printed
+    assert script.main([*short, "--laplace-seeds", "0"]) == [run]
+    assert "TypeError" not in capsys.readouterr().out
 
 
 def short_rivals(monkeypatch):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from peak_bytes import PeakBytes
 from torch import Tensor, nn
 
 from evigrad import Evidence, Schedule
@@ -34,11 +35,11 @@ def data(n: int = 8, m: int = 1) -> tuple[Tensor, Tensor]:
     return x, 3 + 2 * torch.stack([(x[:, 0] * (i + 1) + x[:, 1]).sin() for i in range(m)], 1)
 
 
-def made(m: int = 1, noise: Tensor | None = None, structure: str = "ntk") -> Any:
+def made(m: int = 1, noise: Tensor | None = None, structure: str = "ntk", hidden: int = 6) -> Any:
     """A model without training, with both transforms."""
     x, y = data(m=m)
     torch.manual_seed(1)
-    network = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, m)).double()
+    network = nn.Sequential(nn.Linear(2, hidden), nn.Tanh(), nn.Linear(hidden, m)).double()
     inputs, outcomes = transforms.Normalize(2), transforms.Standardize(m)
     likelihood = Gaussian(0.3, num_outputs=m) if noise is None else KnownNoise(0.3, num_outputs=m)
     targets, variance = outcomes(y, noise)
@@ -154,6 +155,14 @@ def test_acquisition_functions_are_optimized(name):
     )
     assert candidates.shape == (q, 2)
     assert bool(((candidates >= BOUNDS[0]) & (candidates <= BOUNDS[1])).all())
+
+
+def test_many_candidates_take_less_than_a_gibibyte():
+    model = made(hidden=700)  # has more weights than the default network
+    model.posterior(torch.rand(2, 1, 2).double())
+    with PeakBytes() as peak, torch.no_grad():
+        assert model.posterior(torch.rand(10_000, 1, 2).double()).variance.shape == (10_000, 1, 1)
+    assert peak.most < 2**30
 
 
 def test_thompson_sampling():

@@ -56,6 +56,22 @@ def test_bayesian_optimization(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(best) == 3 and best == sorted(best)
 
 
+def test_active_learning(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    script = load_script("active_learning")
+    # Two pairs of equal questions: a batch asks each of them once.
+    outputs = 4 * torch.randn(500, 2, 3, generator=torch.Generator().manual_seed(0)).double()
+    p = outputs[:, [0, 0, 1, 1]].softmax(-1)
+    is_free, generator = torch.ones(4, dtype=torch.bool), torch.Generator().manual_seed(0)
+    assert {i // 2 for i in script.best_alone(p, is_free, 2)} != {0, 1}
+    assert {i // 2 for i in script.best_together(p, is_free, 2, generator)} == {0, 1}
+    figure = tmp_path / "figure.png"
+    short = "--first 8 --last 12 --batch 2 --epochs 1 --seeds 0"
+    curves = script.main([*short.split(), "--figure", str(figure)])
+    assert [len(curve) for (curve,) in curves.values()] == [3, 3, 3]
+    assert 10_000 < figure.stat().st_size < 300_000
+
+
 def test_fine_tuning(capsys: pytest.CaptureFixture[str]) -> None:
     results = load_script("fine_tuning").main("--epochs 2 --old-epochs 1 --subset 30".split())
     assert capsys.readouterr().out.count("initial ") == 4

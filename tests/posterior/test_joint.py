@@ -1,5 +1,8 @@
 """Joint predictions, weights and functions against dense float64 matrices."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,11 +11,12 @@ from peak_bytes import PeakBytes
 from posterior.cases import OUTPUTS, Case, case
 from posterior.test_covariances import kronecker
 from torch import Tensor, nn
+from torch.distributions import MultivariateNormal
 from torch.func import functional_call, vmap
 
 from evigrad import Memory, Posterior, reference
 from evigrad.errors import ConfigurationError, InputError, MemoryBudgetError
-from evigrad.likelihoods import Categorical, Gaussian
+from evigrad.likelihoods import Categorical, Gaussian, Poisson
 from evigrad.passes import memory
 from evigrad.posterior import STRUCTURES
 
@@ -172,6 +176,55 @@ def test_positions_of_trees_count_as_inputs(structure):
     samples = joint.sample(3, 1)
     assert samples.shape == (3, 2, 2, 4, 2)
     assert_close(samples[0].flatten(0, 1), posterior.draw(1)({n: v[:4] for n, v in x.items()}))
+
+
+def test_the_density_of_all_targets_is_that_of_a_dense_normal_distribution():
+    small_case = case("gaussian")
+    posterior = small_case.evidence.posterior(small_case.train, structure="full")
+    x, y = torch.randn(2, 3, 1, 4).double(), torch.randn(2, 3, 3).double()
+    joint = posterior.joint(x, batch_dims=1)
+    assert joint.noise is not None
+    covariance = joint.covariance.reshape(2, 9, 9) + joint.noise.reshape(2, 9).diag_embed()
+    normal = MultivariateNormal(joint.mean.reshape(2, 9), covariance)
+    assert_close(joint.log_prob(y), normal.log_prob(y.reshape(2, 9)))
+    draws = joint.sample_targets(40_000, 0).reshape(-1, 2, 9)
+    torch.testing.assert_close(draws.mean(0), joint.mean.reshape(2, 9), atol=0.06, rtol=0)
+    for batch in range(2):
+        torch.testing.assert_close(draws[:, batch].T.cov(), covariance[batch], atol=0.15, rtol=0.02)
+    # The chain rule of probabilities.
+    first, second = posterior.joint(x[0, :1]), posterior.update(x[0, :1], y[0, :1]).joint(x[0, 1:])
+    assert_close(joint.log_prob(y)[0], first.log_prob(y[0, :1]) + second.log_prob(y[0, 1:]))
+
+
+@pytest.mark.parametrize("likelihood", (Categorical(), Poisson(exposure=True)))
+def test_densities_and_targets_of_functions(likelihood):
+    """Averages of products over functions, whose sums over all labels are 1."""
+    small_case = case("categorical" if isinstance(likelihood, Categorical) else "poisson")
+    evidence = small_case.evidence
+    posterior = evidence.posterior(small_case.train, structure="full")
+    joint = posterior.joint(torch.randn(4, 2, 1, 4).double(), batch_dims=1)
+    joint = replace(joint, _likelihood=likelihood)
+    f, exposure = joint.sample(200, 3), torch.tensor([[1.0, 2.0]]).double().expand(4, 2)
+    if isinstance(likelihood, Categorical):
+        labels = torch.cartesian_prod(torch.arange(3), torch.arange(3))
+        logs = [joint.log_prob(pair.expand(4, 2), generator=3) for pair in labels]
+        assert_close(torch.stack(logs).exp().sum(0), torch.ones(4).double())
+        y, expected = labels[5].expand(4, 2), f.log_softmax(-1)[..., [0, 1], labels[5]].sum(-1)
+        drawn = joint.sample_targets(40_000, 3)
+        counts = (drawn == y).all(-1).double().mean(0)
+        exact = joint.sample(40_000, 3).softmax(-1)[..., [0, 1], labels[5]].prod(-1).mean(0)
+        torch.testing.assert_close(counts, exact, atol=0.01, rtol=0)
+        with pytest.raises(InputError, match="must have the first dimensions"):
+            joint.log_prob(labels[5])
+    else:
+        counts = torch.poisson(torch.ones(4, 2, 3).double())
+        y = likelihood.targets(counts.view(8, 3), exposure=exposure.reshape(8))
+        y, rates = y.view(4, 2, -1), f.exp() * exposure[..., None]
+        expected = torch.distributions.Poisson(rates).log_prob(counts).sum((-1, -2))
+        drawn = joint.with_conditions(exposure=exposure).sample_targets(20_000, 3)
+        exact = joint.sample(20_000, 3).exp().mean(0) * exposure[..., None]
+        torch.testing.assert_close(drawn.mean(0), exact, atol=0.05, rtol=0.05)
+    assert_close(joint.log_prob(y, generator=3), expected.logsumexp(0) - math.log(200))
 
 
 def test_many_outputs_take_several_backward_passes():

@@ -80,6 +80,34 @@ def test_samples_come_to_the_integral_and_probit_comes_near():
         torch.testing.assert_close(log_prob.exp(), prediction.probabilities[:, 0])
 
 
+@pytest.mark.parametrize("link", ("bridge", "bridge-norm"))
+def test_the_laplace_bridge_inverts_the_approximation_of_a_dirichlet(link):
+    for k in (2, 3, 5):
+        # The Laplace approximation in logits that add up to 0.
+        alpha, centered = torch.linspace(0.4, 3.0, k).double(), torch.eye(k).double() - 1 / k
+        f, covariance = centered @ alpha.log(), centered @ alpha.reciprocal().diag() @ centered
+        expected = alpha / alpha.sum()
+        if link == "bridge-norm":  # the bridge for logits with this mean variance
+            scale = math.sqrt(k / 2) / covariance.diagonal().mean()
+            unit = Predictive(f[None], scale * covariance[None], Categorical(), "bridge")
+            expected = unit.probabilities[0]
+            f, covariance = 3.0 * f, 9.0 * scale * covariance
+        # A softmax does not depend on a shift of all logits.
+        prediction = Predictive(f[None] + 3.0, covariance[None] + 7.0, Categorical(), link)
+        torch.testing.assert_close(prediction.probabilities[0], expected)
+        log_prob = prediction.log_prob(torch.tensor([1]))
+        torch.testing.assert_close(log_prob.exp(), prediction.probabilities[:, 1])
+    # Certain outputs have no Dirichlet distribution, but probabilities and finite gradients.
+    outputs = torch.randn(2, 3).double().requires_grad_()
+    variances = torch.tensor([[0.0, 0.0, 0.0], [0.1, 0.2, 0.3]]).double()
+    prediction = Predictive(outputs, variances, Categorical(), link)
+    torch.testing.assert_close(prediction.probabilities[0], outputs[0].softmax(0))
+    (gradient,) = torch.autograd.grad(prediction.probabilities[:, 0].sum(), outputs)
+    assert bool(gradient.isfinite().all()) and bool((gradient[1] != 0).all())
+    with pytest.raises(ConfigurationError, match="needs the likelihood Categorical, got Bernoulli"):
+        _ = predictive(Bernoulli(), link).probabilities
+
+
 def test_probabilities_of_samples_add_up_and_are_less_sure():
     prediction, sure = (
         predictive(Categorical(), num_samples=500),

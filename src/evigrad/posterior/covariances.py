@@ -184,11 +184,6 @@ class Explained:
         solved = torch.linalg.solve_triangular(factor, scaled, upper=False)
         return solved.mT.unflatten(0, (-1, k))
 
-    def covariance(self, products: Float[Tensor, "R mk"], k: int) -> Float[Tensor, "m k k"]:
-        """Return the covariance of k outputs per example that the factored rows explain."""
-        root = self.root(products, k)
-        return root @ root.mT
-
 
 @dataclass(frozen=True, eq=False)
 class Draws:
@@ -417,7 +412,8 @@ class Covariance:
                 products = _sum(products, self.explained.products(block, white))
         if total is None or self.explained is None or products is None:
             return total
-        return total - self.explained.covariance(products, k)
+        root = self.explained.root(products, k)
+        return total - root @ root.mT
 
     def state(self) -> dict[str, Any]:
         """Return tensors and strings from which ``from_state`` restores the covariance."""

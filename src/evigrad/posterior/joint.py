@@ -1,21 +1,26 @@
 """Predict the outputs for several inputs jointly, as a Gaussian process."""
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from evigrad.errors import InputError
 from evigrad.likelihoods import Likelihood
 from evigrad.likelihoods.calls import noise_variance
+from evigrad.likelihoods.targets import as_numbers, precisely
 from evigrad.network import Linearization
 from evigrad.passes.checks import as_generator, check_count
 from evigrad.posterior.covariances import Covariance, Draws
+from evigrad.posterior.predictive import Predictive, normal_log_prob, targets_of
 from evigrad.posterior.query import Factors, Query
-from evigrad.posterior.updates import with_factors
+from evigrad.posterior.updates import observations, with_factors
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +104,82 @@ class JointPredictive:
         query = self._query
         draws = self._covariance.draws(n, generator, query.problem.model.weights, query.updates)
         return torch.cat([outputs_of(query, self._covariance, part) for part in draws])
+
+    def sample_targets(
+        self, n: int, generator: torch.Generator | int | None = None
+    ) -> Shaped[Tensor, "..."]:
+        """Draw functions as in ``sample``, and targets with noise for each function.
+
+        Args:
+            n: Number of functions.
+            generator: CPU generator or seed. Default: the same seed in every call.
+
+        Returns:
+            Targets in their units without a graph: numbers (n, b..., q, D), or labels (n, b..., q).
+
+        Raises:
+            ConfigurationError: As for ``sample``, or if the likelihood has no ``sample``.
+        """
+        generator = as_generator(self._query.seed if generator is None else generator)
+        f = self.sample(n, generator)
+        return targets_of(self._likelihood, f.flatten(1, -2), generator).unflatten(1, f.shape[1:-1])
+
+    def log_prob(
+        self, y: Any, num_samples: int = 200, generator: torch.Generator | int | None = None
+    ) -> Float[Tensor, "*b"]:
+        """Return the log predictive density of all targets of a batch together.
+
+        Gaussian noise has a closed form. Other densities are averaged over functions. The estimate
+        is too small if q is so large that few functions fit all targets.
+
+        Args:
+            y: Targets (b..., q, ...) in the form that the likelihood expects.
+            num_samples: Number of functions. Default: 200.
+            generator: CPU generator or seed of the functions. Default: the same seed in every call.
+
+        Returns:
+            One number per batch, in nats. Positions without a target do not count.
+
+        Raises:
+            ConfigurationError: As for ``sample``.
+            InputError: If the targets do not match the likelihood or the inputs.
+        """
+        query = self._query
+        if self.noise is not None:
+            gain, residuals = observations(self._likelihood, 1.0, self.mean, y, query.inner_dims)
+            gain, residuals = (
+                precisely(t).flatten(-1 - query.inner_dims) for t in (gain, residuals)
+            )
+            shape = (*query.shape[: query.batch_dims], *2 * gain.shape[-1:])
+            covariance = precisely(self.covariance).reshape(shape)
+            return normal_log_prob(residuals, covariance, gain).to(self.mean)
+        y, size = as_numbers(y), query.batch_dims + 1
+        if y.shape[:size] != query.shape[:size]:
+            raise InputError(
+                f"y must have the first dimensions {query.shape[:size]} of the inputs, got"
+                f" {tuple(y.shape)}. Pass one target for each input."
+            )
+        y = y.flatten(0, query.batch_dims)
+        total = self.mean.new_full(query.shape[: query.batch_dims], -math.inf)
+        for f in self.sample(num_samples, generator):
+            rows = f.flatten(0, query.batch_dims)
+            logs = Predictive(rows, rows, self._likelihood).plug_in.log_prob(y)
+            total = total.logaddexp(logs.view(*total.shape, -1).nansum(-1))
+        return total - math.log(num_samples)
+
+    def with_conditions(self, **conditions: Any) -> "JointPredictive":
+        """Return the prediction under conditions, such as exposures, for noise and targets.
+
+        Args:
+            **conditions: Conditions by name: one number, or numbers in the shape of ``mean``
+                without C. See ``Predictive.with_conditions``.
+
+        Raises:
+            ConfigurationError: If the likelihood has no conditions.
+            InputError: If there is no such condition, or a value or a shape is wrong.
+        """
+        changed = Predictive(self.mean, self.mean, self._likelihood).with_conditions(**conditions)
+        return replace(self, _likelihood=changed.likelihood)
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor]:

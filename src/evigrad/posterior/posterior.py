@@ -157,7 +157,7 @@ class Posterior:
         Args:
             x: Inputs (m, ...), as for ``Evidence.map_loss``.
             link: How probabilities are averaged over the outputs: ``monte-carlo`` (default),
-                ``probit`` or ``plug-in``. See ``Predictive``.
+                ``probit``, ``bridge``, ``bridge-norm`` or ``plug-in``. See ``Predictive``.
             num_samples: Number of samples of ``monte-carlo``. Default: 200.
             generator: CPU generator or seed for the samples. Default: the same seed in every call.
             correlated: Whether to compute covariances between the outputs of an example. Default:

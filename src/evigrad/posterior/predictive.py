@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from evigrad.errors import ConfigurationError, EvigradWarning, InputError
-from evigrad.likelihoods import Conditional, Likelihood
+from evigrad.likelihoods import Categorical, Conditional, Likelihood
 from evigrad.likelihoods.calls import (
     check_targets,
     class_probabilities,
@@ -30,7 +30,7 @@ from evigrad.likelihoods.weighted import unweighted
 from evigrad.passes.checks import as_generator, check_count
 from evigrad.posterior.quantiles import smallest
 
-LINKS = ("monte-carlo", "probit", "plug-in")
+LINKS = ("monte-carlo", "probit", "bridge", "bridge-norm", "plug-in")
 # Number of sampled outputs at once, 128 MiB in float64.
 _NUMBERS_AT_ONCE = 2**24
 # Half of the mean of a log-normal distribution comes from values above exp(f + variance). At a
@@ -55,9 +55,11 @@ class Predictive:
             ``monte-carlo`` averages over samples of the outputs. ``probit`` uses the scaled outputs
             f / √(1 + π/8 · variance) instead, and ignores correlations between outputs. This is the
             formula of MacKay (1992) for a sigmoid and the mean-field formula for a softmax.
-            ``plug-in`` ignores the uncertainty of the outputs. For Gaussian targets,
-            ``monte-carlo`` and ``probit`` have a closed form. The mean and the variances do not
-            depend on the link.
+            ``bridge`` is the mean of the Dirichlet distribution of the Laplace bridge for
+            ``Categorical``, and ``bridge-norm`` normalizes the variances first (M. Hobbhahn,
+            A. Kristiadi and P. Hennig, 2022, arXiv:2003.01227). ``plug-in`` ignores the uncertainty
+            of the outputs. For Gaussian targets, all other links have the same closed form. The
+            mean and the variances do not depend on the link.
         num_samples: Number of samples for ``monte-carlo``.
         seed: Seed of the samples, so that a prediction does not change between reads.
 
@@ -282,7 +284,7 @@ class Predictive:
             one number per position, with shape (m, …) and NaN at positions without a target.
 
         Raises:
-            ConfigurationError: If the link is ``probit`` and the targets are not classes.
+            ConfigurationError: If the link does not support the likelihood.
             InputError: If the targets do not match the likelihood or the outputs.
         """
         if self.outputs.dim() > 2 and is_batch(y, len(self.outputs)):
@@ -343,18 +345,12 @@ class Predictive:
             ConfigurationError: If ``n`` is not positive, or the likelihood has no ``sample``.
         """
         check_count("n", n)
-        flat, draws = self._flat, list[Tensor]()
+        flat = self._flat
         generator = as_generator(self.seed if generator is None else generator)
         samples = flat._samples(n, generator)
         if self.link != "monte-carlo" and (self.link == "plug-in" or flat._normal is None):
             samples = [flat._one_output().expand(n, *flat.outputs.shape)]
-        for f in samples:
-            likelihood = flat.likelihood
-            if isinstance(likelihood, Conditional):
-                conditions = likelihood.reference_targets(flat.outputs)[0]
-                likelihood = likelihood.at(conditions.repeat(len(f), 1))
-            y = sampled_targets(likelihood, f.flatten(0, 1), generator)
-            draws.append(like(f, y).unflatten(0, f.shape[:2]))
+        draws = [targets_of(flat.likelihood, f, generator) for f in samples]
         return torch.cat(draws).unflatten(1, self.outputs.shape[:-1])
 
     def cdf(self, y: Any) -> Float[Tensor, "m ..."]:
@@ -468,7 +464,33 @@ class Predictive:
         """Return the outputs of the links without samples."""
         if self.link == "plug-in":
             return self.outputs
+        if self.link != "probit":
+            return self._bridge_outputs()
         return self.likelihood.probit_outputs(self.outputs, self._variance)
+
+    def _bridge_outputs(self) -> Tensor:
+        """Return logits of the mean of the Laplace bridge's Dirichlet distribution."""
+        if not isinstance(self.likelihood, Categorical):
+            raise ConfigurationError(
+                f"link={self.link!r} needs the likelihood Categorical, got"
+                f" {type(self.likelihood).__name__}. Use link='monte-carlo' or 'plug-in'."
+            )
+        covariance = self.covariance if self.correlated else self._variance.diag_embed()
+        f, covariance = precisely(self.outputs), precisely(covariance)
+        # Condition on logits that add up to 0. A softmax does not depend on their sum.
+        with_sum = covariance.sum(-1)
+        of_sum = with_sum.sum(-1, keepdim=True)
+        gain = with_sum / torch.where(of_sum > 0, of_sum, 1.0)
+        f = f - gain * f.sum(-1, keepdim=True)
+        variance = covariance.diagonal(dim1=-2, dim2=-1) - gain * with_sum
+        is_certain = variance.amin(-1, keepdim=True) <= 0
+        variance, k = torch.where(is_certain, 1.0, variance), f.shape[-1]
+        if self.link == "bridge-norm":
+            scale = variance.mean(-1, keepdim=True) / math.sqrt(k / 2)
+            f, variance = f / scale.sqrt(), variance / scale
+        logs = f + (-f).logsumexp(-1, keepdim=True) - 2 * math.log(k)
+        logs = logs.logaddexp(logs.new_tensor(1 - 2 / k).log())
+        return torch.where(is_certain, self.outputs, logs - variance.log()).to(self.outputs)
 
     def _samples(self, n: int, generator: torch.Generator | int) -> Iterator[Tensor]:
         """Yield n draws (·, m, C), in parts."""
@@ -500,18 +522,35 @@ class Predictive:
 
     def _normal_log_prob(self, y: Tensor, noise: Tensor) -> Tensor:
         """Return log N(y; outputs, covariance + noise) of the targets that are not NaN."""
+        missing = y.isnan()
+        errors = precisely(torch.where(missing, 0.0, y.to(self.outputs) - self.outputs))
         if not self.correlated:
             variance = precisely(self._variance) + precisely(noise)
-            error = precisely(y.to(self.outputs) - self.outputs)
-            densities = -0.5 * (error.square() / variance + (2.0 * math.pi * variance).log())
-            return torch.where(y.isnan(), 0.0, densities).sum(1).to(self.outputs)
-        spread = precisely(self.covariance) + precisely(noise).diag_embed()
-        missing = y.isnan()
-        beside = missing.unsqueeze(1) | missing.unsqueeze(2)
-        spread = torch.where(beside, missing.to(spread).diag_embed(), spread)
-        factor = torch.linalg.cholesky(spread)
-        error = precisely(torch.where(missing, 0.0, y.to(self.outputs) - self.outputs)).unsqueeze(2)
-        solved = torch.linalg.solve_triangular(factor, error, upper=False).squeeze(2)
-        logs = factor.diagonal(dim1=1, dim2=2).log().sum(1)
-        constant = 0.5 * (~missing).sum(1).to(logs) * math.log(2.0 * math.pi)
-        return -(0.5 * solved.square().sum(1) + logs + constant).to(self.outputs)
+            densities = -0.5 * (errors.square() / variance + (2.0 * math.pi * variance).log())
+            return torch.where(missing, 0.0, densities).sum(1).to(self.outputs)
+        gain = precisely(noise).rsqrt().masked_fill(missing, 0.0)
+        return normal_log_prob(errors, precisely(self.covariance), gain).to(self.outputs)
+
+
+def normal_log_prob(
+    errors: Float[Tensor, "*s k"], covariance: Float[Tensor, "*b k k"], gain: Float[Tensor, "*g k"]
+) -> Float[Tensor, "*s"]:
+    """Return log N(errors; 0, covariance + gain⁻²) of the numbers whose gain is not 0."""
+    scaled = gain.unsqueeze(-1) * covariance * gain.unsqueeze(-2)
+    factor = torch.linalg.cholesky(scaled + torch.eye(gain.shape[-1]).to(gain))
+    whitened = (gain * errors).unsqueeze(-1)
+    solved = torch.linalg.solve_triangular(factor, whitened, upper=False).squeeze(-1)
+    logs = torch.where(gain > 0, gain, 1.0).log() - 0.5 * math.log(2.0 * math.pi) * (gain > 0)
+    logs = logs - factor.diagonal(dim1=-2, dim2=-1).log()
+    return (logs - 0.5 * solved.square()).sum(-1)
+
+
+def targets_of(
+    likelihood: Likelihood, f: Float[Tensor, "n m C"], generator: torch.Generator
+) -> Shaped[Tensor, "n m ..."]:
+    """Draw a target for each output of each drawn function, under the likelihood's conditions."""
+    if isinstance(likelihood, Conditional):
+        conditions = likelihood.reference_targets(f[0])[0]
+        likelihood = likelihood.at(conditions.repeat(len(f), 1))
+    y = sampled_targets(likelihood, f.flatten(0, 1), generator)
+    return like(f, y).unflatten(0, f.shape[:2])
