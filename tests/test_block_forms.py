@@ -8,18 +8,14 @@ import pytest
 import torch
 from likelihood_zoo import targets
 from passes.test_kept_passes import assert_follows
-from passes.test_two_pass import M, assert_twins, convolutional, evidence_of, result
+from passes.test_two_pass import M, assert_twins, evidence_of
 from torch import nn
 from zoo import CASES, OUTPUTS
 
 from evigrad import Evidence, Memory
 from evigrad.core.curvature import BlockDiagonal, BlockKernel, ntk
-from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.priors import GaussianPrior
-
-GROUPS = {"front": ["0", "2"], "back": ["5"]}
-PARTITIONS: list[Any] = ["tensor", "module", GROUPS]
 
 
 @contextmanager
@@ -41,53 +37,6 @@ def structure_of(evidence: Evidence) -> Any:
     plan = evidence.problem.network.latest()
     assert plan is not None
     return evidence.problem.curvature(plan)
-
-
-def convolved() -> tuple[nn.Module, torch.Tensor]:
-    x = torch.randn(M, 1, 7, 7, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    return Averaged(convolutional(), AffineInvariance(), num_samples=2).double(), x
-
-
-# ------------------------------------------------------------------ gradients in two passes
-
-
-@pytest.mark.parametrize(
-    ("partition", "rows", "by_rows"),  # each pair of them
-    [
-        (partition, rows, (i + j) % 2 == 0)
-        for i, partition in enumerate(PARTITIONS)
-        for j, rows in enumerate(("1", "C", "rows", "2-mc"))
-    ],
-)
-def test_every_partition_under_random_transforms(partition: Any, rows: str, by_rows: bool) -> None:
-    model, x = convolved()
-    names = {k: [f"model.{n}" for n in v] for k, v in GROUPS.items()}
-    chosen = names if isinstance(partition, dict) else partition
-    settings = {"parameter_partition": chosen, "prior": "scalar"}
-    with forced(by_rows):
-        assert_twins(model, Categorical(), x, f"blockdiag-{M}-{rows}", **settings)
-
-
-@pytest.mark.parametrize("outputs", ["1", "C", "rows"])
-@pytest.mark.parametrize("structure", ["full", "blockdiag"])
-def test_the_two_forms_give_the_same(structure: str, outputs: str) -> None:
-    """Also where one's own estimates alone are wanted, which take one pass."""
-    model, x = convolved()
-    y = targets(Categorical(), M)
-    outcomes = []
-    for by_rows in (False, True):
-        with forced(by_rows):
-            evidence = evidence_of(model, Categorical(), f"{structure}-{M}-{outputs}")
-            outcomes.append((result(evidence, x, y), evidence.estimate(x, y).log_evidence))
-            kind = BlockKernel if by_rows else BlockDiagonal
-            assert isinstance(structure_of(evidence), kind)
-            words = {report.curvature for report in evidence.describe()}
-            assert all(("by the Gram of its rows" in word) == by_rows for word in words)
-    (one, first), (other, second) = outcomes
-    assert one[0] == pytest.approx(other[0], rel=1e-11)
-    assert first == pytest.approx(second, rel=1e-11)
-    for name, gradient in one[1].items():
-        torch.testing.assert_close(other[1][name], gradient, rtol=1e-8, atol=1e-10)
 
 
 # ------------------------------------------------------------------ passes that are kept

@@ -38,12 +38,13 @@ SHOWN = """
     transformers.EvidenceCallback
     Anchoring Evidence JointPredictive Laplace Learner Memory Optimization Outputs Posterior
     Predictive Schedule
-    botorch.EvidenceModel bracket fit load tune
+    botorch.EvidenceModel bracket fit load testing.check_curvature testing.check_likelihood
+    testing.check_rule tune
 """.split()
 # Packages whose public names have guides.
 GUIDED = [
     *("", "data", "errors", "invariances", "likelihoods", "models", "plots", "priors", "sklearn"),
-    *("botorch", "lightning", "transformers"),
+    *("botorch", "lightning", "testing", "transformers"),
 ]
 # Public names without a guide: types, colors, and functions for other modules.
 WITHOUT_GUIDE = """

@@ -135,7 +135,6 @@ def test_the_blocks_on_layers_and_structures_run(capsys: pytest.CaptureFixture[s
     assert "generic" in paths["mixed.weight"] and closed["mixed.weight"] == "bilinear"
     assert list(names["log_dets"].values()) == sorted(names["log_dets"].values())
     assert names["scaled_paths"]["scale"] == "channel-scale"
-    assert names["worst"] < 1e-10
     assert capsys.readouterr().out
 
 

@@ -103,6 +103,13 @@ class RankError(EvigradError, RuntimeError):
     """
 
 
+class ConformanceError(EvigradError, AssertionError):
+    """A custom likelihood, layer rule or curvature does not fulfill its contract.
+
+    See also: docs/likelihoods.md.
+    """
+
+
 class EvigradWarning(UserWarning):
     """A warning about a problem that does not stop the computation.
 

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from likelihoods import test_joint
 from torch import Tensor, nn
-from torch.autograd.functional import hessian
 from torch.func import functional_call, jacrev
 
 import evigrad
@@ -166,14 +165,7 @@ def test_value_and_gradients_agree_with_dense_matrices(case: str, name: str) -> 
 
 
 def test_sampled_labels_come_from_the_conditions() -> None:
-    """The mean of the sampled Fisher over draws is Λ under each example's conditions."""
     likelihood = KnownNoise(0.4).double()
-    y = likelihood.targets(Z, noise=FACTS)
-    f, generator = torch.zeros(N, 2).double(), torch.Generator().manual_seed(0)
-    draws = [likelihood.at(y).sample(f, generator) for _ in range(4000)]
-    scores = torch.stack([likelihood.score(f, draw) for draw in draws])
-    mean = torch.einsum("snc,snd->ncd", scores, scores) / len(draws)
-    torch.testing.assert_close(mean, curvatures(likelihood, f, y), rtol=0.15, atol=0.15)
     values = []
     for noise in (1e-3, 10.0):
         y = likelihood.targets(Z, noise=noise)
@@ -182,32 +174,13 @@ def test_sampled_labels_come_from_the_conditions() -> None:
     assert values[0] > 4 * values[1]
 
 
-@given(st.integers(0, 10**6), st.sampled_from(["known", "exposure", "coupled"]))
-def test_scores_curvatures_and_roots_are_derivatives(seed: int, case: str) -> None:
-    generator = torch.Generator().manual_seed(seed)
+@pytest.mark.parametrize("case", ["known", "exposure", "coupled"])
+def test_scores_of_rows_under_conditions(case: str) -> None:
     likelihood, y, size = cases()[case]
-    f = torch.randn(N, size, generator=generator, dtype=torch.float64)
-    y = likelihood.at(y).sample(f, generator)
-
-    def total(f: Tensor) -> Tensor:
-        return likelihood.log_prob(f, y).sum()
-
-    torch.testing.assert_close(likelihood.score(f, y), torch.func.grad(total)(f))
-    here = likelihood.at(y)
-    if case != "exposure":  # whose Λ is a Fisher information (below)
-        second = hessian(total, f)
-        assert isinstance(second, Tensor)
-        exact = torch.stack([-second[n, :, n] for n in range(N)])
-        torch.testing.assert_close(here.hessian(f), exact)
-    whole = torch.arange(size).expand(N, -1)
-    for kind in ("subblock", "fisher", "eigen"):
-        root = here.root(f, None, kind).scaled
-        torch.testing.assert_close(root.mT @ root, here.hessian(f))
-        if not likelihood.couples_outputs or kind != "subblock":
-            norms = here.root(f, whole, kind).scaled.square().sum(2)
-            torch.testing.assert_close(here.row_norms(f, kind), norms)
-            condensed = here.condensed(f, kind)
-            torch.testing.assert_close(likelihood.row_scores(condensed, kind)[0], norms)
+    here, f = likelihood.at(y), Z[:, :size]
+    for kind in ("fisher", "eigen"):
+        norms = here.row_norms(f, kind)
+        torch.testing.assert_close(likelihood.row_scores(here.condensed(f, kind), kind)[0], norms)
 
 
 @given(st.floats(-2, 2), st.floats(0.05, 8.0), st.floats(0.05, 3.0))

@@ -8,15 +8,10 @@ from torch import Tensor, nn
 
 from evigrad import Evidence
 from evigrad.core.block import Block
-from evigrad.core.names import STRUCTURES
 from evigrad.errors import ConfigurationError
-from evigrad.likelihoods import Bernoulli, Likelihood, NegativeBinomial, base
+from evigrad.likelihoods import Likelihood, NegativeBinomial, base
 from evigrad.priors import GaussianPrior
 
-LIKELIHOODS: dict[str, Callable[[], Likelihood]] = {
-    "bernoulli": Bernoulli,
-    "negative binomial, learned": NegativeBinomial,
-}
 ROWS = ("ntk-9-rows", "ntk-9-rows-anchored")
 
 
@@ -59,29 +54,6 @@ def problem(likelihood: Likelihood, estimator: str, names: list[str]) -> tuple[E
     )
     (block,) = evidence.blocks((x, (model(x) > 0).double())).take(1)
     return evidence, block
-
-
-def measured(likelihood: Likelihood, estimator: str) -> tuple[float, dict[str, Tensor | None]]:
-    evidence, block = problem(likelihood, estimator, ["factor"])
-    value = evidence.backward(block).log_evidence
-    return value, {name: p.grad for name, p in evidence.hyperparameters().items()}
-
-
-@pytest.mark.parametrize("name", LIKELIHOODS)
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("subset", ["N-C", "4-2"])
-def test_unit_vectors_with_a_scale_give_the_same_evidence(
-    name: str, structure: str, subset: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    estimator = f"{structure}-{subset}"
-    value, gradients = measured(LIKELIHOODS[name](), estimator)
-    monkeypatch.setattr(base, "_MANY_OUTPUTS", 4)
-    likelihood = LIKELIHOODS[name]()
-    root = likelihood.root(torch.zeros(2, 5), None)
-    assert root.scale is not None and root.vectors.stride(0) == 0
-    scaled_value, scaled_gradients = measured(likelihood, estimator)
-    assert scaled_value == pytest.approx(value, rel=1e-12)
-    torch.testing.assert_close(scaled_gradients, gradients, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("make", [NegativeBinomial, Flat])

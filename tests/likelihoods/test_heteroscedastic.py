@@ -35,21 +35,14 @@ def normal(likelihood: HeteroscedasticGaussian, f: Tensor) -> Normal:
 
 
 @BOTH
-def test_log_prob_and_score(likelihood: HeteroscedasticGaussian) -> None:
-    f = outputs().requires_grad_()
-    y = (normal(likelihood, f).mean + 0.3).detach()
+def test_log_prob_and_metrics(likelihood: HeteroscedasticGaussian) -> None:
+    f = outputs()
+    y = normal(likelihood, f).mean + 0.3
     expected = normal(likelihood, f).log_prob(y).sum(1)
     torch.testing.assert_close(likelihood.log_prob(f, y), expected)
-    (score,) = torch.autograd.grad(expected.sum(), f)
-    torch.testing.assert_close(likelihood.score(f, y), score)
     metrics = likelihood.metrics(f, y)
     assert metrics["log_likelihood"] == pytest.approx(expected.sum().item())
     assert metrics["squared_error"] == pytest.approx(M * D * 0.09)
-    samples = likelihood.sample(f.repeat(40_000, 1), torch.Generator()).view(-1, M, D)
-    likelihood.validate(f.shape, samples[0])
-    density = normal(likelihood, f.detach())
-    torch.testing.assert_close(samples.mean(0), density.mean, atol=0.05, rtol=0)
-    torch.testing.assert_close(samples.std(0), density.stddev, atol=0, rtol=0.02)
 
 
 def test_a_constant_log_variance_is_a_gaussian() -> None:

@@ -5,10 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.autograd.functional import hessian
 
 import evigrad
 import evigrad.data
@@ -56,38 +53,6 @@ def targets(likelihood: Joint, missing: bool) -> Tensor:
         depth[0, 1] = depth[3] = seen[4, 0] = NAN
         labels[3] = labels[5] = -100
     return likelihood.targets({"depth": depth, "kind": labels, "seen": seen})
-
-
-@given(st.integers(0, 10**6))
-def test_scores_hessians_and_roots_are_derivatives(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    joint, f = heads(), torch.randn(4, 6, generator=generator, dtype=torch.float64)
-    y = joint.sample(f, generator)
-    y[0, 0] = y[1, 3] = NAN
-    y[2, 2] = -100
-
-    def total(f: Tensor) -> Tensor:
-        return joint.log_prob(f, y).sum()
-
-    torch.testing.assert_close(joint.score(f, y), torch.func.grad(total)(f))
-    second = hessian(total, f)
-    assert isinstance(second, Tensor)
-    exact = torch.stack([-second[n, :, n] for n in range(4)])
-    weights = joint.weights(y)
-    assert weights is not None
-    curvature = weights.sqrt()[:, :, None] * joint.hessian(f) * weights.sqrt()[:, None]
-    torch.testing.assert_close(curvature, exact)
-    columns = torch.stack([torch.randperm(6, generator=generator)[:3] for _ in range(4)])
-    for kind in ("subblock", "fisher", "eigen"):
-        root = joint.root(f, None, kind).scaled
-        torch.testing.assert_close(root.mT @ root, joint.hessian(f))
-        listed = joint.root(f, columns, kind).scaled
-        whole = joint.root(f, torch.arange(6).expand(4, -1), kind).scaled
-        if kind != "subblock":
-            chosen = whole.gather(1, columns[:, :, None].expand(-1, -1, 6))
-            torch.testing.assert_close(listed, chosen)
-        norms = joint.row_norms(f, kind)
-        torch.testing.assert_close(norms, whole.square().sum(2) if kind != "subblock" else norms)
 
 
 @pytest.mark.parametrize(

@@ -140,17 +140,23 @@ class Called(nn.Module):
             value = 1 + value.abs() if slot in ("input", "other") else value  # for a divisor
             self.register_parameter(slot, nn.Parameter(value))
 
-    def forward(self, x: Tensor) -> Tensor:
-        slots = dict(self.named_parameters())
+    def arguments(self, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments of the call."""
+        slots, settings = dict(self.named_parameters()), dict(self.case.settings)
         if self.case.order:
-            return self.function(*(({"x": x} | slots)[name] for name in self.case.order))
+            return tuple(({"x": x} | slots)[name] for name in self.case.order), {}
         if self.function is Tensor.expand:
-            return x * self.function(slots["input"], *x.shape)
+            return (slots["input"], *x.shape), {}
         if "other" in slots:
-            return self.function(x, slots["other"], **self.case.settings)
+            return (x, slots["other"]), settings
         if "input" in slots:
-            return self.function(slots["input"], x.exp(), **self.case.settings)
-        return self.function(x, **slots, **self.case.settings)
+            return (slots["input"], x.exp()), settings
+        return (x,), slots | settings
+
+    def forward(self, x: Tensor) -> Tensor:
+        args, kwargs = self.arguments(x)
+        output = self.function(*args, **kwargs)
+        return x * output if self.function is Tensor.expand else output
 
 
 class Folded(nn.Module):

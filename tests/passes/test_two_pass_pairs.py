@@ -2,8 +2,9 @@
 
 Every pair of values of two factors (structure, rows of a block, root, likelihood, prior, kind of
 network, micro-batch, temperature, weight of the log-determinant, form of the dense structures)
-occurs in at least one case, by a greedy covering design. One pair of factors is left to a few
-networks: a likelihood sees the outputs alone, and not the layers that they come from.
+occurs in at least one case, by a greedy covering design. Some pairs are left to a few networks: a
+likelihood and its root see the outputs alone, and not the layers that they come from. A structure
+sees rows or Kronecker factors, and test_zoo compares both for every network.
 """
 
 import itertools
@@ -109,8 +110,16 @@ EXCLUDED = [
     ("structure", "full", "network", "our wide resnet"),
     ("structure", "blockdiag", "network", "our wide resnet"),
 ]
-# Those that every likelihood meets: plain, averaged over draws in both ways, and with positions.
-WITH_EVERY_LIKELIHOOD = ["linear", "affine", "mean probabilities", "our transformer"]
+# Those that meet everything: plain, averaged over draws in both ways, and with positions.
+WITH_EVERYTHING = ["linear", "affine", "mean probabilities", "our transformer"]
+# What the other networks meet, besides the factors of which they meet all values.
+WITH_NETWORKS: dict[str, Sequence[Any]] = {
+    "structure": ["ntk", "kfac"],
+    "likelihood": [],
+    "rows": [],
+    "root": [],
+    "prior": [],
+}
 
 
 def is_wanted(a: str, i: int, b: str, j: int) -> bool:
@@ -118,7 +127,10 @@ def is_wanted(a: str, i: int, b: str, j: int) -> bool:
     pair = {a: FACTORS[a][i], b: FACTORS[b][j]}
     if any(pair == {c: value, d: other} for c, value, d, other in EXCLUDED):
         return False
-    return pair.keys() != {"likelihood", "network"} or pair["network"] in WITH_EVERY_LIKELIHOOD
+    other = b if a == "network" else a
+    if "network" not in pair or pair["network"] in WITH_EVERYTHING or other not in WITH_NETWORKS:
+        return True
+    return pair[other] in WITH_NETWORKS[other]
 
 
 def is_allowed(case: dict[str, Any]) -> bool:
@@ -193,10 +205,11 @@ def test_the_design_covers_what_it_says() -> None:
     pairs = sum(len(x) * len(y) for x, y in itertools.combinations(FACTORS.values(), 2))
     # What the log-determinant depends on meets both forms of the structures that have two.
     dense = [_ids(case) for case in DESIGN if case["structure"] in ("full", "blockdiag")]
-    for name in ("likelihood", "prior", "rows", "root", "micro_batch"):
+    for name in ("prior", "rows", "root", "micro_batch"):
         assert len({(case[name], case["by_rows"]) for case in dense}) == 2 * len(FACTORS[name])
-    alone = len(FACTORS["likelihood"]) * (len(NETWORKS) - len(WITH_EVERY_LIKELIHOOD))
-    assert len(allowed_pairs) == pairs - alone - len(EXCLUDED)
+    unmet = sum(len(FACTORS[name]) - len(values) for name, values in WITH_NETWORKS.items())
+    alone = unmet * (len(NETWORKS) - len(WITH_EVERYTHING))
+    assert len(allowed_pairs) == pairs - alone - 1  # kfac and a diagonal prior
 
 
 def _ids(case: dict[str, Any]) -> dict[str, int]:
