@@ -4,8 +4,8 @@ All methods maximize the same acquisition function (``LogExpectedImprovement``) 
 points. ``simple regret`` is the optimum minus the best value so far. ``seconds`` is the CPU time of
 one thread per observation, for the model and for the acquisition function.
 
-* ``evigrad``: ``EvidenceModel``, which trains its network after every 10 observations, and adds
-  the others in closed form.
+* ``evigrad``: ``EvidenceModel``, which trains its network after every third observation, and
+  adds the others in closed form.
 * ``gp``: BoTorch's ``SingleTaskGP``, fitted after every observation.
 * ``laplace-bayesopt``: ``LaplaceBoTorch`` with the same network, trained after every observation as
   its authors do, for 1,000 epochs. It is in constraints-laplace.txt. It is slow, so it has only 3
@@ -37,7 +37,7 @@ from learning import Result, Results, make_parser, parse
 from measure import machine, show
 from torch import Tensor, nn
 
-from evigrad.botorch import EvidenceModel
+from evigrad.botorch import EvidenceModel, make_network
 
 # Functions to minimize, with the number of first points and of further observations.
 FUNCTIONS = {
@@ -46,12 +46,12 @@ FUNCTIONS = {
     "hartmann-6": (lambda: Hartmann(6), 14, 20),
     "ackley-20": (lambda: Ackley(20), 20, 30),
 }
-RETRAIN = 10
+RETRAIN = 3
 COLUMNS = ("row", "seed", "function", "method", "regret", "seconds", "machine")
 
 
 class Evigrad:
-    """Train on all data after every 10 observations, and add the others in closed form."""
+    """Train on all data after every third observation, and add the others in closed form."""
 
     def __init__(self) -> None:
         self.model: Any = None
@@ -79,8 +79,7 @@ def laplace_bayesopt(x: Tensor, y: Tensor, seed: int) -> Any:
     d = x.shape[1]
 
     def network() -> nn.Module:
-        layers = nn.Linear(d, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 1)
-        return nn.Sequential(*layers).double()
+        return make_network(d, 1).double()
 
     # A smaller learning rate than the default of its training, 0.1.
     return LaplaceBoTorch(

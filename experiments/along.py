@@ -36,7 +36,7 @@ from evigrad.invariances import Averaged
 from evigrad.likelihoods import Gaussian
 from evigrad.measure.judging import default_memory
 from evigrad.measure.metrics import probe_outputs
-from evigrad.passes.memory import fits
+from evigrad.passes.memory import run_if_it_fits
 from evigrad.priors import GaussianPrior
 from evigrad.training.data import derived_seed
 
@@ -290,7 +290,7 @@ def _of_kernels(
                 with rounding_refused():
                     values = estimates()
             except RoundingError:
-                wide = fits(lambda: estimates(torch.float64))
+                wide = run_if_it_fits(lambda: estimates(torch.float64))
                 values = wide[0] if wide else estimates()
             estimates_by_value[repr(value)] = values
             if partial is not None:

@@ -10,6 +10,7 @@ from math import prod
 from typing import Any, cast
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, require
@@ -32,12 +33,39 @@ with warnings.catch_warnings():
         )
     )
 
-__all__ = ["EvidenceModel"]
+__all__ = ["EvidenceModel", "make_network"]
 
 # A network for few data: hidden units of each of two layers, and full batches of this many epochs.
 _WIDTH, _EPOCHS = 50, 300
 # Relative addition to the variances of outputs.
 _JITTER = 1e-9
+
+
+class _Sphere(nn.Module):
+    """Map inputs around zero to a sphere around zero with one more dimension.
+
+    The prior variance of a network's outputs grows with the norm of its inputs. Without this map,
+    the corners of the domain have by far the largest variance, and the search stays there.
+    """
+
+    def forward(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b 1+d"]:
+        d = x.shape[-1]
+        # The mean of a coordinate's square on [-1/2, 1/2] is 1/12, so the typical norm is this one.
+        last = torch.full_like(x[..., :1], (d / 12) ** 0.5)
+        points = torch.cat([x, last], -1)
+        return points * (0.5 * (d + 1) ** 0.5 / points.norm(dim=-1, keepdim=True))
+
+
+def make_network(num_inputs: int, num_outputs: int) -> nn.Sequential:
+    """Return the default network of ``EvidenceModel.fit``, for inputs in [-1/2, 1/2].
+
+    Args:
+        num_inputs: Number of inputs d.
+        num_outputs: Number of outputs m.
+    """
+    sizes = [(num_inputs + 1, _WIDTH), (_WIDTH, _WIDTH)]
+    hidden = [f for size in sizes for f in (nn.Linear(*size), nn.GELU())]
+    return nn.Sequential(_Sphere(), *hidden, nn.Linear(_WIDTH, num_outputs))
 
 
 class EvidenceModel(_model.Model, _model.FantasizeMixin):
@@ -106,7 +134,8 @@ class EvidenceModel(_model.Model, _model.FantasizeMixin):
             train_Yvar: Known variances of the targets' noise (n, m). The model also learns the
                 noise that they leave out. Default: none.
             network: Network that maps inputs (n, d) to outputs (n, m). It is trained in place from
-                its present weights. Default: a new network with two hidden layers.
+                its present weights. Default: a new network with two hidden layers, whose inputs are
+                projected onto a sphere.
             structure: Structure of the posterior. Default: ``ntk``, the exact one.
             input_transform: Transform of the inputs. Default: ``Normalize`` to [−½, ½].
             outcome_transform: Transform of the targets. Default: ``Standardize``.
@@ -133,9 +162,7 @@ class EvidenceModel(_model.Model, _model.FantasizeMixin):
         if network is None:
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
-                sizes = [(d, _WIDTH), (_WIDTH, _WIDTH)]
-                hidden = [f for size in sizes for f in (nn.Linear(*size), nn.Tanh())]
-                network = nn.Sequential(*hidden, nn.Linear(_WIDTH, m)).to(train_X)
+                network = make_network(d, m).to(train_X)
         settings: dict[str, Any] = {
             "schedule": Schedule(epochs=_EPOCHS, batch_size=max(2, len(train_X))),
             "optimization": Optimization(start_decay=0.01),

@@ -155,6 +155,7 @@ def training() -> None:
         schedule=schedule, progress=False,
     )  # fmt: skip
     assert result.evidence.prior.log_precision is not None
+    assert isinstance(la.prior_precision, torch.Tensor)
     assert la.prior_precision.shape == result.evidence.prior.log_precision.shape
 
 
