@@ -701,6 +701,7 @@ class Evidence:
         *,
         structure: str = DEFAULT_STRUCTURE,
         rows: int | None = None,
+        inference: str = "laplace",
         state: Mapping[str, Any] | None = None,
     ) -> Posterior:
         """Return the posterior of the weights given all data, for predictions with error bars.
@@ -721,6 +722,10 @@ class Evidence:
             rows: Number of rows to keep for ``ntk`` with many examples, chosen as in
                 ``ntk-ROWS-rows-anchored``. The variance is then an upper bound on the exact
                 variance.
+            inference: ``laplace`` (default), or ``variational``: the Gaussian distribution of this
+                structure that maximizes a lower bound on the log evidence of the linearized
+                network. Its mean differs from w*. It takes several passes, and reports the bound
+                before and after each step in ``posterior.bounds``.
             state: Result of a posterior's ``state_dict``, instead of the data.
 
         Returns:
@@ -745,7 +750,7 @@ class Evidence:
                 return load_posterior(self.problem, with_bare_names(self.model, state))
             with self.ranks.together():
                 self._check_weights()
-                return make_posterior(self.problem, data, structure, rows)
+                return make_posterior(self.problem, data, structure, rows, inference)
 
     def mode_gap(self, data: Any, *, structure: str = "ntk", rows: int | None = None) -> float:
         """Return the log evidence per example that is lost because the weights are not at the mode.

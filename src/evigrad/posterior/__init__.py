@@ -6,8 +6,9 @@ outputs have the distribution N(f(x; w*), J Σ Jᵀ), where J is the Jacobian of
 
 ``posterior`` passes over the data to compute the statistic of a structure, such as ``kfac``, and
 makes predictions. ``covariances`` computes Σ from the statistic. ``predictive`` computes
-predictions of targets from the outputs, and ``quantiles`` inverts their probabilities. ``mode``
-measures how far the weights are from w*, the mode of the log joint density.
+predictions of targets from the outputs, and ``quantiles`` inverts their probabilities.
+``variational`` fits Gaussian distributions by a bound, and ``calibration`` scales predictions by
+held-out data. ``mode`` measures how far the weights are from w*, the mode of the log joint density.
 """
 
 from evigrad.posterior.joint import JointPredictive

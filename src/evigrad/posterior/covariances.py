@@ -14,7 +14,7 @@ covariance.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
@@ -385,10 +385,15 @@ class Covariance:
         """Return vᵀ Σ v for a vector v, which has one tensor for each parameter."""
         row = {name: torch.atleast_1d(part)[None, None] for name, part in vector.items()}
         total = self._of_rows(((block, row) for block in self.blocks), 1)
-        roots = dict(self._roots((block, row) for block in self.blocks)) if updates else {}
+        roots = self.roots_of_vector(vector) if updates else {}
         batch = torch.zeros(1, dtype=torch.long, device="cpu")
         explained = sum(float(u.factor(roots, batch).square().sum()) for u in updates)
         return 0.0 if total is None else float(total) - explained
+
+    def roots_of_vector(self, vector: Mapping[str, Tensor]) -> dict[int, Float[Tensor, "1 1 n"]]:
+        """Return factors R of a vector, as ``roots`` does for the rows of outputs."""
+        row = {name: torch.atleast_1d(part)[None, None] for name, part in vector.items()}
+        return dict(self._roots((block, row) for block in self.blocks))
 
     def times(self, vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return Σ v for a vector v, as the gradient of ½ vᵀ Σ v with respect to v."""
@@ -414,6 +419,20 @@ class Covariance:
             return total
         root = self.explained.root(products, k)
         return total - root @ root.mT
+
+    def scaled(self, factor: float) -> "Covariance":
+        """Return the covariance times a factor."""
+        root = factor**0.5
+        blocks = [
+            replace(block, root=root * block.root)
+            if isinstance(block, Dense)
+            else replace(block, std=root * block.std)
+            for block in self.blocks
+        ]
+        explained = self.explained
+        if explained is not None:  # the factored rows are multiplied by two scaled roots
+            explained = replace(explained, scale=explained.scale / max(root, 1e-150))
+        return Covariance(blocks, explained)
 
     def state(self) -> dict[str, Any]:
         """Return tensors and strings from which ``from_state`` restores the covariance."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -18,7 +18,6 @@ from evigrad.blocks.anchors import Anchoring, AnchorSelection
 from evigrad.blocks.sources import as_source
 from evigrad.core.algorithm import run_pass
 from evigrad.core.curvature.base import ROWS_AT_ONCE
-from evigrad.core.model import Pass
 from evigrad.core.names import Estimator
 from evigrad.core.protocols import Purpose
 from evigrad.errors import (
@@ -41,11 +40,14 @@ from evigrad.passes.kept import checksums
 from evigrad.passes.memory import GIB, MicroBatches
 from evigrad.passes.parameter_blocks import partition_names
 from evigrad.passes.problem import Problem
+from evigrad.passes.sweep import MicroBatchSweep
+from evigrad.posterior.calibration import best_scales
 from evigrad.posterior.covariances import Covariance, Diagonal, covariance_of
 from evigrad.posterior.joint import JointPredictive, outputs_of
 from evigrad.posterior.predictive import LINKS, Predictive
 from evigrad.posterior.query import Factors, Query, constant_beside
 from evigrad.posterior.updates import Update, observations, update_of, with_factors
+from evigrad.posterior.variational import VariationalFit, fit_gaussian
 
 # The estimator whose statistic each structure uses.
 STRUCTURES = {
@@ -56,6 +58,7 @@ STRUCTURES = {
     "ntk": "ntk-N-C",
 }
 DEFAULT_STRUCTURE = "kfac"
+INFERENCES = ("laplace", "variational")
 # Alternatives to each structure that take less memory and time.
 _SMALLER = {
     "kfac": "structure='diag', or a smaller micro_batch of Memory",
@@ -74,6 +77,7 @@ _TIMED_SIZE = 512
 # Rows are converted to float64 and transformed.
 _GRADIENT_COPIES, _ROW_COPIES = 2, 6
 _SEEDS = 2**62
+Result = TypeVar("Result")
 _FEWER = "Add fewer observations at once, or use structure='last-layer' or 'ntk' with few weights."
 
 
@@ -82,6 +86,9 @@ class Posterior:
 
     H is the Gauss-Newton matrix, P0 contains the prior precisions, and J is the Jacobian of the
     outputs with respect to the weights.
+
+    With ``inference="variational"``, Σ and the mean of the weights maximize a lower bound on the
+    log evidence instead (see ``posterior.variational``).
 
     Call ``Evidence.posterior`` to make a posterior. The posterior stores Σ and a copy of the
     likelihood, so later changes to the precisions or the likelihood do not affect predictions. If
@@ -92,6 +99,8 @@ class Posterior:
         structure: Structure of Σ: ``kfac``, ``last-layer``, ``diag``, ``full`` or ``ntk``.
         parameters: Names of the uncertain weights. All other weights are fixed.
         num_outputs: Number of outputs C.
+        bounds: Lower bounds on the log evidence of the linearized network in nats, before the first
+            variational step and after each step. Empty for Laplace's approximation.
 
     Examples:
         >>> import torch
@@ -120,11 +129,14 @@ class Posterior:
         num_outputs: int,
         seed: int,
         weights: Mapping[str, int],
+        shift: Mapping[str, Tensor] | None = None,
+        bounds: Sequence[float] = (),
     ) -> None:
         """Initialize a posterior for ``Evidence.posterior``, with a ``posterior_problem``."""
         self.structure, self.num_outputs = structure, num_outputs
         self._problem, self._covariance = problem, covariance
         self._seed, self._weights = seed, dict(weights)
+        self._shift, self.bounds, self._scale = dict(shift or {}), tuple(bounds), 1.0
         self._updates: tuple[Update, ...] = ()
         self._sizes = dict[tuple[int, bool], MicroBatches]()
         self._likelihood: Likelihood = copy.deepcopy(problem.model.likelihood).requires_grad_(False)
@@ -133,6 +145,14 @@ class Posterior:
     def parameters(self) -> list[str]:
         """Return the names of the uncertain weights."""
         return list(self._problem.model.weights)
+
+    @property
+    def bound(self) -> float | None:
+        """Return the lower bound on the log evidence of the linearized network, in nats.
+
+        The result is None for Laplace's approximation, and after ``update``.
+        """
+        return self.bounds[-1] if self.bounds else None
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -273,11 +293,39 @@ class Posterior:
             residuals.flatten(-1 - inner).to(rows[0]),
         )
         result = copy.copy(self)
+        result.bounds = ()
         *before, last = *self._updates, update
         if before and before[-1].is_plain and last.is_plain:
             result._updates = (before[-1].then(last),)
         else:
             result._updates = (*before, last)
+        return result
+
+    def calibrate(self, x: Any, y: Any, *, weights: Any = None) -> "Posterior":
+        """Return a posterior of classes whose mean and covariance are scaled by held-out data.
+
+        Two numbers maximize the log likelihood: a factor on the mean of the outputs, which is an
+        inverse temperature, and one on their covariance. This posterior does not change.
+
+        Args:
+            x: Inputs that were not used for training. Training data would give too confident
+                predictions.
+            y: Their targets, in the form that the likelihood expects.
+            weights: Weight of each target. Default: 1.
+
+        Returns:
+            The calibrated posterior. It has no bound.
+
+        Raises:
+            ConfigurationError: If the targets are not classes, or the weights have changed.
+            InputError: If the inputs or targets do not match the model or each other.
+        """
+        with torch.no_grad():
+            prediction = self(x)
+        mean_scale, covariance_scale = best_scales(prediction, y, weights)
+        result = copy.copy(self)
+        result.bounds, result._scale = (), self._scale * mean_scale
+        result._covariance = self._covariance.scaled(covariance_scale)
         return result
 
     def sample(
@@ -325,12 +373,12 @@ class Posterior:
     def diagonal_precisions(self) -> dict[str, tuple[Tensor, Tensor]] | None:
         """Return the means and precisions of independent weights by name, or None if correlated."""
         blocks = self._covariance.blocks
-        if self._updates or self.structure != "diag":
+        if self._updates or self.structure != "diag" or self._scale != 1.0:
             return None
         weights = self._problem.model.weights
         return {
             block.name: (
-                weights[block.name].detach().clone(),
+                self._means[block.name].clone(),
                 block.std.square().reciprocal().view(weights[block.name].shape),
             )
             for block in blocks
@@ -359,8 +407,14 @@ class Posterior:
         check_count("n", n)
         self._check_weights(self._weights)
         generator = as_generator(self._seed if generator is None else generator)
-        weights = {name: weight.detach() for name, weight in self._problem.model.weights.items()}
+        weights = self._means
         self._check_plain("sample_weights", "joint(x, batch_dims=...).sample(n)")
+        if self._scale != 1.0:
+            raise ConfigurationError(
+                "Calibrated outputs do not belong to weights, because their mean is scaled by"
+                f" {self._scale:.3g}. Use joint(x).sample(n) or draw(), or the posterior before"
+                " calibrate."
+            )
         parts = list(self._covariance.draws(n, generator, weights, self._updates))
         return {
             name: weight + torch.cat([part.changes[name] for part in parts]).to(weight)
@@ -387,6 +441,12 @@ class Posterior:
 
         return function
 
+    @property
+    def _means(self) -> dict[str, Tensor]:
+        """Return the means of the uncertain weights, without a graph."""
+        weights = {name: weight.detach() for name, weight in self._problem.model.weights.items()}
+        return {n: w + self._shift[n].to(w) if n in self._shift else w for n, w in weights.items()}
+
     def _query(self, x: Any, batch_dims: int = 0, correlated: bool = True) -> Query:
         """Return the checked inputs, with the sizes of their micro-batches."""
         self._check_weights(self._weights)
@@ -397,7 +457,17 @@ class Posterior:
                 f" {query.plan.num_outputs} outputs for these inputs, but had {self.num_outputs}"
                 " for the posterior's data."
             )
-        return replace(query, problem=self._with_sizes(query.plan, correlated))
+        key = (query.plan.jacobian.numbers, correlated)
+        if key not in self._sizes:
+            self._sizes[key] = sizes_of(self._problem, query.plan, correlated)
+        problem = replace(self._problem, sizes=self._sizes[key])
+        return replace(
+            query,
+            problem=problem,
+            shift=self._shift,
+            covariance=self._covariance,
+            scale=self._scale,
+        )
 
     def _check_plain(self, what: str, instead: str) -> None:
         """Raise an error if there are several sets of observations, or one with a graph."""
@@ -407,23 +477,6 @@ class Posterior:
                 f" {tuple(self.batch_shape)}. Use {instead}, or call update with x and y that"
                 " require no gradient."
             )
-
-    def _with_sizes(self, plan: InputPlan, correlated: bool) -> Problem:
-        """Return the problem with the memory of an example, which has rows of all weights."""
-        problem, num_outputs = self._problem, self.num_outputs
-        if isinstance(problem.sizes.asked, int):
-            return problem
-        key = (plan.jacobian.numbers, correlated)
-        if key not in self._sizes:
-            # A part of the rows at a time, and the products J Σ^{1/2} of all rows for covariances.
-            num_weights = sum(weight.numel() for weight in problem.model.weights.values())
-            numbers = _GRADIENT_COPIES * plan.jacobian.numbers + _ROW_COPIES * num_weights
-            kept = num_outputs * (num_outputs + num_weights if correlated else 1)
-            at_once = min(num_outputs, ROWS_AT_ONCE)
-            of_example = problem.dtype.itemsize * (at_once * numbers + kept)
-            sizes = MicroBatches("auto", problem.sizes.budget, example_bytes=of_example)
-            self._sizes[key] = sizes
-        return replace(problem, sizes=self._sizes[key])
 
     # ------------------------------------------------------------ state
 
@@ -437,6 +490,9 @@ class Posterior:
             "parameters": self.parameters,
             "num_outputs": self.num_outputs,
             "covariance": self._covariance.state(),
+            "shift": dict(self._shift),
+            "scale": self._scale,
+            "bounds": list(self.bounds),
             "updates": [update.state() for update in self._updates],
             "likelihood": self._likelihood.state_dict(),
             "seed": self._seed,
@@ -472,10 +528,12 @@ class Posterior:
                 " saved posterior."
             ) from error
         device = self._problem.device
-        moved, updates = tree_map(
+        moved, updates, shift = tree_map(
             lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf,
-            (state["covariance"], state["updates"]),
+            (state["covariance"], state["updates"], state["shift"]),
         )
+        self._shift, self.bounds = dict(shift), tuple(state["bounds"])
+        self._scale = state["scale"]
         self._covariance = Covariance.from_state(moved)
         self._updates = tuple(Update(**update) for update in updates)
         self._likelihood, self._seed = likelihood, state["seed"]
@@ -498,14 +556,32 @@ def fingerprint(problem: Problem) -> dict[str, int]:
     return dict(zip(bare, checksums(list(named.values()), problem.device), strict=True))
 
 
-# ------------------------------------------------------------ one pass over all data
+def sizes_of(problem: Problem, plan: InputPlan, correlated: bool) -> MicroBatches:
+    """Return the micro-batches of predictions, whose examples have rows of all weights."""
+    if isinstance(problem.sizes.asked, int):
+        return problem.sizes
+    # A part of the rows at a time, and the products J Σ^{1/2} of all rows for covariances.
+    num_weights = sum(weight.numel() for weight in problem.model.weights.values())
+    numbers = _GRADIENT_COPIES * plan.jacobian.numbers + _ROW_COPIES * num_weights
+    kept = plan.num_outputs * (plan.num_outputs + num_weights if correlated else 1)
+    at_once = min(plan.num_outputs, ROWS_AT_ONCE)
+    of_example = problem.dtype.itemsize * (at_once * numbers + kept)
+    return MicroBatches("auto", problem.sizes.budget, example_bytes=of_example)
+
+
+# ------------------------------------------------------------ passes over all data
 
 
 def make_posterior(
-    problem: Problem, data: object, structure: str = DEFAULT_STRUCTURE, rows: int | None = None
+    problem: Problem,
+    data: object,
+    structure: str = DEFAULT_STRUCTURE,
+    rows: int | None = None,
+    inference: str = "laplace",
 ) -> Posterior:
     """Return the posterior given all data. One number is drawn from the problem's generator."""
     check_choice("structure", structure, list(STRUCTURES))
+    check_choice("inference", inference, INFERENCES)
     if rows is not None:
         check_count("rows", rows)
         if structure != "ntk":
@@ -513,19 +589,44 @@ def make_posterior(
                 f"rows is only for structure='ntk', got rows={rows} for {structure!r}, which uses"
                 " all rows. Omit rows."
             )
+        if inference != "laplace":
+            raise ConfigurationError(
+                f"rows is only for inference='laplace', got rows={rows} for {inference!r}. Omit"
+                " rows to use all, or use structure='kfac' or 'last-layer' if these are too many."
+            )
     names = last_layer(problem, data) if structure == "last-layer" else list(problem.model.weights)
     seed = int(torch.randint(_SEEDS, (), generator=problem.generator, device="cpu"))
     laplace_problem = posterior_problem(problem, structure, rows, names)
     laplace_problem = replace(laplace_problem, generator=torch.Generator().manual_seed(seed))
     if STRUCTURES[structure] == "full-N-C":
         _warn_if_slow(laplace_problem, data, structure)
-    with constant_beside(laplace_problem):
-        kept = collect(laplace_problem, data, structure)
     dtype = laplace_problem.settings.gram_dtype or torch.float64
-    model = laplace_problem.model
-    covariance = covariance_of(kept.statistic, model.prior.precisions(), model.weights, dtype)
+
+    def laplace(sweep: MicroBatchSweep) -> tuple[int, VariationalFit]:
+        model = laplace_problem.model
+        kept = precisely(sweep, partial(run_pass, model))
+        covariance = covariance_of(kept.statistic, model.prior.precisions(), model.weights, dtype)
+        return kept.num_outputs, VariationalFit(covariance, {}, ())
+
+    def variational(sweep: MicroBatchSweep) -> tuple[int, VariationalFit]:
+        laplace(sweep)  # checks the network, the data and the memory
+        sweep = sweep.checked()
+        sizes = sizes_of(laplace_problem, sweep.plan, correlated=True)
+        predictive = replace(sweep, problem=replace(laplace_problem, sizes=sizes))
+        return sweep.plan.num_outputs, fit_gaussian(sweep, predictive)
+
+    with constant_beside(laplace_problem):
+        work = laplace if inference == "laplace" else variational
+        num_outputs, fit = collect(laplace_problem, data, structure, work)
     return Posterior(
-        laplace_problem, structure, covariance, kept.num_outputs, seed, fingerprint(laplace_problem)
+        laplace_problem,
+        structure,
+        fit.covariance,
+        num_outputs,
+        seed,
+        fingerprint(laplace_problem),
+        fit.shift,
+        fit.bounds,
     )
 
 
@@ -598,8 +699,10 @@ def curvature_of_posterior(problem: Problem) -> str:
     return "ggn" if problem.model.likelihood.defines_hessian else problem.model.estimator.curvature
 
 
-def collect(problem: Problem, data: object, structure: str) -> Pass:
-    """Return the statistic of all data, or of one block if the estimator is anchored."""
+def collect(
+    problem: Problem, data: object, structure: str, work: Callable[[MicroBatchSweep], Result]
+) -> Result:
+    """Return the result of ``work`` for all data, or for one block if the estimator is anchored."""
     source = CheckedSource(problem, data, partial(_advice, problem))
     estimator = problem.model.estimator
     batches: Data = source
@@ -615,7 +718,7 @@ def collect(problem: Problem, data: object, structure: str) -> Pass:
         ).stream(source)
         batches = next(iter(stream))
     try:
-        return precisely(resolve(problem, batches, None), partial(run_pass, problem.model))
+        return work(resolve(problem, batches, None))
     except MemoryBudgetError as error:
         count = sum(weight.numel() for weight in problem.model.weights.values())
         raise MemoryBudgetError(

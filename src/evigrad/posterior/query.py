@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Self
 
@@ -23,6 +24,7 @@ from evigrad.passes.memory import GIB, available_bytes
 from evigrad.passes.parameters import held_constant
 from evigrad.passes.problem import Problem
 from evigrad.passes.sweep import new_sweep
+from evigrad.posterior.covariances import Covariance
 from evigrad.posterior.updates import Update
 
 # The name of the inputs in ``Network.differentiated``.
@@ -46,6 +48,9 @@ class Query:
         seed: Seed of models that draw noise.
         updates: Observations that change the prediction, each with its own batches.
         differentiable: Whether results have a graph to the inputs or to the updates.
+        shift: Differences of the mean weights from the weights of the network, or none.
+        covariance: Covariance of the posterior, or None without a shift.
+        scale: Factor on the mean outputs.
     """
 
     problem: Problem
@@ -56,6 +61,9 @@ class Query:
     seed: int
     updates: Sequence[Update]
     differentiable: bool
+    shift: Mapping[str, Tensor] = field(default_factory=dict)
+    covariance: Covariance | None = None
+    scale: float = 1.0
 
     @classmethod
     def of(
@@ -161,13 +169,26 @@ class Query:
                 few = batch.x[:2].detach()
                 refuse_once_differentiable(plan.model, network.weights, [_INPUTS], few)
                 network.differentiated.add(_INPUTS)
-            return [*parts, step(sweep.linearize(batch, graph=graph), factors)]
+            return [*parts, step(self._at_mean(sweep.linearize(batch, graph=graph)), factors)]
 
         with constant_beside(problem):
             y = torch.zeros(len(every), device="cpu")
             sweep = new_sweep(problem, plan, [(every, y)], block)
             parts = sweep.fold(add, list[tuple[Tensor, ...]]())
         return tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
+
+    def _at_mean(self, linearization: Linearization) -> Linearization:
+        """Return the linearization with the outputs of the mean weights, times the scale."""
+        if not self.shift and self.scale == 1.0:
+            return linearization
+        at_mean = copy(linearization)
+        if self.shift and self.covariance is not None:
+            draw = {name: shift.unsqueeze(0) for name, shift in self.shift.items()}
+            change = self.covariance.changes(linearization, draw)
+            # ``changes`` has the shape (m, n, C) for n draws.
+            at_mean.outputs = at_mean.outputs + change[:, 0].to(at_mean.outputs)
+        at_mean.outputs = self.scale * at_mean.outputs
+        return at_mean
 
     def moved(
         self,

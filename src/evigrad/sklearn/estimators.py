@@ -20,6 +20,7 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 from torch import Tensor, nn
 
 from evigrad.core.names import DEFAULT_ESTIMATOR
+from evigrad.data.dataset import stratified_split
 from evigrad.errors import ConfigurationError, InputError, nearest
 from evigrad.likelihoods import Likelihood, Ordinal, Weighted
 from evigrad.likelihoods.calls import class_probabilities
@@ -471,6 +472,10 @@ class EvidenceClassifier(ClassifierMixin, EvidenceEstimator):
         posterior: Structure of the posterior over which ``predict_proba`` averages: kfac,
             last-layer, diag, full or ntk. Default: None, which predicts with the network itself.
             This is better if the network fits the data well (docs/sklearn.md).
+        calibrate: Share of the training rows, such as 0.1, that are held out to scale the mean and
+            covariance of the posterior (``Posterior.calibrate``). The network is trained only on
+            the other rows. The split is stratified. The posterior is kfac unless you set
+            ``posterior``. Default: None.
         class_weight: Weight of each class, which multiplies ``sample_weight``. Use a mapping from
             labels to positive weights, or ``"balanced"``. In a mapping, omitted labels have the
             weight 1. ``"balanced"`` gives all classes the same total weight and keeps the sum over
@@ -505,6 +510,7 @@ class EvidenceClassifier(ClassifierMixin, EvidenceEstimator):
         estimator: str | None = DEFAULT_ESTIMATOR,
         prior: str | GaussianPrior = "layerwise",
         posterior: str | None = None,
+        calibrate: float | None = None,
         class_weight: str | Mapping[Any, float] | None = None,
         epochs: int | None = None,
         batch_size: int = 100,
@@ -517,7 +523,7 @@ class EvidenceClassifier(ClassifierMixin, EvidenceEstimator):
     ) -> None:
         names = signature(EvidenceEstimator).parameters
         super().__init__(**{name: value for name, value in locals().items() if name in names})
-        self.class_weight = class_weight
+        self.class_weight, self.calibrate = class_weight, calibrate
 
     def _with_class_weights(self, weights: np.ndarray | None, y: np.ndarray) -> np.ndarray | None:
         if self.class_weight is None:
@@ -560,7 +566,24 @@ class EvidenceClassifier(ClassifierMixin, EvidenceEstimator):
                 " y.map({'low': 0, ...})."
             )
         numbers, labels, weights = in_order(numbers, labels, weights)
-        self._fit(numbers, labels, weights, likelihood, num_outputs, self.posterior)
+        if self.calibrate is None:
+            self._fit(numbers, labels, weights, likelihood, num_outputs, self.posterior)
+            return self
+        if not 0 < self.calibrate < 1 or round(self.calibrate * len(labels)) in (0, len(labels)):
+            raise ConfigurationError(
+                "calibrate must be a share between 0 and 1, such as 0.1, that leaves rows to train"
+                f" on and to hold out, got {self.calibrate!r} of {len(labels)} rows."
+            )
+        seed = self.random_state if isinstance(self.random_state, int | np.integer) else 0
+        train, held_out = stratified_split(labels, self.calibrate, int(seed))
+        w, held_out_weights = (
+            weights if weights is None else weights[p] for p in (train, held_out)
+        )
+        structure = self.posterior or DEFAULT_STRUCTURE
+        self._fit(numbers[train], labels[train], w, likelihood, num_outputs, structure)
+        posterior = cast("Posterior", self.posterior_)
+        inputs = self._tensor(self._encoding(numbers[held_out]), self.result_.model)
+        self.posterior_ = posterior.calibrate(inputs, labels[held_out], weights=held_out_weights)
         return self
 
     def predict_proba(self, X: Any) -> np.ndarray:
