@@ -540,7 +540,8 @@ def normal_log_prob(
     factor = torch.linalg.cholesky(scaled + torch.eye(gain.shape[-1]).to(gain))
     whitened = (gain * errors).unsqueeze(-1)
     solved = torch.linalg.solve_triangular(factor, whitened, upper=False).squeeze(-1)
-    logs = torch.where(gain > 0, (gain / math.sqrt(2.0 * math.pi)).log(), 0.0)
+    constant = 0.5 * math.log(2.0 * math.pi) * (gain > 0).to(gain)
+    logs = torch.where(gain > 0, gain, 1.0).log() - constant
     logs = logs - factor.diagonal(dim1=-2, dim2=-1).log()
     return (logs - 0.5 * solved.square()).sum(-1)
 
