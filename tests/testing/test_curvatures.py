@@ -125,7 +125,7 @@ _contracted = BlockKernel(partitioned("module"), WEIGHTS, ALONE, None, CONTRACTE
 CASES["module by contracted rows"] = (_contracted, over(MODULES), None)
 for _sharing in ("expand", "reduce"):
     for _limit in (0, 100):
-        _kfac = Kfac(WEIGHTS, PLAN.kronecker, dict.fromkeys(NAMES, True), _sharing, None, _limit)
+        _kfac = Kfac(WEIGHTS, PLAN.kronecker, {}, _sharing, None, _limit)
         CASES[f"kfac, {_sharing}, {_limit}"] = (_kfac, None, None)
 
 

@@ -102,7 +102,7 @@ class Problem:
         settings, estimator = self.settings, self.model.estimator
         if estimator.custom is not None:
             return estimator.custom
-        rows, groups = self.partition(plan).block_rows, self.model.prior.constant_groups()
+        rows, prior = self.partition(plan).block_rows, self.model.prior
         data = rows if estimator.rows else min(estimator.subset or rows, rows)
         # Rows that are multiplied with other rows are not products, and H replaces their kernel.
         needs_rows = self.purpose is Purpose.ROWS
@@ -113,7 +113,8 @@ class Problem:
             estimator.structure,
             self.model.weights,
             kronecker=plan.jacobian.kronecker,
-            precision_groups={n: g for n, g in groups.items() if n in self.model.weights},
+            precision_groups=prior.precision_groups(),
+            precision_axes=prior.varying_axes(),
             blocks=partition_names(list(self.model.weights), settings.parameter_partition),
             sharing=settings.sharing,
             gram_dtype=dtype,

@@ -351,7 +351,9 @@ def divergence(covariance: Covariance, precisions: Mapping[str, Float[Tensor, " 
         if isinstance(block, Diagonal):
             relative, counts = block.std.square() * precision, torch.ones_like(precision)
         else:  # the precision of a Kronecker block is one number
-            relative = block.std.square() * precision[0]
+            relative = block.std.square()
+            if block.prior_std is None:
+                relative = relative * precision[0]
             of_gradients, of_inputs = map(_multiplicities, (block.gradients, block.inputs))
             counts = torch.outer(of_gradients, of_inputs).expand_as(relative)
         total += float((counts * (relative - 1.0 - relative.log())).sum())

@@ -417,7 +417,7 @@ def warn_of_unused(evidence: Evidence) -> None:
     """
     prior, reports = evidence.prior, evidence.describe()
     used = {report.group for report in reports if report.rows != "unused"}
-    fixed = set(prior.group_names) - {prior.group_names[i] for i in prior.learned_groups()}
+    fixed = set(prior.group_names) - set(prior.learned_groups())
     names = [report.name for report in reports if report.group not in used | fixed]
     if names:
         warnings.warn(

@@ -364,6 +364,11 @@ def inner_product(cotangent: Statistic, statistic: Statistic) -> Float[Tensor, "
     return torch.stack([(c * t).sum() for c, t in pairs]).sum()
 
 
+def by_entry(precision: Tensor, shape: torch.Size) -> Tensor:
+    """Return a weight's precision as one number, or as one number per entry, (n,)."""
+    return precision if precision.ndim == 0 else precision.expand(shape).reshape(-1)
+
+
 def working_dtype(rows: torch.dtype, gram_dtype: torch.dtype | None) -> torch.dtype:
     """Return ``gram_dtype`` if given, or else the rows' dtype, widened to at least float32."""
     if gram_dtype is not None:
