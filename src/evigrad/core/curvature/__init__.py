@@ -72,10 +72,10 @@ def make_curvature(
         structure: One of ``names.STRUCTURES``.
         weights: The model's weights by name.
         kronecker: The weights that have Kronecker factors, for ``kfac``.
-        precision_groups: The label of each parameter's prior group. None: each parameter has its
-            own precision.
-        precision_axes: The axes along which the precision of a parameter varies. The precisions of
-            other parameters are one number.
+        precision_groups: The label of each parameter's prior group. The precisions of parameters
+            without a label vary along all axes. None: each parameter has its own precision.
+        precision_axes: The axes along which the precisions of parameters with a label vary. The
+            precisions of others are one number.
         blocks: The parameters of each block, for ``blockdiag``. None: each parameter is a block.
         sharing: ``"expand"`` or ``"reduce"``, for ``kfac``.
         gram_dtype: Dtype of matrices and factorizations. None: the dtype of the rows.
@@ -91,8 +91,10 @@ def make_curvature(
     Raises:
         ConfigurationError: If the structure is unknown, or a setting is invalid for the structure.
     """
-    labels, axes = precision_groups or {name: name for name in weights}, precision_axes or {}
-    labels = {name: labels[name] for name in weights if len(axes.get(name, ())) <= 1}
+    labels = {name: name for name in weights} if precision_groups is None else precision_groups
+    axes = {name: tuple(range(w.ndim)) for name, w in weights.items() if name not in labels}
+    axes |= precision_axes or {}
+    labels = {n: labels[n] for n in weights if n in labels and len(axes.get(n, ())) <= 1}
     axis = {name: axes[name][0] for name in labels if axes.get(name)}
     if structure == "ntk":
         return Ntk(

@@ -16,7 +16,7 @@ example counts, even if its rows are zero.
 """
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from math import prod
@@ -208,12 +208,7 @@ class Kfac(Curvature[KfacStatistic]):
         self._row_bytes = bytes_of_row(weights[name] for name in self._others)
         self._dense = {name for name in self._others if weights[name].numel() <= dense_limit}
         self._axes = {name: tuple(precision_axes.get(name, ())) for name in self._kronecker}
-        if wrong := [name for name, axes in self._axes.items() if len(axes) > 1]:
-            raise ConfigurationError(
-                f"The prior precision varies within the Kronecker blocks of {wrong}, but KFAC needs"
-                " one precision per tensor, or precisions along one axis. Use a prior such as"
-                " 'layerwise', or the structure 'diag', 'blockdiag' or 'ntk'."
-            )
+        _refuse(name for name, axes in self._axes.items() if len(axes) > 1)
 
     def empty(self, purpose: Purpose, num_data: int) -> KfacStatistic:
         return KfacStatistic(num_data=num_data if purpose in LOG_DETS else None)
@@ -355,6 +350,8 @@ class Kfac(Curvature[KfacStatistic]):
         terms, used = list[Tensor](), list[tuple[Spectrum, Tensor]]()
         for name, sums in statistic.factors.items():
             precision = precisions[name]
+            varies = [axis for axis, size in enumerate(precision.shape) if size > 1]
+            _refuse([name] if not set(varies).issubset(self._axes[name]) else [])
             if precision.ndim:
                 spectrum = _spectrum_of(sums.scaled(precision, self._shapes[name]), dtype)
                 precision = precision.new_ones(())
@@ -375,6 +372,16 @@ class Kfac(Curvature[KfacStatistic]):
         elif not is_tolerated(float(error), size):
             return self._kronecker_log_det(statistic, precisions, torch.float64).to(value.dtype)
         return value
+
+
+def _refuse(varying: Iterable[str]) -> None:
+    """Raise an error if any weight has precisions that ``Factors.scaled`` does not support."""
+    if names := list(varying):
+        raise ConfigurationError(
+            f"The prior precision varies within the Kronecker blocks of {names}, but KFAC needs one"
+            " precision per tensor, or precisions along one axis. Use a prior such as 'layerwise',"
+            " or the structure 'diag', 'blockdiag' or 'ntk'."
+        )
 
 
 def _spectrum(statistic: KfacStatistic, name: str, dtype: torch.dtype | None) -> Spectrum:
