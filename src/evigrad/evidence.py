@@ -515,6 +515,7 @@ class Evidence:
             MemoryBudgetError: If the estimate would need more memory than is free.
         """
         learnable, others = self._learnable(wrt)
+        self._decay.check()
         with torch.enable_grad(), self._failing_by_name():
             with self.ranks.together():
                 self._check_weights()
@@ -539,7 +540,6 @@ class Evidence:
                 " hyperparameters=[...] names no parameter of the model. Make the prior or the"
                 " likelihood learnable, or name a parameter of the model."
             )
-        self._decay.check()
         return learnable, others
 
     def _add_gradients(
@@ -660,6 +660,7 @@ class Evidence:
             InputError: If a pass is outdated, or was collected by another evidence.
         """
         learnable, others = self._learnable(wrt)
+        self._decay.check()
         with torch.enable_grad(), self._failing_by_name():
             with self.ranks.together():
                 self._check_weights()

@@ -46,6 +46,7 @@ __all__ = [
     "parameter_partition",
     "softmax_hessian",
     "softmax_root",
+    "used_hessian",
     "vector",
 ]
 
@@ -90,6 +91,17 @@ def hessian(likelihood: Likelihood, f: Float[Tensor, "N C"], y: Tensor) -> Float
     (score,) = torch.autograd.grad(log_prob, f, create_graph=True)
     columns = [_gradients(score[:, c].sum(), [f])[0] for c in range(f.shape[1])]
     return -torch.stack(columns, dim=2)
+
+
+def used_hessian(
+    likelihood: Likelihood, f: Float[Tensor, "N C"], y: Tensor
+) -> Float[Tensor, "N C C"]:
+    """Return the method ``hessian`` times the weights of the targets, as the estimators use it."""
+    used, weights = likelihood.at(y).hessian(f), likelihood.weights(y)
+    if weights is None:
+        return used
+    root = weights.to(f).sqrt().reshape(len(f), -1).expand(f.shape)
+    return root[:, :, None] * used * root[:, None, :]
 
 
 def softmax_hessian(f: Float[Tensor, "N C"]) -> Float[Tensor, "N C C"]:
@@ -397,11 +409,7 @@ def _gradients(value: Tensor, arguments: Any) -> Sequence[Tensor]:
 
 def _checked_hessian(likelihood: Likelihood, f: Tensor, y: Tensor) -> Float[Tensor, "N C C"]:
     """Return the Hessian at the targets, or raise an error if the estimators use another matrix."""
-    whole, used = hessian(likelihood, f, y), likelihood.at(y).hessian(f.detach())
-    weights = likelihood.weights(y)
-    if weights is not None:
-        root = weights.to(f).sqrt().reshape(len(f), -1).expand(f.shape)
-        used = root[:, :, None] * used * root[:, None, :]
+    whole, used = hessian(likelihood, f, y), used_hessian(likelihood, f.detach(), y)
     eps = torch.finfo(f.dtype).eps
     if not (whole - used).abs().max() <= _SAME_HESSIAN * eps**0.5 * (used.abs().max() + eps**0.5):
         raise ConfigurationError(

@@ -56,15 +56,10 @@ def estimates_and_gradients(
     (sweep,) = sweeps
     model, num_outputs = sweep.problem.model, sweep.plan.num_outputs
     purpose = algorithm.purpose_of(model, sweep.curvature, num_outputs, learned)
-    work = algorithm.one_pass
-    if purpose is Purpose.DIFFERENTIATE:
-        work = algorithm.two_passes
-        pulled = [name for name in learned if not name.startswith("prior.")]
-        # Without enough memory, the first pass raises the error.
-        run_if_it_fits(partial(sweep.check_second_derivatives, pulled))
-    estimate, gradients = precisely(
-        replace(sweep, purpose=purpose), partial(work, model, learned=learned)
-    )
+    work = algorithm.two_passes if purpose is Purpose.DIFFERENTIATE else algorithm.one_pass
+    pulled = [name for name in learned if not name.startswith("prior.")]
+    sweep = replace(sweep, purpose=purpose, learned=pulled)
+    estimate, gradients = precisely(sweep, partial(work, model, learned=learned))
     return [estimate], gradients
 
 

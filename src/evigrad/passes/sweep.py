@@ -73,6 +73,7 @@ class MicroBatchSweep:
         noise: Random numbers that modules draw through the evidence.
         labels: Sampled labels of all examples, one tensor for each sample (curvature ``mc``).
         purpose: See ``Sweep.purpose``.
+        learned: Names of the hyperparameters for which a second pass computes gradients.
     """
 
     problem: Problem
@@ -84,6 +85,7 @@ class MicroBatchSweep:
     noise: Noise
     labels: Sequence[Tensor] = ()
     purpose: Purpose = Purpose.VALUE
+    learned: Collection[str] = ()
 
     # ------------------------------------------------------------ methods of ``Sweep``
 
@@ -107,6 +109,7 @@ class MicroBatchSweep:
             InputError: If the batches contain too few or too many examples.
         """
         if graph:
+            self._check_second_derivatives()
             label = "second"
         problem, plan, block, state = self.problem, self.plan, self.block, start
         expected, first = len(block.indices), 0
@@ -263,9 +266,9 @@ class MicroBatchSweep:
             size //= 2
         return plans[0]
 
-    def check_second_derivatives(self, learned: Collection[str]) -> None:
+    def _check_second_derivatives(self) -> None:
         """Check once that rows can be differentiated in the ``learned`` hyperparameters."""
-        problem, checked = self.problem, self.problem.network.differentiated
+        problem, learned, checked = self.problem, self.learned, self.problem.network.differentiated
         if checked.issuperset(learned):
             return
         changes_model = any(name.startswith("model.") for name in learned)

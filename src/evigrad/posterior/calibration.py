@@ -43,11 +43,12 @@ def best_scales(prediction: Predictive, y: Any, weights: Any = None) -> tuple[fl
             f" {tuple(shares.shape)}."
         )
 
+    def factors(scales: Tensor) -> tuple[Tensor, Tensor]:
+        return scales[0].clamp(1.0 / _LARGEST, _LARGEST), scales[1].square()
+
     def loss(scales: Tensor) -> Tensor:
-        a = scales[0].clamp(1.0 / _LARGEST, _LARGEST)
-        scaled = replace(
-            prediction, outputs=a * outputs, covariance=scales[1].square() * covariance
-        )
+        a, c = factors(scales)
+        scaled = replace(prediction, outputs=a * outputs, covariance=c * covariance)
         log_prob = scaled.log_prob(y)
         return -(log_prob if shares is None else log_prob * shares / shares.mean()).nanmean()
 
@@ -65,5 +66,5 @@ def best_scales(prediction: Predictive, y: Any, weights: Any = None) -> tuple[fl
             return value
 
         optimizer.step(closure)
-    a, c = float(scales[0].detach()), float(scales[1].detach().square())
-    return min(max(a, 1.0 / _LARGEST), _LARGEST), c
+    a, c = factors(scales.detach())
+    return float(a), float(c)

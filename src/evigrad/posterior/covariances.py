@@ -394,7 +394,7 @@ class Covariance:
 
     def of_vector(self, vector: Mapping[str, Tensor], updates: Sequence[Update] = ()) -> float:
         """Return vᵀ Σ v for a vector v, which has one tensor for each parameter."""
-        row = {name: torch.atleast_1d(part)[None, None] for name, part in vector.items()}
+        row = _as_row(vector)
         total = self._of_rows(((block, row) for block in self.blocks), 1)
         roots = self.roots_of_vector(vector) if updates else {}
         batch = torch.zeros(1, dtype=torch.long, device="cpu")
@@ -403,7 +403,7 @@ class Covariance:
 
     def roots_of_vector(self, vector: Mapping[str, Tensor]) -> dict[int, Float[Tensor, "1 1 n"]]:
         """Return factors R of a vector, as ``roots`` does for the rows of outputs."""
-        row = {name: torch.atleast_1d(part)[None, None] for name, part in vector.items()}
+        row = _as_row(vector)
         return dict(self._roots((block, row) for block in self.blocks))
 
     def times(self, vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -411,7 +411,7 @@ class Covariance:
         names = [name for block in self.blocks for name in block.names]
         with torch.enable_grad():
             leaves = {name: vector[name].detach().clone().requires_grad_() for name in names}
-            row = {name: torch.atleast_1d(part)[None, None] for name, part in leaves.items()}
+            row = _as_row(leaves)
             total = self._of_rows(((block, row) for block in self.blocks), 1)
             assert total is not None
             parts = torch.autograd.grad(0.5 * total.sum(), list(leaves.values()))
@@ -525,6 +525,11 @@ def _rows(
         rows = generic_rows | (linearization.rows(vectors, closed_names) if closed_names else {})
         # Not flattened, because rows (m, k) of a weight that is a single number gain a dimension.
         yield block, {name: rows[name].reshape(*vectors.shape[:2], -1) for name in block.names}
+
+
+def _as_row(vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a vector, which has one tensor for each parameter, as the rows of one output."""
+    return {name: torch.atleast_1d(part)[None, None] for name, part in vector.items()}
 
 
 def _unit_vectors(

@@ -375,11 +375,11 @@ class Posterior:
         blocks = self._covariance.blocks
         if self._updates or self.structure != "diag" or self._scale != 1.0:
             return None
-        weights = self._problem.model.weights
+        means = self._means
         return {
             block.name: (
-                self._means[block.name].clone(),
-                block.std.square().reciprocal().view(weights[block.name].shape),
+                means[block.name].clone(),
+                block.std.square().reciprocal().view(means[block.name].shape),
             )
             for block in blocks
             if isinstance(block, Diagonal)

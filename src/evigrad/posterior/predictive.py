@@ -508,17 +508,7 @@ class Predictive:
 
     @cached_property
     def _root(self) -> Float[Tensor, "m C C"]:
-        """Return the symmetric root of each covariance, which may be singular."""
-        covariance = precisely(self.covariance)
-        values, vectors = torch.linalg.eigh(covariance.detach())
-        roots = values.clamp(min=0.0).sqrt()
-        root = roots.diag_embed()
-        if covariance.requires_grad:
-            # dΛ = dR R + R dR in the eigenbasis. Equal eigenvalues have no unique eigenvectors.
-            change = vectors.mT @ (covariance - covariance.detach()) @ vectors
-            sums = roots.unsqueeze(2) + roots.unsqueeze(1)
-            root = root + change / sums.masked_fill(sums == 0, torch.inf)
-        return vectors @ root @ vectors.mT
+        return symmetric_root(precisely(self.covariance))
 
     def _normal_log_prob(self, y: Tensor, noise: Tensor) -> Tensor:
         """Return log N(y; outputs, covariance + noise) of the targets that are not NaN."""
@@ -532,12 +522,27 @@ class Predictive:
         return normal_log_prob(errors, precisely(self.covariance), gain).to(self.outputs)
 
 
+def symmetric_root(covariance: Float[Tensor, "m C C"]) -> Float[Tensor, "m C C"]:
+    """Return the symmetric root of each covariance, which may be singular."""
+    values, vectors = torch.linalg.eigh(covariance.detach())
+    roots = values.clamp(min=0.0).sqrt()
+    root = roots.diag_embed()
+    if covariance.requires_grad:
+        # dΛ = dR R + R dR in the eigenbasis. Equal eigenvalues have no unique eigenvectors.
+        change = vectors.mT @ (covariance - covariance.detach()) @ vectors
+        sums = roots.unsqueeze(2) + roots.unsqueeze(1)
+        root = root + change / sums.masked_fill(sums == 0, torch.inf)
+    return vectors @ root @ vectors.mT
+
+
 def normal_log_prob(
     errors: Float[Tensor, "*s k"], covariance: Float[Tensor, "*b k k"], gain: Float[Tensor, "*g k"]
 ) -> Float[Tensor, "*s"]:
     """Return log N(errors; 0, covariance + gain⁻²) of the numbers whose gain is not 0."""
     scaled = gain.unsqueeze(-1) * covariance * gain.unsqueeze(-2)
-    factor = torch.linalg.cholesky(scaled + torch.eye(gain.shape[-1]).to(gain))
+    factor = torch.linalg.cholesky(
+        scaled + torch.eye(gain.shape[-1], dtype=gain.dtype, device=gain.device)
+    )
     whitened = (gain * errors).unsqueeze(-1)
     solved = torch.linalg.solve_triangular(factor, whitened, upper=False).squeeze(-1)
     constant = 0.5 * math.log(2.0 * math.pi) * (gain > 0).to(gain)

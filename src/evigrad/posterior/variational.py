@@ -19,6 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from evigrad.likelihoods.calls import log_probabilities
 from evigrad.passes.problem import Problem
 from evigrad.passes.sweep import MicroBatchSweep
 from evigrad.posterior.covariances import Covariance, Dense, Diagonal, covariance_of
+from evigrad.posterior.predictive import symmetric_root
 
 # Steps end when the bound rises by less than this many nats per example.
 TOLERANCE = 1e-3
@@ -139,7 +141,7 @@ class _Fitter:
         covariance, gradient = self._collected(sites, torch.zeros_like(f), {})
         covariances, _ = self._predicted(covariance, gradient)
         shift = {name: torch.zeros_like(d) for name, d in self._deviations.items()}
-        return self._state(covariance, shift, f, sites, _psd_root(covariances))
+        return self._state(covariance, shift, f, sites, symmetric_root(covariances))
 
     def step(self, state: _State) -> _State | None:
         """Return the state after a step that raises the bound, or None if there is none."""
@@ -148,7 +150,7 @@ class _Fitter:
             sites = state.sites + share * (state.curvature - state.sites)
             covariance, gradient = self._collected(sites, state.score, state.shift)
             covariances, change = self._predicted(covariance, gradient)
-            root, direction = _psd_root(covariances), covariance.times(gradient)
+            root, direction = symmetric_root(covariances), covariance.times(gradient)
             length = self._length(state, root, change, direction)
             shift = {n: s + length * direction[n].to(s) for n, s in state.shift.items()}
             mean = state.mean + length * change
@@ -168,7 +170,7 @@ class _Fitter:
     ) -> _State:
         value, score, curvature = self._expectations(mean, root, curved=True)
         assert curvature is not None
-        bound = value - 0.5 * (self._inner(shift, shift) + divergence(covariance, self._flat))
+        bound = value - 0.5 * (self._quadratic(shift) + divergence(covariance, self._flat))
         if not math.isfinite(bound):
             raise NotFiniteError(
                 f"The variational bound is {bound}, so outputs or precisions are too large. Look"
@@ -176,13 +178,12 @@ class _Fitter:
             )
         return _State(covariance, shift, mean, sites, score, curvature, bound)
 
-    def _inner(self, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-        """Return (w + a)ᵀ P0 (w + b) for deviations w of the weights from the prior mean."""
-        total = 0.0
-        for name, deviation in self._deviations.items():
-            a, b = deviation + one[name], deviation + other[name]
-            total += float((self._precisions[name] * a * b).sum())
-        return total
+    def _quadratic(self, shift: Mapping[str, Tensor]) -> float:
+        """Return (μ − w₀)ᵀ P0 (μ − w₀)."""
+        return sum(
+            float((self._precisions[name] * (deviation + shift[name]).square()).sum())
+            for name, deviation in self._deviations.items()
+        )
 
     def _length(
         self, state: _State, root: Tensor, change: Tensor, direction: Mapping[str, Tensor]
@@ -228,8 +229,8 @@ class _Fitter:
         size = problem.model.likelihood.num_rows(sites.shape[1])
 
         def add(
-            sums: tuple[object, dict[str, Tensor]], batch: MicroBatch
-        ) -> tuple[object, dict[str, Tensor]]:
+            sums: tuple[Any, dict[str, Tensor]], batch: MicroBatch
+        ) -> tuple[Any, dict[str, Tensor]]:
             linearization = sweep.linearize(batch, graph=False)
             f = linearization.outputs
             vectors = hessian_rows(sites[batch.data], None, "eigen")[:, :size].to(f)
@@ -372,9 +373,3 @@ def _multiplicities(vectors: Float[Tensor, "G n r"]) -> Tensor:
     size, rank = vectors.shape[-2:]
     ones = vectors.new_ones(rank)
     return ones if rank == size else torch.cat([ones, vectors.new_full((size,), 1 - rank / size)])
-
-
-def _psd_root(covariances: Float[Tensor, "N C C"]) -> Float[Tensor, "N C C"]:
-    """Return the symmetric root of each covariance, which may be singular."""
-    values, vectors = torch.linalg.eigh(covariances)
-    return (vectors * values.clamp(min=0.0).sqrt().unsqueeze(1)) @ vectors.mT

@@ -54,12 +54,14 @@ def gradients(value: Tensor, arguments: Iterable[Tensor], graph: bool = False) -
     if not value.requires_grad or not arguments:
         return [torch.zeros_like(argument) for argument in arguments]
     slopes = torch.autograd.grad(
-        value, arguments, retain_graph=True, create_graph=graph, allow_unused=True
+        value,
+        arguments,
+        retain_graph=True,
+        create_graph=graph,
+        allow_unused=True,
+        materialize_grads=True,
     )
-    return [
-        torch.zeros_like(argument) if slope is None else slope
-        for argument, slope in zip(arguments, slopes, strict=True)
-    ]
+    return list(slopes)
 
 
 def same_gradients(
@@ -97,7 +99,11 @@ def difference_quotients(
 
 def unit_directions(argument: Tensor) -> list[Tensor]:
     """Return a direction for each entry of a tensor."""
-    return list(torch.eye(argument.numel(), dtype=argument.dtype).view(-1, *argument.shape))
+    return list(
+        torch.eye(argument.numel(), dtype=argument.dtype, device=argument.device).view(
+            -1, *argument.shape
+        )
+    )
 
 
 def doubled(value: object) -> object:

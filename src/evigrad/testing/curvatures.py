@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from evigrad import reference
 from evigrad.core.block import Conditioning
 from evigrad.core.curvature import Cost, Curvature, Statistic
 from evigrad.core.curvature.base import log_det_of
@@ -83,7 +84,7 @@ def check_curvature(
         raise InputError(f"inputs must have at least 3 examples, got {len(inputs)}.")
     suite = _Suite(curvature, model, inputs)
     if log_det is None and curvature.log_det_is == "exact":
-        log_det = _exact
+        log_det = reference.log_det
     if precisions is not None:
         suite.check(precisions, log_det)
         return
@@ -95,11 +96,6 @@ def check_curvature(
     except ConfigurationError:
         return
     suite.check(varying, log_det)
-
-
-def _exact(h: Tensor, precision: Tensor) -> Tensor:
-    """Return log|P0 + H| − log|P0|."""
-    return torch.linalg.slogdet(h + precision.diag())[1] - precision.log().sum()
 
 
 class _Suite:
@@ -114,7 +110,7 @@ class _Suite:
         self._kept: dict[tuple[int, int], Linearization] = {}
         m, num_outputs = len(inputs), self._linearized(slice(0, 1)).outputs.shape[1]
         # One row is padding.
-        present = torch.ones(m, _ROWS, dtype=torch.bool)
+        present = torch.ones(m, _ROWS, dtype=torch.bool, device="cpu")
         present[1, 0] = False
         vectors = random(m, _ROWS, num_outputs) * present[..., None]
         self.root = RootRows(vectors, random(m, _ROWS, seed=1).exp(), present)
@@ -286,7 +282,7 @@ class _Suite:
         if dense is not None:
             h, precision = dense
             if self.curvature.log_det_is == "bound":
-                exact = _exact(h, precision).detach()
+                exact = reference.log_det(h, precision).detach()
                 least = torch.maximum(value.detach(), exact * (1 - 1e-9))
                 agree(f"{words}, an upper bound on ℓ,", value, least)
             if log_det is not None:
@@ -348,10 +344,12 @@ class _Suite:
         weights = (3.5, 0.25)
         root = self.root
         assert root.present is not None
-        labels = torch.arange(root.present.numel()).view_as(root.present) % 4 - 1
+        labels = torch.arange(root.present.numel(), device="cpu").view_as(root.present) % 4 - 1
 
         def entropy(*chosen: int) -> Tensor:
-            zeroed = root.vectors * torch.isin(labels, torch.tensor(chosen))[..., None]
+            zeroed = (
+                root.vectors * torch.isin(labels, torch.tensor(chosen, device="cpu"))[..., None]
+            )
             return self.value(self.statistic(RootRows(zeroed, root.scale)), self.precisions)
 
         conditioning = Conditioning(labels[root.present], weights)  # -1: the row does not count

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from evigrad import reference
 from evigrad.core.roots import ROOTS, checked_rows
 from evigrad.errors import ConfigurationError, ConformanceError, InputError
 from evigrad.likelihoods.base import Likelihood
@@ -113,7 +114,7 @@ class _Suite:
         for (name, argument), slope in zip(self.arguments.items(), slopes, strict=True):
             if argument is self.f:
                 # Examples are independent, so all of them move together.
-                columns = torch.eye(argument.shape[1], dtype=argument.dtype)
+                columns = torch.eye(argument.shape[1], dtype=argument.dtype, device="cpu")
                 quotients = difference_quotients(function, argument, columns)
                 expected = torch.stack([(probe * q).sum(1) for q in quotients], 1)
             else:
@@ -146,12 +147,14 @@ class _Suite:
     def _check_value(self, words: str, hessian: Float[Tensor, "m C C"]) -> None:
         """Compare Λ with −∇² log p(y|f), or with its mean over targets."""
         likelihood, f = self.likelihood, self.f
-        others = [(self.y, self.here), (self.y.roll(1, 0), likelihood.at(self.y.roll(1, 0)))]
-        pairs = [(self._negative_hessian(f, y), self._weighted_hessian(h, y)) for y, h in others]
+        pairs = [
+            (_negative_hessian(likelihood, f, y), reference.used_hessian(likelihood, f, y).detach())
+            for y in (self.y, self.y.roll(1, 0))
+        ]
         targets = self._every_label() or self._drawn
         if targets is not None:
             y, shares = targets
-            values = self._negative_hessian(f.detach().repeat(len(shares), 1), y)
+            values = _negative_hessian(likelihood, f.detach().repeat(len(shares), 1), y)
             values = values.unflatten(0, (len(shares), -1))
             if not _are_equal(values):
                 mean = f"{words}, the mean of −∇² log_prob over targets,"
@@ -167,18 +170,6 @@ class _Suite:
                 )
         for value, weighted in pairs:
             agree(f"{words}, compared with −∇² log_prob,", weighted, value)
-
-    def _negative_hessian(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C C"]:
-        """Return −∇² log p(y|f) of each example by automatic differentiation, without a graph."""
-        f = f.detach().requires_grad_()
-        (slope,) = gradients(self.likelihood.log_prob(f, y).sum(), [f], graph=True)
-        columns = [gradients(-slope[:, c].sum(), [f])[0] for c in range(f.shape[1])]
-        return torch.stack(columns, 2)
-
-    def _weighted_hessian(self, here: Likelihood, y: Tensor) -> Float[Tensor, "m C C"]:
-        """Return Λ with the weights of the examples and outputs."""
-        root = _weights(self.likelihood, self.f, y).sqrt()
-        return (root[:, :, None] * here.hessian(self.f) * root[:, None]).detach()
 
     def _check_mean(
         self, what: str, actual: Tensor, values: Float[Tensor, "S ..."], shares: Tensor
@@ -199,11 +190,12 @@ class _Suite:
         f, here = self.f, self.here
         m, num_outputs = f.shape
         hessian = here.hessian(f)
-        every = torch.arange(num_outputs).expand(m, -1)
-        listed = torch.stack([torch.arange(num_outputs).roll(n) for n in range(m)])
+        outputs = torch.arange(num_outputs, device="cpu")
+        every = outputs.expand(m, -1)
+        listed = torch.stack([outputs.roll(n) for n in range(m)])
         listed = listed[:, : max(1, num_outputs - 1)].clone()
         listed[0, -1] = -1
-        inside = (listed[..., None] == torch.arange(num_outputs)).any(1).to(f)
+        inside = (listed[..., None] == outputs).any(1).to(f)
         restricted = hessian * inside[:, :, None] * inside[:, None]
         for kind in ROOTS:
             words = f"root of {self.name} with kind={kind!r}"
@@ -222,7 +214,8 @@ class _Suite:
             if kind == "subblock":
                 self._check_product(f"{words} and listed columns", rows, restricted)
             if kind != "subblock" or not here.couples_outputs:
-                chosen = whole[torch.arange(m)[:, None], listed] * (listed >= 0)[..., None]
+                examples = torch.arange(m, device="cpu")[:, None]
+                chosen = whole[examples, listed] * (listed >= 0)[..., None]
                 agree(f"{words} and listed columns, compared with all columns,", rows, chosen)
             padding = rows[listed < 0]
             agree(f"{words} for the column -1", padding, 0 * padding)
@@ -249,7 +242,7 @@ class _Suite:
         f = self.f.detach()
         probabilities = self.here.probabilities(f)
         count = f.shape[1] if probabilities is None else probabilities.shape[1]
-        y = torch.arange(count).repeat_interleave(len(f))
+        y = torch.arange(count, device="cpu").repeat_interleave(len(f))
         shares = self.likelihood.log_prob(f.repeat(count, 1), y).exp().detach()
         return y, shares.view(count, -1)
 
@@ -334,6 +327,12 @@ class _Suite:
         if likelihood.weights(self.y) is None or bool(plain.isnan().any()):
             words = f"log_prob of {self.name}, compared with a Gaussian of its noise_variance,"
             agree(words, likelihood.log_prob(f, self.y), expected)
+
+
+def _negative_hessian(
+    likelihood: Likelihood, f: Float[Tensor, "m C"], y: Tensor
+) -> Float[Tensor, "m C C"]:
+    return reference.hessian(likelihood, f.detach(), y).detach()
 
 
 def _weights(likelihood: Likelihood, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:

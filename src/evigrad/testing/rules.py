@@ -193,7 +193,7 @@ class _Call:
         rows: dict[str, list[Tensor]] = {slot: [] for slot in self.match.slots}
         for n in range(m):
             for j in range(k):
-                chosen = torch.zeros(m, dtype=gradient.dtype)
+                chosen = torch.zeros(m, dtype=gradient.dtype, device=gradient.device)
                 chosen[n] = 1.0
                 cotangent = gradient[:, j] * chosen.view(-1, *[1] * (gradient.ndim - 2))
                 slopes = torch.autograd.grad(
@@ -241,8 +241,8 @@ class _Call:
         )
         agree(
             f"matrix of {rule.name}",
-            torch.tensor((size.positions, size.inputs, size.outputs)),
-            torch.tensor(sizes),
+            torch.tensor((size.positions, size.inputs, size.outputs), device="cpu"),
+            torch.tensor(sizes, device="cpu"),
         )
 
 
