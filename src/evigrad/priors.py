@@ -818,7 +818,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def checked_groups(
-    groups: Mapping[str, Sequence[str]], what: str, instead: str = ""
+    groups: Mapping[str, Iterable[str]], what: str, instead: str = ""
 ) -> dict[str, list[str]]:
     """Check that each group has patterns, and return lists of them. ``instead`` ends an error."""
     for name, patterns in groups.items():

@@ -76,6 +76,14 @@ def scatter(evidence: Evidence, seed: int = 0) -> Tensor:
     return values
 
 
+def gradient_of(evidence: Evidence) -> Tensor:
+    """The gradient of the log precisions, which is cleared."""
+    values = evidence.prior.log_precision
+    assert values is not None and values.grad is not None
+    gradient, values.grad = values.grad, None
+    return gradient
+
+
 def check(evidence: Evidence, pair: tuple[Tensor, Tensor]) -> None:
     scatter(evidence)
     for block in evidence.blocks(pair).take(1):
@@ -92,10 +100,10 @@ def check(evidence: Evidence, pair: tuple[Tensor, Tensor]) -> None:
         for _ in range(2):  # the second time from caches
             kept_estimate = evidence.backward_kept(kept, wrt="prior.log_precision")
             assert kept_estimate.log_evidence == pytest.approx(expected, rel=1e-11)
-            gradient = evidence.prior.log_precision.grad
             expected_gradient = gradients["prior.log_precision"]
-            torch.testing.assert_close(gradient, expected_gradient, rtol=1e-8, atol=1e-11)
-            evidence.prior.log_precision.grad = None
+            torch.testing.assert_close(
+                gradient_of(evidence), expected_gradient, rtol=1e-8, atol=1e-11
+            )
 
 
 @pytest.mark.parametrize("case", LAYERS)
@@ -183,6 +191,7 @@ def test_posteriors_agree_with_a_precision_per_weight(structure: str) -> None:
 def kfac_precision(evidence: Evidence, x: Tensor, precisions: dict[str, Tensor]) -> Tensor:
     """The precision matrix of the KFAC posterior of ``Ranked``, from its inputs and Jacobians."""
     model = evidence.model
+    assert isinstance(model, Ranked)
     hidden = model.down(x).detach()
     features = torch.tanh(model.up(hidden))
     inputs = {"down.weight": x, "up.weight": hidden, "last": features}

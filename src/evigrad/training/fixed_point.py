@@ -51,9 +51,9 @@ class FixedPoint:
         evidence.backward(block)
         update.step()
 
-    γ is clipped at P_g, the number of weights with this precision, because the estimate from a small block
-    may exceed P_g. A group whose weights equal the prior's mean has no finite optimum and keeps its
-    precision.
+    γ is clipped at P_g, the number of weights with this precision, because the estimate from a
+    small block may exceed P_g. A group whose weights equal the prior's mean has no finite optimum
+    and keeps its precision.
 
     Args:
         evidence: Evidence with a learnable prior without a hyperprior.

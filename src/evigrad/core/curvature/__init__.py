@@ -92,14 +92,12 @@ def make_curvature(
         ConfigurationError: If the structure is unknown, or a setting is invalid for the structure.
     """
     labels = {name: name for name in weights} if precision_groups is None else precision_groups
-    axes = {name: tuple(range(w.ndim)) for name, w in weights.items() if name not in labels}
-    axes |= precision_axes or {}
-    labels = {n: labels[n] for n in weights if n in labels and len(axes.get(n, ())) <= 1}
-    axis = {name: axes[name][0] for name in labels if axes.get(name)}
+    constant: Mapping[str, Sequence[int]] = dict.fromkeys(labels, ())
+    axes = {n: range(w.ndim) for n, w in weights.items()} | {**constant, **(precision_axes or {})}
+    labels = {name: labels[name] for name in weights if name in labels and len(axes[name]) <= 1}
+    axis = {name: axes[name][0] for name in labels if axes[name]}
     if structure == "ntk":
-        return Ntk(
-            weights, labels, gram_dtype, contracted, store, itemsize, precision_axes=axis
-        )
+        return Ntk(weights, labels, gram_dtype, contracted, store, itemsize, precision_axes=axis)
     if structure in ("full", "blockdiag"):
         dense = (
             Full(weights, gram_dtype)

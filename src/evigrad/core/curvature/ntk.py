@@ -459,8 +459,7 @@ class Ntk(Curvature[NtkStatistic]):
             log_det = _log_det(scaled, conditioning)
             of_total, *of_scale = torch.autograd.grad(log_det.value, leaves)
         of_precisions = {
-            name: statistic.rows[name].write_cotangent(of_total, by_name[name])
-            for name in block
+            name: statistic.rows[name].write_cotangent(of_total, by_name[name]) for name in block
         }
         for name in block:
             if precisions[name].ndim:
