@@ -1,10 +1,10 @@
 """Gaussian priors over the weights, with learnable precisions and groups of weights.
 
 The prior is p(w|h) = N(w; w₀, P0⁻¹). The diagonal P0 has one precision for all weights, for each
-parameter tensor, for each group of tensors, for each position along an axis of tensors (units,
-inputs, ranks), or for each single weight. Precisions are learned as logarithms, so they stay
-positive and a step changes them by a factor. The mean w₀ is fixed: zero, the initial weights (for
-fine-tuning), or tensors that you pass.
+parameter tensor, for each group of tensors, or for each single weight. A group can also have a
+precision for each position along an axis (units, inputs or ranks). Precisions are learned as
+logarithms, so they stay positive and a step changes them by a factor. The mean w₀ is fixed: zero,
+the initial weights (for fine-tuning), or tensors that you pass.
 """
 
 import math
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, listed, nearest
@@ -474,33 +474,28 @@ class GaussianPrior(nn.Module):
         varies = self._varies[name]
         return [n if axis in varies else 1 for axis, n in enumerate(self._shapes[name])]
 
-    def _of_entries(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Return sums of the weights' values for each of ``_entries``, concatenated.
+    def square_norms(self, weights: Mapping[str, Tensor]) -> Float[Tensor, " G"]:
+        """Return ‖w − w₀‖² of the weights of each entry of ``log_precision``, in float64.
 
-        ``values`` has one number per weight.
+        If weights have fixed factors of the precision, the norm includes these factors.
         """
-        if not any(self._varies.values()):
-            return torch.stack([value.sum() for value in values.values()])
-        summed = [
-            values[name].sum_to_size(self._precision_shape(name)) if varies else values[name].sum()
-            for name, varies in self._varies.items()
-        ]
-        return torch.cat([part.flatten() for part in summed])
-
-    def sums_by_entry(self, values: Mapping[str, Tensor]) -> Float[Tensor, " G"]:
-        """Return sums of values per weight for each entry of ``log_precision``.
-
-        Args:
-            values: A tensor in the weight's shape for each weight, by name.
-        """
-        summed = self._of_entries(values)
-        index = self._entries.to(summed.device)
-        sums = summed.new_zeros(len(self._log_precisions())).index_add(0, index, summed)
-        return sums[self._learned_index.to(sums.device)] if len(self._learned_index) else sums
+        return self._sums(self._squares(weights, torch.float64))
 
     def counts(self) -> Int[Tensor, " G"]:
         """Return the number of weights of each entry of ``log_precision``."""
         return self._counts[self._learned_index] if len(self._learned_index) else self._counts
+
+    def has_mean(self) -> Bool[Tensor, " G"]:
+        """Return whether each entry of ``log_precision`` has weights with a nonzero mean."""
+        sizes = [self._sizes[index] for index in self.group_of.values()]
+        nonzero = torch.tensor([name in self._mean_of for name in self._shapes], device="cpu")
+        return self._sums(nonzero.repeat_interleave(torch.tensor(sizes, device="cpu")).int()) > 0
+
+    def _sums(self, values: Tensor) -> Tensor:
+        """Return sums of the values of ``_entries`` for each entry of ``log_precision``."""
+        values = values.to(self._entries.device)
+        sums = values.new_zeros(len(self._counts)).index_add(0, self._entries, values)
+        return sums[self._learned_index] if len(self._learned_index) else sums
 
     def factors(self) -> dict[str, Tensor]:
         """Return the fixed factors of precisions by name, or an empty dict if all are 1."""
@@ -510,15 +505,22 @@ class GaussianPrior(nn.Module):
         pairs = zip(self._shapes.items(), parts, strict=True)
         return {name: part.view(shape) for (name, shape), part in pairs}
 
-    def squares(self, weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the squares of the deviations times the fixed factors, by name, with a graph."""
-        means, squares = self.means(), dict[str, Tensor]()
+    def _squares(self, weights: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Return the sum of (w − w₀)² for each of ``_entries``, with the fixed factors."""
+        means, sums = self.means(), list[Tensor]()
+        factors = {} if self._factors is None else self.factors()
         for name, weight in weights.items():
             deviation = weight - means[name] if name in means else weight
-            squares[name] = deviation.to(dtype).square()
-        if self._factors is None:
-            return squares
-        return {name: square * self.factors()[name].to(dtype) for name, square in squares.items()}
+            square = deviation.to(dtype).square()
+            if factors:
+                square = square * factors[name].to(dtype)
+            if self._varies[name]:
+                sums.append(square.sum_to_size(self._precision_shape(name)).flatten())
+            else:
+                sums.append(square.sum())
+        if any(self._varies.values()):
+            return torch.cat([part.reshape(-1) for part in sums])
+        return torch.stack(sums)
 
     def means(self) -> dict[str, Tensor]:
         """Return the nonzero means w₀ of the weights by name, each in the shape of its weight."""
@@ -550,7 +552,7 @@ class GaussianPrior(nn.Module):
             )
         # In half precision, squares overflow and sums round.
         # Sums, because products of all weights would be kept for the gradient.
-        squares = self._of_entries(self.squares(weights, precision.dtype))
+        squares = self._squares(weights, precision.dtype)
         if len(squares) != len(precision) or self.structure == "groups":
             precision = precision[self._entries]
         return (precision * squares).sum()

@@ -104,11 +104,9 @@ class FixedPoint:
         prior, log_precision = self.evidence.prior, self._log_precision()
         if prior.factors():  # a posterior counts fully until the new data are seen
             return
-        means, weights = prior.means(), self.evidence.weights()
         with torch.no_grad():
-            around_mean = {n: torch.full_like(w, n in means) for n, w in weights.items()}
             log_precision.fill_(math.log(zero))
-            log_precision[prior.sums_by_entry(around_mean) > 0] = math.log(pretrained)
+            log_precision[prior.has_mean()] = math.log(pretrained)
 
     def step(self) -> None:
         """Update the precisions by the gradient of one ``backward``, and clear the gradient.
@@ -150,10 +148,5 @@ class FixedPoint:
         return log_precision
 
     def _square_norms(self) -> Tensor:
-        """Return ‖w_g − w₀_g‖² for each entry of ``log_precision``, in float64.
-
-        If weights have fixed factors of the precision, the norm includes these factors.
-        """
-        prior = self.evidence.prior
         with torch.no_grad():
-            return prior.sums_by_entry(prior.squares(self.evidence.weights(), torch.float64))
+            return self.evidence.prior.square_norms(self.evidence.weights())

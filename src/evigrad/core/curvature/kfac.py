@@ -267,7 +267,9 @@ class Kfac(Curvature[KfacStatistic]):
         if statistic.factors:
             terms.append(self._kronecker_log_det(statistic, precisions))
         for name, block in statistic.blocks.items():
-            precision, block_spectrum = by_entry(precisions[name], self._shapes[name]), None
+            precision, block_spectrum = precisions[name], None
+            if precision.ndim:
+                precision = by_entry(precision, self._shapes[name])
             if name in self._dense and precision.ndim == 0 and not block.requires_grad:
                 block_spectrum = statistic.of_blocks.at_second_use(name, lambda block=block: block)
             if block_spectrum is not None:
@@ -351,12 +353,13 @@ class Kfac(Curvature[KfacStatistic]):
         for name, sums in statistic.factors.items():
             precision = precisions[name]
             varies = [axis for axis, size in enumerate(precision.shape) if size > 1]
-            _refuse([name] if not set(varies).issubset(self._axes[name]) else [])
+            if not set(varies).issubset(self._axes[name]):
+                _refuse([name])
+            scaled = None
             if precision.ndim:
-                spectrum = _spectrum_of(sums.scaled(precision, self._shapes[name]), dtype)
+                scaled = sums.scaled(precision, self._shapes[name])
                 precision = precision.new_ones(())
-            else:
-                spectrum = _spectrum(statistic, name, dtype)
+            spectrum = _spectrum(statistic, name, dtype, scaled)
             factor = (precision.to(spectrum.left.dtype) * spectrum.count).reciprocal()
             terms.append(log_det_kronecker(spectrum.left, spectrum.right, factor))
             used.append((spectrum, factor.detach()))
@@ -384,27 +387,23 @@ def _refuse(varying: Iterable[str]) -> None:
         )
 
 
-def _spectrum(statistic: KfacStatistic, name: str, dtype: torch.dtype | None) -> Spectrum:
-    """Return the eigenvalues of a weight's sums, from the cache if they have no graph."""
-    cached = statistic.spectra.get(name)
-    if cached is not None and dtype in (None, cached.left.dtype):
-        return cached
-    spectrum = _spectrum_of(statistic.factors[name], dtype)
-    if not (spectrum.left.requires_grad or spectrum.right.requires_grad):
-        statistic.spectra[name] = spectrum
-    return spectrum
+def _spectrum(
+    statistic: KfacStatistic, name: str, dtype: torch.dtype | None, scaled: Factors | None = None
+) -> Spectrum:
+    """Return the eigenvalues of a weight's sums, from the cache if they have no graph.
 
-
-def _spectrum_of(sums: Factors, dtype: torch.dtype | None) -> Spectrum:
-    """Return the eigenvalues of the sums of one weight.
-
-    Args:
-        sums: The sums.
-        dtype: Dtype of the eigenvalues. None: the dtype of the sums.
+    ``scaled`` replaces the sums, and is not cached.
     """
+    cached = statistic.spectra.get(name)
+    if scaled is None and cached is not None and dtype in (None, cached.left.dtype):
+        return cached
+    sums = scaled or statistic.factors[name]
     left = psd_eigenvalues(sums.inputs.to(dtype), sums.count)
     right = psd_eigenvalues(sums.gradients.to(dtype), sums.num_rows)
-    return Spectrum(left, right, sums.count, kronecker_rounding_rate(left, right))
+    spectrum = Spectrum(left, right, sums.count, kronecker_rounding_rate(left, right))
+    if scaled is None and not (left.requires_grad or right.requires_grad):
+        statistic.spectra[name] = spectrum
+    return spectrum
 
 
 def _factors(use: KroneckerUse, shape: torch.Size | None = None) -> Factors:

@@ -110,7 +110,10 @@ class NtkStatistic(Statistic):
         # Other structures may read this statistic with other groups or another dtype.
         key = (*names, like.dtype)
         if key not in self.grams:
-            self.grams[key] = _sum_in_place(self.rows[name].gram(like) for name in names)
+            gram, *others = (self.rows[name].gram(like) for name in names)
+            for other in others:
+                gram += other
+            self.grams[key] = gram
         return self.grams[key]
 
     def cached_grams_along(
@@ -122,10 +125,13 @@ class NtkStatistic(Statistic):
         """
         key = (*axes.items(), like.dtype)
         if key not in self.grams:
-            self.grams[key] = _sum_in_place(
+            grams, *others = (
                 self.rows[name].dense().grams_along(axis, shape, like)
                 for name, (axis, shape) in axes.items()
             )
+            for other in others:
+                grams += other
+            self.grams[key] = grams
         return self.grams[key]
 
     def taken_gram(self, names: Sequence[str], like: Tensor) -> Float[Tensor, "R R"]:
@@ -207,6 +213,10 @@ class Ntk(Curvature[NtkStatistic]):
         for name in weights:
             if name in precision_groups:
                 self._groups.setdefault(precision_groups[name], []).append(name)
+        self._num_precisions = {
+            group: self._shapes[names[0]][self._axes[names[0]]] if names[0] in self._axes else 1
+            for group, names in self._groups.items()
+        }
         self._varying = [name for name in weights if name not in precision_groups]
         self.contracted = {
             name: numbers
@@ -243,7 +253,10 @@ class Ntk(Curvature[NtkStatistic]):
             return total
         with torch.no_grad():
             for names in self._groups.values():
-                self._cached_gram(total, names)
+                if names[0] in self._axes:
+                    self._grams_along(total, names)
+                else:
+                    total.cached_gram(names, self._like)
         return replace(total, rows={})
 
     def rescaled(
@@ -352,20 +365,13 @@ class Ntk(Curvature[NtkStatistic]):
         """Return whether the Grams of groups are cached."""
         return self._gram_bytes(num_rows) <= max(self._row_bytes(num_rows), GRAM_CACHE_BYTES)
 
-    def _cached_gram(self, statistic: NtkStatistic, names: Sequence[str]) -> Tensor:
-        """Return the Gram of a precision group, or its Grams along an axis."""
-        if names[0] not in self._axes:
-            return statistic.cached_gram(names, self._like)
+    def _grams_along(self, statistic: NtkStatistic, names: Sequence[str]) -> Tensor:
+        """Return the Grams of a precision group along the axes of its weights."""
         axes = {name: (self._axes[name], self._shapes[name]) for name in names}
         return statistic.cached_grams_along(axes, self._like)
 
-    def _size(self, name: str) -> int:
-        """Return the number of precisions of a parameter in a group."""
-        return self._shapes[name][self._axes[name]] if name in self._axes else 1
-
     def _gram_bytes(self, num_rows: int) -> int:
-        count = sum(self._size(names[0]) for names in self._groups.values())
-        return self._like.element_size() * num_rows**2 * count
+        return self._like.element_size() * num_rows**2 * sum(self._num_precisions.values())
 
     def _row_bytes(self, num_rows: int) -> int:
         """Return the bytes of the rows, or of their factors, on the weights' device."""
@@ -388,7 +394,8 @@ class Ntk(Curvature[NtkStatistic]):
         words = dict.fromkeys(self._varying, "scaled rows")
         for group, names in self._groups.items():
             shared = f" of group {group!r}" if len(names) > 1 else ""
-            count = f"{self._size(names[0])} grams" if names[0] in self._axes else "gram"
+            count = self._num_precisions[group]
+            count = f"{count} grams" if names[0] in self._axes else "gram"
             words.update(dict.fromkeys(names, f"{count}{shared}"))
         for name in self.contracted:
             words[name] += ", contracted"
@@ -424,12 +431,12 @@ class Ntk(Curvature[NtkStatistic]):
         if cache:
             constant = [names for names in groups if names[0] not in self._axes]
             if constant:
-                grams = [self._cached_gram(statistic, names) for names in constant]
+                grams = [statistic.cached_gram(names, like) for names in constant]
                 inverse = torch.stack([precisions[names[0]] for names in constant])
                 parts.append(mixed_grams(inverse.to(like).reciprocal(), grams))
             for names in groups:
                 if names[0] in self._axes:
-                    grams = self._cached_gram(statistic, names)
+                    grams = self._grams_along(statistic, names)
                     inverse = precisions[names[0]].reshape(-1).to(like).reciprocal()
                     parts.append((inverse @ grams.flatten(1)).view_as(grams[0]))
         else:
@@ -480,7 +487,7 @@ class Ntk(Curvature[NtkStatistic]):
         groups = {group: names for group, names in self._groups.items() if names[0] in block}
         for group, names in groups.items():
             sizes = {precisions[name].numel() for name in names}
-            shared = sizes == {self._size(names[0])}
+            shared = sizes == {self._num_precisions[group]}
             if shared and len(names) > 1:
                 values = torch.stack([precisions[name].detach().flatten() for name in names])
                 shared = bool((values == values[0]).all())
@@ -513,13 +520,6 @@ def _log_det(gram: Tensor, conditioning: Conditioning | None) -> LogDet:
 
 def _sum_of_blocks(terms: Sequence[LogDet]) -> LogDet:
     return LogDet(_sum([term.value for term in terms]), terms[0].entropies)
-
-
-def _sum_in_place(terms: Iterable[Tensor]) -> Tensor:
-    total, *others = terms
-    for other in others:
-        total += other
-    return total
 
 
 def _sum(terms: Sequence[Tensor]) -> Tensor:
