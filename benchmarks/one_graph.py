@@ -9,7 +9,9 @@ from torch import Tensor
 
 from evigrad import Estimate, Evidence
 from evigrad.core.algorithm import log_evidence
-from evigrad.core.types import MicroBatch, Pass, Purpose
+from evigrad.core.block import MicroBatch
+from evigrad.core.model import Pass
+from evigrad.core.protocols import Purpose
 from evigrad.passes.intake import resolve
 from evigrad.passes.parameters import divided, held_constant
 from evigrad.passes.sweep import MicroBatchSweep
@@ -38,7 +40,7 @@ class OneGraph(Evidence):
 
 
 def _with_graph(sweep: MicroBatchSweep) -> Pass:
-    model, curvature = sweep.problem, sweep.curvature
+    model, curvature = sweep.problem.model, sweep.curvature
 
     def step(state: tuple[Any, list[Tensor]], batch: MicroBatch) -> tuple[Any, list[Tensor]]:
         statistic, terms = state
@@ -48,7 +50,7 @@ def _with_graph(sweep: MicroBatchSweep) -> Pass:
             linearization = sweep.linearize(batch, graph=True)
             f = linearization.outputs
             statistic = curvature.collect(statistic, linearization, model.cotangents(f, batch))
-        return statistic, [*terms, model.log_probabilities(f, batch.y)]
+        return statistic, [*terms, sweep.log_probabilities(f, batch)]
 
     statistic, terms = sweep.fold(step, (None, []))
     log_probabilities = torch.cat(terms)
@@ -59,5 +61,5 @@ def _with_graph(sweep: MicroBatchSweep) -> Pass:
         statistic=statistic,
         log_likelihood=model.log_likelihood(log_probabilities, sweep.block.likelihood_weights),
         log_probabilities=log_probabilities.detach(),
-        num_outputs=sweep.num_outputs,
+        num_outputs=sweep.plan.num_outputs,
     )

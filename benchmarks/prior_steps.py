@@ -81,7 +81,7 @@ def steps(
             if kept is None:
                 evidence.backward(x, y)
             else:
-                evidence.backward(kept)
+                evidence.backward_kept(kept)
             optimizer.step()
 
     return work

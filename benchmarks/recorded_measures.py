@@ -169,7 +169,10 @@ def kept_steps(evidence: Evidence, block: Any, names: Sequence[str], count: int 
     values: Numbers = []
     parameters = evidence.hyperparameters()
     for _ in range(count):
-        values += [terms_of(evidence.backward(block_pass, wrt=names)), taken_gradients(evidence)]
+        values += [
+            terms_of(evidence.backward_kept(block_pass, wrt=names)),
+            taken_gradients(evidence),
+        ]
         with torch.no_grad():
             for name in names:
                 parameters[name] += 0.1
@@ -207,7 +210,7 @@ def subsets(case: Case) -> Numbers:
     blocks = list(evidence.blocks((x, y)).epoch())
     values += [terms_of(evidence.estimate(block)) for block in blocks]
     passes = [evidence.collect(block, wrt=["prior"]) for block in blocks]
-    values += [terms_of(evidence.backward(passes, wrt=["prior"])), taken_gradients(evidence)]
+    values += [terms_of(evidence.backward_kept(*passes, wrt=["prior"])), taken_gradients(evidence)]
     return [*values, next_draw(generator)]
 
 
@@ -282,8 +285,8 @@ def anchored(case: Case) -> Numbers:
         values += taken(evidence.backward(block))
     for block in stream.drawn(4).blocks(2):
         both = evidence.collect(block, wrt=["prior"])
-        values += taken(evidence.backward(both, wrt=["prior"]))
-        values += taken(evidence.backward(list(both.draws()), wrt=["prior"]))
+        values += taken(evidence.backward_kept(both, wrt=["prior"]))
+        values += taken(evidence.backward_kept(*both.draws(), wrt=["prior"]))
     return [*values, next_draw(generator)]
 
 
@@ -446,7 +449,7 @@ def rank(number: int, folder: str) -> None:
         (block,) = blocks.take(1)
         block_pass = evidence.collect(block, wrt=["prior"])
         numbers += [
-            terms_of(evidence.backward(block_pass, wrt=["prior"])),
+            terms_of(evidence.backward_kept(block_pass, wrt=["prior"])),
             taken_gradients(evidence),
         ]
         if "-N-" in case.estimator:

@@ -189,7 +189,10 @@ def timings(path: Path, data: DataSet, seed: int, rows: list[int], repeats: int)
                 start, count = time.perf_counter(), 0
                 for _ in range(rounds):
                     for block in steps_of_a_round(evidence, data, alone=row == ALONE):
-                        evidence.backward(block)
+                        if isinstance(block, Block):
+                            evidence.backward(block)
+                        else:
+                            evidence.backward_kept(*block)
                         count += rows_of(block, data.num_outputs)
                 if turn:  # the first one plans and checks
                     times[row].append(time.perf_counter() - start)

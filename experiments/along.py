@@ -27,8 +27,8 @@ from evigrad.core.curvature import RoundingError, rounding_refused
 from evigrad.core.curvature.base import working_dtype
 from evigrad.core.curvature.linalg import log_det_identity_plus
 from evigrad.core.curvature.rows import DenseRows
+from evigrad.core.model import standard_error
 from evigrad.core.names import Estimator
-from evigrad.core.types import standard_error
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.files import replacing
@@ -36,7 +36,7 @@ from evigrad.invariances import Averaged
 from evigrad.likelihoods import Gaussian
 from evigrad.measure.judging import default_memory
 from evigrad.measure.metrics import probe_outputs
-from evigrad.passes.memory import fits
+from evigrad.passes.memory import run_if_it_fits
 from evigrad.priors import GaussianPrior
 from evigrad.training.data import derived_seed
 
@@ -104,7 +104,10 @@ def evidence_along(
                 one.generator.manual_seed(derived_seed(seed, "evidence", number + 1))
                 if is_precision:
                     kept = kept or one.collect(block, wrt="prior")
-                values.append(one.estimate(kept or block).per_datum)
+                    estimate = one.estimate_kept(kept)
+                else:
+                    estimate = one.estimate(block)
+                values.append(estimate.per_datum)
             values_by_block[str(number)] = values
             if partial is not None and time.monotonic() - saved > _SAVE_EVERY:
                 _write(partial, values_by_block)
@@ -287,7 +290,7 @@ def _of_kernels(
                 with rounding_refused():
                     values = estimates()
             except RoundingError:
-                wide = fits(lambda: estimates(torch.float64))
+                wide = run_if_it_fits(lambda: estimates(torch.float64))
                 values = wide[0] if wide else estimates()
             estimates_by_value[repr(value)] = values
             if partial is not None:

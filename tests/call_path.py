@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import evigrad
 from evigrad.likelihoods import Categorical
@@ -19,6 +21,8 @@ from evigrad.priors import GaussianPrior
 PACKAGE = str(Path(evigrad.__file__).parent)
 # Parts of the function that they stand in, of which newer versions of Python make no calls.
 INSIDE = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>", "<lambda>")
+# Operations that wait for the device, because the host needs their results.
+READS = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select")
 # Plans are made and checked in passes 1, 2, 4, 8 and 16.
 WARM_UP = 20
 
@@ -60,7 +64,31 @@ class CallPath:
         ]
 
 
-def path_of(estimator: str) -> CallPath:
+class HostReads(TorchDispatchMode):
+    """How often the host reads tensors inside, except by ``tolist``, which is not dispatched."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += func.overloadpacket.__name__ in READS
+        return func(*args, **(kwargs or {}))
+
+
+class Lists(TorchFunctionMode):
+    """How often the host reads a whole tensor by ``tolist``."""
+
+    count = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += func is torch.Tensor.tolist
+        return func(*args, **(kwargs or {}))
+
+
+def path_of(estimator: str) -> tuple[CallPath, int]:
     """Of the plainest network, of which the precisions of its layers are learned."""
     torch.manual_seed(0)
     x, y = torch.randn(300, 8), torch.randint(4, (300,))
@@ -77,12 +105,15 @@ def path_of(estimator: str) -> CallPath:
         evidence.backward(x, y)
     with CallPath() as path:
         evidence.backward(x, y)
-    return path
+    with HostReads() as reads, Lists() as lists:
+        evidence.backward(x, y)
+    return path, reads.count + lists.count
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.argv[1] == "--names":
-        print(json.dumps(path_of(sys.argv[2]).names()))
+        print(json.dumps(path_of(sys.argv[2])[0].names()))
     else:
-        print(json.dumps({name: path_of(name).counts() for name in sys.argv[1:]}))
+        paths = {name: path_of(name) for name in sys.argv[1:]}
+        print(json.dumps({name: (*path.counts(), reads) for name, (path, reads) in paths.items()}))

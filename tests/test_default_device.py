@@ -105,7 +105,7 @@ def rounds(evidence: Evidence, data: Any) -> list[Any]:
     blocks = list(evidence.blocks(data).take(2))
     values = [evidence.backward(block).log_evidence for block in blocks]
     if why_not_kept(evidence, x) is None:
-        values.append(evidence.estimate(evidence.collect(blocks[0])).log_evidence)
+        values.append(evidence.estimate_kept(evidence.collect(blocks[0])).log_evidence)
     return [loss, values, gradients(evidence)]
 
 

@@ -148,8 +148,10 @@ def of_ranks(case: str, group: Any) -> dict[str, Any]:
     pairs, sent = [], 0
     for block in islice(blocks, STEPS[evidence.ranks.count]):
         before = evidence.ranks.sent
-        passes = [evidence.collect(block)] if "-kept" in case else block
-        estimate = evidence.backward(passes)
+        if "-kept" in case:
+            estimate = evidence.backward_kept(evidence.collect(block))
+        else:
+            estimate = evidence.backward(block)
         pairs.append((fields(estimate), gradients(evidence)))
         sent += evidence.ranks.sent - before
     value = fields(evidence.estimate(next(blocks)))
@@ -291,7 +293,7 @@ def in_every_way(evidence: Evidence) -> list[Callable[[], Any]]:
         lambda: evidence.estimate(x, y),
         lambda: evidence.backward(x, y),
         lambda: evidence.backward(x, y, wrt="prior"),
-        lambda: evidence.estimate(evidence.collect(x, y, wrt="prior")),
+        lambda: evidence.estimate_kept(evidence.collect(x, y, wrt="prior")),
     ]
 
 

@@ -196,7 +196,7 @@ def test_a_kept_pass_of_another_evidence() -> None:
     model = network()
     collected = build("ntk-N-C", model=model).collect(X, Y)
     with pytest.raises(InputError, match="another evidence"):
-        build("diag-N-C", model=model).estimate(collected)
+        build("diag-N-C", model=model).estimate_kept(collected)
 
 
 def test_blocks_with_columns_that_do_not_exist() -> None:

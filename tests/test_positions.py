@@ -444,7 +444,7 @@ def test_description_and_kept_passes() -> None:
     assert {report.rows for report in one.describe(x)} <= {"linear", "embedding"}
     block = next(iter(one.blocks((x, y))))
     kept = one.collect(block, wrt="prior")
-    assert one.estimate(kept).log_evidence == pytest.approx(one.estimate(block).log_evidence)
+    assert one.estimate_kept(kept).log_evidence == pytest.approx(one.estimate(block).log_evidence)
 
 
 # ------------------------------------------------------------ sequences without a target

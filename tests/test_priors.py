@@ -24,8 +24,10 @@ from evigrad.likelihoods import Gaussian
 from evigrad.priors import GaussianPrior, NormalHyperprior
 
 GROUPS = {"first": ["encoder"], "rest": ["*.weight_*", "head.bias", "gain"]}
-STRUCTURES = ["scalar", "layerwise", "diagonal", GROUPS]
-IDS = ["scalar", "layerwise", "diagonal", "groups"]
+# A precision for each unit of the encoder, and for each input of the head.
+AXES = {"units": {"encoder": 0, "head.weight_v": -1}, "rest": "*"}
+STRUCTURES = ["scalar", "layerwise", "diagonal", GROUPS, AXES]
+IDS = ["scalar", "layerwise", "diagonal", "groups", "axes"]
 
 
 def weights(dtype: torch.dtype = torch.float64, seed: int = 0) -> dict[str, Tensor]:
@@ -87,7 +89,7 @@ def test_which_log_precision_belongs_to_which_weight() -> None:
     for name, precision in groups.precisions().items():
         assert torch.equal(precision, parameter(groups).exp()[groups.group_of[name]])
     diagonal = bound("diagonal")
-    assert diagonal.group_names == [] and diagonal.group_of == {}
+    assert diagonal.group_names == list(w)
     flat = torch.cat([p.flatten() for p in diagonal.precisions().values()])
     assert torch.equal(flat, parameter(diagonal).exp())
 
@@ -96,12 +98,17 @@ def test_which_log_precision_belongs_to_which_weight() -> None:
 def test_shapes_and_names_of_precisions(structure) -> None:
     prior, w = bound(structure), weights()
     varies = structure == "diagonal"
+    shapes = {"encoder.weight": (3, 1), "encoder.bias": (3,), "head.weight_v": (1, 3)}
     for name, precision in prior.precisions().items():
-        assert precision.shape == (w[name].shape if varies else ())
-    labels = prior.constant_groups()
-    assert list(labels) == ([] if varies else list(w))
+        shape = w[name].shape if varies else shapes.get(name, ()) if structure is AXES else ()
+        assert precision.shape == shape
+    axes = prior.varying_axes()
+    if structure is AXES:
+        assert axes == {"encoder.weight": (0,), "encoder.bias": (0,), "head.weight_v": (1,)}
+    else:
+        assert axes == ({n: tuple(range(t.ndim)) for n, t in w.items() if t.ndim} if varies else {})
     for name in w:
-        assert prior.group_name(name) == labels.get(name, name)
+        assert prior.group_name(name) == prior.group_names[prior.group_of[name]]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES, ids=IDS)
@@ -298,7 +305,7 @@ def test_the_error_for_precision_zero_names_a_prior_without_decay(precision) -> 
     prior = eval(call)
     prior.bind(weights())
     assert prior.group_of == {name: int("bias" not in name) for name in weights()}
-    assert prior.learned_groups() == [1]
+    assert prior.learned_groups() == ["decayed"]
     assert prior.precisions()["head.bias"].item() == pytest.approx(1e-3)
     with pytest.raises(ConfigurationError, match="requires_grad_.False"):
         GaussianPrior("scalar", precision=math.inf)
@@ -431,14 +438,11 @@ def test_precisions_must_name_the_groups() -> None:
         ConfigurationError, match="must have a value for each group, got none for 'rest'"
     ):
         GaussianPrior(GROUPS, precision={"first": 1.0})
-    with pytest.raises(
-        ConfigurationError, match="precision of a diagonal prior must be one number"
-    ):
-        GaussianPrior("diagonal", precision={"all": 1.0})
-    prior = GaussianPrior("layerwise", precision={"encoder.wieght": 1.0})
-    with pytest.raises(ConfigurationError, match="Did you mean 'encoder.weight'"):
-        prior.bind(weights())
-    assert prior.log_precision is None
+    for structure in ("layerwise", "diagonal"):
+        prior = GaussianPrior(structure, precision={"encoder.wieght": 1.0})
+        with pytest.raises(ConfigurationError, match="Did you mean 'encoder.weight'"):
+            prior.bind(weights())
+        assert prior.log_precision is None
 
 
 # ---------------------------------------------------------------- groups
@@ -509,7 +513,7 @@ def test_unknown_structure() -> None:
 def test_an_unbound_prior_says_so() -> None:
     prior = GaussianPrior()
     assert list(prior.parameters()) == []
-    for call in (prior.precisions, prior.log_det, prior.log_hyperprior, prior.constant_groups):
+    for call in (prior.precisions, prior.log_det, prior.log_hyperprior, prior.varying_axes):
         with pytest.raises(ConfigurationError, match="bind"):
             call()
     with pytest.raises(ConfigurationError, match="bind"):
@@ -541,7 +545,7 @@ def test_groups_that_are_learned(structure, learnable, learned) -> None:
         learned = [name for name in weights() if learnable.get(name, True)]
     assert parameter(prior).requires_grad is bool(learned)
     if learned:
-        assert [prior.group_names[i] for i in prior.learned_groups()] == learned
+        assert prior.learned_groups() == learned
         assert parameter(prior).shape == (len(learned),)
     # Whatever happens to the parameters, the others keep their precision.
     with torch.no_grad():
@@ -586,11 +590,7 @@ def test_a_hyperprior_sees_all_groups_and_moves_the_learned_ones() -> None:
         (GROUPS, {"frist": False}, "Did you mean 'first'"),
         ("scalar", {"al": False}, "Did you mean 'all'"),
         ("layerwise", {"encoder.wieght": False}, "Did you mean 'encoder.weight'"),
-        (
-            "diagonal",
-            {"all": False},
-            "learnable of a diagonal prior must be True or False, got a mapping",
-        ),
+        ("diagonal", {"gian": False}, "Did you mean 'gain'"),
     ],
 )
 def test_learnable_is_said_for_groups_that_there_are(structure, learnable, words) -> None:

@@ -12,6 +12,7 @@ from evigrad.core import algorithm
 from evigrad.errors import ConfigurationError, EvigradError, InputError
 from evigrad.invariances import AdditiveNoise, Averaged
 from evigrad.likelihoods import Categorical, Gaussian, Likelihood
+from evigrad.passes.kept import KeptPass
 from evigrad.passes.sweep import MicroBatchSweep
 from evigrad.priors import GaussianPrior
 from evigrad.training.rounds import why_not_kept
@@ -65,7 +66,8 @@ def make(estimator: str, likelihood: Likelihood | None = None, **settings: Any) 
 def gradients(evidence: Evidence, x: Any, **keywords: Any) -> tuple[float, dict[str, Tensor]]:
     """From the same draws each time."""
     state = evidence.generator.get_state()
-    estimate = evidence.backward(x, **keywords)
+    backward = evidence.backward_kept if isinstance(x, KeptPass) else evidence.backward
+    estimate = backward(x, **keywords)
     evidence.generator.set_state(state)
     gradients_by_name = {
         n: p.grad for n, p in evidence.hyperparameters().items() if p.grad is not None
@@ -166,7 +168,7 @@ def test_passes_kept_for_the_prior_and_the_noise(estimator: str) -> None:
         assert value == pytest.approx(expected_value, rel=1e-11)
         for name, gradient in expected.items():
             torch.testing.assert_close(got[name], gradient, rtol=1e-9, atol=1e-12)
-    assert evidence.estimate(kept).log_evidence == pytest.approx(value, rel=1e-12)
+    assert evidence.estimate_kept(kept).log_evidence == pytest.approx(value, rel=1e-12)
 
 
 def test_a_kept_pass_knows_what_it_does_not_follow() -> None:
@@ -174,12 +176,12 @@ def test_a_kept_pass_knows_what_it_does_not_follow() -> None:
     block = next(iter(evidence.blocks(data())))
     kept = evidence.collect(block, wrt=["prior", "likelihood"])
     with pytest.raises(ConfigurationError, match=r"has no gradient for model\..*wrt=\['likelihood"):
-        evidence.backward(kept)
+        evidence.backward_kept(kept)
     hyperparameters = evidence.hyperparameters()
     assert all(p.grad is None for p in hyperparameters.values())
     with torch.no_grad():
         hyperparameters["model.invariance.raw_level"].add_(0.1)
-    for attempt in (evidence.estimate, lambda k: evidence.backward(k, wrt="prior")):
+    for attempt in (evidence.estimate_kept, lambda k: evidence.backward_kept(k, wrt="prior")):
         with pytest.raises(InputError, match="hyperparameters outside the pass.s wrt"):
             attempt(kept)
 
@@ -200,7 +202,7 @@ def test_a_pass_kept_for_the_prior_alone_has_the_noise_in_it() -> None:
     with torch.no_grad():
         evidence.hyperparameters()["likelihood.log_noise"].add_(0.1)
     with pytest.raises(InputError, match="have changed since"):
-        evidence.estimate(kept)
+        evidence.estimate_kept(kept)
 
 
 # ------------------------------------------------------------------ names

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from evigrad.blocks import Block as Block
     from evigrad.blocks.anchors import Anchoring as Anchoring
-    from evigrad.core.types import Estimate as Estimate
+    from evigrad.core.model import Estimate as Estimate
     from evigrad.errors import EvigradError as EvigradError
     from evigrad.errors import EvigradWarning as EvigradWarning
     from evigrad.evidence import Evidence as Evidence
@@ -42,7 +42,7 @@ _HOMES = {
     "Bracket": "evigrad.measure.bracket",
     "bracket": "evigrad.measure.bracket",
     "Block": "evigrad.blocks",
-    "Estimate": "evigrad.core.types",
+    "Estimate": "evigrad.core.model",
     "EvigradError": "evigrad.errors",
     "EvigradWarning": "evigrad.errors",
     "Evidence": "evigrad.evidence",

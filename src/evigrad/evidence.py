@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Real
@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 from evigrad.blocks.anchors import AnchoredStream, Anchoring, AnchorSelection
 from evigrad.blocks.positions import PositionSource
 from evigrad.blocks.streams import BlockStream
+from evigrad.core.algorithm import log_evidence
 from evigrad.core.block import Block
 from evigrad.core.curvature import Curvature
+from evigrad.core.model import Estimate, LinearizedModel
 from evigrad.core.names import DEFAULT_ESTIMATOR, Estimator
-from evigrad.core.types import Estimate
 from evigrad.distributed import Group, Ranks, check_whole
 from evigrad.errors import ConfigurationError, EvigradWarning, InputError
 from evigrad.inputs import numbered, with_bare_names
@@ -36,9 +37,14 @@ from evigrad.passes.checks import (
     check_type,
 )
 from evigrad.passes.decay import DecayWatch, warn_of_averaged
-from evigrad.passes.evaluation import estimates_and_gradients, estimates_of, pass_over
+from evigrad.passes.evaluation import (
+    estimate_of,
+    estimates_and_gradients,
+    kept_gradients,
+    pass_over,
+)
 from evigrad.passes.intake import CheckedSource, Data, resolve
-from evigrad.passes.kept import KeptPass, as_kept, checksums, contents, kept, not_keepable
+from evigrad.passes.kept import KeptPass, check_kept, checksums, contents, kept, not_keepable
 from evigrad.passes.memory import MicroBatches
 from evigrad.passes.parameter_blocks import ParameterPartition, partition_names
 from evigrad.passes.parameters import (
@@ -174,20 +180,23 @@ class Evidence:
         first = next(iter(self._weights.values()))
         # A small step would not change a noise in half precision, so use float32 or more.
         likelihood.to(first.device, torch.promote_types(first.dtype, torch.float32))
-        self.problem = Problem(
+        linearized = LinearizedModel(
             weights=self._weights,
             likelihood=likelihood,
             prior=prior,
             estimator=spec,
             num_data=int(num_data),
             temperature=float(temperature),
-            log_det_weight=float(log_det_weight),
             root=root,
-            settings=settings,
-            generator=as_generator(generator),
-            network=Network(model, self._weights),
-            sizes=MicroBatches(settings.micro_batch, settings.memory_budget),
-            ranks=ranks,
+            log_det_weight=float(log_det_weight),
+        )
+        self.problem = Problem(
+            linearized,
+            settings,
+            as_generator(generator),
+            Network(model, self._weights),
+            MicroBatches(settings.micro_batch, settings.memory_budget),
+            ranks,
         )
         self._begin_together(anchoring)
         warn_of_normalisation(model)
@@ -236,42 +245,42 @@ class Evidence:
     @property
     def model(self) -> nn.Module:
         """The model whose evidence is estimated."""
-        return self.problem.model
+        return self.problem.network.model
 
     @property
     def likelihood(self) -> Likelihood:
         """The likelihood of the targets."""
-        return self.problem.likelihood
+        return self.problem.model.likelihood
 
     @property
     def prior(self) -> GaussianPrior:
         """The prior, bound to the weights."""
-        return self.problem.prior
+        return self.problem.model.prior
 
     @property
     def spec(self) -> Estimator:
         """The estimator's name, parsed into its parts."""
-        return self.problem.estimator
+        return self.problem.model.estimator
 
     @property
     def num_data(self) -> int:
         """N, the number of training examples, or of positions with a target."""
-        return self.problem.num_data
+        return self.problem.model.num_data
 
     @property
     def temperature(self) -> float:
         """The temperature T. The likelihood is raised to the power 1/T."""
-        return self.problem.temperature
+        return self.problem.model.temperature
 
     @property
     def log_det_weight(self) -> float:
         """The weight c of the log-determinant. It is 1 for the log evidence."""
-        return self.problem.log_det_weight
+        return self.problem.model.log_det_weight
 
     @property
     def root(self) -> str:
         """How an example's curvature is split into rows: ``subblock``, ``fisher`` or ``eigen``."""
-        return self.problem.root
+        return self.problem.model.root
 
     @property
     def generator(self) -> torch.Generator:
@@ -309,9 +318,10 @@ class Evidence:
 
         Names begin with ``prior.``, ``likelihood.`` or ``model.``.
         """
+        model = self.problem.model
         named = {
-            **{f"prior.{name}": p for name, p in self.problem.prior.named_parameters()},
-            **{f"likelihood.{name}": p for name, p in self.problem.likelihood.named_parameters()},
+            **{f"prior.{name}": p for name, p in model.prior.named_parameters()},
+            **{f"likelihood.{name}": p for name, p in model.likelihood.named_parameters()},
             **{f"model.{name}": p for name, p in self._model_hyperparameters.items()},
         }
         return {name: p for name, p in named.items() if p.requires_grad}
@@ -441,9 +451,9 @@ class Evidence:
         ``generator``, even for the same block.
 
         Args:
-            x: Inputs (m, ...) of a uniformly random subset of the data, a ``Block`` from
-                ``blocks``, or one or several results of ``collect``. If the estimator's name has
-                ``N``, you can also pass an iterable of batches that together hold all the data.
+            x: Inputs (m, ...) of a uniformly random subset of the data, or a ``Block`` from
+                ``blocks``. If the estimator's name has ``N``, you can also pass an iterable of
+                batches that together hold all the data.
             y: Targets, if ``x`` holds inputs.
             at_mode: Whether to also compute the estimate's ``at_mode``, the log evidence of the
                 linearized model at its own mode. This value is higher than the log evidence by N
@@ -461,10 +471,11 @@ class Evidence:
         """
         with torch.no_grad(), self._failing_by_name():
             with self.ranks.together():
-                passes = self._given(x, y, ())
-                estimates = estimates_of(passes)
-            self._observe(passes, estimates)
-            blocks = _blocks_of(passes)
+                self._check_weights()
+                sweeps = self._sweeps(x, y)
+                estimates = [estimate_of(sweep) for sweep in sweeps]
+            blocks = [sweep.block for sweep in sweeps]
+            self._observe(blocks, estimates)
             estimate = mean_over_ranks(self.problem, blocks, estimates)[0]
         if not at_mode:
             return estimate
@@ -498,13 +509,30 @@ class Evidence:
             The estimate in nats, without a graph.
 
         Raises:
-            ConfigurationError: If ``wrt`` matches no hyperparameter, or if a result of ``collect``
-                has no gradient for a hyperparameter in ``wrt``.
+            ConfigurationError: If ``wrt`` matches no hyperparameter.
             EvigradError: If a gradient is not finite.
             InputError: If the data are invalid for the model, the likelihood or the estimator.
             MemoryBudgetError: If the estimate would need more memory than is free.
         """
-        problem = self.problem
+        learnable, others = self._learnable(wrt)
+        self._decay.check()
+        with torch.enable_grad(), self._failing_by_name():
+            with self.ranks.together():
+                self._check_weights()
+                sweeps = self._sweeps(x, y)
+                with held_constant(others):
+                    estimates, gradients = estimates_and_gradients(sweeps, learnable)
+            blocks = [sweep.block for sweep in sweeps]
+            return self._add_gradients(learnable, blocks, estimates, gradients)
+
+    def _learnable(
+        self, wrt: str | Sequence[str] | None
+    ) -> tuple[dict[str, nn.Parameter], list[nn.Parameter]]:
+        """Return the hyperparameters in ``wrt``, and all others.
+
+        Raises:
+            ConfigurationError: If ``wrt`` matches no hyperparameter.
+        """
         learnable, others = divided(self.hyperparameters(), wrt)
         if not learnable:
             raise ConfigurationError(
@@ -512,18 +540,21 @@ class Evidence:
                 " hyperparameters=[...] names no parameter of the model. Make the prior or the"
                 " likelihood learnable, or name a parameter of the model."
             )
-        self._decay.check()
-        with torch.enable_grad(), self._failing_by_name():
-            with problem.ranks.together():
-                passes = self._given(x, y, learnable)
-                with held_constant(others):
-                    estimates, gradients = estimates_and_gradients(passes, learnable)
-            blocks = _blocks_of(passes)
-            estimate, gradients = mean_over_ranks(problem, blocks, estimates, gradients)
-            check_gradients(learnable, gradients)
-        for parameter, gradient in zip(learnable.values(), gradients, strict=True):
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        self._observe(passes, estimates)
+        return learnable, others
+
+    def _add_gradients(
+        self,
+        learnable: Mapping[str, nn.Parameter],
+        blocks: Sequence[Block],
+        estimates: Sequence[Estimate],
+        gradients: Sequence[Tensor],
+    ) -> Estimate:
+        """Add the mean gradients over all ranks to ``.grad``, and return the mean estimate."""
+        estimate, means = mean_over_ranks(self.problem, blocks, estimates, gradients)
+        check_gradients(learnable, means)
+        for parameter, mean in zip(learnable.values(), means, strict=True):
+            parameter.grad = mean if parameter.grad is None else parameter.grad + mean
+        self._observe(blocks, estimates)
         return estimate
 
     def blocks(self, data: Any) -> BlockStream | AnchoredStream:
@@ -562,10 +593,10 @@ class Evidence:
     ) -> KeptPass:
         """Run the network on a block once, for many estimates and steps on the prior and the noise.
 
-        Pass the result to ``estimate`` or ``backward`` instead of the block. To get the mean over
-        several blocks, pass a list of results. Neither method then runs the network. The result is
-        valid until the weights, or hyperparameters that are not in ``wrt``, change. If an anchored
-        block holds several draws, the result's ``draws()`` returns one result per draw.
+        Pass the result to ``estimate_kept`` or ``backward_kept``, which do not run the network. If
+        you pass several results, they use the mean over the blocks. The result is valid until the
+        weights, or hyperparameters that are not in ``wrt``, change. If an anchored block holds
+        several draws, the result's ``draws()`` returns one result per draw.
 
         Args:
             x: As for ``estimate``.
@@ -591,18 +622,61 @@ class Evidence:
                 block_pass = pass_over(sweep, changing)
         return kept(self.problem, block_pass, self.hyperparameters(), changing)
 
-    def _given(
-        self, x: Data, y: Tensor | None, learnable: Iterable[str]
-    ) -> MicroBatchSweep | Sequence[KeptPass]:
-        """Return what to evaluate: kept passes, or a sweep over the block of the checked data.
+    def estimate_kept(self, *passes: KeptPass) -> Estimate:
+        """Estimate the log evidence from results of ``collect``, without running the network.
 
-        A rank may have nothing to evaluate while other ranks do.
+        Args:
+            *passes: Results of ``collect``. The estimate is the mean over their blocks.
+
+        Returns:
+            The estimate in nats, without a graph.
+
+        Raises:
+            InputError: If a pass is outdated, or was collected by another evidence.
         """
-        self._check_weights()
-        if self.problem.ranks.count > 1 and _is_empty(x):
-            return []
-        kept_passes = as_kept(self.problem, x, self.hyperparameters, learnable)
-        return resolve(self.problem, x, y) if kept_passes is None else kept_passes
+        with torch.no_grad(), self._failing_by_name():
+            with self.ranks.together():
+                self._check_weights()
+                check_kept(self.problem, passes, self.hyperparameters(), ())
+                estimates = [log_evidence(kept_pass)[0] for kept_pass in passes]
+            blocks = [kept_pass.block for kept_pass in passes]
+            self._observe(blocks, estimates)
+            return mean_over_ranks(self.problem, blocks, estimates)[0]
+
+    def backward_kept(self, *passes: KeptPass, wrt: str | Sequence[str] | None = None) -> Estimate:
+        """Add gradients like ``backward``, from results of ``collect``.
+
+        Args:
+            *passes: As for ``estimate_kept``.
+            wrt: As for ``backward``, among the hyperparameters that ``collect`` got as ``wrt``.
+
+        Returns:
+            The estimate in nats, without a graph.
+
+        Raises:
+            ConfigurationError: If ``wrt`` matches no hyperparameter, or if a pass has no gradient
+                for a hyperparameter in ``wrt``.
+            EvigradError: If a gradient is not finite.
+            InputError: If a pass is outdated, or was collected by another evidence.
+        """
+        learnable, others = self._learnable(wrt)
+        self._decay.check()
+        with torch.enable_grad(), self._failing_by_name():
+            with self.ranks.together():
+                self._check_weights()
+                check_kept(self.problem, passes, self.hyperparameters(), learnable)
+                with held_constant(others):
+                    estimates, gradients = kept_gradients(passes, learnable)
+            blocks = [kept_pass.block for kept_pass in passes]
+            return self._add_gradients(learnable, blocks, estimates, gradients)
+
+    def _sweeps(self, x: Data, y: Tensor | None) -> list[MicroBatchSweep]:
+        """Return the sweep over the block of the checked data.
+
+        The list is empty on a rank that has nothing to evaluate while other ranks do.
+        """
+        is_empty = isinstance(x, Block) and not len(x.indices)  # as from a stream
+        return [] if is_empty and self.ranks.count > 1 else [resolve(self.problem, x, y)]
 
     @contextmanager
     def _failing_by_name(self) -> Iterator[None]:
@@ -614,12 +688,10 @@ class Evidence:
         """Raise an error if parameters were added, removed or replaced."""
         check_unchanged(self.problem.network.model, self._weights, self._model_hyperparameters)
 
-    def _observe(
-        self, passes: MicroBatchSweep | Sequence[KeptPass], estimates: Sequence[Estimate]
-    ) -> None:
+    def _observe(self, blocks: Sequence[Block], estimates: Sequence[Estimate]) -> None:
         """Improve the predictions for later anchored blocks by the estimates of these."""
         if self.anchors is not None:
-            pairs = zip(_blocks_of(passes), estimates, strict=True)
+            pairs = zip(blocks, estimates, strict=True)
             self.anchors.observe((block, e.entropies) for block, e in pairs)
 
     # ------------------------------------------------------------ predictions
@@ -854,20 +926,6 @@ class Evidence:
             self.problem.network.load_state_dict(state["preparation"])
         if self.anchors is not None and "anchors" in state:
             self.anchors.load_state_dict(state["anchors"])
-
-
-def _blocks_of(passes: MicroBatchSweep | Sequence[KeptPass]) -> list[Block]:
-    """Return the block of each estimate that the passes give."""
-    return (
-        [passes.block]
-        if isinstance(passes, MicroBatchSweep)
-        else [block_pass.block for block_pass in passes]
-    )
-
-
-def _is_empty(x: Data) -> bool:
-    """Return whether this is what a stream or ``collect`` gives to a rank without blocks."""
-    return (isinstance(x, Block) and not len(x.indices)) or (isinstance(x, list) and not x)
 
 
 def _largest_decays(optimizer: Optimizer | None) -> dict[int, float]:

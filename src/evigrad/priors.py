@@ -1,7 +1,8 @@
 """Gaussian priors over the weights, with learnable precisions and groups of weights.
 
 The prior is p(w|h) = N(w; w₀, P0⁻¹). The diagonal P0 has one precision for all weights, for each
-parameter tensor, for each group of tensors, or for each single weight. Precisions are learned as
+parameter tensor, for each group of tensors, or for each single weight. A group can also have a
+precision for each position along an axis (units, inputs or ranks). Precisions are learned as
 logarithms, so they stay positive and a step changes them by a factor. The mean w₀ is fixed: zero,
 the initial weights (for fine-tuning), or tensors that you pass.
 """
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from evigrad.errors import ConfigurationError, listed, nearest
@@ -98,7 +99,10 @@ class GaussianPrior(nn.Module):
             patterns of parameter names. A pattern is the name of a parameter or module
             (``"encoder"`` matches ``encoder.weight`` but not ``encoder2.weight``), or it has
             wildcards ``*``, ``?`` and ``[…]``. Each weight must be in exactly one group. The
-            pattern ``"*"`` stands for all weights that no other pattern matches.
+            pattern ``"*"`` stands for all weights that no other pattern matches. A group that is a
+            dict from patterns to axes has one precision for each position along these axes, which
+            must have equal sizes. For example, ``{"0.weight": 1}`` has one precision per input of a
+            linear layer, and ``{"0.weight": 0, "0.bias": 0}`` has one per unit.
         precision: Initial precision: one number, or a dict with a number for each group. (The only
             group of ``"scalar"`` is ``"all"``, and the groups of ``"layerwise"`` have the
             parameters' names.) Default: 1.
@@ -114,10 +118,11 @@ class GaussianPrior(nn.Module):
 
     Attributes:
         log_precision: Log precisions of the learned groups, (G,), or of all groups if none is
-            learned. A diagonal prior has the log precisions of the weights, (P,). None before
+            learned. A group along an axis has several entries, one after the other. None before
             ``bind``.
-        group_names: Names of the groups. Empty for a diagonal prior.
-        group_of: Index into ``group_names`` for each weight tensor. Empty for a diagonal prior.
+        group_names: Names of the groups. In a diagonal prior, each weight tensor is a group along
+            all of its axes.
+        group_of: Index into ``group_names`` for each weight tensor.
 
     Raises:
         ConfigurationError: If the structure or the mean is unknown, a precision is not positive, or
@@ -132,19 +137,25 @@ class GaussianPrior(nn.Module):
         ['weight', 'bias']
         >>> GaussianPrior({"body": ["0"], "head": ["1"]}, precision={"body": 1.0, "head": 10.0})
         GaussianPrior(structure='groups', groups=[], learnable=True)
+        >>> prior = GaussianPrior({"inputs": {"weight": 1}, "bias": "bias"})
+        >>> prior.bind(dict(torch.nn.Linear(3, 2).named_parameters()))
+        >>> prior.precisions()["weight"].shape
+        torch.Size([1, 3])
 
     See also: docs/fit.md.
     """
 
     log_precision: nn.Parameter | None
-    _all_groups: Tensor
+    _all_entries: Tensor
     _learned_index: Tensor
+    _entries: Tensor
+    _counts: Tensor
     _means: Tensor | None
     _factors: Tensor | None
 
     def __init__(
         self,
-        structure: str | Mapping[str, Sequence[str]] = "layerwise",
+        structure: str | Mapping[str, str | Sequence[str] | Mapping[str, int]] = "layerwise",
         precision: float | int | Mapping[str, float | int] = 1.0,
         learnable: bool | Mapping[str, bool] = True,
         hyperprior: Callable[[Tensor], Tensor] | None = None,
@@ -152,26 +163,22 @@ class GaussianPrior(nn.Module):
     ) -> None:
         super().__init__()
         if isinstance(structure, Mapping):
+            self._axes = _checked_axes(structure)
             self.structure, self._patterns = "groups", checked_groups(structure, "a prior", _VALUES)
         elif isinstance(structure, str) and structure in STRUCTURES:
-            self.structure, self._patterns = structure, {}
+            self.structure, self._patterns, self._axes = structure, {}, {}
         else:
             what = f"structure must be one of {', '.join(STRUCTURES)}, or a dict of groups"
             raise ConfigurationError(not_a_prior(what, structure))
         if isinstance(precision, Mapping):
-            if self.structure == "diagonal":
-                raise ConfigurationError(
-                    "precision of a diagonal prior must be one number, got a mapping. A diagonal"
-                    f" prior has no groups. {_WHITEN}"
-                )
             self._precision = {
                 group: _checked_precision(value, f"precision of '{group}'")
                 for group, value in precision.items()
             }
         else:
             self._precision = _checked_precision(precision, "precision")
-        self.learnable = _checked_learnable(learnable, self.structure)
-        if self.structure != "layerwise":  # the layers become known when the prior is bound
+        self.learnable = _checked_learnable(learnable)
+        if self.structure in ("scalar", "groups"):  # others learn their tensors from ``bind``
             self._check_groups(list(self._patterns) or [SCALAR_GROUP])
         if hyperprior is not None and not callable(hyperprior):
             raise ConfigurationError(
@@ -186,12 +193,15 @@ class GaussianPrior(nn.Module):
         self._mean = _checked_mean(mean)
         self.register_parameter("log_precision", None)
         # If some groups are fixed: log precisions of all (outdated for the learned ones, which
-        # ``log_precision`` has), and the positions of the learned ones. A state has one log
-        # precision per group, whatever is learned.
-        self.register_buffer("_all_groups", torch.empty(0, device="cpu"), persistent=False)
-        self.register_buffer(
-            "_learned_index", torch.empty(0, dtype=torch.long, device="cpu"), persistent=False
-        )
+        # ``log_precision`` has), and the positions of the learned ones. A state has the log
+        # precisions of all groups, whatever is learned.
+        self.register_buffer("_all_entries", torch.empty(0, device="cpu"), persistent=False)
+        no_index = torch.empty(0, dtype=torch.long, device="cpu")
+        self.register_buffer("_learned_index", no_index, persistent=False)
+        # The entries of all log precisions that each weight tensor uses, concatenated, and the
+        # number of weights of each entry.
+        self.register_buffer("_entries", no_index, persistent=False)
+        self.register_buffer("_counts", no_index, persistent=False)
         # Fixed factors of the precisions of all weights, concatenated, from ``from_posterior``.
         self.register_buffer("_factors", None)
         # The nonzero means, concatenated, of the weights in ``_mean_of``.
@@ -200,6 +210,8 @@ class GaussianPrior(nn.Module):
         self._shapes: dict[str, torch.Size] = {}
         self.group_names: list[str] = []
         self.group_of: dict[str, int] = {}
+        self._sizes: list[int] = []  # of the groups
+        self._varies: dict[str, tuple[int, ...]] = {}  # axes of each weight with several precisions
 
     @classmethod
     def from_posterior(cls, posterior: Any, learnable: bool = True) -> "GaussianPrior":
@@ -286,7 +298,7 @@ class GaussianPrior(nn.Module):
             # In place, because an optimizer may hold the parameter already.
             self.to(device=device, dtype=dtype)
             return
-        names, group_of = self._assign(shapes)
+        names, group_of, varies, sizes = self._assign(shapes)
         self._check_groups(names)
         means = {
             name: weights[name].detach() if isinstance(value, str) else value
@@ -298,12 +310,12 @@ class GaussianPrior(nn.Module):
                 f" {listed(list(self._mean))}, got {listed(list(shapes))}. Use the same model."
             )
         self._shapes, self.group_names, self.group_of = shapes, names, group_of
-        count = len(names) or sum(shape.numel() for shape in shapes.values())
-        if isinstance(precision := self._precision, dict):
-            logs = [math.log(precision[name]) for name in names]
-            initial = torch.tensor(logs, dtype=torch.float64, device="cpu")
-        else:
-            initial = torch.full((count,), math.log(precision), dtype=torch.float64, device="cpu")
+        self._varies, self._sizes = varies, sizes
+        precision = self._precision
+        values = precision if isinstance(precision, dict) else dict.fromkeys(names, precision)
+        logs = [math.log(values[name]) for name in names]
+        initial = torch.tensor(logs, dtype=torch.float64, device="cpu")
+        initial = initial.repeat_interleave(torch.tensor(sizes, device="cpu"))
         self._set(initial.to(device, dtype))
         if self._factors is not None:
             self._factors = self._factors.to(device, dtype)
@@ -312,17 +324,34 @@ class GaussianPrior(nn.Module):
             self._means = torch.cat([m.to(device, dtype).flatten() for m in means.values()])
         self.log_hyperprior()  # raises its errors now, not at the first step
 
-    def _assign(self, shapes: Mapping[str, torch.Size]) -> tuple[list[str], dict[str, int]]:
-        """Return the names of the groups, and the group of each weight tensor."""
-        if self.structure == "diagonal":
-            return [], {}
+    def _assign(
+        self, shapes: Mapping[str, torch.Size]
+    ) -> tuple[list[str], dict[str, int], dict[str, tuple[int, ...]], list[int]]:
+        """Return the groups' names, the group and axes of each weight, and the groups' sizes."""
+        constant: dict[str, tuple[int, ...]] = dict.fromkeys(shapes, ())
+        layers = {name: index for index, name in enumerate(shapes)}
         if self.structure == "scalar":
-            return [SCALAR_GROUP], dict.fromkeys(shapes, 0)
+            return [SCALAR_GROUP], dict.fromkeys(shapes, 0), constant, [1]
         if self.structure == "layerwise":
-            return list(shapes), {name: index for index, name in enumerate(shapes)}
+            return list(shapes), layers, constant, [1] * len(shapes)
+        if self.structure == "diagonal":
+            varies = {name: tuple(range(len(shape))) for name, shape in shapes.items()}
+            return list(shapes), layers, varies, [shape.numel() for shape in shapes.values()]
         owners = assign(list(shapes), self._patterns, "the prior")
-        order = list(self._patterns)
-        return order, {name: order.index(group) for name, group in owners.items()}
+        order, varies, sizes = list(self._patterns), constant, list[int]()
+        for group in order:
+            lengths = {}
+            for name in [name for name, owner in owners.items() if owner == group]:
+                axis = _axis_of(name, len(shapes[name]), self._axes.get(group, {}))
+                if axis is not None:
+                    varies[name], lengths[name] = (axis,), shapes[name][axis]
+            if len(set(lengths.values())) > 1:
+                raise ConfigurationError(
+                    f"The axes of prior group '{group}' must have equal sizes, because their"
+                    f" weights share precisions, got {lengths}. Use a group for each size."
+                )
+            sizes.append(next(iter(lengths.values()), 1))
+        return order, {name: order.index(group) for name, group in owners.items()}, varies, sizes
 
     def _check_groups(self, names: Sequence[str]) -> None:
         """Check that settings by group use the names of this prior's groups."""
@@ -341,12 +370,18 @@ class GaussianPrior(nn.Module):
 
     def _set(self, values: Tensor) -> None:
         """Store the log precisions of all groups, with learned and fixed groups apart."""
+        parts = torch.arange(len(values), device=values.device).split(self._sizes)
+        of_names = [(parts[self.group_of[name]], n.numel()) for name, n in self._shapes.items()]
+        self._entries = torch.cat([entries for entries, _ in of_names])
+        self._counts = torch.zeros_like(self._entries.new_empty(len(values)))
+        for entries, numel in of_names:
+            self._counts[entries] += numel // len(entries)
         learnable = self.learnable
         if isinstance(learnable, dict):
             chosen = [i for i, name in enumerate(self.group_names) if learnable.get(name, True)]
             if 0 < len(chosen) < len(self.group_names):
-                self._all_groups = values.detach().clone()
-                self._learned_index = torch.tensor(chosen, device=values.device)
+                self._all_entries = values.detach().clone()
+                self._learned_index = torch.cat([parts[index] for index in chosen])
                 values = values[self._learned_index]
             learnable = bool(chosen)
         self.log_precision = nn.Parameter(values, requires_grad=learnable)
@@ -386,9 +421,11 @@ class GaussianPrior(nn.Module):
                 means[name], key_of[name] = value, key
         return {name: mean for name in shapes if (mean := means.get(name)) is not None}
 
-    def learned_groups(self) -> list[int]:
-        """Return the index into ``group_names`` of each entry of ``log_precision``."""
-        return self._learned_index.tolist() or list(range(len(self.group_names)))
+    def learned_groups(self) -> list[str]:
+        """Return the names of the groups in ``log_precision``."""
+        learned, starts = set(self._learned_index.tolist()), np.cumsum([0, *self._sizes])
+        named = zip(starts.tolist(), self.group_names, strict=False)
+        return [name for start, name in named if not learned or start in learned]
 
     @property
     def learned_precision(self) -> float | dict[str, float] | None:
@@ -396,7 +433,7 @@ class GaussianPrior(nn.Module):
 
         If the precisions differ between groups, the values of the learned groups by name.
         """
-        learned = [self.group_names[index] for index in self.learned_groups()]
+        learned = self.learned_groups()
         if isinstance(self._precision, dict):
             values = {name: self._precision[name] for name in learned}
             distinct = set(values.values())
@@ -404,31 +441,61 @@ class GaussianPrior(nn.Module):
         return None if len(learned) < len(self.group_names) else self._precision
 
     def _log_precisions(self) -> Tensor:
-        """Return the log precision of each group, learned or not, or of each weight if diagonal."""
+        """Return the log precisions of all groups, learned or not."""
         if self.log_precision is None:
             raise ConfigurationError("The prior is not bound to weights yet. Call bind(weights).")
         if not len(self._learned_index):
             return self.log_precision
-        return self._all_groups.index_copy(0, self._learned_index, self.log_precision)
+        return self._all_entries.index_copy(0, self._learned_index, self.log_precision)
 
     # ------------------------------------------------------------------ values
 
     def precisions(self) -> dict[str, Tensor]:
         """Return the precision of each weight tensor by name, differentiable in ``log_precision``.
 
-        Each precision is 0-dimensional, or has the weight's shape if the prior is diagonal or from
-        a posterior.
+        Each precision is 0-dimensional, or it has as many axes as the weight, and its size along
+        each is 1 or the weight's. If the prior is from a posterior, it has the weight's shape.
         """
         precision = self._log_precisions().exp()
-        if self.structure == "diagonal":
-            sizes = [shape.numel() for shape in self._shapes.values()]
-            parts = zip(self._shapes.items(), precision.split(sizes), strict=True)
-            return {name: part.view(shape) for (name, shape), part in parts}
-        groups = precision.unbind()
-        of_names = {name: groups[self.group_of[name]] for name in self._shapes}
+        groups = precision.split(self._sizes) if any(self._varies.values()) else precision.unbind()
+        # Weights of a group share one tensor, which tells that their precisions are equal.
+        numbers = [part.reshape(()) if part.numel() == 1 else part for part in groups]
+        of_names = {
+            name: groups[index].view(self._precision_shape(name)) if varies else numbers[index]
+            for name, index in self.group_of.items()
+            for varies in [self._varies[name]]
+        }
         if self._factors is None:
             return of_names
         return {name: of_names[name] * factor for name, factor in self.factors().items()}
+
+    def _precision_shape(self, name: str) -> list[int]:
+        """Return the shape of a weight's precision, which has the size 1 along constant axes."""
+        varies = self._varies[name]
+        return [n if axis in varies else 1 for axis, n in enumerate(self._shapes[name])]
+
+    def square_norms(self, weights: Mapping[str, Tensor]) -> Float[Tensor, " G"]:
+        """Return ‖w − w₀‖² of the weights of each entry of ``log_precision``, in float64.
+
+        If weights have fixed factors of the precision, the norm includes these factors.
+        """
+        return self._sums(self._squares(weights, torch.float64))
+
+    def counts(self) -> Int[Tensor, " G"]:
+        """Return the number of weights of each entry of ``log_precision``."""
+        return self._counts[self._learned_index] if len(self._learned_index) else self._counts
+
+    def has_mean(self) -> Bool[Tensor, " G"]:
+        """Return whether each entry of ``log_precision`` has weights with a nonzero mean."""
+        sizes = [self._sizes[index] for index in self.group_of.values()]
+        nonzero = torch.tensor([name in self._mean_of for name in self._shapes], device="cpu")
+        return self._sums(nonzero.repeat_interleave(torch.tensor(sizes, device="cpu")).int()) > 0
+
+    def _sums(self, values: Tensor) -> Tensor:
+        """Return sums of the values of ``_entries`` for each entry of ``log_precision``."""
+        values = values.to(self._entries.device)
+        sums = values.new_zeros(len(self._counts)).index_add(0, self._entries, values)
+        return sums[self._learned_index] if len(self._learned_index) else sums
 
     def factors(self) -> dict[str, Tensor]:
         """Return the fixed factors of precisions by name, or an empty dict if all are 1."""
@@ -438,15 +505,22 @@ class GaussianPrior(nn.Module):
         pairs = zip(self._shapes.items(), parts, strict=True)
         return {name: part.view(shape) for (name, shape), part in pairs}
 
-    def squares(self, weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the squares of the deviations times the fixed factors, by name, with a graph."""
-        means, squares = self.means(), dict[str, Tensor]()
+    def _squares(self, weights: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Return the sum of (w − w₀)² for each of ``_entries``, with the fixed factors."""
+        means, sums = self.means(), list[Tensor]()
+        factors = {} if self._factors is None else self.factors()
         for name, weight in weights.items():
             deviation = weight - means[name] if name in means else weight
-            squares[name] = deviation.to(dtype).square()
-        if self._factors is None:
-            return squares
-        return {name: square * self.factors()[name].to(dtype) for name, square in squares.items()}
+            square = deviation.to(dtype).square()
+            if factors:
+                square = square * factors[name].to(dtype)
+            if self._varies[name]:
+                sums.append(square.sum_to_size(self._precision_shape(name)).flatten())
+            else:
+                sums.append(square.sum())
+        if any(self._varies.values()):
+            return torch.cat([part.reshape(-1) for part in sums])
+        return torch.stack(sums)
 
     def means(self) -> dict[str, Tensor]:
         """Return the nonzero means w₀ of the weights by name, each in the shape of its weight."""
@@ -477,25 +551,15 @@ class GaussianPrior(nn.Module):
                 " Pass the bound weights, or make a new prior."
             )
         # In half precision, squares overflow and sums round.
-        of_names = self.squares(weights, precision.dtype)
-        if self.structure == "diagonal":
-            squares = torch.cat([of_names[name].flatten() for name in self._shapes])
-        else:  # sums, because products of all weights would be kept for the gradient
-            squares = torch.stack([square.sum() for square in of_names.values()])
-            groups = [self.group_of[name] for name in of_names]
-            if groups != list(range(len(precision))):
-                precision = precision[groups]
+        # Sums, because products of all weights would be kept for the gradient.
+        squares = self._squares(weights, precision.dtype)
+        if len(squares) != len(precision) or self.structure == "groups":
+            precision = precision[self._entries]
         return (precision * squares).sum()
 
     def log_det(self) -> Float[Tensor, ""]:
         """Return the log-determinant log|P0|, differentiable in ``log_precision``."""
-        log_precision = self._log_precisions()
-        if self.structure == "diagonal":
-            return log_precision.sum()
-        counts = [0] * len(self.group_names)
-        for name, shape in self._shapes.items():
-            counts[self.group_of[name]] += shape.numel()
-        total = (log_precision * log_precision.new_tensor(counts)).sum()
+        total = (self._log_precisions() * self._counts).sum()
         return total if self._factors is None else total + self._factors.log().sum()
 
     def log_hyperprior(self) -> Float[Tensor, ""]:
@@ -516,25 +580,32 @@ class GaussianPrior(nn.Module):
             )
         return value
 
-    def constant_groups(self) -> dict[str, str]:
-        """Return the name of each weight tensor's group if all its weights have one precision."""
+    def precision_groups(self) -> dict[str, str]:
+        """Return a label for each weight. The weights with one label have equal precisions."""
         self._log_precisions()
         if self._factors is not None:
-            return {}
+            return {name: name for name in self._shapes}
         return {name: self.group_names[index] for name, index in self.group_of.items()}
 
+    def varying_axes(self) -> dict[str, tuple[int, ...]]:
+        """Return the axes along which the precisions of weights vary, if they have several."""
+        self._log_precisions()
+        if self._factors is not None:
+            return {name: tuple(range(len(shape))) for name, shape in self._shapes.items()}
+        return {name: axes for name, axes in self._varies.items() if axes}
+
     def group_name(self, name: str) -> str:
-        """Return the name of a weight's group, or the weight's own name for a diagonal prior.
+        """Return the name of a weight's group.
 
         Raises:
             ConfigurationError: If there is no weight of this name.
         """
-        groups = self.constant_groups()
+        self._log_precisions()
         if name not in self._shapes:
             raise ConfigurationError(
                 f"The prior has no weight '{name}'.{nearest(name, self._shapes)}"
             )
-        return groups.get(name, name)
+        return self.group_names[self.group_of[name]]
 
     # ------------------------------------------------------------------ state
 
@@ -546,6 +617,7 @@ class GaussianPrior(nn.Module):
             "structure": self.structure,
             "group_names": list(self.group_names),
             "group_of": dict(self.group_of),
+            "axes": {name: list(axes) for name, axes in self._varies.items() if axes},
             "shapes": {name: list(shape) for name, shape in self._shapes.items()},
             "mean_of": list(self._mean_of),
         }
@@ -565,16 +637,19 @@ class GaussianPrior(nn.Module):
                 )
             shapes = {name: torch.Size(shape) for name, shape in saved["shapes"].items()}
             if self.log_precision is None:
-                names, group_of = self._assign(shapes)
+                names, group_of, varies, sizes = self._assign(shapes)
             else:
                 names, group_of = self.group_names, self.group_of
+                varies, sizes = self._varies, self._sizes
                 # The order matters: log_precision of a diagonal prior has it.
                 if list(shapes.items()) != list(self._shapes.items()):
                     raise ConfigurationError(
                         "The saved prior belongs to different weights"
                         f" ({_difference(self._shapes, shapes)}). Use the model of the saved prior."
                     )
-            if (names, group_of) != (saved["group_names"], saved["group_of"]):
+            axes = {name: list(dims) for name, dims in varies.items() if dims}
+            saved_groups = [saved["group_names"], saved["group_of"], saved["axes"]]
+            if [names, group_of, axes] != saved_groups:
                 raise ConfigurationError(
                     "The saved prior and this prior have different groups. Use the same groups."
                 )
@@ -590,6 +665,7 @@ class GaussianPrior(nn.Module):
                 )
             if self.log_precision is None:
                 self._shapes, self.group_names, self.group_of = shapes, names, group_of
+                self._varies, self._sizes = varies, sizes
                 self._check_groups(names)
                 self._set(torch.empty_like(state_dict[f"{prefix}log_precision"]))
                 self._mean_of = mean_of
@@ -598,9 +674,9 @@ class GaussianPrior(nn.Module):
         key = f"{prefix}log_precision"
         values = state_dict.get(key)
         has_learned = len(self._learned_index) > 0
-        if values is not None and has_learned and values.shape == self._all_groups.shape:
+        if values is not None and has_learned and values.shape == self._all_entries.shape:
             with torch.no_grad():
-                self._all_groups.copy_(values)
+                self._all_entries.copy_(values)
             state_dict = {**state_dict, key: values[self._learned_index.to(values.device)]}
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
@@ -653,13 +729,8 @@ def _checked_precision(value: object, what: str) -> float:
         raise ConfigurationError(f"{error} {fix}") from None
 
 
-def _checked_learnable(learnable: object, structure: str) -> bool | dict[str, bool]:
+def _checked_learnable(learnable: object) -> bool | dict[str, bool]:
     is_mapping = isinstance(learnable, Mapping)
-    if is_mapping and structure == "diagonal":
-        raise ConfigurationError(
-            "learnable of a diagonal prior must be True or False, got a mapping. A diagonal prior"
-            " has no groups."
-        )
     settings = {f"['{k}']": v for k, v in learnable.items()} if is_mapping else {"": learnable}
     for which, value in settings.items():
         if not isinstance(value, bool):
@@ -668,6 +739,34 @@ def _checked_learnable(learnable: object, structure: str) -> bool | dict[str, bo
                 " use a mapping such as {'head': False}."
             )
     return dict(learnable) if is_mapping else bool(learnable)
+
+
+def _checked_axes(groups: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """Return the axis of each pattern, by group, for the groups along axes."""
+    axes = {group: dict(value) for group, value in groups.items() if isinstance(value, Mapping)}
+    for group, axis_of in axes.items():
+        for pattern, axis in axis_of.items():
+            if isinstance(axis, bool) or not isinstance(axis, int):
+                what = f"The axis of '{pattern}' in prior group '{group}' must be an integer"
+                raise ConfigurationError(f"{what}, got {_shown(axis)}.{_VALUES}")
+    return axes
+
+
+def _axis_of(name: str, ndim: int, axis_of: Mapping[str, int]) -> int | None:
+    """Return the axis along which a weight's precisions vary, or None."""
+    axes = {p: axis for p, axis in axis_of.items() if p != REMAINING and matches(p, name)}
+    if not axes and REMAINING in axis_of:
+        axes = {REMAINING: axis_of[REMAINING]}
+    for pattern, axis in axes.items():
+        if not -ndim <= axis < ndim:
+            raise ConfigurationError(
+                f"The axis of '{pattern}' must be below {ndim}, the number of axes of '{name}', got"
+                f" {axis}."
+            )
+    chosen = {axis % ndim for axis in axes.values()}
+    if len(chosen) > 1:
+        raise ConfigurationError(f"'{name}' must have one axis in its group, got {axes}.")
+    return chosen.pop() if chosen else None
 
 
 def _checked_mean(mean: object) -> dict[str, str | Tensor | None]:
@@ -721,7 +820,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def checked_groups(
-    groups: Mapping[str, Sequence[str]], what: str, instead: str = ""
+    groups: Mapping[str, Iterable[str]], what: str, instead: str = ""
 ) -> dict[str, list[str]]:
     """Check that each group has patterns, and return lists of them. ``instead`` ends an error."""
     for name, patterns in groups.items():

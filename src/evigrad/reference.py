@@ -259,7 +259,7 @@ def kfac_log_det(
         left = torch.einsum("ncto,ncd,ndtp->op", g, kept, g)
         right = torch.einsum("nti,ntj->ij", a, a)
         product = torch.kron(left.contiguous(), right.contiguous()) / a.shape[:2].numel()
-        terms.append(log_det(product, precisions[name].expand(len(product))))
+        terms.append(log_det(product, precisions[name].expand(weights[name].shape).flatten()))
     others = {name: w for name, w in weights.items() if name not in factors}
     if others:
         jac = jacobian(model, others, x).split([w.numel() for w in others.values()], dim=2)

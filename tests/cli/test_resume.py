@@ -61,7 +61,7 @@ MOMENTS: dict[str, tuple[Any, str, int]] = {
     "in the MAP baseline": (Evidence, "map_loss", 3),
     "between the two runs": (Trainer, "train", 2),
     "after the baseline": (Evidence, "map_loss", 5),
-    "in a round": (Evidence, "backward", 3),
+    "in a round": (Evidence, "_add_gradients", 3),
     "in the last evaluation": (report, "evaluate_evidence", 2),
     "before the results": (report, "comparison", 1),
 }

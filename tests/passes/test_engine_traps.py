@@ -105,15 +105,15 @@ def test_kept_passes_see_statistics_and_fixed_noise_change() -> None:
     with pytest.warns(Warning, match="normalization"):
         evidence = make(model, likelihood, "ntk-7-1")
     passes = evidence.collect(x, y)
-    evidence.estimate(passes)
+    evidence.estimate_kept(passes)
     model.train()(x)
     with pytest.raises(InputError, match="buffer"):
-        evidence.estimate(passes)
+        evidence.estimate_kept(passes)
     passes = evidence.collect(x, y)
     with torch.no_grad():
         next(likelihood.parameters()).mul_(2.0)
     with pytest.raises(InputError, match="fixed noise"):
-        evidence.estimate(passes)
+        evidence.estimate_kept(passes)
 
 
 EDITS: dict[str, Callable[[Tensor], Any]] = {
@@ -135,11 +135,11 @@ def test_kept_passes_notice_every_write_in_place(held: str, edit: str) -> None:
     with pytest.warns(Warning, match="normalization"):
         evidence = make(model, Gaussian(), "ntk-7-1")
     passes = evidence.collect(x, targets(Gaussian(), M))
-    evidence.backward(passes)
+    evidence.backward_kept(passes)
     with torch.no_grad():
         EDITS[edit](tensor)
     with pytest.raises(InputError, match="Call collect"):
-        evidence.backward(passes)
+        evidence.backward_kept(passes)
 
 
 def doubled(*gradients: Any) -> Any:

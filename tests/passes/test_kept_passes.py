@@ -14,11 +14,11 @@ from evigrad import Evidence, Memory
 from evigrad.core.names import STRUCTURES
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.likelihoods import Categorical, Gaussian, Likelihood
+from evigrad.passes.kept import KeptPass
 from evigrad.priors import GaussianPrior
 from evigrad.training.rounds import why_not_kept
 
 N, OUTPUTS = 10, 3
-Passes = Any
 
 
 def network() -> nn.Sequential:
@@ -45,8 +45,9 @@ def make(estimator: str, likelihood: Likelihood, **settings: Any) -> Evidence:
     )
 
 
-def values_and_gradients(evidence: Evidence, passes: Passes) -> tuple[list[float], list[Tensor]]:
-    estimate = evidence.backward(passes)
+def values_and_gradients(evidence: Evidence, *data: Any) -> tuple[list[float], list[Tensor]]:
+    is_kept = isinstance(data[0], KeptPass)
+    estimate = (evidence.backward_kept if is_kept else evidence.backward)(*data)
     gradients = []
     for p in evidence.hyperparameters().values():
         assert p.grad is not None
@@ -70,7 +71,7 @@ def assert_follows(estimator: str, likelihood: Likelihood, **settings: Any) -> N
         evidence.generator.set_state(state)
         expected_numbers, expected = values_and_gradients(evidence, block)
         assert numbers == pytest.approx(expected_numbers, rel=1e-11)
-        assert evidence.estimate(passes).log_evidence == pytest.approx(numbers[0], rel=1e-12)
+        assert evidence.estimate_kept(passes).log_evidence == pytest.approx(numbers[0], rel=1e-12)
         for parameter, gradient, block_gradient in zip(
             parameters, gradients, expected, strict=True
         ):
@@ -124,7 +125,7 @@ def test_a_fixed_noise_and_no_noise_at_all() -> None:
     x, _ = data()
     blocks = list(evidence.blocks((x, torch.arange(N) % OUTPUTS)).take(3))
     for block in blocks:
-        kept = evidence.estimate(evidence.collect(block))
+        kept = evidence.estimate_kept(evidence.collect(block))
         assert kept.log_evidence == pytest.approx(evidence.estimate(block).log_evidence, rel=1e-12)
 
 
@@ -135,7 +136,7 @@ def test_several_passes_are_their_mean() -> None:
     with torch.no_grad():
         for p in evidence.hyperparameters().values():
             p += 0.4
-    numbers, gradients = values_and_gradients(evidence, passes)
+    numbers, gradients = values_and_gradients(evidence, *passes)
     per_block = [values_and_gradients(evidence, block) for block in blocks]
     means = [sum(part) / 3 for part in zip(*(values for values, _ in per_block), strict=True)]
     assert numbers == pytest.approx(means, rel=1e-11)
@@ -143,8 +144,7 @@ def test_several_passes_are_their_mean() -> None:
         torch.testing.assert_close(
             gradient, sum(part[i] for _, part in per_block) / 3, rtol=1e-9, atol=0
         )
-    assert evidence.estimate(passes).log_evidence == pytest.approx(numbers[0], rel=1e-12)
-    assert evidence.estimate(tuple(passes)).per_datum == pytest.approx(numbers[0] / N, rel=1e-12)
+    assert evidence.estimate_kept(*passes).log_evidence == pytest.approx(numbers[0], rel=1e-12)
 
 
 def test_no_pass_through_the_network() -> None:
@@ -162,8 +162,8 @@ def test_no_pass_through_the_network() -> None:
     passes = [evidence.collect(block) for block in evidence.blocks(data()).take(2)]
     model.calls = 0
     for _ in range(3):
-        evidence.backward(passes)
-        evidence.estimate(passes)
+        evidence.backward_kept(*passes)
+        evidence.estimate_kept(*passes)
     assert model.calls == 0
 
 
@@ -204,7 +204,7 @@ def test_a_block_of_ones_own_with_several_outputs() -> None:
     columns = torch.arange(4)[:, None] % OUTPUTS
     passes = evidence.collect(replace(block, columns=columns))
     with pytest.raises(ConfigurationError, match="sums rows with different scales"):
-        evidence.backward(passes)
+        evidence.backward_kept(passes)
 
 
 @pytest.mark.parametrize("estimator", ["ntk-4-1-ef", "kfac-4-2-mc"])
@@ -217,7 +217,7 @@ def test_rows_that_depend_on_the_noise(estimator: str) -> None:
     state = fixed.generator.get_state()
     expected = fixed.estimate(block).log_evidence
     fixed.generator.set_state(state)
-    assert fixed.estimate(fixed.collect(block)).log_evidence == pytest.approx(expected, rel=1e-12)
+    assert fixed.estimate_kept(fixed.collect(block)).log_evidence == pytest.approx(expected)
 
 
 class Gated(nn.Module):
@@ -242,9 +242,15 @@ def test_passes_of_another_evidence_or_of_other_weights() -> None:
     block = next(iter(evidence.blocks(data())))
     passes, foreign = evidence.collect(block), other.collect(block)
     with pytest.raises(InputError, match="collected by another evidence"):
-        evidence.backward([passes, foreign])
+        evidence.backward_kept(passes, foreign)
     with torch.no_grad():
         model.get_parameter("0.bias").add_(0.1)
     with pytest.raises(InputError, match="weights, .* have changed since"):
-        evidence.backward([passes])
+        evidence.backward_kept(passes)
+    with pytest.raises(InputError, match=r"got list\. Pass a list of results as \*passes"):
+        evidence.estimate_kept([passes])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InputError, match="There is no pass"):
+        evidence.backward_kept()
+    with pytest.raises(InputError, match="Pass results of collect to estimate_kept"):
+        evidence.estimate(passes)
     assert all(p.grad is None for p in evidence.hyperparameters().values())

@@ -9,7 +9,7 @@ from evigrad.core.curvature import (
     BlockKernel,
 )
 from evigrad.core.names import STRUCTURES
-from evigrad.core.types import LOG_DETS, Purpose
+from evigrad.core.protocols import LOG_DETS, Purpose
 from evigrad.errors import MemoryBudgetError
 from evigrad.likelihoods import Gaussian
 from evigrad.network import MatrixUse

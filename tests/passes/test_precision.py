@@ -134,7 +134,7 @@ def test_noise_beside_bfloat16_weights_is_learned_as_beside_float32_ones() -> No
         for step in range(100):
             optimizer.param_groups[0]["lr"] = 0.03 * (1 - step / 100)
             optimizer.zero_grad()
-            evidence.backward(kept, wrt="likelihood")
+            evidence.backward_kept(kept, wrt="likelihood")
             optimizer.step()
         noises.append(noise.detach().exp().item())
         old = evidence.state_dict()
@@ -217,7 +217,7 @@ def test_small_precisions_are_right_in_float32_without_a_word(estimator):
             for evaluate in (
                 evidence.backward,
                 evidence.estimate,
-                lambda x, y: evidence.estimate(evidence.collect(x, y)),
+                lambda x, y: evidence.estimate_kept(evidence.collect(x, y)),
             ):
                 put(evidence, precision)
                 assert abs(evaluate(x, y).log_det - exact_log_det) < tolerated(exact_log_det)
@@ -241,7 +241,7 @@ def test_where_float32_stays_a_warning_says_by_how_many_nats(estimator, kept):
         put(evidence, precision)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            estimate = evidence.estimate(kept_pass) if kept else evidence.estimate(x, y)
+            estimate = evidence.estimate_kept(kept_pass) if kept else evidence.estimate(x, y)
         error = abs(estimate.log_det - exact_log_det)
         said = [float(re.findall(r"about (\S+) nats", str(w.message))[0]) for w in caught]
         # The estimate is right within a factor of ten.

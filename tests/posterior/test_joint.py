@@ -291,7 +291,7 @@ def test_mistakes_are_explained(posterior, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(MemoryBudgetError, match="Use batch_dims"):
         patch.setattr(memory, "_free_bytes", lambda device: 1000)
         posterior.joint(x, batch_dims=1).covariance  # noqa: B018
-    weight = next(iter(posterior._problem.weights.values()))
+    weight = next(iter(posterior._problem.model.weights.values()))
     saved = weight.detach().clone()
     weight.data += 0.1
     unread = posterior.joint

@@ -217,7 +217,7 @@ def test_mistakes_in_updates_are_explained(fantasies):
         first.update(x, y[..., :2], batch_dims=1)
     with pytest.raises(InputError, match="must have the batches"):
         posterior.joint(torch.randn(2, 4, 1, 4).double(), batch_dims=1).mean  # noqa: B018
-    vector = dict(first._problem.weights)
+    vector = dict(first._problem.model.weights)
     for refused in (
         lambda: posterior(x[0]),
         lambda: posterior.sample_weights(1),

@@ -23,7 +23,7 @@ from evigrad.core.curvature import (
 from evigrad.core.curvature.base import Differential
 from evigrad.core.curvature.dense import BlockStatistic
 from evigrad.core.names import STRUCTURES
-from evigrad.core.types import Purpose
+from evigrad.core.protocols import Purpose
 from evigrad.errors import ConfigurationError, ConformanceError, InputError
 from evigrad.network import matrix_uses, plan
 from evigrad.passes.parameter_blocks import partition_names
@@ -125,7 +125,7 @@ _contracted = BlockKernel(partitioned("module"), WEIGHTS, ALONE, None, CONTRACTE
 CASES["module by contracted rows"] = (_contracted, over(MODULES), None)
 for _sharing in ("expand", "reduce"):
     for _limit in (0, 100):
-        _kfac = Kfac(WEIGHTS, PLAN.kronecker, dict.fromkeys(NAMES, True), _sharing, None, _limit)
+        _kfac = Kfac(WEIGHTS, PLAN.kronecker, {}, _sharing, None, _limit)
         CASES[f"kfac, {_sharing}, {_limit}"] = (_kfac, None, None)
 
 

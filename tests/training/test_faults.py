@@ -216,23 +216,24 @@ def test_a_run_from_before_there_were_counts_goes_on(blobs, tmp_path):
 # ------------------------------------------------------------ factorisations
 
 
-def no_factor(factor: Any) -> None:
-    return None
+def no_factor(factorized: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    factor, info = factorized
+    return factor, torch.ones_like(info)
 
 
 def test_a_cholesky_that_fails_is_repeated_in_float64_then_with_jitter_and_a_word():
     matrix = torch.eye(3) * 1e-3
     expected = linalg.log_det_identity_plus(matrix)
-    with at_call(linalg, "_factor", once(1), no_factor):
+    with at_call(torch.linalg, "cholesky_ex", once(1), no_factor):
         assert torch.allclose(linalg.log_det_identity_plus(matrix), expected, rtol=1e-3)
     words = r"was added to its diagonal.*may be too large by up to about"
     with (
-        at_call(linalg, "_factor", lambda call: call < 3, no_factor),
+        at_call(torch.linalg, "cholesky_ex", lambda call: call < 3, no_factor),
         pytest.warns(EvigradWarning, match=words),
     ):
         assert torch.allclose(linalg.log_det_identity_plus(matrix), expected, rtol=1e-3)
     with (
-        at_call(linalg, "_factor", always(1), no_factor),
+        at_call(torch.linalg, "cholesky_ex", always(1), no_factor),
         pytest.raises(NotPositiveDefiniteError, match="precisions are positive"),
     ):
         linalg.log_det_identity_plus(matrix)
@@ -244,7 +245,7 @@ def test_a_cholesky_that_keeps_failing_ends_training_with_a_message(case, blobs,
         linalg, "_eigen", refusing(NotPositiveDefiniteError("no eigenvalues"))
     )
     with (
-        at_call(linalg, "_factor", always(1), no_factor),
+        at_call(torch.linalg, "cholesky_ex", always(1), no_factor),
         eigenvalues,
         pytest.warns(EvigradWarning, match="hyperparameter steps"),
         pytest.raises(NotPositiveDefiniteError, match=r"Hyperparameter step after epoch \d"),
@@ -283,7 +284,7 @@ def test_memory_that_never_suffices_ends_training_with_what_is_cheaper(allocator
     single = "A pass over a single example does not fit"
     cases = [
         ("a training step on 20 examples. Use a smaller batch_size", Evidence, "map_loss"),
-        ("an estimate by ntk-20-1. Use fewer rows in a block", linalg, "_factor"),
+        ("an estimate by ntk-20-1. Use fewer rows in a block", torch.linalg, "cholesky_ex"),
         (single, MicroBatchSweep, "linearize"),
         (single, metrics, "flattened"),
     ]

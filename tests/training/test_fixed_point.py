@@ -119,9 +119,9 @@ def test_gamma_of_a_gradient_in_two_passes() -> None:
 def settle(evidence: Evidence, passes: Any, steps: int = 40) -> Tensor:
     update = FixedPoint(evidence)
     for _ in range(steps):
-        evidence.backward(passes)
+        evidence.backward_kept(passes)
         update.step()
-    evidence.backward(passes)
+    evidence.backward_kept(passes)
     gradient = gradient_of(evidence).clone()
     log_precision(evidence).grad = None
     return gradient
@@ -187,7 +187,7 @@ def test_it_is_where_many_steps_of_adam_lead() -> None:
     for step in range(400):
         adam.param_groups[0]["lr"] = 0.1 * (1 - step / 400)
         adam.zero_grad()
-        other.backward(passes)
+        other.backward_kept(passes)
         adam.step()
     torch.testing.assert_close(log_precision(evidence), log_precision(other), rtol=0, atol=1e-5)
 
@@ -201,13 +201,13 @@ def test_a_noise_that_is_learned_beside_it() -> None:
     log_noise = evidence.hyperparameters()["likelihood.log_noise"]
     for _ in range(150):
         log_noise.grad = None
-        evidence.backward(passes)
+        evidence.backward_kept(passes)
         assert log_noise.grad is not None
         with torch.no_grad():
             log_noise -= 0.1 * log_noise.grad
         update.step()
     log_noise.grad = None
-    evidence.backward(passes)
+    evidence.backward_kept(passes)
     assert float(gradient_of(evidence).abs().max()) < 1e-8
     assert log_noise.grad is not None
     assert abs(float(log_noise.grad)) < 1e-8

@@ -176,7 +176,7 @@ def test_a_single_step_keeps_no_pass(make_net, regression, monkeypatch, estimato
     monkeypatch.setattr(trainer.evidence, "collect", None)
     (estimate,) = learner_of(trainer).learn(2).estimates
     assert estimate.log_evidence == pytest.approx(
-        kept.backward(kept.collect(*data)).log_evidence, rel=1e-10
+        kept.backward_kept(kept.collect(*data)).log_evidence, rel=1e-10
     )
 
 
@@ -307,7 +307,10 @@ def test_ratios_are_learned_from_rounds_as_from_single_blocks(blobs, make_net, p
     for _ in range(8):
         stream = evidence.blocks(data)
         for block in blocks_of_a_round(evidence, stream, data[0][:3], names, 10, prior_blocks)[0]:
-            evidence.estimate(block)
+            if isinstance(block, Block):
+                evidence.estimate(block)
+            else:
+                evidence.estimate_kept(*block)
     for key, ratio in evidence.anchors._predictor._ratios.items():
         assert abs(ratio - ratios.get(key, ratio)) < 1.0
     assert spread() < 2 * before

@@ -65,8 +65,7 @@ def record_calls(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[tupl
         method = getattr(trainer.evidence, name)
 
         def record(data, wrt, name=name, method=method):
-            if not isinstance(data, list):
-                calls.append((name, {n.split(".")[0] for n in wrt}))
+            calls.append((name, {n.split(".")[0] for n in wrt}))
             return method(data, wrt=wrt)
 
         monkeypatch.setattr(trainer.evidence, name, record)

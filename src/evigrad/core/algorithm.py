@@ -24,28 +24,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evigrad.core.block import MicroBatch
 from evigrad.core.changes import likelihood_changes
 from evigrad.core.curvature.anchored import LogDet
 from evigrad.core.curvature.base import Curvature, log_det_of
 from evigrad.core.curvature.linalg import TOLERATED_NATS
+from evigrad.core.model import Estimate, LinearizedModel, Pass
+from evigrad.core.protocols import Density, Linearization, Prior, Purpose, Sweep
 from evigrad.core.roots import RootRows
-from evigrad.core.types import (
-    Estimate,
-    Linearization,
-    LinearizedModel,
-    MicroBatch,
-    Pass,
-    Purpose,
-    Sweep,
-)
 from evigrad.errors import ConfigurationError, NotFiniteError
+
+Model = LinearizedModel[Density, Prior]
 
 # The terms of an estimate that are averaged.
 TERMS = ("log_evidence", "log_likelihood", "log_prior", "log_det", "log_hyperprior")
 
 
 def purpose_of(
-    model: LinearizedModel, curvature: Curvature[Any], num_outputs: int, learned: Iterable[str]
+    model: Model, curvature: Curvature[Any], num_outputs: int, learned: Iterable[str]
 ) -> Purpose:
     """Return what the first pass is for if the gradient of ``learned`` hyperparameters follows.
 
@@ -75,7 +71,7 @@ class _Sums:
     linearized: tuple[Linearization, RootRows] | None = None
 
 
-def run_pass(model: LinearizedModel, curvature: Curvature[Any], sweep: Sweep) -> Pass:
+def run_pass(model: Model, curvature: Curvature[Any], sweep: Sweep) -> Pass:
     """Return the log likelihood and the statistic of one pass over a block.
 
     The curvature turns rows into a statistic for the purpose of the sweep.
@@ -102,9 +98,8 @@ def run_pass(model: LinearizedModel, curvature: Curvature[Any], sweep: Sweep) ->
                     root = replace(root, scale=None)
             f = linearization.outputs
             statistic = curvature.collect(statistic, linearization, root)
-        log_probabilities = model.log_probabilities(f, batch.y)
+        log_probabilities = sweep.log_probabilities(f, batch)
         log_likelihood = model.log_likelihood(log_probabilities, batch.likelihood_weights)
-        model.likelihood.check_derivatives(f, batch.y, model.estimator.curvature)
         if purpose is Purpose.STEPS:  # a view of the inputs would hold all of them in memory
             outputs = (*outputs, (replace(batch, x=batch.x[:0].clone()), f.detach()))
         return _Sums(
@@ -120,14 +115,11 @@ def run_pass(model: LinearizedModel, curvature: Curvature[Any], sweep: Sweep) ->
     zero = torch.zeros((), dtype=torch.float64, device=device)
     statistic = curvature.empty(purpose, block.num_collected(curvature.counts_data))
     sums = sweep.fold(step, _Sums(zero, statistic))
-    statistic = sums.statistic if block.shares == 1 else sweep.total(sums.statistic)
-    if model.estimator.custom is not None and statistic is not None:
-        model.check_custom(statistic)
     return Pass(
         model=model,
         curvature=curvature,
         block=replace(block, inputs=None, targets=None),
-        statistic=statistic,
+        statistic=sweep.total(sums.statistic),
         log_likelihood=sums.log_likelihood,
         log_probabilities=torch.cat(sums.log_probabilities),
         num_outputs=sums.num_outputs,
@@ -136,9 +128,7 @@ def run_pass(model: LinearizedModel, curvature: Curvature[Any], sweep: Sweep) ->
     )
 
 
-def _with_graph(
-    model: LinearizedModel, sweep: Sweep, batch: MicroBatch
-) -> tuple[Linearization, RootRows]:
+def _with_graph(model: Model, sweep: Sweep, batch: MicroBatch) -> tuple[Linearization, RootRows]:
     """Return a micro-batch's linearization and its cotangents, with a graph."""
     with torch.enable_grad():
         linearization = sweep.linearize(batch, graph=True)
@@ -157,7 +147,7 @@ def log_evidence(block_pass: Pass) -> tuple[Estimate, Tensor]:
                 statistic, precisions, scale, parameters
             )
         terms = [
-            model.log_likelihood(model.log_probabilities(f, batch.y), batch.likelihood_weights)
+            model.log_likelihood(model.likelihood.log_prob(f, batch.y), batch.likelihood_weights)
             for batch, f in block_pass.outputs
         ]
         log_likelihood = torch.stack(terms).sum()
@@ -191,7 +181,7 @@ def _scale(block_pass: Pass) -> Tensor | None:
 
 
 def one_pass(
-    model: LinearizedModel, curvature: Curvature[Any], sweep: Sweep, learned: Mapping[str, Tensor]
+    model: Model, curvature: Curvature[Any], sweep: Sweep, learned: Mapping[str, Tensor]
 ) -> tuple[Estimate, list[Tensor]]:
     """Return the estimate of the log evidence and the gradient of the loss, from a single pass.
 
@@ -202,7 +192,7 @@ def one_pass(
 
 
 def two_passes(
-    model: LinearizedModel, curvature: Curvature[Any], sweep: Sweep, learned: Mapping[str, Tensor]
+    model: Model, curvature: Curvature[Any], sweep: Sweep, learned: Mapping[str, Tensor]
 ) -> tuple[Estimate, list[Tensor]]:
     """Return the estimate of the log evidence and the gradient of the loss, from two passes.
 
@@ -234,7 +224,7 @@ def two_passes(
     def step(sums: list[Tensor], batch: MicroBatch) -> list[Tensor]:
         f, inner = _pulled_back(first, sweep, differential.cotangent, batch)
         log_likelihood = model.log_likelihood(
-            model.log_probabilities(f, batch.y), batch.likelihood_weights
+            model.likelihood.log_prob(f, batch.y), batch.likelihood_weights
         )
         # Statistics were summed over ranks already, and the mean over ranks follows later.
         objective = log_likelihood - factor * first.block.shares * inner
@@ -277,7 +267,7 @@ def gradients_of(value: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
 # ------------------------------------------------------------ estimates
 
 
-def _prior_terms(model: LinearizedModel) -> tuple[Tensor, Tensor]:
+def _prior_terms(model: Model) -> tuple[Tensor, Tensor]:
     weights = {name: w.detach() for name, w in model.weights.items()}
     return -0.5 * model.prior.quadratic(weights), model.prior.log_hyperprior()
 
@@ -293,7 +283,9 @@ def _estimate(
     model, scale = block_pass.model, block_pass.block.scale
     weight = 0.5 * model.log_det_weight
     terms = (log_likelihood, log_prior, scale * log_det.value, log_hyperprior)
-    likelihood, prior, determinant, hyperprior = (float(t.detach()) for t in terms)
+    # On a GPU, each read of a number waits for all operations before it, so read all at once.
+    numbers = torch.stack([term.detach().to(log_likelihood) for term in terms]).tolist()
+    likelihood, prior, determinant, hyperprior = numbers
     value = likelihood + prior - weight * determinant
     if determinant < -TOLERATED_NATS * scale:
         raise ConfigurationError(

@@ -1,5 +1,6 @@
-"""A block: the examples and outputs that one stochastic estimate uses."""
+"""A block, the examples and outputs that one stochastic estimate uses, and its micro-batches."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -272,3 +273,29 @@ def padded_columns(
     columns = torch.full((m, int(counts.max())), -1, device="cpu")
     columns[data, slots] = outputs
     return columns
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Some examples of a block.
+
+    Attributes:
+        x: Inputs, as passed to the network.
+        y: Targets.
+        data: Positions of the examples in the block.
+        columns: Columns of the root, or None for all.
+        likelihood_weights: Weights of the log likelihoods of the examples.
+        labels: Sampled labels, for the curvature ``mc``.
+    """
+
+    x: Tensor
+    y: Tensor
+    data: slice
+    columns: Int[Tensor, "m k"] | None
+    likelihood_weights: Tensor
+    labels: Sequence[Tensor] = ()
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the examples have rows, instead of only a log likelihood."""
+        return self.columns is None or self.columns.shape[1] > 0

@@ -6,13 +6,14 @@ import torch
 
 from evigrad.core.algebra import is_one_number
 from evigrad.core.curvature.base import Curvature
+from evigrad.core.model import LinearizedModel
+from evigrad.core.protocols import Density, Prior
 from evigrad.core.roots import checked_rows
-from evigrad.core.types import LinearizedModel
 from evigrad.errors import NotPositiveDefiniteError, raised_in
 
 
 def likelihood_changes(
-    model: LinearizedModel, curvature: Curvature[Any], num_outputs: int
+    model: LinearizedModel[Density, Prior], curvature: Curvature[Any], num_outputs: int
 ) -> Literal["rows", "sums", "scales"]:
     """Return what the likelihood's learnable parameters change.
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from evigrad.blocks.anchors import Anchoring
 from evigrad.blocks.sources import Source, as_source
+from evigrad.core.model import standard_error
 from evigrad.core.names import Estimator
-from evigrad.core.types import standard_error
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.network.network import PROBE_SIZE

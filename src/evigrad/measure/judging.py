@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from evigrad.blocks.sources import as_source
+from evigrad.core.model import standard_error
 from evigrad.core.names import Estimator
-from evigrad.core.types import standard_error
 from evigrad.evidence import Evidence
 from evigrad.measure.metrics import probe_outputs
 from evigrad.passes.settings import Memory

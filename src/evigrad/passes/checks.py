@@ -59,7 +59,8 @@ def not_data(x: object) -> InputError:
     return InputError(
         f"Inputs must be a tensor, or a dictionary or tuple of tensors, got {type(x).__name__}."
         " Call estimate(x, y), or pass a block from blocks(data). If the estimator's name has N,"
-        " you can also pass an iterable of batches (x, y)."
+        " you can also pass an iterable of batches (x, y). Pass results of collect to"
+        " estimate_kept or backward_kept."
     )
 
 

@@ -2,28 +2,33 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from evigrad.core import algorithm
-from evigrad.core.curvature import RoundingError, rounding_refused
-from evigrad.core.types import Estimate, Pass, Purpose
+from evigrad.core.curvature import Curvature, RoundingError, rounding_refused
+from evigrad.core.model import Estimate, Pass
+from evigrad.core.protocols import Purpose, Sweep
 from evigrad.network import derivatives_named
 from evigrad.passes.kept import KeptPass
-from evigrad.passes.memory import fits
+from evigrad.passes.memory import run_if_it_fits
 from evigrad.passes.sweep import MicroBatchSweep
+from evigrad.passes.verification import VerifiedSweep
 
 Result = TypeVar("Result")
 
 
-def estimates_of(passes: MicroBatchSweep | Sequence[KeptPass]) -> list[Estimate]:
-    """Return the estimate for one block, or the estimates for several kept passes."""
-    if isinstance(passes, MicroBatchSweep):
-        estimate, _ = precisely(passes, lambda sweep: algorithm.log_evidence(_pass(sweep)))
-        return [estimate]
-    return [algorithm.log_evidence(kept)[0] for kept in passes]
+def estimate_of(sweep: MicroBatchSweep) -> Estimate:
+    """Return the estimate for one block."""
+    model = sweep.problem.model
+
+    def work(curvature: Curvature[Any], sweep: Sweep) -> Estimate:
+        return algorithm.log_evidence(algorithm.run_pass(model, curvature, sweep))[0]
+
+    return precisely(sweep, work)
 
 
 def pass_over(sweep: MicroBatchSweep, learned: Iterable[str]) -> Pass:
@@ -34,64 +39,71 @@ def pass_over(sweep: MicroBatchSweep, learned: Iterable[str]) -> Pass:
     scales = any(not name.startswith("prior.") for name in learned)
     sweep = replace(sweep, purpose=Purpose.STEPS if scales else Purpose.VALUE)
     # The trial detects rounding under the current prior, which every step would encounter.
-    return precisely(sweep, _pass, trial=algorithm.log_evidence)
-
-
-def _pass(sweep: MicroBatchSweep) -> Pass:
-    return algorithm.run_pass(sweep.problem, sweep.curvature, sweep)
+    run_pass = partial(algorithm.run_pass, sweep.problem.model)
+    return precisely(sweep, run_pass, trial=algorithm.log_evidence)
 
 
 def estimates_and_gradients(
-    passes: MicroBatchSweep | Sequence[KeptPass], learned: Mapping[str, nn.Parameter]
+    sweeps: Sequence[MicroBatchSweep], learned: Mapping[str, nn.Parameter]
 ) -> tuple[list[Estimate], list[Tensor]]:
-    """Return the same estimates as ``estimates_of``, and the gradients of their mean.
+    """Return the estimate for one block and its gradients, or zeros if a rank has no block.
 
     The gradients are in the order of the ``learned`` hyperparameters. The caller must freeze all
     other hyperparameters.
     """
-    parameters = list(learned.values())
-    if not isinstance(passes, MicroBatchSweep):
-        estimates, total = list[Estimate](), [torch.zeros_like(p) for p in parameters]
-        for kept in passes:
-            estimate, loss = algorithm.log_evidence(kept)
-            estimates.append(estimate)
-            gradients = algorithm.gradients_of(loss / len(passes), parameters)
-            total = [a + b for a, b in zip(total, gradients, strict=True)]
-        return estimates, total
-    problem = passes.problem
-    purpose = algorithm.purpose_of(problem, passes.curvature, passes.num_outputs, learned)
-    pulled = {name: p for name, p in learned.items() if not name.startswith("prior.")}
+    if not sweeps:
+        return [], [torch.zeros_like(p) for p in learned.values()]
+    (sweep,) = sweeps
+    model, num_outputs = sweep.problem.model, sweep.plan.num_outputs
+    purpose = algorithm.purpose_of(model, sweep.curvature, num_outputs, learned)
     work = algorithm.two_passes if purpose is Purpose.DIFFERENTIATE else algorithm.one_pass
-    estimate, gradients = precisely(
-        replace(passes, purpose=purpose, learned=pulled),
-        lambda sweep: work(problem, sweep.curvature, sweep, learned),
-    )
+    pulled = [name for name in learned if not name.startswith("prior.")]
+    sweep = replace(sweep, purpose=purpose, learned=pulled)
+    estimate, gradients = precisely(sweep, partial(work, model, learned=learned))
     return [estimate], gradients
+
+
+def kept_gradients(
+    passes: Sequence[KeptPass], learned: Mapping[str, nn.Parameter]
+) -> tuple[list[Estimate], list[Tensor]]:
+    """Return the estimates of kept passes, and the gradients of their mean."""
+    parameters = list(learned.values())
+    estimates, total = list[Estimate](), [torch.zeros_like(p) for p in parameters]
+    for kept in passes:
+        estimate, loss = algorithm.log_evidence(kept)
+        estimates.append(estimate)
+        gradients = algorithm.gradients_of(loss / len(passes), parameters)
+        total = [a + b for a, b in zip(total, gradients, strict=True)]
+    return estimates, total
 
 
 def precisely(
     sweep: MicroBatchSweep,
-    work: Callable[[MicroBatchSweep], Result],
+    work: Callable[[Curvature[Any], Sweep], Result],
     *,
     trial: Callable[[Result], object] | None = None,
 ) -> Result:
     """Return the result of ``work``. If float32 rounds too much, run ``work`` again in float64.
 
-    Every evaluation starts in float32, so it does not depend on earlier evaluations. If the user
-    set ``gram_dtype``, or if memory is too small for float64, rounding causes only a warning.
-    ``work`` must have no side effects if it raises an error. ``trial`` is called with the result,
-    to detect rounding errors of later steps.
+    ``work`` is a function of a curvature and a sweep. If a check of the network is due, the sweep
+    has no incorrect fast derivatives, and checks that the model does not mix examples. Every
+    evaluation starts in float32, so it does not depend on earlier evaluations. If the user set
+    ``gram_dtype``, or if memory is too small for float64, rounding causes only a warning. ``work``
+    must have no side effects if it raises an error. ``trial`` is called with the result, to detect
+    rounding errors of later steps.
     """
     problem = sweep.problem
     sweep.check_memory()
     with derivatives_named():
-        sweep = sweep.verified()
-        narrow = any(weight.dtype != torch.float64 for weight in problem.weights.values())
+        is_due = problem.network.check_is_due()
+        sweep = sweep.checked() if is_due else sweep
+        decorated: Callable[[MicroBatchSweep], Sweep] = VerifiedSweep if is_due else lambda s: s
+        narrow = any(weight.dtype != torch.float64 for weight in problem.model.weights.values())
         if problem.settings.gram_dtype is not None or not narrow or problem.device.type == "mps":
-            return work(sweep)
+            return work(sweep.curvature, decorated(sweep))
         try:
             with rounding_refused():
-                result = work(sweep)
+                result = work(sweep.curvature, decorated(sweep))
                 if trial is not None:
                     trial(result)
                 return result
@@ -100,9 +112,9 @@ def precisely(
 
         def again() -> Result:
             precise.check_memory()
-            return work(precise)
+            return work(precise.curvature, decorated(precise))
 
         if sweep.block.shares > 1:  # a rank cannot return to float32 without the others
             return again()
-        in_float64 = fits(again)
-        return in_float64[0] if in_float64 else work(sweep)
+        in_float64 = run_if_it_fits(again)
+        return in_float64[0] if in_float64 else work(sweep.curvature, decorated(sweep))

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from evigrad.blocks.positions import PositionSource, by_target
 from evigrad.blocks.samplers import check_sampler
 from evigrad.blocks.sources import AT_ONCE, InColumns, LoaderSource, Source, as_source
-from evigrad.core.block import Block
-from evigrad.core.types import MicroBatch
+from evigrad.core.block import Block, MicroBatch
 from evigrad.errors import EvigradWarning, InputError, NotPositiveDefiniteError
 from evigrad.inputs import AtPositions, Inputs, as_inputs, each_once, tensors_of
 from evigrad.likelihoods import LIKELIHOODS
@@ -24,7 +23,7 @@ from evigrad.likelihoods.positions import NO_TARGET, counted, is_batch, spread
 from evigrad.network.modes import seeded
 from evigrad.network.network import PROBE_SIZE, InputPlan
 from evigrad.passes.checks import as_pair, check_block, not_data
-from evigrad.passes.kept import KeptPass, checksums
+from evigrad.passes.kept import checksums
 from evigrad.passes.problem import Problem
 from evigrad.passes.sweep import Batch, MicroBatchSweep, new_sweep
 
@@ -123,7 +122,7 @@ class Batches:
             with seeded(0, problem.device):  # the constructor reads an item
                 source = LoaderSource(loader, len(cast(Sized, loader.dataset)))
             warn_of_changes(source, problem.device)
-        num_data = problem.num_data
+        num_data = problem.model.num_data
         self.part = problem.ranks.part(num_data) if problem.splits(self.plan) else None
 
     def _read(self) -> Iterator[Batch]:
@@ -157,11 +156,12 @@ class Batches:
                 if local_span.start < local_span.stop:
                     yield x[local_span], y[local_span]
             count += len(x)
-        if part is not None and count != self._problem.num_data:
+        model = self._problem.model
+        if part is not None and count != model.num_data:
             raise InputError(
-                f"The batches contain {count} examples, but {self._problem.estimator.name} needs"
-                f" all {self._problem.num_data}. Pass each training example once, or set num_data"
-                " to their number."
+                f"The batches contain {count} examples, but {model.estimator.name} needs all"
+                f" {model.num_data}. Pass each training example once, or set num_data to their"
+                " number."
             )
         if self._seen is None:
             self._seen = signatures
@@ -195,14 +195,15 @@ class CheckedSource(Source):
         self, problem: Problem, data: object, advice: Callable[[int], str] = _advice
     ) -> None:
         self._problem, source = problem, as_source(data)
+        likelihood = problem.model.likelihood
         x, y = source.first(PROBE_SIZE)
         plan = problem.plan_of(x)
         if plan.positions and is_batch(y, len(x)):
-            counted(problem.likelihood, plan.positions, y)  # raises for targets at other positions
+            counted(likelihood, plan.positions, y)  # raises for targets at other positions
         shape = (*plan.positions, plan.num_outputs)
-        in_shape = InColumns(source) if lacks_a_column(problem.likelihood, shape, y) else source
-        self._source = by_target(in_shape, problem.likelihood, shape)
-        num_data, count = problem.num_data, len(self._source)
+        in_shape = InColumns(source) if lacks_a_column(likelihood, shape, y) else source
+        self._source = by_target(in_shape, likelihood, shape)
+        num_data, count = problem.model.num_data, len(self._source)
         self.positions = self._source if isinstance(self._source, PositionSource) else None
         if count != num_data:
             kind = "positions with a target" if self.positions else "examples"
@@ -215,10 +216,10 @@ class CheckedSource(Source):
         if self.is_held:  # all targets at once, so that errors contain their shape
             y = self._source.targets()
             shape = torch.Size((num_data, plan.num_outputs))
-            check_targets(problem.likelihood, shape, y, plan.outputs.device)
+            check_targets(likelihood, shape, y, plan.outputs.device)
         _, first, self.plan = checked(problem, *self._source.first(PROBE_SIZE))
         y = y if self.is_held else first
-        if type(problem.likelihood) not in LIKELIHOODS.values():
+        if type(likelihood) not in LIKELIHOODS.values():
             # A custom likelihood needs one trial for each label.
             y = y if y.is_floating_point() else y.unique(dim=0)
             for labels in y.split(max(1, _NUMBERS_AT_ONCE // self.plan.outputs.shape[1])):
@@ -237,11 +238,11 @@ class CheckedSource(Source):
 
     def _try_density(self, y: Tensor) -> None:
         """Evaluate the density and its derivatives at all targets, for a few outputs."""
-        likelihood, f = self._problem.likelihood, self.plan.outputs
+        likelihood, f = self._problem.model.likelihood, self.plan.outputs
         f = f[torch.arange(len(y), device="cpu") % len(f)]
         with torch.no_grad():
             log_probabilities(likelihood, f, y)
-        likelihood.check_derivatives(f, y, self._problem.estimator.curvature)
+        likelihood.check_derivatives(f, y, self._problem.model.estimator.curvature)
 
     def __len__(self) -> int:
         return len(self._source)
@@ -261,13 +262,13 @@ class CheckedSource(Source):
 def rehearse(problem: Problem, f: Tensor, y: Tensor) -> None:
     """Call the methods of the likelihood that a pass needs, so that errors occur early."""
     generator = torch.Generator().manual_seed(0)
-    sampled = problem.estimator.curvature == "mc"
-    labels = [problem.likelihood.at(y).sample(f, generator)] if sampled else []
+    sampled = problem.model.estimator.curvature == "mc"
+    labels = [problem.model.likelihood.at(y).sample(f, generator)] if sampled else []
     columns = torch.zeros(len(f), 1, dtype=torch.int64, device="cpu")
     weights = torch.ones(len(f), device="cpu")
     batch = MicroBatch(f, y, slice(0, len(f)), columns, weights, labels)
     with torch.no_grad(), suppress(NotPositiveDefiniteError):  # other outputs may work
-        problem.cotangents(f, batch)
+        problem.model.cotangents(f, batch)
 
 
 def resolve(problem: Problem, x: Data, y: Tensor | None) -> MicroBatchSweep:
@@ -283,7 +284,7 @@ def resolve(problem: Problem, x: Data, y: Tensor | None) -> MicroBatchSweep:
     if isinstance(x, Inputs | Mapping) or (y is not None and isinstance(x, tuple | list)):
         return _given_subset(problem, as_inputs(x), y)
     readable = isinstance(x, Iterable | CheckedSource)
-    if y is not None or isinstance(x, KeptPass | str) or not readable:
+    if y is not None or isinstance(x, str) or not readable:
         raise not_data(x)
     return _given_batches(problem, cast("Iterable[Batch] | Source", x))
 
@@ -294,7 +295,7 @@ def _given_block(problem: Problem, block: Block) -> MicroBatchSweep:
     _, _, plan = checked(problem, block.inputs, block.targets)
     check_block(block, problem.partition(plan))
     # A sub-block root needs all columns of an example together.
-    if problem.root != "subblock" and not problem.estimator.structure_type.counts_data:
+    if problem.model.root != "subblock" and not problem.model.estimator.structure_type.counts_data:
         block = block.expanded()
     return new_sweep(problem, plan, [cast(Batch, (block.inputs, block.targets))], block)
 
@@ -302,15 +303,15 @@ def _given_block(problem: Problem, block: Block) -> MicroBatchSweep:
 def _given_subset(problem: Problem, x: Inputs, y: Tensor | None) -> MicroBatchSweep:
     if y is None:
         raise InputError("There are no targets for the inputs. Call estimate(x, y).")
-    if problem.estimator.anchored:
+    if problem.model.estimator.anchored:
         raise InputError(
-            f"{problem.estimator.name} chooses anchors from all examples, so it cannot use a"
+            f"{problem.model.estimator.name} chooses anchors from all examples, so it cannot use a"
             " subset. Use blocks instead: for block in evidence.blocks(data).take(n)."
         )
     x, y, plan = checked(problem, x, y)
     if not len(x):
         raise InputError(NO_TARGET)
-    if isinstance(x, AtPositions) and x.data is not None and len(x) != problem.num_data:
+    if isinstance(x, AtPositions) and x.data is not None and len(x) != problem.model.num_data:
         counts = x.data.bincount(minlength=len(x.whole))
         if bool((counts != counts[0]).any()):
             # Each position is equally likely to be drawn, but the number of positions is random,
@@ -346,12 +347,13 @@ def _own_subset(problem: Problem, plan: InputPlan, size: int) -> Block:
 
 
 def _given_batches(problem: Problem, all_batches: Iterable[Batch] | Source) -> MicroBatchSweep:
-    if problem.estimator.subset is not None:
+    if problem.model.estimator.subset is not None:
         raise InputError(
-            f"{problem.estimator.name} needs one subset, as in estimate(x, y), or a block from"
-            " blocks(data). Pass batches of all examples only to estimators with N in their name."
+            f"{problem.model.estimator.name} needs one subset, as in estimate(x, y), or a block"
+            " from blocks(data). Pass batches of all examples only to estimators with N in their"
+            " name."
         )
-    batches, num_data = Batches(problem, all_batches), problem.num_data
+    batches, num_data = Batches(problem, all_batches), problem.model.num_data
     if batches.part is None:
         block = _own_subset(problem, batches.plan, num_data)
     else:
@@ -368,7 +370,7 @@ def checked(problem: Problem, x: Inputs, y: Tensor) -> tuple[Inputs, Tensor, Inp
     Returns:
         The checked inputs and targets, and the plan.
     """
-    plan, likelihood = problem.plan_of(x), problem.likelihood
+    plan, likelihood = problem.plan_of(x), problem.model.likelihood
     num_outputs, device = plan.num_outputs, plan.outputs.device
     if plan.positions and is_batch(y, len(x)) and not isinstance(x, AtPositions):
         return *spread(likelihood, (*plan.positions, num_outputs), x, y), plan

@@ -1,13 +1,13 @@
 """Keep a pass over a block for many steps on the prior and the likelihood."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor, nn
 
 from evigrad.core.changes import likelihood_changes
-from evigrad.core.types import Pass
+from evigrad.core.model import Pass
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.network.network import InputPlan
 from evigrad.passes.problem import Problem
@@ -55,8 +55,8 @@ def kept(
 ) -> KeptPass:
     """Return a pass with fingerprints of everything on which it depends.
 
-    ``as_kept`` uses the fingerprints to detect changes. The prior may always change, and so may the
-    learnable ``hyperparameters`` in ``names``.
+    ``check_kept`` uses the fingerprints to detect changes. The prior may always change, and so may
+    the learnable ``hyperparameters`` in ``names``.
     """
     free = frozenset([*names, *(n for n in hyperparameters if n.startswith("prior."))])
     versions = _versions(problem, hyperparameters, free)
@@ -64,35 +64,35 @@ def kept(
     return KeptPass(**of_pass, follows=free, versions=versions)
 
 
-def as_kept(
+def check_kept(
     problem: Problem,
-    x: object,
-    hyperparameters: Callable[[], Mapping[str, nn.Parameter]],
+    passes: Sequence[KeptPass],
+    hyperparameters: Mapping[str, nn.Parameter],
     learnable: Iterable[str],
-) -> list[KeptPass] | None:
-    """Return the kept passes that were given instead of data, or None if ``x`` contains data.
-
-    ``learnable`` contains the names of the hyperparameters that need gradients.
+) -> None:
+    """Check that kept passes are valid, and have gradients for the ``learnable`` hyperparameters.
 
     Raises:
         ConfigurationError: If a pass becomes invalid when one of these hyperparameters changes.
         InputError: If a pass was made by another evidence, or with different weights.
     """
-    if isinstance(x, KeptPass):
-        passes = [x]
-    elif isinstance(x, list | tuple) and x and all(isinstance(p, KeptPass) for p in x):
-        passes = [p for p in x if isinstance(p, KeptPass)]
-    else:
-        return None
+    if not passes and problem.ranks.count == 1:
+        raise InputError("There is no pass. Pass at least one result of collect(...).")
+    for kept_pass in passes:
+        if not isinstance(kept_pass, KeptPass):
+            raise InputError(
+                f"Each pass must be a result of collect(...), got {type(kept_pass).__name__}. Pass"
+                " a list of results as *passes, and data to estimate or backward."
+            )
     names = list(learnable)
     now: dict[frozenset[str], tuple[tuple[int, int], ...]] = {}
     for kept_pass in passes:
-        if kept_pass.model is not problem:
+        if kept_pass.model is not problem.model:
             raise InputError(
                 "The pass was collected by another evidence. Call collect(...) on this evidence."
             )
         if kept_pass.follows not in now:
-            now[kept_pass.follows] = _versions(problem, hyperparameters(), kept_pass.follows)
+            now[kept_pass.follows] = _versions(problem, hyperparameters, kept_pass.follows)
         if kept_pass.versions != now[kept_pass.follows]:
             raise InputError(
                 "The pass is outdated, because weights, a buffer of the model, a fixed noise"
@@ -102,10 +102,8 @@ def as_kept(
         if lost := [name for name in names if name not in kept_pass.follows]:
             raise ConfigurationError(
                 f"The kept pass has no gradient for {', '.join(lost)}, because it was collected for"
-                f" wrt={sorted(kept_pass.follows)}. Use the same wrt, or pass data instead"
-                " of the pass."
+                f" wrt={sorted(kept_pass.follows)}. Use the same wrt, or call backward on the data."
             )
-    return passes
 
 
 def not_keepable(problem: Problem, plan: InputPlan, learned: Sequence[str]) -> str | None:
@@ -118,7 +116,7 @@ def not_keepable(problem: Problem, plan: InputPlan, learned: Sequence[str]) -> s
     changing = [name for name in others if name.startswith("model.")]
     changed = "scales"
     if others and not changing:
-        changed = likelihood_changes(problem, problem.curvature(plan), plan.num_outputs)
+        changed = likelihood_changes(problem.model, problem.curvature(plan), plan.num_outputs)
     if changed == "rows":
         changing = others
     if changing:
@@ -129,9 +127,9 @@ def not_keepable(problem: Problem, plan: InputPlan, learned: Sequence[str]) -> s
         )
     if changed == "sums":
         return (
-            f"'{problem.estimator.name}' sums rows with different scales, so a pass that was kept"
-            f" cannot be reused when {', '.join(others)} changes. Use an 'ntk' estimator, a single"
-            " noise for all outputs, or estimate and backward on the data."
+            f"'{problem.model.estimator.name}' sums rows with different scales, so a pass that was"
+            f" kept cannot be reused when {', '.join(others)} changes. Use an 'ntk' estimator, a"
+            " single noise for all outputs, or estimate and backward on the data."
         )
     return None
 
@@ -144,7 +142,7 @@ def _versions(
     free = {id(hyperparameters[name]) for name in follows if name in hyperparameters}
     held = [
         tensor
-        for module in (problem.model, problem.likelihood)
+        for module in (problem.network.model, problem.model.likelihood)
         for tensor in (*module.parameters(), *module.buffers())
         if id(tensor) not in free and tensor.layout == torch.strided
     ]

@@ -186,14 +186,14 @@ def in_parts(part: slice, size: int, work: Callable[[Tensor], None]) -> None:
     start = part.start
     while start < part.stop:
         indices = torch.arange(start, min(start + size, part.stop), device="cpu")
-        if fits(partial(work, indices)):
+        if run_if_it_fits(partial(work, indices)):
             start += len(indices)
         else:
             size = halved(len(indices))
 
 
-def fits(work: Callable[[], T]) -> list[T]:
-    """Return a list with the result of ``work``, or an empty list if memory is too small.
+def run_if_it_fits(work: Callable[[], T]) -> list[T]:
+    """Return a list with the result of running ``work``, or an empty list without enough memory.
 
     ``work`` must be repeatable, and must have no side effects if it fails.
     """

@@ -6,18 +6,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from evigrad.blocks.anchors.choice import LastLayer, last_layer, watched
-from evigrad.core.curvature import Curvature, check_log_det, make_curvature
+from evigrad.core.curvature import Curvature, make_curvature
+from evigrad.core.model import LinearizedModel
 from evigrad.core.partition import Partition
-from evigrad.core.types import LinearizedModel, Purpose
+from evigrad.core.protocols import Purpose
 from evigrad.distributed import Ranks
 from evigrad.errors import ConfigurationError
 from evigrad.fast.contraction import contracted
 from evigrad.fast.storage import Storage
 from evigrad.inputs import AtPositions, Inputs, each_once
-from evigrad.likelihoods.calls import log_probabilities
+from evigrad.likelihoods import Likelihood
 from evigrad.network import matrix_uses, model_outputs
 from evigrad.network.modes import evaluation_run
 from evigrad.network.network import KEPT_PLANS, InputPlan, Network, drop_oldest
@@ -25,16 +26,18 @@ from evigrad.passes.checks import check_inputs
 from evigrad.passes.memory import MicroBatches
 from evigrad.passes.parameter_blocks import partition_names
 from evigrad.passes.settings import Settings
+from evigrad.priors import GaussianPrior
 
 
 @dataclass(frozen=True, eq=False)
-class Problem(LinearizedModel):
-    """A linearized model, and how its evidence is computed.
+class Problem:
+    """A linearized model, and what passes of its network need.
 
     Attributes:
+        model: The linearized model.
         settings: The user's settings.
         generator: Generator for all random choices.
-        network: The model, with a plan for each shape of inputs.
+        network: The network, with a plan for each shape of inputs.
         sizes: How many examples go through the network in one pass.
         ranks: The processes that share the work.
         purpose: Purpose of passes, unless a sweep has another purpose.
@@ -45,6 +48,7 @@ class Problem(LinearizedModel):
             also ``"log_det"``.
     """
 
+    model: LinearizedModel[Likelihood, GaussianPrior]
     settings: Settings
     generator: torch.Generator
     network: Network
@@ -56,35 +60,14 @@ class Problem(LinearizedModel):
     compared: set[Any] = field(default_factory=set, repr=False)
 
     @property
-    def model(self) -> nn.Module:
-        """The user's model."""
-        return self.network.model
-
-    @property
     def device(self) -> torch.device:
         """The device of the weights."""
-        return next(iter(self.weights.values())).device
+        return next(iter(self.model.weights.values())).device
 
     @property
     def dtype(self) -> torch.dtype:
         """The data type of the first weight."""
-        return next(iter(self.weights.values())).dtype
-
-    def log_probabilities(self, f: Tensor, y: Tensor) -> Tensor:
-        """See ``LinearizedModel``. Errors in a custom likelihood are reported with its name."""
-        # Targets of a wrong shape could broadcast against other examples. This depends only on the
-        # shapes and the type, so one example is evaluated by itself only the first time.
-        key = (f.shape, y.shape, y.dtype)
-        result = log_probabilities(self.likelihood, f, y, compare=key not in self.compared)
-        self.compared.add(key)
-        return result
-
-    def check_custom(self, statistic: Any) -> None:
-        """See ``LinearizedModel``. The derivatives of the log-determinant are checked once."""
-        custom = self.estimator.custom
-        if custom is not None and "log_det" not in self.compared:
-            check_log_det(custom, statistic, self.prior.precisions())
-            self.compared.add("log_det")
+        return next(iter(self.model.weights.values())).dtype
 
     def plan_of(self, x: Any) -> InputPlan:
         """Check these inputs and return their plan."""
@@ -94,17 +77,17 @@ class Problem(LinearizedModel):
         """Return the partition of all rows into blocks."""
         num_outputs = plan.num_outputs
         if num_outputs not in self.partitions:
-            num_rows = self.likelihood.num_rows(num_outputs)
+            num_rows = self.model.likelihood.num_rows(num_outputs)
             self.partitions[num_outputs] = Partition(
-                self.estimator, self.num_data, num_outputs, num_rows
+                self.model.estimator, self.model.num_data, num_outputs, num_rows
             )
         return self.partitions[num_outputs]
 
     def splits(self, plan: InputPlan) -> bool:
         """Return whether ranks divide the examples, which requires a statistic that is a sum."""
-        if self.ranks.count == 1 or self.estimator.subset is not None:
+        if self.ranks.count == 1 or self.model.estimator.subset is not None:
             return False
-        return not self.curvature(plan).keeps_rows and self.ranks.count <= self.num_data
+        return not self.curvature(plan).keeps_rows and self.ranks.count <= self.model.num_data
 
     def curvature(self, plan: InputPlan, gram_dtype: torch.dtype | None = None) -> Curvature[Any]:
         """Return the estimator's curvature, created once per plan and data type of the matrices."""
@@ -116,22 +99,23 @@ class Problem(LinearizedModel):
         return self.curvatures[key]
 
     def _new_curvature(self, plan: InputPlan, dtype: torch.dtype | None) -> Curvature[Any]:
-        settings, estimator = self.settings, self.estimator
+        settings, estimator = self.settings, self.model.estimator
         if estimator.custom is not None:
             return estimator.custom
-        rows, groups = self.partition(plan).block_rows, self.prior.constant_groups()
+        rows, prior = self.partition(plan).block_rows, self.model.prior
         data = rows if estimator.rows else min(estimator.subset or rows, rows)
         # Rows that are multiplied with other rows are not products, and H replaces their kernel.
         needs_rows = self.purpose is Purpose.ROWS
-        uses = {} if needs_rows else matrix_uses(plan.jacobian, self.weights)
+        uses = {} if needs_rows else matrix_uses(plan.jacobian, self.model.weights)
         cheap = contracted(uses, data, max(1, rows // data))
         storage = Storage(settings.rows_dtype, settings.rows_device)
         return make_curvature(
             estimator.structure,
-            self.weights,
+            self.model.weights,
             kronecker=plan.jacobian.kronecker,
-            precision_groups={n: g for n, g in groups.items() if n in self.weights},
-            blocks=partition_names(list(self.weights), settings.parameter_partition),
+            precision_groups=prior.precision_groups(),
+            precision_axes=prior.varying_axes(),
+            blocks=partition_names(list(self.model.weights), settings.parameter_partition),
             sharing=settings.sharing,
             gram_dtype=dtype,
             contracted={n: sum(use.numbers for use in of_name) for n, of_name in cheap.items()},
@@ -142,12 +126,12 @@ class Problem(LinearizedModel):
 
     def last_layer(self, x: Inputs) -> tuple[Tensor, LastLayer | None]:
         """Return outputs (m, C) without a graph, and the last layer (None if it is not linear)."""
-        model = self.model
-        with evaluation_run(model), torch.no_grad(), watched(model, self.weights) as call:
-            f = model_outputs(model, each_once(x), positions=True)
+        model, module = self.model, self.network.model
+        with evaluation_run(module), torch.no_grad(), watched(module, model.weights) as call:
+            f = model_outputs(module, each_once(x), positions=True)
         shape = f.shape[:-1]
         f = f.flatten(0, -2)
-        layer = last_layer(call, f, self.weights, self.prior.precisions(), self.temperature)
+        layer = last_layer(call, f, model.weights, model.prior.precisions(), model.temperature)
         if isinstance(x, AtPositions):
             f = x.of_outputs(f.unflatten(0, shape))
             if layer is not None:
@@ -211,15 +195,15 @@ def parameter_reports(problem: Problem, x: Any | None) -> list[ParameterReport]:
             " x[:3]."
         )
     rows, curvature = plan.jacobian.describe(), problem.curvature(plan).describe()
-    precisions = problem.prior.precisions()
+    precisions = problem.model.prior.precisions()
     return [
         ParameterReport(
             name=name,
             shape=tuple(w.shape),
             rows=rows[name],
-            curvature=curvature.get(name, problem.estimator.structure),
-            group=problem.prior.group_name(name),
+            curvature=curvature.get(name, problem.model.estimator.structure),
+            group=problem.model.prior.group_name(name),
             precision=float(precisions[name].detach().double().mean()),
         )
-        for name, w in problem.weights.items()
+        for name, w in problem.model.weights.items()
     ]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from evigrad.core.algorithm import TERMS, mean_estimate
 from evigrad.core.block import Block
-from evigrad.core.types import Estimate
+from evigrad.core.model import Estimate
 from evigrad.distributed import Ranks
 from evigrad.passes.problem import Problem
 
@@ -46,7 +46,7 @@ def mean_over_ranks(
     mean = Estimate(
         **{name: term / count for name, term in zip(TERMS, terms, strict=True)},
         is_bound=unbound == 0,
-        num_data=problem.num_data,
-        estimator=problem.estimator.name,
+        num_data=problem.model.num_data,
+        estimator=problem.model.estimator.name,
     )
     return mean, [(s / count).to(g) for s, g in zip(sums[1:], gradients, strict=True)]

@@ -4,22 +4,22 @@ All random numbers are drawn for the whole block before the first pass. They do 
 pass or on the size of micro-batches.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from evigrad.core.block import Block
-from evigrad.core.curvature import Curvature
-from evigrad.core.types import MicroBatch, Purpose
+from evigrad.core.block import Block, MicroBatch
+from evigrad.core.curvature import Curvature, check_log_det
+from evigrad.core.protocols import Purpose
 from evigrad.errors import InputError
 from evigrad.inputs import Inputs
 from evigrad.invariances.noise import Noise
-from evigrad.likelihoods.calls import check_finite
+from evigrad.likelihoods.calls import check_finite, log_probabilities
 from evigrad.network import (
     Linearization,
     Recorder,
@@ -29,7 +29,7 @@ from evigrad.network import (
 )
 from evigrad.network.modes import evaluation_mode, model_run
 from evigrad.network.network import InputPlan
-from evigrad.passes.memory import check_memory, fits
+from evigrad.passes.memory import check_memory, run_if_it_fits
 from evigrad.passes.problem import Problem
 from evigrad.passes.replicas import total_over_ranks
 
@@ -72,9 +72,8 @@ class MicroBatchSweep:
         seed: Seed for models that draw from the global random generators.
         noise: Random numbers that modules draw through the evidence.
         labels: Sampled labels of all examples, one tensor for each sample (curvature ``mc``).
-        suspicious: Whether to check in every micro-batch that the model does not mix examples.
-        learned: The hyperparameters for which a second pass computes gradients.
         purpose: See ``Sweep.purpose``.
+        learned: Names of the hyperparameters for which a second pass computes gradients.
     """
 
     problem: Problem
@@ -85,16 +84,10 @@ class MicroBatchSweep:
     seed: int
     noise: Noise
     labels: Sequence[Tensor] = ()
-    suspicious: bool = False
-    learned: Mapping[str, nn.Parameter] = field(default_factory=dict)
     purpose: Purpose = Purpose.VALUE
+    learned: Collection[str] = ()
 
-    # ------------------------------------------------------------ methods of ``core.types.Sweep``
-
-    @property
-    def num_outputs(self) -> int:
-        """See ``Sweep.num_outputs``."""
-        return self.plan.num_outputs
+    # ------------------------------------------------------------ methods of ``Sweep``
 
     def fold(
         self,
@@ -120,7 +113,7 @@ class MicroBatchSweep:
             label = "second"
         problem, plan, block, state = self.problem, self.plan, self.block, start
         expected, first = len(block.indices), 0
-        cuts = [] if problem.estimator.structure_type.counts_data else block.cuts()
+        cuts = [] if problem.model.estimator.structure_type.counts_data else block.cuts()
         with self._evaluating():
             for x, y in self.batches:
                 if first + len(x) > expected:
@@ -135,7 +128,7 @@ class MicroBatchSweep:
                     cut = next((c for c in cuts if c > first + done), expected)
                     num_remaining = min(len(x), cut - first) - done
                     size = self._size(label, x, num_remaining, first + done)
-                    if states := fits(partial(step, state, part(size))):
+                    if states := run_if_it_fits(partial(step, state, part(size))):
                         (state,) = states
                     else:
                         problem.sizes.halve(self._memory_key(label, x), size)
@@ -143,7 +136,7 @@ class MicroBatchSweep:
                     done += size
                 first += len(x)
         if first != expected:
-            name = problem.estimator.name
+            name = problem.model.estimator.name
             raise InputError(
                 f"The batches contain {first} examples, but {name} needs all {expected}."
                 " Pass each training example once, or set num_data to their number."
@@ -158,8 +151,8 @@ class MicroBatchSweep:
                 plan.model, self.problem.network.weights, batch.x, plan.jacobian, graph
             )
         self._check_outputs(plan, linearization.outputs)
-        if (self.suspicious and not graph) or linearization.may_mix:
-            self._check_separate(plan, batch.x, linearization.outputs)
+        if linearization.may_mix:
+            self.check_separate(batch, linearization.outputs)
         return linearization
 
     def holds_graph(self, batch: MicroBatch) -> bool:
@@ -167,7 +160,7 @@ class MicroBatchSweep:
         size = batch.data.stop - batch.data.start
         if size < self.block.num_collected(self.curvature.counts_data):
             return False
-        if self.suspicious or self.problem.sizes.asked == "auto":
+        if self.problem.sizes.asked == "auto":
             return False
         numbers = self._plan_of(batch).jacobian.numbers * len(batch.x) * (1 + self._width)
         return 0 < numbers <= _HELD_NUMBERS
@@ -179,13 +172,31 @@ class MicroBatchSweep:
         with self._autocast(), model_run(plan.model) as modules, recorder:
             f = model_outputs(plan.model, batch.x)
         self._check_outputs(plan, f)
-        if self.suspicious or recorder.may_mix(modules):
-            self._check_separate(plan, batch.x, f)
+        if recorder.may_mix(modules):
+            self.check_separate(batch, f)
         return f.to(self.problem.dtype)
 
+    def log_probabilities(self, f: Tensor, batch: MicroBatch) -> Tensor:
+        """See ``Sweep.log_probabilities``. Errors in a custom likelihood contain its name."""
+        model, compared = self.problem.model, self.problem.compared
+        # Targets of a wrong shape could broadcast against other examples. This depends only on the
+        # shapes and the type, so one example is evaluated by itself only the first time.
+        key = (f.shape, batch.y.shape, batch.y.dtype)
+        result = log_probabilities(model.likelihood, f, batch.y, compare=key not in compared)
+        compared.add(key)
+        model.likelihood.check_derivatives(f, batch.y, model.estimator.curvature)
+        return result
+
     def total(self, statistic: Any) -> Any:
-        """See ``Sweep.total``."""
-        return total_over_ranks(self.problem.ranks, statistic)
+        """See ``Sweep.total``. The log-determinant of a custom curvature is checked once."""
+        model, compared = self.problem.model, self.problem.compared
+        if self.block.shares > 1:
+            statistic = total_over_ranks(self.problem.ranks, statistic)
+        custom = model.estimator.custom
+        if custom is not None and statistic is not None and "log_det" not in compared:
+            check_log_det(custom, statistic, model.prior.precisions())
+            compared.add("log_det")
+        return statistic
 
     # ------------------------------------------------------------ micro-batches
 
@@ -201,7 +212,7 @@ class MicroBatchSweep:
             x=(plan or self.plan).pack(x[span], self.noise, data),
             y=y[span],
             data=data,
-            columns=block.columns_of(data, self.problem.estimator.structure_type.counts_data),
+            columns=block.columns_of(data, self.problem.model.estimator.structure_type.counts_data),
             likelihood_weights=block.likelihood_weights[data],
             labels=[labels[data] for labels in self.labels],
             plan=plan,
@@ -227,22 +238,12 @@ class MicroBatchSweep:
 
     # ------------------------------------------------------------ checks on real data
 
-    def verified(self) -> "MicroBatchSweep":
-        """Check the fast derivatives if a check is due.
-
-        After a check, passes without a graph also check that the model does not mix examples.
-
-        Returns:
-            The sweep without incorrect fast derivatives.
-        """
-        network = self.problem.network
-        if not network.check_is_due():
-            return self
+    def checked(self) -> "MicroBatchSweep":
+        """Return the sweep without incorrect fast derivatives, after a check of all of them."""
         plan = self._checked_plan()
         if plan is self.plan:
-            return replace(self, suspicious=True)
-        curvature = self.problem.curvature(plan)
-        return replace(self, plan=plan, curvature=curvature, suspicious=True)
+            return self
+        return replace(self, plan=plan, curvature=self.problem.curvature(plan))
 
     def _checked_plan(self) -> InputPlan:
         """Return the plan after a check on the first micro-batch, halved until it fits.
@@ -252,31 +253,31 @@ class MicroBatchSweep:
         problem, block, (x, part) = self.problem, self.block, self._first()
         sizes, at_once = problem.sizes, most_at_once(problem, self.plan, block)
         key, most = self._memory_key("first", x), _CHECKED if at_once is None else at_once
-        cuts = [] if problem.estimator.structure_type.counts_data else block.cuts()
+        cuts = [] if problem.model.estimator.structure_type.counts_data else block.cuts()
         size = min([len(x), *cuts[:1], most, sizes.chosen.get(key, most)])
 
         def checked() -> InputPlan:
             with self._evaluating():
                 return problem.network.checked(self.plan, part(size).x)
 
-        while not (plans := fits(checked)):
+        while not (plans := run_if_it_fits(checked)):
             if at_once is not None or size == 1:
                 sizes.halve(key, size)
             size //= 2
         return plans[0]
 
     def _check_second_derivatives(self) -> None:
-        """Check once that the rows of the first examples can be differentiated."""
+        """Check once that rows can be differentiated in the ``learned`` hyperparameters."""
         problem, learned, checked = self.problem, self.learned, self.problem.network.differentiated
         if checked.issuperset(learned):
             return
-        of_model = {name: p for name, p in learned.items() if name.startswith("model.")}
+        changes_model = any(name.startswith("model.") for name in learned)
         with torch.enable_grad(), self._evaluating():
             x, part = self._first()
             batch = part(min(2, len(x)))  # a forward pass over a few examples suffices
-            root = problem.cotangents(self.linearize(batch, graph=True).outputs, batch)
+            root = problem.model.cotangents(self.linearize(batch, graph=True).outputs, batch)
             varies = root.vectors.requires_grad
-            if of_model or varies:
+            if changes_model or varies:
                 model, weights = self._plan_of(batch).model, problem.network.weights
                 refuse_once_differentiable(model, weights, list(learned), batch.x)
         checked.update(learned)
@@ -290,7 +291,9 @@ class MicroBatchSweep:
             )
         check_finite("The model's outputs", f)
 
-    def _check_separate(self, plan: InputPlan, x: Tensor, f: Tensor) -> None:
+    def check_separate(self, batch: MicroBatch, f: Tensor) -> None:
+        """Raise an error if an output in ``f`` depends on other examples of the micro-batch."""
+        plan, x = self._plan_of(batch), batch.x
         if len(x) == 1:
             return
         if self.problem.settings.autocast is not None:  # its rounding would look like mixing
@@ -345,7 +348,7 @@ class MicroBatchSweep:
         cost = self.curvature.cost(width, self.purpose)
         rows = min(width, cost.rows_at_once or width)
         numbers = self.plan.numbers(x) + (1 + rows) * self.plan.jacobian.numbers
-        numbers += width * self.num_outputs
+        numbers += width * self.plan.num_outputs
         return self.problem.dtype.itemsize * numbers + rows * cost.row
 
     def _memory_key(self, label: str, x: Inputs) -> str:
@@ -361,7 +364,7 @@ def new_sweep(
     ``batches`` contains the block's checked data in the block's order. It must be possible to
     iterate over ``batches`` repeatedly.
     """
-    generator, estimator, seed = problem.generator, problem.estimator, block.seed
+    generator, estimator, seed = problem.generator, problem.model.estimator, block.seed
     if seed is None:
         seed = int(torch.randint(2**62, (), generator=generator, device="cpu"))
     noise = problem.network.noise(seed, block.origin)
@@ -388,7 +391,7 @@ def new_sweep(
         generator = torch.Generator().manual_seed(seed)
     elif block.shares > 1:
         generator = torch.Generator().manual_seed(seed + problem.ranks.rank)
-    sample = problem.likelihood.at(y).sample
+    sample = problem.model.likelihood.at(y).sample
     labels = [sample(f, generator) for _ in range(estimator.outputs or 1)]
     return replace(sweep, labels=labels)
 

@@ -92,10 +92,19 @@ class Kronecker:
     gradients: Float[Tensor, "G o s"]  # eigenvectors of B
     # (b ⊗ a / count + δ)^{-1/2} of their eigenvalues, and of the zeros outside the ranges.
     std: Float[Tensor, "G q p"]
+    # P0^{-1/2} of precisions along one axis, with which H is P0^{-1/2} H P0^{-1/2} above and δ = 1.
+    prior_std: Float[Tensor, "G o i"] | None = None
 
     @classmethod
-    def of(cls, name: str, factors: Factors, precision: Tensor) -> "Kronecker":
+    def of(cls, name: str, factors: Factors, precision: Tensor, shape: torch.Size) -> "Kronecker":
         """Return the block of the named parameter, from its factors and precision."""
+        prior_std = None
+        if precision.ndim:
+            factors = factors.scaled(precision, shape)
+            sizes = (factors.gradients.shape[-1], factors.inputs.shape[-1])
+            sizes = sizes[::-1] if factors.transposed else sizes
+            prior_std = precision.expand(shape).reshape(-1, *sizes).rsqrt()
+            precision = torch.ones_like(precision.flatten()[0])
         sides = [(factors.inputs, factors.count), (factors.gradients, factors.num_rows)]
         # A weight (in, out) has A on its left.
         of_inputs, of_gradients = sides[::-1] if factors.transposed else sides
@@ -103,7 +112,7 @@ class Kronecker:
         b, gradients = psd_eigen(*of_gradients)
         a, b = _with_zeros(a, inputs), _with_zeros(b, gradients)
         curvature = b[:, :, None] * (a / factors.count)[:, None]
-        return cls(name, inputs, gradients, (curvature + precision).rsqrt())
+        return cls(name, inputs, gradients, (curvature + precision).rsqrt(), prior_std)
 
     @property
     def names(self) -> Sequence[str]:
@@ -115,6 +124,8 @@ class Kronecker:
         weight_rows = rows[self.name]
         shape = (self.gradients.shape[-2], self.inputs.shape[-2])
         matrices = weight_rows.reshape(*weight_rows.shape[:2], -1, *shape).to(self.std)
+        if self.prior_std is not None:
+            matrices = matrices * self.prior_std
         of_both = _in_basis(_in_basis(matrices.mT, self.gradients).mT, self.inputs)
         return (of_both * self.std).flatten(2)
 
@@ -489,7 +500,7 @@ def covariance_of(
             check_finite_curvature(factors.gradients)
             check_finite_curvature(_trace(factors.inputs) * _trace(factors.gradients))
             precision = precisions[name].detach().to(like, copy=True)
-            blocks.append(partial(Kronecker.of, name, factors, precision))
+            blocks.append(partial(Kronecker.of, name, factors, precision, weights[name].shape))
     for name, hessian in statistic.blocks.items():
         names = [name] if name in weights else list(weights)
         precision = torch.cat([flat[weight_name] for weight_name in names])

@@ -102,7 +102,7 @@ class JointPredictive:
         self._check()
         generator = as_generator(self._query.seed if generator is None else generator)
         query = self._query
-        draws = self._covariance.draws(n, generator, query.problem.weights, query.updates)
+        draws = self._covariance.draws(n, generator, query.problem.model.weights, query.updates)
         return torch.cat([outputs_of(query, self._covariance, part) for part in draws])
 
     def sample_targets(

@@ -80,7 +80,7 @@ def nearer_to_mode(
     before, gradient = log_joint(problem, data)
     step = posterior._covariance.times(gradient)
     predicted = 0.5 * sum((gradient[name] * change).sum().item() for name, change in step.items())
-    weights = {name: problem.weights[name].detach() for name in step}
+    weights = {name: problem.model.weights[name].detach() for name in step}
     saved = {name: weight.clone() for name, weight in weights.items()}
 
     def move(share: float) -> None:
@@ -112,7 +112,7 @@ def log_joint(
     Raises:
         MemoryBudgetError: If the gradient of a single example does not fit into memory.
     """
-    source, ranks, weights = as_source(data), problem.ranks, problem.weights
+    source, ranks, weights = as_source(data), problem.ranks, problem.model.weights
     totals = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     dtype = torch.promote_types(problem.dtype, torch.float32)
     log_prob = torch.zeros((), dtype=dtype, device=problem.device)
@@ -120,12 +120,12 @@ def log_joint(
 
     def add(indices: Tensor) -> None:
         x, y = source.fetch(indices)
-        f = model_outputs(problem.model, check_inputs(x, problem.device), positions=True)
-        y = in_columns(problem.likelihood, f.shape[1:], y)
-        f, y = flattened(problem.likelihood, f, y)
+        f = model_outputs(problem.network.model, check_inputs(x, problem.device), positions=True)
+        y = in_columns(problem.model.likelihood, f.shape[1:], y)
+        f, y = flattened(problem.model.likelihood, f, y)
         if not len(f):
             return
-        value = log_probabilities(problem.likelihood, f, y, compare=False).sum()
+        value = log_probabilities(problem.model.likelihood, f, y, compare=False).sum()
         if slope:
             gradients = torch.autograd.grad(value, list(weights.values()), allow_unused=True)
             for name, gradient in zip(weights, gradients, strict=True):
@@ -135,15 +135,16 @@ def log_joint(
 
     with (
         ranks.together(),  # before the sum, in which the others would wait for a rank that failed
-        evaluation_mode(problem.model, generator),
+        evaluation_mode(problem.network.model, generator),
         torch.set_grad_enabled(slope),
     ):
         in_parts(ranks.part(len(source)), _AT_ONCE, add)
     log_prob, *sums = ranks.sum([log_prob, *totals.values()])
-    precisions, deviations = problem.prior.precisions(), problem.prior.deviations(weights)
+    prior = problem.model.prior
+    precisions, deviations = prior.precisions(), prior.deviations(weights)
     decay = sum((precisions[n] * d.square()).sum().item() for n, d in deviations.items())
     gradient = {
-        name: total / problem.temperature - precisions[name] * deviations[name]
+        name: total / problem.model.temperature - precisions[name] * deviations[name]
         for name, total in zip(totals, sums, strict=True)
     }
-    return float(log_prob) / problem.temperature - 0.5 * decay, gradient
+    return float(log_prob) / problem.model.temperature - 0.5 * decay, gradient

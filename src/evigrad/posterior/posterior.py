@@ -19,7 +19,7 @@ from evigrad.blocks.sources import as_source
 from evigrad.core.algorithm import run_pass
 from evigrad.core.curvature.base import ROWS_AT_ONCE
 from evigrad.core.names import Estimator
-from evigrad.core.types import Purpose
+from evigrad.core.protocols import Purpose
 from evigrad.errors import (
     ConfigurationError,
     EvigradWarning,
@@ -34,6 +34,7 @@ from evigrad.network import Linearization, model_outputs
 from evigrad.network.modes import evaluation_run
 from evigrad.network.network import PROBE_SIZE, InputPlan, Network
 from evigrad.passes.checks import as_generator, check_choice, check_count, check_inputs
+from evigrad.passes.evaluation import precisely
 from evigrad.passes.intake import CheckedSource, Data, resolve
 from evigrad.passes.kept import checksums
 from evigrad.passes.memory import GIB, MicroBatches
@@ -138,12 +139,12 @@ class Posterior:
         self._shift, self.bounds, self._scale = dict(shift or {}), tuple(bounds), 1.0
         self._updates: tuple[Update, ...] = ()
         self._sizes = dict[tuple[int, bool], MicroBatches]()
-        self._likelihood: Likelihood = copy.deepcopy(problem.likelihood).requires_grad_(False)
+        self._likelihood: Likelihood = copy.deepcopy(problem.model.likelihood).requires_grad_(False)
 
     @property
     def parameters(self) -> list[str]:
         """Return the names of the uncertain weights."""
-        return list(self._problem.weights)
+        return list(self._problem.model.weights)
 
     @property
     def bound(self) -> float | None:
@@ -159,7 +160,7 @@ class Posterior:
         return self._updates[-1].errors.shape[:-1] if self._updates else torch.Size()
 
     def __repr__(self) -> str:
-        count = sum(weight.numel() for weight in self._problem.weights.values())
+        count = sum(weight.numel() for weight in self._problem.model.weights.values())
         return f"Posterior({self.structure!r}, weights={count:,}, num_outputs={self.num_outputs})"
 
     def __call__(
@@ -280,7 +281,7 @@ class Posterior:
 
         f, *parts = query.results(roots_of)
         mean = query.mean(f, parts[len(signs) :])
-        inner, temperature = query.inner_dims, self._problem.temperature
+        inner, temperature = query.inner_dims, self._problem.model.temperature
         gain, residuals = observations(self._likelihood, temperature, mean, y, inner)
         batches = query.batch_dims
         rows = [part.unflatten(0, query.shape).flatten(batches, -2) for part in parts]
@@ -358,7 +359,7 @@ class Posterior:
                 shape.
         """
         self._check_weights(self._weights)
-        for name, weight in self._problem.weights.items():
+        for name, weight in self._problem.model.weights.items():
             if name not in vector or vector[name].shape != weight.shape:
                 shape = tuple(vector[name].shape) if name in vector else "nothing"
                 raise ConfigurationError(
@@ -433,7 +434,7 @@ class Posterior:
         """
         generator = as_generator(self._seed if generator is None else generator)
         covariance = self._covariance
-        (draws,) = covariance.draws(1, generator, self._problem.weights, self._updates)
+        (draws,) = covariance.draws(1, generator, self._problem.model.weights, self._updates)
 
         def function(x: Any, batch_dims: int = 0) -> Tensor:
             return outputs_of(self._query(x, batch_dims), covariance, draws)[0]
@@ -443,7 +444,7 @@ class Posterior:
     @property
     def _means(self) -> dict[str, Tensor]:
         """Return the means of the uncertain weights, without a graph."""
-        weights = {name: weight.detach() for name, weight in self._problem.weights.items()}
+        weights = {name: weight.detach() for name, weight in self._problem.model.weights.items()}
         return {n: w + self._shift[n].to(w) if n in self._shift else w for n, w in weights.items()}
 
     def _query(self, x: Any, batch_dims: int = 0, correlated: bool = True) -> Query:
@@ -549,9 +550,9 @@ class Posterior:
 
 def fingerprint(problem: Problem) -> dict[str, int]:
     """Return a checksum of each parameter and buffer of the model, by name."""
-    tensors = (*problem.model.named_parameters(), *problem.model.named_buffers())
+    tensors = (*problem.network.model.named_parameters(), *problem.network.model.named_buffers())
     named = {name: tensor for name, tensor in tensors if tensor.layout == torch.strided}
-    bare = bare_names(problem.model, named).values()
+    bare = bare_names(problem.network.model, named).values()
     return dict(zip(bare, checksums(list(named.values()), problem.device), strict=True))
 
 
@@ -560,7 +561,7 @@ def sizes_of(problem: Problem, plan: InputPlan, correlated: bool) -> MicroBatche
     if isinstance(problem.sizes.asked, int):
         return problem.sizes
     # A part of the rows at a time, and the products J Σ^{1/2} of all rows for covariances.
-    num_weights = sum(weight.numel() for weight in problem.weights.values())
+    num_weights = sum(weight.numel() for weight in problem.model.weights.values())
     numbers = _GRADIENT_COPIES * plan.jacobian.numbers + _ROW_COPIES * num_weights
     kept = plan.num_outputs * (plan.num_outputs + num_weights if correlated else 1)
     at_once = min(plan.num_outputs, ROWS_AT_ONCE)
@@ -593,7 +594,7 @@ def make_posterior(
                 f"rows is only for inference='laplace', got rows={rows} for {inference!r}. Omit"
                 " rows to use all, or use structure='kfac' or 'last-layer' if these are too many."
             )
-    names = last_layer(problem, data) if structure == "last-layer" else list(problem.weights)
+    names = last_layer(problem, data) if structure == "last-layer" else list(problem.model.weights)
     seed = int(torch.randint(_SEEDS, (), generator=problem.generator, device="cpu"))
     laplace_problem = posterior_problem(problem, structure, rows, names)
     laplace_problem = replace(laplace_problem, generator=torch.Generator().manual_seed(seed))
@@ -602,15 +603,17 @@ def make_posterior(
     dtype = laplace_problem.settings.gram_dtype or torch.float64
 
     def laplace(sweep: MicroBatchSweep) -> tuple[int, VariationalFit]:
-        kept = run_pass(sweep.problem, sweep.curvature, sweep)
-        precisions = laplace_problem.prior.precisions()
-        covariance = covariance_of(kept.statistic, precisions, laplace_problem.weights, dtype)
+        model = laplace_problem.model
+        kept = precisely(sweep, partial(run_pass, model))
+        covariance = covariance_of(kept.statistic, model.prior.precisions(), model.weights, dtype)
         return kept.num_outputs, VariationalFit(covariance, {}, ())
 
     def variational(sweep: MicroBatchSweep) -> tuple[int, VariationalFit]:
+        laplace(sweep)  # checks the network, the data and the memory
+        sweep = sweep.checked()
         sizes = sizes_of(laplace_problem, sweep.plan, correlated=True)
         predictive = replace(sweep, problem=replace(laplace_problem, sizes=sizes))
-        return sweep.num_outputs, fit_gaussian(sweep, predictive)
+        return sweep.plan.num_outputs, fit_gaussian(sweep, predictive)
 
     with constant_beside(laplace_problem):
         work = laplace if inference == "laplace" else variational
@@ -634,7 +637,7 @@ def load_posterior(problem: Problem, state: Mapping[str, Any]) -> Posterior:
             "state is not the result of posterior.state_dict(). Pass that result, or call"
             " evidence.posterior(data) to make a new posterior."
         )
-    if strange := [name for name in state["parameters"] if name not in problem.weights]:
+    if strange := [name for name in state["parameters"] if name not in problem.model.weights]:
         raise ConfigurationError(
             f"The state must come from a posterior of this model, which has no weights named"
             f" {listed(strange)}. Use the model of the saved posterior."
@@ -659,14 +662,13 @@ def posterior_problem(
         parameter_partition="tensor",  # that of all weights may be another
     )
     weights = {name: problem.network.weights[name] for name in names}
+    model = problem.model
     return replace(
         problem,
-        weights=weights,
-        estimator=estimator,
-        root=estimator.default_root,
+        model=replace(model, weights=weights, estimator=estimator, root=estimator.default_root),
         settings=settings,
         purpose=Purpose.ROWS,
-        network=Network(problem.model, weights),
+        network=Network(problem.network.model, weights),
         # All data at once are too many.
         sizes=MicroBatches(settings.micro_batch or "auto", settings.memory_budget),
         partitions={},
@@ -681,11 +683,11 @@ def _estimator(problem: Problem, structure: str, rows: int | None) -> Estimator:
         return Estimator.parse(name if rows is None else f"ntk-{rows}-rows-anchored")
     if rows is not None:
         raise ConfigurationError(
-            f"rows needs the Gauss-Newton matrix, got rows={rows} for {problem.estimator.name} and"
-            f" a {type(problem.likelihood).__name__} without hessian(f). Omit rows, or define"
-            " hessian(f)."
+            f"rows needs the Gauss-Newton matrix, got rows={rows} for"
+            f" {problem.model.estimator.name} and a {type(problem.model.likelihood).__name__}"
+            " without hessian(f). Omit rows, or define hessian(f)."
         )
-    outputs = problem.estimator.outputs
+    outputs = problem.model.estimator.outputs
     return Estimator.parse(f"{name.removesuffix('C')}{outputs}-{curvature}")
 
 
@@ -694,32 +696,31 @@ def curvature_of_posterior(problem: Problem) -> str:
 
     The Hessian of a density may depend on the targets, which ``ef`` and ``mc`` allow.
     """
-    return "ggn" if problem.likelihood.defines_hessian else problem.estimator.curvature
+    return "ggn" if problem.model.likelihood.defines_hessian else problem.model.estimator.curvature
 
 
 def collect(
     problem: Problem, data: object, structure: str, work: Callable[[MicroBatchSweep], Result]
 ) -> Result:
     """Return the result of ``work`` for all data, or for one block if the estimator is anchored."""
-    source, estimator = CheckedSource(problem, data, partial(_advice, problem)), problem.estimator
+    source = CheckedSource(problem, data, partial(_advice, problem))
+    estimator = problem.model.estimator
     batches: Data = source
     if estimator.anchored:
         stream = AnchorSelection(
             Anchoring(),
-            problem.num_data,
+            problem.model.num_data,
             estimator.subset or 0,
-            problem.root,
-            problem.likelihood,
+            problem.model.root,
+            problem.model.likelihood,
             problem.last_layer,
             problem.generator,
         ).stream(source)
         batches = next(iter(stream))
     try:
-        sweep = resolve(problem, batches, None)
-        sweep.check_memory()
-        return work(sweep.verified())
+        return work(resolve(problem, batches, None))
     except MemoryBudgetError as error:
-        count = sum(weight.numel() for weight in problem.weights.values())
+        count = sum(weight.numel() for weight in problem.model.weights.values())
         raise MemoryBudgetError(
             f"The posterior {structure!r} over {count:,} weights is too large. {error.need}",
             f"Use {_SMALLER[structure]}.",
@@ -728,7 +729,7 @@ def collect(
 
 def _advice(problem: Problem, count: int) -> str:
     """Return advice for data that are only ``count`` of the N examples."""
-    num_data, temperature = problem.num_data, problem.temperature
+    num_data, temperature = problem.model.num_data, problem.model.temperature
     of_all = "" if temperature == 1 else f"{temperature:g} * "
     return (
         f"With num_data={count}, posterior variances would be up to {num_data / count:.3g} times"
@@ -743,7 +744,7 @@ def _warn_if_slow(problem: Problem, data: object, structure: str) -> None:
 
     P weights and R rows take 2 R P² operations for H and P³/3 for its factor.
     """
-    size = sum(weight.numel() for weight in problem.weights.values())
+    size = sum(weight.numel() for weight in problem.model.weights.values())
     x = check_inputs(as_source(data).first(PROBE_SIZE)[0], problem.device)
     with constant_beside(problem):
         plan = problem.network.plan(x)
@@ -778,9 +779,9 @@ def last_layer(problem: Problem, data: object) -> list[str]:
     """Return the names of the weights in the last layer that the model calls."""
     x = check_inputs(as_source(data).first(PROBE_SIZE)[0], problem.device)
     problem.network.plan(x)  # checks the model
-    owned = partition_names(list(problem.weights), "module")
+    owned = partition_names(list(problem.model.weights), "module")
     last: list[nn.Module] = []
-    model = problem.model
+    model = problem.network.model
     layers = [n for n in owned if not any(_is_below(other, n) for other in owned)]
     paths = bare_names(model, dict(model.named_modules()))
     modules = {model.get_submodule(path): name for path, name in paths.items() if name in layers}

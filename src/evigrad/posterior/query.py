@@ -12,8 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from evigrad.blocks.sources import without_arrays
-from evigrad.core.block import Block
-from evigrad.core.types import MicroBatch
+from evigrad.core.block import Block, MicroBatch
 from evigrad.errors import ConfigurationError, InputError, MemoryBudgetError
 from evigrad.inputs import AtPositions, Tree, as_inputs, tensors_of, with_tensors
 from evigrad.network import Linearization, derivatives_named, refuse_once_differentiable
@@ -279,5 +278,5 @@ class _ToInputs(torch.autograd.Function):
 
 def constant_beside(problem: Problem) -> AbstractContextManager[None]:
     """Return a context in which only the problem's weights get gradients."""
-    weight_ids = {id(weight) for weight in problem.weights.values()}
-    return held_constant(p for p in problem.model.parameters() if id(p) not in weight_ids)
+    weight_ids = {id(weight) for weight in problem.model.weights.values()}
+    return held_constant(p for p in problem.network.model.parameters() if id(p) not in weight_ids)

@@ -27,9 +27,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
+from evigrad.core.block import MicroBatch
 from evigrad.core.roots import RootRows, hessian_rows
-from evigrad.core.types import MicroBatch
 from evigrad.errors import ConfigurationError, NotFiniteError, raised_in
+from evigrad.likelihoods.calls import log_probabilities
 from evigrad.passes.problem import Problem
 from evigrad.passes.sweep import MicroBatchSweep
 from evigrad.posterior.covariances import Covariance, Dense, Diagonal, covariance_of
@@ -83,18 +84,18 @@ def fit_gaussian(sweep: MicroBatchSweep, predictive: MicroBatchSweep) -> Variati
     while len(bounds) <= MOST_STEPS and (after := fitter.step(state)) is not None:
         state = after
         bounds.append(state.bound)
-        if bounds[-1] - bounds[-2] < TOLERANCE * sweep.problem.num_data:
+        if bounds[-1] - bounds[-2] < TOLERANCE * sweep.problem.model.num_data:
             break
     return VariationalFit(state.covariance, state.shift, bounds)
 
 
 def check_hessian(problem: Problem) -> None:
     """Raise an error if the likelihood does not define its Hessian."""
-    if not problem.likelihood.defines_hessian or problem.estimator.curvature != "ggn":
+    if not problem.model.likelihood.defines_hessian or problem.model.estimator.curvature != "ggn":
         raise ConfigurationError(
             "inference='variational' needs the Hessian of the likelihood, but"
-            f" {type(problem.likelihood).__name__} does not define it. Define hessian(f), or use"
-            " inference='laplace'."
+            f" {type(problem.model.likelihood).__name__} does not define it. Define hessian(f), or"
+            " use inference='laplace'."
         )
 
 
@@ -119,11 +120,11 @@ class _Fitter:
         problem = sweep.problem
         self._dtype = problem.settings.gram_dtype or torch.float64
         weights = {
-            name: weight.detach().to(self._dtype) for name, weight in problem.weights.items()
+            name: weight.detach().to(self._dtype) for name, weight in problem.model.weights.items()
         }
-        precisions = problem.prior.precisions()
+        precisions = problem.model.prior.precisions()
         self._precisions = {name: precisions[name].detach().to(w) for name, w in weights.items()}
-        self._deviations = problem.prior.deviations(weights)
+        self._deviations = problem.model.prior.deviations(weights)
         self._flat = {
             name: self._precisions[name].expand(w.shape).reshape(-1) for name, w in weights.items()
         }
@@ -136,7 +137,7 @@ class _Fitter:
         """Return Laplace's approximation."""
         f = self._f
         sites = self._mean_curvature(f, self._y, torch.ones_like(f[:, 0]), len(f))
-        sites = sites / self._problem.temperature
+        sites = sites / self._problem.model.temperature
         covariance, gradient = self._collected(sites, torch.zeros_like(f), {})
         covariances, _ = self._predicted(covariance, gradient)
         shift = {name: torch.zeros_like(d) for name, d in self._deviations.items()}
@@ -225,7 +226,7 @@ class _Fitter:
     ) -> tuple[Covariance, dict[str, Tensor]]:
         """Return Σ for these curvatures of the outputs, and the gradient of the bound in μ."""
         sweep, problem = self._sweep, self._problem
-        size = problem.likelihood.num_rows(sites.shape[1])
+        size = problem.model.likelihood.num_rows(sites.shape[1])
 
         def add(
             sums: tuple[Any, dict[str, Tensor]], batch: MicroBatch
@@ -243,14 +244,13 @@ class _Fitter:
         zeros = {name: torch.zeros_like(d) for name, d in self._deviations.items()}
         count = sweep.block.num_collected(sweep.curvature.counts_data)
         statistic, sums = sweep.fold(add, (sweep.curvature.empty(sweep.purpose, count), zeros))
-        if sweep.block.shares > 1:
-            statistic = sweep.total(statistic)
+        statistic = sweep.total(statistic)
         gradient = {
             name: total - self._precisions[name] * (self._deviations[name] + shift.get(name, 0.0))
             for name, total in zip(sums, self._total(list(sums.values())), strict=True)
         }
-        precisions = problem.prior.precisions()
-        return covariance_of(statistic, precisions, problem.weights, self._dtype), gradient
+        precisions = problem.model.prior.precisions()
+        return covariance_of(statistic, precisions, problem.model.weights, self._dtype), gradient
 
     def _predicted(
         self, covariance: Covariance, gradient: Mapping[str, Tensor]
@@ -278,7 +278,7 @@ class _Fitter:
 
     def _mean_curvature(self, f: Tensor, y: Tensor, of_rows: Tensor, m: int) -> Tensor:
         """Return the sum of Λ times ``of_rows`` over the nodes of each of m examples."""
-        likelihood = self._problem.likelihood
+        likelihood = self._problem.model.likelihood
         with raised_in(f"hessian of {type(likelihood).__name__}"):
             hessian = likelihood.at(y).hessian(f).detach()
         curvature = (of_rows.view(-1, 1, 1) * hessian).unflatten(0, (-1, m)).sum(0)
@@ -306,10 +306,12 @@ class _Fitter:
             f = (mean[part] + torch.einsum("kd,mcd->kmc", points, root[part])).flatten(0, 1)
             y = self._y[part]
             m, y = len(y), y.repeat(len(points), *[1] * (y.ndim - 1))
-            of_rows = shares.repeat_interleave(m) / problem.temperature
+            of_rows = shares.repeat_interleave(m) / problem.model.temperature
             with torch.enable_grad():
                 leaf = f.requires_grad_()
-                total = (of_rows * problem.log_probabilities(leaf, y)).sum()
+                total = (
+                    of_rows * log_probabilities(problem.model.likelihood, leaf, y, compare=False)
+                ).sum()
                 (score,) = torch.autograd.grad(total, leaf)
             value += total.detach()
             scores.append(score.view(-1, m, num_outputs).sum(0))
@@ -350,7 +352,9 @@ def divergence(covariance: Covariance, precisions: Mapping[str, Float[Tensor, " 
         if isinstance(block, Diagonal):
             relative, counts = block.std.square() * precision, torch.ones_like(precision)
         else:  # the precision of a Kronecker block is one number
-            relative = block.std.square() * precision[0]
+            relative = block.std.square()
+            if block.prior_std is None:
+                relative = relative * precision[0]
             of_gradients, of_inputs = map(_multiplicities, (block.gradients, block.inputs))
             counts = torch.outer(of_gradients, of_inputs).expand_as(relative)
         total += float((counts * (relative - 1.0 - relative.log())).sum())

@@ -14,8 +14,8 @@ from evigrad import reference
 from evigrad.core.block import Conditioning
 from evigrad.core.curvature import Cost, Curvature, Statistic
 from evigrad.core.curvature.base import log_det_of
+from evigrad.core.protocols import Purpose
 from evigrad.core.roots import RootRows
-from evigrad.core.types import Purpose
 from evigrad.errors import ConfigurationError, ConformanceError, InputError
 from evigrad.network import Linearization, plan
 from evigrad.testing.comparison import (

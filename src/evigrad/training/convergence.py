@@ -180,7 +180,7 @@ def changes_at_mode(trainer: "Trainer") -> dict[str, tuple[float, float]]:
     """
     evidence, approximation = trainer.evidence, approximations(trainer)[-1]
     now, prior = hyperparameter_values(evidence), evidence.prior
-    names = [prior.group_names[index] for index in prior.learned_groups()] or evidence.weights()
+    names = prior.learned_groups()
     learns_prior = "prior.log_precision" in trainer.learned
     learned = {"noise", *(f"precision/{name}" for name in names if learns_prior)}
     try:

@@ -198,7 +198,7 @@ def _check_precision(settings: Settings, complete: Settings, evidence: Evidence)
         adam = "prior_update='adam'"
         around_zero = _learns_around_zero(evidence)
         ways = f"start_decay, the weight decay of the burn-in, or {adam}" if around_zero else adam
-        names = [prior.group_names[index] for index in prior.learned_groups()]
+        names = prior.learned_groups()
         if len(names) == len(prior.group_names):
             _refuse_one("precision", value, condition, f"Set {ways}")
         # The dict of precisions must keep the precision of the fixed groups.
@@ -210,12 +210,9 @@ def _check_precision(settings: Settings, complete: Settings, evidence: Evidence)
 
 def _learns_around_zero(evidence: Evidence) -> bool:
     """Return whether a learned precision is of weights with the prior mean zero."""
-    prior, learned = evidence.prior, set(evidence.prior.learned_groups())
-    around_zero = evidence.weights().keys() - prior.means().keys()
-    if prior.structure == "diagonal":
-        return bool(around_zero)
-    with_mean = {prior.group_of[name] for name in prior.means()}
-    return bool(learned - with_mean)
+    prior = evidence.prior
+    with_mean = {prior.group_name(name) for name in prior.means()}
+    return not with_mean.issuperset(prior.learned_groups())
 
 
 def _refuse_one(name: str, value: Any, condition: str, instead: str) -> NoReturn:

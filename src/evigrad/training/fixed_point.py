@@ -51,9 +51,9 @@ class FixedPoint:
         evidence.backward(block)
         update.step()
 
-    γ is clipped at P_g, the number of weights in the group, because the estimate from a small block
-    may exceed P_g. A group whose weights equal the prior's mean has no finite optimum and keeps its
-    precision.
+    γ is clipped at P_g, the number of weights with this precision, because the estimate from a
+    small block may exceed P_g. A group whose weights equal the prior's mean has no finite optimum
+    and keeps its precision.
 
     Args:
         evidence: Evidence with a learnable prior without a hyperprior.
@@ -87,10 +87,7 @@ class FixedPoint:
                 " hyperparameters have diverged. Lower their learning rates."
             )
         squares = self._square_norms() if squares is None else squares
-        most = torch.ones((), dtype=torch.float64, device="cpu")
-        if self.evidence.prior.structure != "diagonal":
-            sizes = [w.numel() for w in self.evidence.weights().values()]
-            most = self._group_sums(torch.tensor(sizes, device="cpu"))
+        most = self.evidence.prior.counts()
         with torch.no_grad():
             fitted = log_precision.double().exp() * squares
             gamma = fitted - 2 * self.evidence.num_data * gradient.double()
@@ -107,16 +104,9 @@ class FixedPoint:
         prior, log_precision = self.evidence.prior, self._log_precision()
         if prior.factors():  # a posterior counts fully until the new data are seen
             return
-        means, weights = prior.means(), self.evidence.weights()
         with torch.no_grad():
-            if prior.structure == "diagonal":
-                parts = [(w.numel(), name in means) for name, w in weights.items()]
-                has_mean = torch.cat([torch.full((n,), has, device="cpu") for n, has in parts])
-            else:
-                held = {prior.group_of[name] for name in means}
-                has_mean = torch.tensor([g in held for g in prior.learned_groups()], device="cpu")
             log_precision.fill_(math.log(zero))
-            log_precision[has_mean.to(log_precision.device)] = math.log(pretrained)
+            log_precision[prior.has_mean()] = math.log(pretrained)
 
     def step(self) -> None:
         """Update the precisions by the gradient of one ``backward``, and clear the gradient.
@@ -158,21 +148,5 @@ class FixedPoint:
         return log_precision
 
     def _square_norms(self) -> Tensor:
-        """Return ‖w_g − w₀_g‖² for each entry of ``log_precision``, in float64.
-
-        If weights have fixed factors of the precision, the norm includes these factors.
-        """
-        prior = self.evidence.prior
         with torch.no_grad():
-            squares = prior.squares(self.evidence.weights(), torch.float64).values()
-            if prior.structure == "diagonal":
-                return torch.cat([square.flatten() for square in squares])
-            return self._group_sums(torch.stack([square.sum() for square in squares]))
-
-    def _group_sums(self, values: Tensor) -> Tensor:
-        """Return sums of weight tensors' values for each entry of ``log_precision``."""
-        prior = self.evidence.prior
-        groups = [prior.group_of[name] for name in self.evidence.weights()]
-        index = torch.tensor(groups, device=values.device)
-        sums = values.new_zeros(len(prior.group_names)).index_add(0, index, values)
-        return sums[prior.learned_groups()]
+            return self.evidence.prior.square_norms(self.evidence.weights())

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
-from evigrad.core.types import standard_error
+from evigrad.core.model import standard_error
 from evigrad.errors import ConfigurationError, InputError
 from evigrad.evidence import Evidence
 from evigrad.files import replacing, writing

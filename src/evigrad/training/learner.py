@@ -355,7 +355,10 @@ class Learner:
         if self.fixed_point is not None:
             self.fixed_point.rate = cosine(group.progress, FIRST_RATE, LAST_RATE)
         self._clear_gradients()
-        estimate = self.evidence.backward(block, wrt=group.names)
+        if isinstance(block, Block):
+            estimate = self.evidence.backward(block, wrt=group.names)
+        else:
+            estimate = self.evidence.backward_kept(*block, wrt=group.names)
         self.hyper_optimizer.step()
         if self.fixed_point is not None and any(n.startswith("prior.") for n in group.names):
             self.fixed_point.step()
@@ -414,7 +417,7 @@ def warn_of_unused(evidence: Evidence) -> None:
     """
     prior, reports = evidence.prior, evidence.describe()
     used = {report.group for report in reports if report.rows != "unused"}
-    fixed = set(prior.group_names) - {prior.group_names[i] for i in prior.learned_groups()}
+    fixed = set(prior.group_names) - set(prior.learned_groups())
     names = [report.name for report in reports if report.group not in used | fixed]
     if names:
         warnings.warn(

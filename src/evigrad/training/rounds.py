@@ -6,13 +6,13 @@ from itertools import repeat
 from evigrad.blocks import Block
 from evigrad.blocks.anchors import AnchoredStream, DrawnParts
 from evigrad.blocks.streams import Stream
-from evigrad.core.types import Purpose
+from evigrad.core.protocols import Purpose
 from evigrad.evidence import Evidence
 from evigrad.inputs import Inputs
 from evigrad.invariances.noise import stochastic_modules
 from evigrad.network.network import PROBE_SIZE
 from evigrad.passes.kept import KeptPass, not_keepable
-from evigrad.passes.memory import fits
+from evigrad.passes.memory import run_if_it_fits
 from evigrad.passes.parameters import divided, held_constant
 
 
@@ -72,7 +72,7 @@ def passes_over(
         block, passes = drawn.block(start, at_once), list[KeptPass]()
         if at_once == 1:
             passes.append(collect(block))
-        elif not fits(lambda draws=block, kept=passes: kept.append(collect(draws))):
+        elif not run_if_it_fits(lambda draws=block, kept=passes: kept.append(collect(draws))):
             at_once = -(-at_once // 2)
             continue
         start += at_once

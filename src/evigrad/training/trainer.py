@@ -223,7 +223,9 @@ class Trainer:
         """Set the weight of the log-determinant, before training."""
         laplace = replace(self.settings.laplace, log_det_weight=weight)
         self.settings = replace(self.settings, laplace=laplace)
-        self.evidence.problem = replace(self.evidence.problem, log_det_weight=weight)
+        problem = self.evidence.problem
+        model = replace(problem.model, log_det_weight=weight)
+        self.evidence.problem = replace(problem, model=model)
 
     def train(
         self,

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from evigrad import Evidence, Memory
 from evigrad.blocks.anchors import AnchoredStream, Anchoring
-from evigrad.core.types import Purpose
+from evigrad.core.model import LinearizedModel
+from evigrad.core.protocols import Purpose
 from evigrad.errors import MemoryBudgetError
 from evigrad.likelihoods import Categorical
-from evigrad.passes.problem import Problem
 from evigrad.priors import GaussianPrior
 from evigrad.training.rounds import draws_at_once, shares_anchors
 
@@ -70,13 +70,13 @@ def test_no_more_rows_are_formed_at_once_than_for_a_single_draw(
     block = joint(anchored_evidence, 8)
     assert block.num_rows > 12
     sizes: list[int] = []
-    cotangents = Problem.cotangents
+    cotangents = LinearizedModel.cotangents
 
-    def counted(problem: Problem, f: Tensor, batch: Any) -> Any:
+    def counted(model: LinearizedModel[Any, Any], f: Tensor, batch: Any) -> Any:
         sizes.append(int((batch.columns >= 0).sum()))
-        return cotangents(problem, f, batch)
+        return cotangents(model, f, batch)
 
-    monkeypatch.setattr(Problem, "cotangents", counted)
+    monkeypatch.setattr(LinearizedModel, "cotangents", counted)
     kept = list(anchored_evidence.collect(block).draws())
     assert len(kept) == 8
     assert sum(sizes) == block.num_rows
@@ -90,4 +90,4 @@ def test_no_more_rows_are_formed_at_once_than_for_a_single_draw(
     monkeypatch.setattr("evigrad.passes.memory.available_bytes", lambda _: needed)
     with pytest.raises(MemoryBudgetError):
         anchored_evidence.collect(block)
-    assert torch.isfinite(torch.tensor(anchored_evidence.estimate(kept[0]).log_det))
+    assert torch.isfinite(torch.tensor(anchored_evidence.estimate_kept(kept[0]).log_det))

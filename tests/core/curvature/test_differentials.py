@@ -21,7 +21,7 @@ from evigrad.core.curvature import (
     inner_product,
 )
 from evigrad.core.curvature.linalg import psd_eigenvalues
-from evigrad.core.types import Purpose
+from evigrad.core.protocols import Purpose
 from evigrad.fast.contraction import (
     MatrixUse,
     contracted,

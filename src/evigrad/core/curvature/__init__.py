@@ -56,6 +56,7 @@ def make_curvature(
     *,
     kronecker: Collection[str] = (),
     precision_groups: Mapping[str, Hashable] | None = None,
+    precision_axes: Mapping[str, Sequence[int]] | None = None,
     blocks: Mapping[str, Sequence[str]] | None = None,
     sharing: str = "expand",
     gram_dtype: torch.dtype | None = None,
@@ -71,9 +72,10 @@ def make_curvature(
         structure: One of ``names.STRUCTURES``.
         weights: The model's weights by name.
         kronecker: The weights that have Kronecker factors, for ``kfac``.
-        precision_groups: For each parameter whose precision is one number, the label of its prior
-            group. The precisions of other parameters vary within the parameter. None: each
-            parameter has its own precision.
+        precision_groups: The label of each parameter's prior group. The precisions of parameters
+            without a label vary along all axes. None: each parameter has its own precision.
+        precision_axes: The axes along which the precisions of parameters with a label vary. The
+            precisions of others are one number.
         blocks: The parameters of each block, for ``blockdiag``. None: each parameter is a block.
         sharing: ``"expand"`` or ``"reduce"``, for ``kfac``.
         gram_dtype: Dtype of matrices and factorizations. None: the dtype of the rows.
@@ -90,8 +92,12 @@ def make_curvature(
         ConfigurationError: If the structure is unknown, or a setting is invalid for the structure.
     """
     labels = {name: name for name in weights} if precision_groups is None else precision_groups
+    constant: Mapping[str, Sequence[int]] = dict.fromkeys(labels, ())
+    axes = {n: range(w.ndim) for n, w in weights.items()} | {**constant, **(precision_axes or {})}
+    labels = {name: labels[name] for name in weights if name in labels and len(axes[name]) <= 1}
+    axis = {name: axes[name][0] for name in labels if axes[name]}
     if structure == "ntk":
-        return Ntk(weights, labels, gram_dtype, contracted, store, itemsize)
+        return Ntk(weights, labels, gram_dtype, contracted, store, itemsize, precision_axes=axis)
     if structure in ("full", "blockdiag"):
         dense = (
             Full(weights, gram_dtype)
@@ -100,13 +106,12 @@ def make_curvature(
         )
         # Compare as if every row were dense, so that the same settings always give the same form,
         # even if a later pass has no closed form.
-        kernel = BlockKernel(dense, weights, labels, gram_dtype)
+        kernel = BlockKernel(dense, weights, labels, gram_dtype, precision_axes=axis)
         if num_rows is None or not ntk.is_cheaper(kernel, dense, num_rows):
             return dense
-        return BlockKernel(dense, weights, labels, gram_dtype, contracted, store, itemsize)
+        return BlockKernel(dense, weights, labels, gram_dtype, contracted, store, itemsize, axis)
     if structure == "kfac":
-        constant = {name: name in labels for name in weights}
-        return Kfac(weights, kronecker, constant, sharing, gram_dtype, dense_limit)
+        return Kfac(weights, kronecker, axes, sharing, gram_dtype, dense_limit)
     if structure == "diag":
         return Diagonal(weights, gram_dtype)
     names = ("ntk", "full", "blockdiag", "kfac", "diag")

@@ -22,8 +22,8 @@ from torch import Tensor
 from evigrad.core.algebra import is_one_number
 from evigrad.core.block import Conditioning
 from evigrad.core.curvature.anchored import LogDet
+from evigrad.core.protocols import Linearization, Purpose
 from evigrad.core.roots import RootRows
-from evigrad.core.types import Linearization, Purpose
 from evigrad.errors import ConfigurationError, NotPositiveDefiniteError
 
 # Copies of a dense n x n block next to the statistic while a log-determinant is differentiated: the
@@ -362,6 +362,11 @@ def inner_product(cotangent: Statistic, statistic: Statistic) -> Float[Tensor, "
     """Return the inner product of two statistics whose tensors have the same shapes."""
     pairs = zip(cotangent.tensors(), statistic.tensors(), strict=True)
     return torch.stack([(c * t).sum() for c, t in pairs]).sum()
+
+
+def by_entry(precision: Tensor, shape: torch.Size) -> Tensor:
+    """Return a weight's precision as one number, or as one number per entry, (n,)."""
+    return precision if precision.ndim == 0 else precision.expand(shape).reshape(-1)
 
 
 def working_dtype(rows: torch.dtype, gram_dtype: torch.dtype | None) -> torch.dtype:

@@ -18,13 +18,14 @@ from evigrad.core.curvature.base import (
     Cost,
     Curvature,
     Statistic,
+    by_entry,
     bytes_of_row,
     scaled_rows,
     working_dtype,
 )
 from evigrad.core.curvature.linalg import Spectra, log_det_dense
+from evigrad.core.protocols import Linearization, Purpose
 from evigrad.core.roots import RootRows
-from evigrad.core.types import Linearization, Purpose
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class BlockDiagonal(Curvature[BlockStatistic]):
         gram_dtype: torch.dtype | None = None,
     ) -> None:
         self._blocks = {name: [name] for name in weights} if blocks is None else blocks
+        self._shapes = {name: weight.shape for name, weight in weights.items()}
         self._numel = {name: weight.numel() for name, weight in weights.items()}
         self._row_bytes = bytes_of_row(weights.values())
         dtypes = {working_dtype(weight.dtype, gram_dtype) for weight in weights.values()}
@@ -126,9 +128,8 @@ class BlockDiagonal(Curvature[BlockStatistic]):
         first = precisions[names[0]]
         # The parameters of a prior group share one tensor. Equal numbers of several groups do not.
         if len(names) == 1 or (first.ndim == 0 and all(precisions[n] is first for n in names)):
-            return first
-        flat = [precisions[name].reshape(-1).expand(self._numel[name]) for name in names]
-        return torch.cat(flat)
+            return by_entry(first, self._shapes[names[0]])
+        return torch.cat([precisions[name].expand(self._shapes[name]).flatten() for name in names])
 
 
 class Full(BlockDiagonal):

@@ -1,6 +1,7 @@
 """The diagonal of H. Each weight is a block in the sense of Theorem 1 of the paper."""
 
 from collections.abc import Mapping
+from math import prod
 
 import torch
 from jaxtyping import Float
@@ -10,14 +11,15 @@ from evigrad.core.curvature.base import (
     ROWS_AT_ONCE,
     Cost,
     Curvature,
+    by_entry,
     bytes_of_row,
     scaled_rows,
     working_dtype,
 )
 from evigrad.core.curvature.dense import BlockStatistic
 from evigrad.core.curvature.linalg import log_det_diagonal
+from evigrad.core.protocols import Linearization, Purpose
 from evigrad.core.roots import RootRows
-from evigrad.core.types import Linearization, Purpose
 
 # Vectors of the size of the weights while ℓ is differentiated: the statistic, its ratio to the
 # precision, the logarithm, and the cotangents of both.
@@ -38,7 +40,7 @@ class Diagonal(Curvature[BlockStatistic]):
     def __init__(
         self, weights: Mapping[str, Tensor], gram_dtype: torch.dtype | None = None
     ) -> None:
-        self._numel = {name: weight.numel() for name, weight in weights.items()}
+        self._shapes = {name: weight.shape for name, weight in weights.items()}
         self._row_bytes = bytes_of_row(weights.values())
         self._itemsize = max((weight.dtype.itemsize for weight in weights.values()), default=4)
         self._gram_dtype = gram_dtype
@@ -48,7 +50,7 @@ class Diagonal(Curvature[BlockStatistic]):
     ) -> BlockStatistic:
         blocks = {} if statistic is None else dict(statistic.blocks)
         for part in root.parts(self.rows_at_once):
-            for name, rows in linearization.rows(part.vectors, list(self._numel)).items():
+            for name, rows in linearization.rows(part.vectors, list(self._shapes)).items():
                 dtype = working_dtype(rows.dtype, self._gram_dtype)
                 new = scaled_rows(rows, part.scale, dtype).square().sum(0)
                 blocks[name] = blocks[name] + new if name in blocks else new
@@ -58,15 +60,15 @@ class Diagonal(Curvature[BlockStatistic]):
         self, statistic: BlockStatistic, precisions: Mapping[str, Tensor]
     ) -> Float[Tensor, ""]:
         terms = [
-            log_det_diagonal(diagonal, precisions[name])
+            log_det_diagonal(diagonal, by_entry(precisions[name], self._shapes[name]))
             for name, diagonal in statistic.blocks.items()
         ]
         return torch.stack(terms).sum()
 
     def cost(self, num_rows: int, purpose: Purpose, *, is_whole: bool = False) -> Cost:
         item = self._itemsize if self._gram_dtype is None else self._gram_dtype.itemsize
-        total = DIAGONAL_COPIES * item * sum(self._numel.values())
+        total = DIAGONAL_COPIES * item * sum(map(prod, self._shapes.values()))
         return Cost(total, self._row_bytes, self.rows_at_once)
 
     def describe(self) -> dict[str, str]:
-        return dict.fromkeys(self._numel, "diagonal")
+        return dict.fromkeys(self._shapes, "diagonal")

@@ -32,6 +32,7 @@ from evigrad.core.curvature.base import (
     Cost,
     Curvature,
     Statistic,
+    by_entry,
     bytes_of_row,
     scaled_rows,
     working_dtype,
@@ -48,8 +49,8 @@ from evigrad.core.curvature.linalg import (
     log_det_kronecker,
     psd_eigenvalues,
 )
+from evigrad.core.protocols import LOG_DETS, Linearization, Purpose
 from evigrad.core.roots import RootRows
-from evigrad.core.types import LOG_DETS, Linearization, Purpose
 from evigrad.errors import ConfigurationError
 
 # Parameters without Kronecker factors (biases, scales of normalization layers) get an exact dense
@@ -84,6 +85,19 @@ class Factors:
             self.num_rows + other.num_rows,
             self.transposed,
         )
+
+    def scaled(self, precision: Tensor, shape: torch.Size) -> "Factors":
+        """Return the factors of P0^{-1/2} H P0^{-1/2} for precisions along one axis of the weight.
+
+        (D ⊗ I)^{-1/2} (B ⊗ A) (D ⊗ I)^{-1/2} = D^{-1/2} B D^{-1/2} ⊗ A, and likewise for A.
+        """
+        output = int(self.transposed)
+        if precision.shape[output] > 1:
+            root = precision.reshape(len(self.gradients), -1).to(self.gradients).rsqrt()
+            return replace(self, gradients=root[:, :, None] * self.gradients * root[:, None])
+        of_input = [1 if axis == output else n for axis, n in enumerate(shape)]
+        root = precision.expand(of_input).reshape(1, -1).to(self.inputs).rsqrt()
+        return replace(self, inputs=root[:, :, None] * self.inputs * root[:, None])
 
     def with_rows(self, use: KroneckerUse) -> "Factors":
         """Return the sums with additional rows of examples whose inputs are already included."""
@@ -159,14 +173,15 @@ class Kfac(Curvature[KfacStatistic]):
     Args:
         weights: The parameters.
         kronecker: The names of parameters with Kronecker factors.
-        precision_constant: For each parameter, whether its prior precision is one number.
+        precision_axes: The axes along which the prior precision of a parameter varies. The
+            precisions of other parameters are one number.
         sharing: ``"expand"`` or ``"reduce"`` (see the docstring of the module).
         gram_dtype: Dtype of the sums and their factorizations. None: the dtype of the rows.
         dense_limit: Largest size of a parameter without Kronecker factors that gets a dense block.
             Larger parameters get only a diagonal.
 
     Raises:
-        ConfigurationError: If a precision varies within a Kronecker block.
+        ConfigurationError: If a precision of a Kronecker block varies along inputs and outputs.
     """
 
     name = "kfac"
@@ -179,7 +194,7 @@ class Kfac(Curvature[KfacStatistic]):
         self,
         weights: Mapping[str, Tensor],
         kronecker: Collection[str],
-        precision_constant: Mapping[str, bool],
+        precision_axes: Mapping[str, Sequence[int]],
         sharing: str = "expand",
         gram_dtype: torch.dtype | None = None,
         dense_limit: int = DENSE_LIMIT,
@@ -192,7 +207,8 @@ class Kfac(Curvature[KfacStatistic]):
         self._others = [name for name in weights if name not in kronecker]
         self._row_bytes = bytes_of_row(weights[name] for name in self._others)
         self._dense = {name for name in self._others if weights[name].numel() <= dense_limit}
-        self._check_constant(name for name in self._kronecker if not precision_constant[name])
+        self._axes = {name: tuple(precision_axes.get(name, ())) for name in self._kronecker}
+        _refuse(name for name, axes in self._axes.items() if len(axes) > 1)
 
     def empty(self, purpose: Purpose, num_data: int) -> KfacStatistic:
         return KfacStatistic(num_data=num_data if purpose in LOG_DETS else None)
@@ -210,7 +226,8 @@ class Kfac(Curvature[KfacStatistic]):
         )
         first, *others = root.parts(self.rows_at_once)
         for name, examples in self._examples(linearization, first).items():
-            shape = self._shapes[name] if is_whole and len(examples) == 1 and not others else None
+            is_small = is_whole and len(examples) == 1 and not others and not self._axes[name]
+            shape = self._shapes[name] if is_small else None
             sums = reduce(operator.add, (_factors(use, shape) for use in examples))
             factors[name] = factors[name] + sums if name in factors else sums
         blocks = self._add_others(blocks, linearization, first)
@@ -248,10 +265,11 @@ class Kfac(Curvature[KfacStatistic]):
     ) -> Float[Tensor, ""]:
         terms: list[Tensor] = []
         if statistic.factors:
-            self._check_constant(name for name in statistic.factors if precisions[name].ndim > 0)
-            terms.append(_kronecker_log_det(statistic, precisions))
+            terms.append(self._kronecker_log_det(statistic, precisions))
         for name, block in statistic.blocks.items():
             precision, block_spectrum = precisions[name], None
+            if precision.ndim:
+                precision = by_entry(precision, self._shapes[name])
             if name in self._dense and precision.ndim == 0 and not block.requires_grad:
                 block_spectrum = statistic.of_blocks.at_second_use(name, lambda block=block: block)
             if block_spectrum is not None:
@@ -320,55 +338,70 @@ class Kfac(Curvature[KfacStatistic]):
             examples[name] = scaled
         return examples
 
-    @staticmethod
-    def _check_constant(varying: Iterable[str]) -> None:
-        names = list(varying)
-        if names:
-            raise ConfigurationError(
-                f"The prior precision varies within the Kronecker blocks of {names}, but KFAC needs"
-                " one precision per tensor. Use a prior such as 'layerwise', or the structure"
-                " 'diag', 'blockdiag' or 'ntk'."
-            )
+    def _kronecker_log_det(
+        self,
+        statistic: KfacStatistic,
+        precisions: Mapping[str, Tensor],
+        dtype: torch.dtype | None = None,
+    ) -> Float[Tensor, ""]:
+        """Return Σ log|I + B ⊗ A / (count · precision)| over the Kronecker weights.
 
-
-def _kronecker_log_det(
-    statistic: KfacStatistic, precisions: Mapping[str, Tensor], dtype: torch.dtype | None = None
-) -> Float[Tensor, ""]:
-    """Return Σ log|I + B ⊗ A / (count · precision)| over the Kronecker weights.
-
-    Eigenvalues have the type of the sums by default. If rounding errors are too large, they are
-    computed again in float64 from the same sums.
-    """
-    terms, used = list[Tensor](), list[tuple[Spectrum, Tensor]]()
-    for name in statistic.factors:
-        spectrum = _spectrum(statistic, name, dtype)
-        factor = (precisions[name].to(spectrum.left.dtype) * spectrum.count).reciprocal()
-        terms.append(log_det_kronecker(spectrum.left, spectrum.right, factor))
-        used.append((spectrum, factor.detach()))
-    value = torch.stack(terms).sum()
-    size, *factors = torch.stack([value.detach(), *(factor for _, factor in used)]).tolist()
-    # In most steps a cheap bound makes the estimate of the error unnecessary.
-    bound = sum(s.rounding * factor for (s, _), factor in zip(used, factors, strict=True))
-    if is_tolerated(bound, size):
+        Eigenvalues have the type of the sums by default. If rounding errors are too large, they are
+        computed again in float64 from the same sums.
+        """
+        terms, used = list[Tensor](), list[tuple[Spectrum, Tensor]]()
+        for name, sums in statistic.factors.items():
+            precision = precisions[name]
+            varies = [axis for axis, size in enumerate(precision.shape) if size > 1]
+            if not set(varies).issubset(self._axes[name]):
+                _refuse([name])
+            scaled = None
+            if precision.ndim:
+                scaled = sums.scaled(precision, self._shapes[name])
+                precision = precision.new_ones(())
+            spectrum = _spectrum(statistic, name, dtype, scaled)
+            factor = (precision.to(spectrum.left.dtype) * spectrum.count).reciprocal()
+            terms.append(log_det_kronecker(spectrum.left, spectrum.right, factor))
+            used.append((spectrum, factor.detach()))
+        value = torch.stack(terms).sum()
+        size, *factors = torch.stack([value.detach(), *(factor for _, factor in used)]).tolist()
+        # In most steps a cheap bound makes the estimate of the error unnecessary.
+        bound = sum(s.rounding * factor for (s, _), factor in zip(used, factors, strict=True))
+        if is_tolerated(bound, size):
+            return value
+        error = torch.stack([kronecker_rounding(s.left, s.right, f) for s, f in used]).sum()
+        if value.dtype == torch.float64 or value.device.type == "mps":
+            check_rounding(error, value.detach(), value.dtype)
+        elif not is_tolerated(float(error), size):
+            return self._kronecker_log_det(statistic, precisions, torch.float64).to(value.dtype)
         return value
-    error = torch.stack([kronecker_rounding(s.left, s.right, f) for s, f in used]).sum()
-    if value.dtype == torch.float64 or value.device.type == "mps":
-        check_rounding(error, value.detach(), value.dtype)
-    elif not is_tolerated(float(error), size):
-        return _kronecker_log_det(statistic, precisions, torch.float64).to(value.dtype)
-    return value
 
 
-def _spectrum(statistic: KfacStatistic, name: str, dtype: torch.dtype | None) -> Spectrum:
-    """Return the eigenvalues of a weight's sums, from the cache if they have no graph."""
+def _refuse(varying: Iterable[str]) -> None:
+    """Raise an error if any weight has precisions that ``Factors.scaled`` does not support."""
+    if names := list(varying):
+        raise ConfigurationError(
+            f"The prior precision varies within the Kronecker blocks of {names}, but KFAC needs one"
+            " precision per tensor, or precisions along one axis. Use a prior such as 'layerwise',"
+            " or the structure 'diag', 'blockdiag' or 'ntk'."
+        )
+
+
+def _spectrum(
+    statistic: KfacStatistic, name: str, dtype: torch.dtype | None, scaled: Factors | None = None
+) -> Spectrum:
+    """Return the eigenvalues of a weight's sums, from the cache if they have no graph.
+
+    ``scaled`` replaces the sums, and is not cached.
+    """
     cached = statistic.spectra.get(name)
-    if cached is not None and dtype in (None, cached.left.dtype):
+    if scaled is None and cached is not None and dtype in (None, cached.left.dtype):
         return cached
-    sums = statistic.factors[name]
+    sums = scaled or statistic.factors[name]
     left = psd_eigenvalues(sums.inputs.to(dtype), sums.count)
     right = psd_eigenvalues(sums.gradients.to(dtype), sums.num_rows)
     spectrum = Spectrum(left, right, sums.count, kronecker_rounding_rate(left, right))
-    if not (left.requires_grad or right.requires_grad):
+    if scaled is None and not (left.requires_grad or right.requires_grad):
         statistic.spectra[name] = spectrum
     return spectrum
 

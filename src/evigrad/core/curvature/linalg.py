@@ -230,15 +230,17 @@ def factor_identity_plus(matrix: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
         NotPositiveDefiniteError: See ``log_det_identity_plus``.
     """
     sizes = 1 + matrix.detach().diagonal()
-    factor = _factor(_shifted(matrix, 1.0))
-    if factor is not None:
-        _check_pivots(sizes, factor.detach().diagonal().square(), matrix.dtype)
+    factor, info = torch.linalg.cholesky_ex(_shifted(matrix, 1.0))
+    # On a GPU, each read of a number waits for all operations before it, so read both at once.
+    failed, total = torch.stack([info.to(sizes), sizes.sum()]).tolist()
+    if not failed:
+        _check_pivots(sizes, total, factor.detach().diagonal().square(), matrix.dtype)
         return factor
     if not is_finite(matrix):
         raise NotPositiveDefiniteError(_why_not(False))
     precise = _shifted(matrix.to(torch.float64), 1.0)
     if matrix.dtype != torch.float64 and (factor := _factor(precise)) is not None:
-        _check_pivots(sizes, factor.diagonal().square(), matrix.dtype)
+        _check_pivots(sizes, total, factor.diagonal().square(), matrix.dtype)
         return factor
     # The matrix has the rounding errors of its original dtype.
     rounding = torch.finfo(matrix.dtype).eps * float(precise.diagonal().mean())
@@ -259,8 +261,8 @@ def factor_identity_plus(matrix: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
     raise NotPositiveDefiniteError(_why_not(True))
 
 
-def _check_pivots(sizes: Tensor, pivots: Tensor, dtype: torch.dtype) -> None:
-    """Call ``check_rounding`` for Σ log pivots.
+def _check_pivots(sizes: Tensor, total: float, pivots: Tensor, dtype: torch.dtype) -> None:
+    """Call ``check_rounding`` for Σ log pivots, given the ``total`` of their sizes.
 
     Each pivot is off by some rounding errors of its size. Exact pivots are at least 1. Rounding
     errors have random signs, so their squares add up.
@@ -270,7 +272,7 @@ def _check_pivots(sizes: Tensor, pivots: Tensor, dtype: torch.dtype) -> None:
     """
     unit = torch.finfo(dtype).eps
     # In most steps a cheap bound makes the estimate of the error unnecessary.
-    if PIVOT_ROUNDINGS * unit * float(sizes.sum()) <= TOLERATED_NATS / 2:
+    if PIVOT_ROUNDINGS * unit * total <= TOLERATED_NATS / 2:
         return
     check_finite_curvature(sizes)  # an infinite diagonal element has an infinite pivot
     value = pivots.log().sum()
@@ -395,7 +397,8 @@ class MatrixSpectrum:
         with torch.no_grad():  # the rounding of the matrix, as for Cholesky pivots
             largest = 1 + self.largest.double() / precision.detach().double()
             # An eigenvalue of exactly zero, as from rows of zeros, has no rounding.
-            _check_pivots(largest * (self.values > 0), 1 + ratios.detach(), self.dtype)
+            sizes = largest * (self.values > 0)
+            _check_pivots(sizes, float(sizes.sum()), 1 + ratios.detach(), self.dtype)
         return value.to(self.dtype)
 
 

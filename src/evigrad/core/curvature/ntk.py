@@ -27,14 +27,15 @@ from evigrad.core.curvature.base import (
     Curvature,
     Differential,
     Statistic,
+    by_entry,
     bytes_of_row,
     working_dtype,
 )
 from evigrad.core.curvature.dense import BlockDiagonal
 from evigrad.core.curvature.linalg import MatrixSpectrum, Spectra, log_det_identity_plus
 from evigrad.core.curvature.rows import DenseRows, Rows, between, mixed_grams
+from evigrad.core.protocols import LOG_DETS, Linearization, Purpose
 from evigrad.core.roots import RootRows
-from evigrad.core.types import LOG_DETS, Linearization, Purpose
 from evigrad.errors import ConfigurationError
 
 # The Grams of the prior groups are stored if they are at most as large as the rows, or as this. A
@@ -115,6 +116,24 @@ class NtkStatistic(Statistic):
             self.grams[key] = gram
         return self.grams[key]
 
+    def cached_grams_along(
+        self, axes: Mapping[str, tuple[int, torch.Size]], like: Tensor
+    ) -> Float[Tensor, "G R R"]:
+        """Return a sum of Gram matrices for each position along an axis of these parameters.
+
+        ``axes`` has the axis and the shape of each parameter. The sums are cached.
+        """
+        key = (*axes.items(), like.dtype)
+        if key not in self.grams:
+            grams, *others = (
+                self.rows[name].dense().grams_along(axis, shape, like)
+                for name, (axis, shape) in axes.items()
+            )
+            for other in others:
+                grams += other
+            self.grams[key] = grams
+        return self.grams[key]
+
     def taken_gram(self, names: Sequence[str], like: Tensor) -> Float[Tensor, "R R"]:
         """Return ``cached_gram`` and remove it from the cache, so that callers may overwrite it."""
         gram = self.cached_gram(names, like)
@@ -148,12 +167,13 @@ class Ntk(Curvature[NtkStatistic]):
 
     Args:
         weights: The parameters.
-        precision_groups: For each parameter whose prior precision is one number, the label of its
-            prior group. The parameters of a group share one precision and one Gram matrix. The
-            precisions of other parameters vary within the parameter.
+        precision_groups: For each parameter whose prior precision is one number, or varies along
+            one axis, the label of its prior group. The parameters of a group share their precisions
+            and Gram matrices. All entries of other parameters have precisions.
         gram_dtype: Dtype of S and its factor. None: the dtype of the rows.
         contracted: Parameters whose rows are stored as products (``fast.contraction``), with the
             number of values per row. Ignored for parameters whose precision varies.
+        precision_axes: The axis along which the precision varies, for parameters of the groups.
         store: Function that stores a tensor (``fast.storage``).
         itemsize: Bytes per stored number, or 0 if rows are stored on another device.
         blocks: A partition of the parameters, with each precision group within one block. ℓ is the
@@ -178,7 +198,9 @@ class Ntk(Curvature[NtkStatistic]):
         store: Callable[[Tensor], Tensor] | None = None,
         itemsize: int | None = None,
         blocks: Iterable[Collection[str]] | None = None,
+        precision_axes: Mapping[str, int] | None = None,
     ) -> None:
+        self._axes = precision_axes or {}
         self._shapes = {name: weight.shape for name, weight in weights.items()}
         self._numel = {name: weight.numel() for name, weight in weights.items()}
         first = next(iter(weights.values()))
@@ -191,11 +213,15 @@ class Ntk(Curvature[NtkStatistic]):
         for name in weights:
             if name in precision_groups:
                 self._groups.setdefault(precision_groups[name], []).append(name)
+        self._num_precisions = {
+            group: self._shapes[names[0]][self._axes[names[0]]] if names[0] in self._axes else 1
+            for group, names in self._groups.items()
+        }
         self._varying = [name for name in weights if name not in precision_groups]
         self.contracted = {
             name: numbers
             for name, numbers in (contracted or {}).items()
-            if name in precision_groups
+            if name in precision_groups and name not in self._axes
         }
         self._dense = [name for name in weights if name not in self.contracted]
         self._dense_bytes = bytes_of_row(weights[name] for name in self._dense)
@@ -227,7 +253,10 @@ class Ntk(Curvature[NtkStatistic]):
             return total
         with torch.no_grad():
             for names in self._groups.values():
-                total.cached_gram(names, self._like)
+                if names[0] in self._axes:
+                    self._grams_along(total, names)
+                else:
+                    total.cached_gram(names, self._like)
         return replace(total, rows={})
 
     def rescaled(
@@ -336,8 +365,13 @@ class Ntk(Curvature[NtkStatistic]):
         """Return whether the Grams of groups are cached."""
         return self._gram_bytes(num_rows) <= max(self._row_bytes(num_rows), GRAM_CACHE_BYTES)
 
+    def _grams_along(self, statistic: NtkStatistic, names: Sequence[str]) -> Tensor:
+        """Return the Grams of a precision group along the axes of its weights."""
+        axes = {name: (self._axes[name], self._shapes[name]) for name in names}
+        return statistic.cached_grams_along(axes, self._like)
+
     def _gram_bytes(self, num_rows: int) -> int:
-        return self._like.element_size() * num_rows**2 * len(self._groups)
+        return self._like.element_size() * num_rows**2 * sum(self._num_precisions.values())
 
     def _row_bytes(self, num_rows: int) -> int:
         """Return the bytes of the rows, or of their factors, on the weights' device."""
@@ -360,7 +394,9 @@ class Ntk(Curvature[NtkStatistic]):
         words = dict.fromkeys(self._varying, "scaled rows")
         for group, names in self._groups.items():
             shared = f" of group {group!r}" if len(names) > 1 else ""
-            words.update(dict.fromkeys(names, f"gram{shared}"))
+            count = self._num_precisions[group]
+            count = f"{count} grams" if names[0] in self._axes else "gram"
+            words.update(dict.fromkeys(names, f"{count}{shared}"))
         for name in self.contracted:
             words[name] += ", contracted"
         return {name: words[name] for name in self._numel}
@@ -376,6 +412,7 @@ class Ntk(Curvature[NtkStatistic]):
         """Return the spectrum of a block with a single precision, from its second use on."""
         groups = self._shared_groups(precisions, block)
         has_one_group = len(groups) == 1 and len(groups[0]) == len(block)
+        has_one_group &= groups[0][0] not in self._axes if groups else False
         rank = sum(self._numel[name] for name in block)
         return statistic.spectrum(groups[0], like, rank, cache) if has_one_group else None
 
@@ -391,14 +428,21 @@ class Ntk(Curvature[NtkStatistic]):
         parts, separate = list[Tensor](), list[Tensor]()
         with_graph = [name for name in self._varying if name in block]
         groups = self._shared_groups(precisions, block)
-        if cache and groups:
-            grams = [statistic.cached_gram(names, like) for names in groups]
-            inverse = torch.stack([precisions[names[0]] for names in groups])
-            parts.append(mixed_grams(inverse.to(like).reciprocal(), grams))
+        if cache:
+            constant = [names for names in groups if names[0] not in self._axes]
+            if constant:
+                grams = [statistic.cached_gram(names, like) for names in constant]
+                inverse = torch.stack([precisions[names[0]] for names in constant])
+                parts.append(mixed_grams(inverse.to(like).reciprocal(), grams))
+            for names in groups:
+                if names[0] in self._axes:
+                    grams = self._grams_along(statistic, names)
+                    inverse = precisions[names[0]].reshape(-1).to(like).reciprocal()
+                    parts.append((inverse @ grams.flatten(1)).view_as(grams[0]))
         else:
             with_graph += [name for names in groups for name in names]
         for name in with_graph:
-            precision = precisions[name].reshape(-1)
+            precision = by_entry(precisions[name], self._shapes[name]).reshape(-1)
             separate.append(statistic.rows[name].differentiable_gram(like, precision))
         return _sum(parts + ([_sum(separate)] if separate else []))
 
@@ -412,8 +456,9 @@ class Ntk(Curvature[NtkStatistic]):
         """Return ℓ of a block and its derivatives. Overwrite the rows with their derivatives."""
         like, scale = self._like, statistic.scale
         total = like.new_zeros(statistic.num_rows, statistic.num_rows)
+        by_name = {name: by_entry(precisions[name].detach(), self._shapes[name]) for name in block}
         for name in block:
-            total += statistic.rows[name].gram(like, precisions[name].detach())
+            total += statistic.rows[name].gram(like, by_name[name])
         leaf = total.requires_grad_()
         leaves = [leaf] if scale is None else [leaf, scale.detach().to(like).requires_grad_()]
         with torch.enable_grad():
@@ -421,9 +466,12 @@ class Ntk(Curvature[NtkStatistic]):
             log_det = _log_det(scaled, conditioning)
             of_total, *of_scale = torch.autograd.grad(log_det.value, leaves)
         of_precisions = {
-            name: statistic.rows[name].write_cotangent(of_total, precisions[name].detach())
-            for name in block
+            name: statistic.rows[name].write_cotangent(of_total, by_name[name]) for name in block
         }
+        for name in block:
+            if precisions[name].ndim:
+                of_entries = of_precisions[name].view(self._shapes[name])
+                of_precisions[name] = of_entries.sum_to_size(precisions[name].shape)
         return replace(log_det, value=log_det.value.detach()), of_scale, of_precisions
 
     @cached_property
@@ -438,9 +486,10 @@ class Ntk(Curvature[NtkStatistic]):
         """Return a block's precision groups, or raise an error if one has several precisions."""
         groups = {group: names for group, names in self._groups.items() if names[0] in block}
         for group, names in groups.items():
-            shared = all(precisions[name].ndim == 0 for name in names)
+            sizes = {precisions[name].numel() for name in names}
+            shared = sizes == {self._num_precisions[group]}
             if shared and len(names) > 1:
-                values = torch.stack([precisions[name].detach() for name in names])
+                values = torch.stack([precisions[name].detach().flatten() for name in names])
                 shared = bool((values == values[0]).all())
             if not shared:
                 raise ConfigurationError(
@@ -510,11 +559,14 @@ class BlockKernel(Ntk):
         contracted: Mapping[str, int] | None = None,
         store: Callable[[Tensor], Tensor] | None = None,
         itemsize: int | None = None,
+        precision_axes: Mapping[str, int] | None = None,
     ) -> None:
         block_of = {name: block for block, names in dense.blocks.items() for name in names}
         groups = {name: (label, block_of[name]) for name, label in precision_groups.items()}
         blocks = dense.blocks.values()
-        super().__init__(weights, groups, gram_dtype, contracted, store, itemsize, blocks)
+        super().__init__(
+            weights, groups, gram_dtype, contracted, store, itemsize, blocks, precision_axes
+        )
         self.name = dense.name
         self._words = dense.describe()
 

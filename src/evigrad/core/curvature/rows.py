@@ -118,6 +118,16 @@ class DenseRows(Rows):
         )
         return gram if precision is None or varies else gram / precision.to(gram)
 
+    def grams_along(self, axis: int, shape: torch.Size, like: Tensor) -> Float[Tensor, "G R R"]:
+        """Return the Gram of the entries at each position along an axis of the parameter."""
+        chunks = [chunk.view(len(chunk), *shape) for chunk in self.chunks]
+        grams = like.new_empty(shape[axis], self.num_rows, self.num_rows)
+        for position, gram in enumerate(grams):
+            parts = [c.select(axis + 1, position).reshape(len(c), -1).to(like) for c in chunks]
+            rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+            torch.mm(rows, rows.mT, out=gram)
+        return grams
+
     def differentiable_gram(
         self, like: Tensor, precision: Float[Tensor, " n"]
     ) -> Float[Tensor, "R R"]:

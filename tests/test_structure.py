@@ -1,0 +1,33 @@
+"""The structure of the source: modules import one another in no circle."""
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src"
+
+
+def imports(tree: ast.Module) -> Iterator[str]:
+    """Yield the modules and names that a module imports, also those for type checkers only."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield str(node.module)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_modules_import_one_another_in_no_circle() -> None:
+    """Import-linter ignores imports under TYPE_CHECKING. Helpers of the trainer still have them."""
+    trees = {
+        ".".join(path.relative_to(SOURCE).with_suffix("").parts): ast.parse(path.read_text())
+        for path in SOURCE.rglob("*.py")
+        if path.name != "__init__.py" and path.parent.name != "training"
+    }
+    graph = {name: {n for n in imports(tree) if n in trees} for name, tree in trees.items()}
+    assert "evigrad.core.protocols" in graph["evigrad.core.algorithm"]
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"circle: {' -> '.join(error.args[1])}")
