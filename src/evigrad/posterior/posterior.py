@@ -610,7 +610,7 @@ def make_posterior(
     def variational(sweep: MicroBatchSweep) -> tuple[int, VariationalFit]:
         sizes = sizes_of(laplace_problem, sweep.plan, correlated=True)
         predictive = replace(sweep, problem=replace(laplace_problem, sizes=sizes))
-        return sweep.num_outputs, fit_gaussian(sweep, predictive)
+        return sweep.num_outputs, fit_gaussian(sweep, predictive, structure)
 
     with constant_beside(laplace_problem):
         work = laplace if inference == "laplace" else variational
