@@ -7,28 +7,24 @@ q = N(μ, Σ) of a structure, the best one maximizes a lower bound on the log ev
 
 Its precision matrix and its mean satisfy
 
-    Σ⁻¹ = P0 + H,  H = Σ_n J_nᵀ E_q[Λ_n] J_n,      P0 (μ − w₀) = Σ_n J_nᵀ E_q[∇_f log p(y_n|f_n)] / T.
+    Σ⁻¹ = P0 + Σ_n J_nᵀ E_q[Λ_n] J_n,      P0 (μ − w₀) = Σ_n J_nᵀ E_q[∇_f log p(y_n|f_n)] / T.
 
-Steps alternate between both equations (M. E. Khan and H. Rue, 2023, *The Bayesian Learning Rule*).
-The mean moves along natural gradients Σ g and along its last move, by Newton's method in this
-plane, as in conjugate gradients. The expectations are sums over fixed nodes, so bounds can be
-compared, and what lowers the bound is not done.
+Steps alternate between the two equations (M. E. Khan and H. Rue, 2023, *The Bayesian Learning
+Rule*). The mean moves in the plane of the natural gradient and its last move, by a Newton step.
+Changes that lower the bound are not made. The expectations are sums over fixed nodes, so bounds can
+be compared.
 
-Weights have coordinates in which Σ is diagonal or has dense blocks: the eigenvectors of Laplace's
-Kronecker factors for ``kfac``, and otherwise the weights themselves. Only the diagonal of H in
-these coordinates changes Σ (T. George et al., 2018, arXiv:1806.03884). The Jacobian rows of all data
-stay in memory if they fit, and are otherwise computed again. For every structure,
-
-    KL(q ‖ N(w₀, P0⁻¹)) = ½ (μ − w₀)ᵀ P0 (μ − w₀) + ½ log|P0⁻¹ Σ⁻¹| − ½ Σ_n tr(E_q[Λ_n] J_n Σ J_nᵀ)
-
-with the expectations E_q[Λ_n] from which Σ was computed.
+In suitable coordinates of the weights, Σ is diagonal or has dense blocks, and P0 does not change.
+The coordinates are the weights themselves. For ``kfac``, they belong to the eigenvectors of
+Laplace's Kronecker factors, and Σ is diagonal in them (T. George et al., 2018, arXiv:1806.03884).
+With the expectations E_q[Λ_n] that Σ was set by, tr(P0 Σ) − P = −Σ_n tr(E_q[Λ_n] J_n Σ J_nᵀ).
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,39 +33,31 @@ from torch import Tensor
 from torch.quasirandom import SobolEngine
 
 from evigrad.core.algorithm import run_pass
+from evigrad.core.curvature.dense import BlockStatistic
 from evigrad.core.curvature.linalg import factor_identity_plus
 from evigrad.core.curvature.rows import DenseRows
 from evigrad.core.roots import hessian_rows
 from evigrad.core.types import MicroBatch
 from evigrad.errors import ConfigurationError, NotFiniteError, raised_in
 from evigrad.passes.memory import available_bytes
-from evigrad.passes.problem import Problem
 from evigrad.passes.sweep import MicroBatchSweep
-from evigrad.posterior.covariances import (
-    Block,
-    Covariance,
-    Dense,
-    Diagonal,
-    Explained,
-    Kronecker,
-    covariance_of,
-)
+from evigrad.posterior import covariances
+from evigrad.posterior.covariances import Covariance, Dense, Diagonal, Kronecker
 from evigrad.posterior.predictive import symmetric_root
 
 # Steps end when the bound rises by less than this many nats per example.
-TOLERANCE = 1e-3
+TOLERANCE = 3e-3
 MOST_STEPS = 20
-# Moves of the mean for each Σ, Newton steps in the plane of a move, and lengths that they try.
-_MOVES, _LENGTHS = 4, (1.0, 0.25, 0.05)
-# Shares of the new expectations in Σ, the first of which raises the bound.
-_SHARES = (1.0, 0.25, 0.05)
+# Moves of the mean in a step, and their lengths relative to the Newton step. The first length that
+# raises the bound is taken, and also the first of these shares of the new expectations in Σ.
+_MOVES, _SHARES = 4, (1.0, 0.25, 0.05)
+# Jacobian rows stay in memory if they take at most this share of the free memory.
+_KEPT_SHARE = 0.35
 # Nodes of Gauss and Hermite in one and two dimensions. More dimensions take pairs of opposite
 # quasi-random points, at least this many pairs and twice as many as outputs.
 _HERMITE = {1: 32, 2: 20}
 _PAIRS = 64
 _NUMBERS_AT_ONCE = 2**20
-# Share of the free memory for rows that are kept over steps.
-_KEPT_SHARE = 0.35
 State = TypeVar("State")
 
 
@@ -102,12 +90,18 @@ def fit_gaussian(
         ConfigurationError: If the likelihood does not define its Hessian.
         NotFiniteError: If the bound is not finite.
     """
-    check_hessian(sweep.problem)
+    problem = sweep.problem
+    if not problem.likelihood.defines_hessian or problem.estimator.curvature != "ggn":
+        raise ConfigurationError(
+            "inference='variational' needs the Hessian of the likelihood, but"
+            f" {type(problem.likelihood).__name__} does not define it. Define hessian(f), or use"
+            " inference='laplace'."
+        )
     fitter = _Fitter(sweep, predictive, structure)
     state = fitter.start()
     bounds = [state.bound]
     while len(bounds) <= MOST_STEPS:
-        # Most of the first step is due to the mean, so the first covariance is Laplace's.
+        # The first step keeps Laplace's covariance, because most of its gain is due to the mean.
         after = state if len(bounds) == 1 else fitter.with_better_covariance(state)
         after = fitter.with_better_mean(after)
         if after.bound <= state.bound:
@@ -119,25 +113,15 @@ def fit_gaussian(
     return VariationalFit(state.sigma.covariance(), fitter.in_weights(state.shift), bounds)
 
 
-def check_hessian(problem: Problem) -> None:
-    """Raise an error if the likelihood does not define its Hessian."""
-    if not problem.likelihood.defines_hessian or problem.estimator.curvature != "ggn":
-        raise ConfigurationError(
-            "inference='variational' needs the Hessian of the likelihood, but"
-            f" {type(problem.likelihood).__name__} does not define it. Define hessian(f), or use"
-            " inference='laplace'."
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class _Sigma:
     """Σ, in coordinates."""
 
     covariance: Callable[[], Covariance]
     times: Callable[[Tensor], Tensor]  # Σ g
-    sites: Float[Tensor, "N C C"]  # curvatures of the outputs, of which Σ is made
+    sites: Float[Tensor, "N C C"]  # curvatures of the outputs that Σ was set by
     roots: Float[Tensor, "N C C"]  # symmetric roots of J Σ Jᵀ for each example
-    volume: float  # log|P0⁻¹ Σ⁻¹| − Σ_n tr(sites_n J_n Σ J_nᵀ)
+    log_det: float  # log|P0⁻¹ Σ⁻¹|
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +129,7 @@ class _State:
     """A distribution of the weights and of the outputs of all examples, and its bound."""
 
     sigma: _Sigma
-    shift: Float[Tensor, " n"]  # μ − w*, in coordinates
+    shift: Float[Tensor, " P"]  # μ − w*, in coordinates
     mean: Float[Tensor, "N C"]
     score: Float[Tensor, "N C"]  # expectations under the distribution, over T
     curvature: Float[Tensor, "N C C"]
@@ -155,56 +139,54 @@ class _State:
 class _Fitter:
     """Steps for one data set."""
 
-    def __init__(
-        self, sweep: MicroBatchSweep, predictive: MicroBatchSweep, structure: str
-    ) -> None:
+    def __init__(self, sweep: MicroBatchSweep, predictive: MicroBatchSweep, structure: str) -> None:
         self._predictive, self._problem = predictive, (problem := sweep.problem)
         self._shares = sweep.block.shares
         self._num_rows = problem.likelihood.num_rows(sweep.num_outputs)
         self.tolerance = TOLERANCE * problem.num_data
         outputs = list[tuple[Tensor, Tensor]]()
         outputs = sweep.fold(lambda p, b: [*p, (sweep.outputs(b), b.y)], outputs, label="outputs")
-        f, targets = zip(*outputs, strict=True)
-        self._dtype = problem.settings.gram_dtype or torch.float64
-        self._f, self._y = torch.cat(f).to(self._dtype), torch.cat(targets)
-        weights = {n: weight.detach().to(self._dtype) for n, weight in problem.weights.items()}
+        f, self._y = (torch.cat(parts) for parts in zip(*outputs, strict=True))
+        self._f = f.to(dtype := problem.settings.gram_dtype or torch.float64)
+        one = f.new_ones((), dtype=torch.promote_types(f.dtype, torch.float32))  # of rows
+        weights = {n: weight.detach().to(dtype) for n, weight in problem.weights.items()}
         precisions = problem.prior.precisions()
         flat = {n: precisions[n].detach().to(w).expand_as(w).flatten() for n, w in weights.items()}
-        self._blocks: Sequence[Block] = [Diagonal(n, p.rsqrt()) for n, p in flat.items()]
+        statistic: Any = BlockStatistic({n: torch.zeros_like(p) for n, p in flat.items()})
         if structure == "kfac":
             statistic = run_pass(problem, sweep.curvature, sweep).statistic
-            covariance = covariance_of(statistic, precisions, problem.weights, self._dtype)
-            self._blocks = covariance.blocks
-        elif structure in {"full", "last-layer"}:
-            one = self._f.new_ones(1)
-            self._blocks = [Dense(list(flat), one, one[None])]
-        # The same blocks, of which every coordinate has the variance 1.
-        units, self._spans, parts = list[Block](), list[slice](), list[Tensor]()
-        rows_dtype = torch.promote_types(problem.dtype, torch.float32)
-        for block in self._blocks:
-            start = sum(map(len, parts))
+        blocks = covariances.covariance_of(statistic, precisions, problem.weights, dtype).blocks
+        units = list[Kronecker | Diagonal]()  # the variance of each coordinate is 1
+        for block in blocks:
             if isinstance(block, Kronecker):
-                basis = [vectors.to(rows_dtype) for vectors in (block.inputs, block.gradients)]
-                std = torch.ones_like(block.std, dtype=rows_dtype)
-                units.append(Kronecker(block.name, *basis, std))
-                parts.append(flat[block.name][:1].expand(std.numel()))
+                sides = (block.inputs, block.gradients)
+                bases = [torch.linalg.qr(side, mode="complete").Q.to(one) for side in sides]
+                std = one.expand(*bases[1].shape[:2], bases[0].shape[1])
+                units.append(Kronecker(block.name, *bases, std))
             else:
-                parts += (of_block := [flat[name] for name in block.names])
-                ones = [torch.ones_like(p, dtype=rows_dtype) for p in of_block]
-                units += map(Diagonal, block.names, ones)
-            self._spans.append(slice(start, sum(map(len, parts))))
-        self._units, self._precision = Covariance(units), torch.cat(parts)
+                units += [Diagonal(name, one.expand(len(flat[name]))) for name in block.names]
+        ends = np.cumsum([unit.std.numel() for unit in units]).tolist()
+        spans = {u.name: slice(e - u.std.numel(), e) for u, e in zip(units, ends, strict=True)}
+        dense = [list(block.names) for block in blocks if isinstance(block, Dense)]
+        if structure in {"full", "last-layer"}:
+            dense = [list(spans)]
+        self._dense = [
+            (names, slice(spans[names[0]].start, spans[names[-1]].stop)) for names in dense
+        ]
+        self._axes = [(unit, spans[unit.name]) for unit in units if unit.name not in sum(dense, [])]
+        self._units = Covariance(units)
+        self._precision = torch.cat([flat[name] for name in spans])
         self._deviation = self._coordinates(problem.prior.deviations(weights))
-        needed = rows_dtype.itemsize * self._f.numel() * len(self._precision)
+        self._kept: list[tuple[slice, Tensor]] | None = None
+        self._kernel: Tensor | None = None
         free = available_bytes(problem.device)
-        self._kept = None
+        needed = one.itemsize * f.numel() * len(self._precision)
         if structure == "ntk" or free is None or needed <= _KEPT_SHARE * free:
-            rows = list[tuple[slice, Tensor]]()
-            self._kept = self._over_rows(lambda kept, part, rows: [*kept, (part, rows)], rows)
-        self._kernel = None
-        if structure == "ntk":
-            chunks = tuple(rows.flatten(0, 1) for _, rows in self._kept or [])
-            self._kernel = DenseRows(chunks).gram(self._f, self._precision)
+            kept = list[tuple[slice, Tensor]]()
+            self._kept = self._over_rows(lambda kept, part, rows: [*kept, (part, rows)], kept)
+            if structure == "ntk":
+                chunks = tuple(rows.flatten(0, 1) for _, rows in self._kept)
+                self._kernel = DenseRows(chunks).gram(self._f, self._precision)
 
     # ------------------------------------------------------------ steps
 
@@ -234,32 +216,27 @@ class _Fitter:
             if number:
                 moves = torch.stack([direction, state.shift - before.shift])
                 changes = torch.cat([changes, (state.mean - before.mean)[None]])
-            before, state = state, self._moved(state, moves, changes)
+            weighted, before = self._precision * moves, state
+            slope = torch.einsum("nc,anc->a", state.score, changes)
+            hessian = torch.einsum("anc,ncd,bnd->ab", changes, state.curvature, changes)
+            slope, hessian = self._total([slope, hessian])
+            slope = slope - weighted @ (self._deviation + state.shift)
+            newton = torch.linalg.pinv(hessian + weighted @ moves.mT, hermitian=True) @ slope
+            for share in _SHARES:
+                mean = before.mean + share * torch.tensordot(newton, changes, 1)
+                after = self._state(before.sigma, before.shift + share * (newton @ moves), mean)
+                if after.bound > before.bound:
+                    state = after
+                    break
             if state.bound - before.bound < self.tolerance:
                 break
         return state
 
-    def _moved(
-        self, state: _State, moves: Float[Tensor, "k n"], changes: Float[Tensor, "k N C"]
-    ) -> _State:
-        """Return the state after a Newton step along combinations of moves, if the bound rises."""
-        weighted = self._precision * moves
-        slope = torch.einsum("nc,anc->a", state.score, changes)
-        curved = torch.einsum("anc,ncd,bnd->ab", changes, state.curvature, changes)
-        slope, curved = self._total([slope, curved])
-        slope = slope - weighted @ (self._deviation + state.shift)
-        newton = torch.linalg.pinv(curved + weighted @ moves.mT, hermitian=True) @ slope
-        for length in _LENGTHS:
-            mean = state.mean + length * torch.tensordot(newton, changes, 1)
-            after = self._state(state.sigma, state.shift + length * (newton @ moves), mean)
-            if after.bound > state.bound:
-                return after
-        return state
-
     def _state(self, sigma: _Sigma, shift: Tensor, mean: Tensor) -> _State:
         value, score, curvature = self._expectations(mean, sigma.roots)
-        quadratic = float((self._precision * (self._deviation + shift).square()).sum())
-        bound = value - 0.5 * (quadratic + sigma.volume)
+        trace, value = self._total([(sigma.sites * (sigma.roots @ sigma.roots)).sum(), value])
+        quadratic = (self._precision * (self._deviation + shift).square()).sum()
+        bound = float(value - 0.5 * (quadratic - trace + sigma.log_det))
         if not math.isfinite(bound):
             raise NotFiniteError(
                 f"The variational bound is {bound}, so outputs or precisions are too large. Look"
@@ -269,21 +246,20 @@ class _Fitter:
 
     # ------------------------------------------------------------ coordinates and passes
 
-    def _coordinates(self, vector: Mapping[str, Tensor]) -> Float[Tensor, " n"]:
-        return self._units.roots_of_vector(vector)[1][0, 0].to(self._dtype)
+    def _coordinates(self, vector: Mapping[str, Tensor]) -> Float[Tensor, " P"]:
+        return self._units.roots_of_vector(vector)[1][0, 0].to(self._f)
 
-    def in_weights(self, coordinates: Float[Tensor, " n"]) -> dict[str, Tensor]:
+    def in_weights(self, coordinates: Float[Tensor, " P"]) -> dict[str, Tensor]:
         """Return a vector of weights, by name, from its coordinates."""
         weights = self._problem.weights
+        leaves = {n: torch.zeros_like(w, dtype=coordinates.dtype) for n, w in weights.items()}
         with torch.enable_grad():
-            zeros = {n: torch.zeros_like(w, dtype=self._dtype) for n, w in weights.items()}
-            leaves = {name: zero.requires_grad_() for name, zero in zeros.items()}
-            total = self._coordinates(leaves) @ coordinates
-            vectors = torch.autograd.grad(total, list(leaves.values()))
-        return dict(zip(leaves, vectors, strict=True))
+            product = self._coordinates({n: z.requires_grad_() for n, z in leaves.items()})
+            parts = torch.autograd.grad(product @ coordinates, list(leaves.values()))
+        return dict(zip(leaves, parts, strict=True))
 
     def _over_rows(self, work: Callable[[State, slice, Tensor], State], state: State) -> State:
-        """Do ``work`` on the rows (m, C, n) of all outputs, in coordinates."""
+        """Do ``work`` on the rows (m, C, P) of all outputs, in coordinates."""
         if self._kept is not None:
             for part, rows in self._kept:
                 state = work(state, part, rows)
@@ -295,15 +271,13 @@ class _Fitter:
 
         return self._predictive.fold(step, state, label="predictive")
 
-    def _changes(self, vector: Float[Tensor, " n"]) -> Float[Tensor, "N C"]:
+    def _changes(self, vector: Float[Tensor, " P"]) -> Float[Tensor, "N C"]:
         """Return J times a vector."""
+        parts = list[Tensor]()
+        parts = self._over_rows(lambda p, _, rows: [*p, (rows @ vector.to(rows)).to(vector)], parts)
+        return torch.cat(parts)
 
-        def add(parts: list[Tensor], _: slice, rows: Tensor) -> list[Tensor]:
-            return [*parts, (rows @ vector.to(rows)).to(vector)]
-
-        return torch.cat(self._over_rows(add, list[Tensor]()))
-
-    def _pulled(self, values: Float[Tensor, "N C"]) -> Float[Tensor, " n"]:
+    def _pulled(self, values: Float[Tensor, "N C"]) -> Float[Tensor, " P"]:
         """Return Jᵀ times values of all outputs."""
 
         def add(total: Tensor, part: slice, rows: Tensor) -> Tensor:
@@ -318,41 +292,28 @@ class _Fitter:
 
     def _sigma(self, sites: Float[Tensor, "N C C"]) -> _Sigma:
         """Return Σ for these curvatures of the outputs."""
-        roots = hessian_rows(sites, None, "eigen")[:, : self._num_rows]
+        precision, roots = self._precision, hessian_rows(sites, None, "eigen")[:, : self._num_rows]
         if self._kernel is not None:
             return self._sigma_of_kernel(sites, roots, self._kernel)
 
         def add(sums: list[Tensor], part: slice, rows: Tensor) -> list[Tensor]:
-            terms = list[Tensor]()
-            for block, span in zip(self._blocks, self._spans, strict=True):
-                of_block = rows[..., span]
-                if isinstance(block, Dense):
-                    weighted = (roots[part] @ of_block.to(roots)).flatten(0, 1)
-                    terms.append(weighted.mT @ weighted)
-                else:
-                    weighted = sites[part].to(rows) @ of_block
-                    terms.append((of_block * weighted).sum((0, 1)))
+            weighted = [
+                (roots[part] @ rows[..., s].to(roots)).flatten(0, 1) for _, s in self._dense
+            ]
+            diagonal = (rows * (sites[part].to(rows) @ rows)).sum((0, 1))
+            terms = [diagonal, *[matrix.mT @ matrix for matrix in weighted]]
             return [total + term for total, term in zip(sums, terms, strict=True)]
 
-        sums = self._total(self._over_rows(add, [self._f.new_zeros(()) for _ in self._blocks]))
-        blocks, variance, log_det = list[Block](), torch.zeros_like(self._precision), 0.0
+        zeros = [sites.new_zeros(()) for _ in range(1 + len(self._dense))]
+        diagonal, *hessians = self._total(self._over_rows(add, zeros))
+        variance, log_dets = 1.0 / (diagonal + precision), (diagonal / precision).log1p()
         dense = list[tuple[Dense, slice]]()
-        for block, span, total in zip(self._blocks, self._spans, sums, strict=True):
-            precision = self._precision[span]
-            if isinstance(block, Dense):
-                blocks.append(of_names := Dense.of(block.names, total, precision))
-                dense.append((of_names, span))
-                log_det += 2.0 * float(of_names.factor.diagonal().log().sum())
-                continue
-            total, counts = _averaged(total, block)
-            log_det += float((counts * (total / precision).log1p()).sum())
-            variance[span] = 1.0 / (total + precision)
-            blocks.append(replace(block, std=variance[span].sqrt().view_as(block.std)))
+        for (names, span), hessian in zip(self._dense, hessians, strict=True):
+            dense.append((block := Dense.of(names, hessian, precision[span]), span))
+            variance[span], log_dets[span] = 0.0, 2.0 * block.factor.diagonal().log()
 
-        def covariances(parts: list[Tensor], _: slice, rows: Tensor) -> list[Tensor]:
-            total = sites.new_zeros(())
-            if len(dense) < len(blocks):
-                total = ((rows * variance.to(rows)) @ rows.mT).to(sites)
+        def add_covariances(parts: list[Tensor], _: slice, rows: Tensor) -> list[Tensor]:
+            total = ((rows * variance.to(rows)) @ rows.mT).to(sites)
             for block, span in dense:
                 scaled = (rows[..., span].to(sites) * block.root).flatten(0, 1).mT
                 white = torch.linalg.solve_triangular(block.factor, scaled, upper=False)
@@ -368,48 +329,41 @@ class _Fitter:
                 result[span] = block.root * solved
             return result
 
-        covariance = torch.cat(self._over_rows(covariances, list[Tensor]()))
-        return self._sigma_of(lambda: Covariance(blocks), times, sites, covariance, log_det)
+        def covariance() -> Covariance:
+            axes = list[Kronecker | Diagonal]()
+            for unit, span in self._axes:
+                std = variance[span].sqrt().view_as(unit.std)
+                vectors = {n: getattr(unit, n).to(std) for n in vars(unit).keys() - {"name", "std"}}
+                axes.append(replace(unit, std=std, **vectors))
+            return Covariance([*axes, *[block for block, _ in dense]])
+
+        of_outputs = torch.cat(self._over_rows(add_covariances, list[Tensor]()))
+        return _Sigma(covariance, times, sites, symmetric_root(of_outputs), float(log_dets.sum()))
 
     def _sigma_of_kernel(self, sites: Tensor, roots: Tensor, kernel: Tensor) -> _Sigma:
-        """Return Σ from the kernel J P0⁻¹ Jᵀ of all outputs, which stays the same."""
+        """Return Σ from the kernel J P0⁻¹ Jᵀ of all outputs."""
         (n, k, c), precision = roots.shape, self._precision
         cross = (roots @ kernel.view(n, c, n * c)).flatten(0, 1)  # A P0⁻¹ Jᵀ
-        inner = (roots @ cross.mT.reshape(n, c, n * k)).flatten(0, 1)
-        factor = factor_identity_plus(inner)
+        factor = factor_identity_plus((roots @ cross.mT.reshape(n, c, n * k)).flatten(0, 1))
         explained = torch.linalg.solve_triangular(factor, cross, upper=False)
         explained = explained.mT.unflatten(0, (n, c))
         every = torch.arange(n, device=kernel.device)
-        covariance = kernel.view(n, c, n, c)[every, :, every] - explained @ explained.mT
+        of_outputs = kernel.view(n, c, n, c)[every, :, every] - explained @ explained.mT
 
         def times(vector: Tensor) -> Tensor:
             of_rows = roots @ self._changes(vector / precision).unsqueeze(2)
             solved = torch.cholesky_solve(of_rows.view(-1, 1), factor).view(n, k, 1)
             return (vector - self._pulled((roots.mT @ solved).squeeze(2))) / precision
 
-        def whole() -> Covariance:
-            rows = [(roots[p].to(rows) @ rows).flatten(0, 1) for p, rows in self._kept or []]
-            of_names = {
-                block.names[0]: [chunk[:, span] for chunk in rows]
-                for block, span in zip(self._blocks, self._spans, strict=True)
-            }
-            return Covariance(
-                self._blocks, Explained(of_names, kernel.new_ones(len(factor)), factor)
-            )
+        def covariance() -> Covariance:
+            chunks = [(roots[p].to(rows) @ rows).flatten(0, 1) for p, rows in self._kept or []]
+            rows = {unit.name: [chunk[:, span] for chunk in chunks] for unit, span in self._axes}
+            prior = [Diagonal(unit.name, precision[span].rsqrt()) for unit, span in self._axes]
+            ones = kernel.new_ones(len(factor))
+            return Covariance(prior, covariances.Explained(rows, ones, factor))
 
         log_det = 2.0 * float(factor.diagonal().log().sum())
-        return self._sigma_of(whole, times, sites, covariance, log_det)
-
-    def _sigma_of(
-        self,
-        whole: Callable[[], Covariance],
-        times: Callable[[Tensor], Tensor],
-        sites: Tensor,
-        covariance: Tensor,
-        log_det: float,
-    ) -> _Sigma:
-        (trace,) = self._total([(sites * covariance).sum()])
-        return _Sigma(whole, times, sites, symmetric_root(covariance), log_det - float(trace))
+        return _Sigma(covariance, times, sites, symmetric_root(of_outputs), log_det)
 
     # ------------------------------------------------------------ expectations
 
@@ -428,7 +382,7 @@ class _Fitter:
         factors = weights.to(f).sqrt().view(m, -1)  # of examples, or of outputs
         return factors.unsqueeze(2) * curvature * factors.unsqueeze(1)
 
-    def _expectations(self, mean: Tensor, root: Tensor) -> tuple[float, Tensor, Tensor]:
+    def _expectations(self, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the expectations of the log likelihood, its gradient and Λ, over T.
 
         The outputs are N(mean, R Rᵀ) with the root R. The log likelihood is summed over examples.
@@ -450,8 +404,7 @@ class _Fitter:
             value += total.detach()
             scores.append(score.view(-1, m, num_outputs).sum(0))
             curvatures.append(self._mean_curvature(f.detach(), y, shares))
-        (value,) = self._total([value])
-        return float(value), torch.cat(scores), torch.cat(curvatures)
+        return value, torch.cat(scores), torch.cat(curvatures)
 
 
 @cache
@@ -470,25 +423,3 @@ def nodes(num_outputs: int) -> tuple[Float[Tensor, "K C"], Float[Tensor, " K"]]:
     factor = torch.linalg.cholesky(half.mT @ half / count)
     half = torch.linalg.solve_triangular(factor, half.mT, upper=False).mT
     return torch.cat([half, -half]), half.new_full((2 * count,), 0.5 / count)
-
-
-def _averaged(
-    curvature: Float[Tensor, " n"], block: Diagonal | Kronecker
-) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """Return the curvature of each coordinate, and how many directions the coordinate stands for.
-
-    The columns of I − UUᵀ stand for fewer directions than there are columns. The curvature is
-    averaged over them, because their variances are equal.
-    """
-    counts = torch.ones_like(curvature)
-    if not isinstance(block, Kronecker):
-        return curvature, counts
-    curvature, counts = curvature.view_as(block.std), counts.view_as(block.std)
-    for dim, vectors in ((1, block.gradients), (2, block.inputs)):
-        size, rank = vectors.shape[-2:]
-        if rank < size:
-            inside, outside = curvature.split([rank, size], dim)
-            mean = outside.sum(dim, keepdim=True) / (size - rank)
-            curvature = torch.cat([inside, mean.expand_as(outside)], dim)
-            counts.narrow(dim, rank, size).mul_(1 - rank / size)
-    return curvature.flatten(), counts.flatten()
