@@ -34,15 +34,21 @@ from torch.quasirandom import SobolEngine
 
 from evigrad.core.algorithm import run_pass
 from evigrad.core.curvature.dense import BlockStatistic
-from evigrad.core.curvature.linalg import factor_identity_plus
+from evigrad.core.curvature.ntk import NtkStatistic
 from evigrad.core.curvature.rows import DenseRows
 from evigrad.core.roots import hessian_rows
 from evigrad.core.types import MicroBatch
 from evigrad.errors import ConfigurationError, NotFiniteError, raised_in
 from evigrad.passes.memory import available_bytes
 from evigrad.passes.sweep import MicroBatchSweep
-from evigrad.posterior import covariances
-from evigrad.posterior.covariances import Covariance, Dense, Diagonal, Kronecker
+from evigrad.posterior.covariances import (
+    Block,
+    Covariance,
+    Dense,
+    Diagonal,
+    Kronecker,
+    covariance_of,
+)
 from evigrad.posterior.predictive import symmetric_root
 
 # Steps end when the bound rises by less than this many nats per example.
@@ -110,15 +116,14 @@ def fit_gaussian(
         bounds.append(state.bound)
         if bounds[-1] - bounds[-2] < fitter.tolerance:
             break
-    return VariationalFit(state.sigma.covariance(), fitter.in_weights(state.shift), bounds)
+    return VariationalFit(*fitter.in_weights(state), bounds)
 
 
 @dataclass(frozen=True, eq=False)
 class _Sigma:
     """Σ, in coordinates."""
 
-    covariance: Callable[[], Covariance]
-    times: Callable[[Tensor], Tensor]  # Σ g
+    covariance: Covariance
     sites: Float[Tensor, "N C C"]  # curvatures of the outputs that Σ was set by
     roots: Float[Tensor, "N C C"]  # symmetric roots of J Σ Jᵀ for each example
     log_det: float  # log|P0⁻¹ Σ⁻¹|
@@ -141,52 +146,41 @@ class _Fitter:
 
     def __init__(self, sweep: MicroBatchSweep, predictive: MicroBatchSweep, structure: str) -> None:
         self._predictive, self._problem = predictive, (problem := sweep.problem)
-        self._shares = sweep.block.shares
+        self._shares, self._structure = sweep.block.shares, structure
         self._num_rows = problem.likelihood.num_rows(sweep.num_outputs)
         self.tolerance = TOLERANCE * problem.num_data
         outputs = list[tuple[Tensor, Tensor]]()
         outputs = sweep.fold(lambda p, b: [*p, (sweep.outputs(b), b.y)], outputs, label="outputs")
         f, self._y = (torch.cat(parts) for parts in zip(*outputs, strict=True))
-        self._f = f.to(dtype := problem.settings.gram_dtype or torch.float64)
+        self._f = f.to(problem.settings.gram_dtype or torch.float64)
         one = f.new_ones((), dtype=torch.promote_types(f.dtype, torch.float32))  # of rows
-        weights = {n: weight.detach().to(dtype) for n, weight in problem.weights.items()}
-        precisions = problem.prior.precisions()
-        flat = {n: precisions[n].detach().to(w).expand_as(w).flatten() for n, w in weights.items()}
-        statistic: Any = BlockStatistic({n: torch.zeros_like(p) for n, p in flat.items()})
+        self._units, self._dense = dict[str, Kronecker | Diagonal](), set[str]()
+        ends, precisions = [0], list[Tensor]()
+        for name, weight in problem.weights.items():
+            self._units[name] = Diagonal(name, one.expand(weight.numel()))
+            precision = problem.prior.precisions()[name].detach().to(self._f)
+            precisions.append(precision.expand_as(weight).flatten())
+            ends.append(ends[-1] + weight.numel())
+        self._spans = dict(zip(self._units, map(slice, ends, ends[1:]), strict=True))
+        self._precision = torch.cat(precisions)
         if structure == "kfac":
             statistic = run_pass(problem, sweep.curvature, sweep).statistic
-        blocks = covariances.covariance_of(statistic, precisions, problem.weights, dtype).blocks
-        units = list[Kronecker | Diagonal]()  # the variance of each coordinate is 1
-        for block in blocks:
-            if isinstance(block, Kronecker):
-                sides = (block.inputs, block.gradients)
-                bases = [torch.linalg.qr(side, mode="complete").Q.to(one) for side in sides]
-                std = one.expand(*bases[1].shape[:2], bases[0].shape[1])
-                units.append(Kronecker(block.name, *bases, std))
-            else:
-                units += [Diagonal(name, one.expand(len(flat[name]))) for name in block.names]
-        ends = np.cumsum([unit.std.numel() for unit in units]).tolist()
-        spans = {u.name: slice(e - u.std.numel(), e) for u, e in zip(units, ends, strict=True)}
-        dense = [list(block.names) for block in blocks if isinstance(block, Dense)]
-        if structure in {"full", "last-layer"}:
-            dense = [list(spans)]
-        self._dense = [
-            (names, slice(spans[names[0]].start, spans[names[-1]].stop)) for names in dense
-        ]
-        self._axes = [(unit, spans[unit.name]) for unit in units if unit.name not in sum(dense, [])]
-        self._units = Covariance(units)
-        self._precision = torch.cat([flat[name] for name in spans])
-        self._deviation = self._coordinates(problem.prior.deviations(weights))
-        self._kept: list[tuple[slice, Tensor]] | None = None
-        self._kernel: Tensor | None = None
+            for block in self._covariance_of(statistic).blocks:
+                if isinstance(block, Kronecker):
+                    sides = (block.inputs, block.gradients)
+                    bases = [torch.linalg.qr(side, mode="complete").Q.to(one) for side in sides]
+                    std = one.expand(*bases[1].shape[:2], bases[0].shape[1])
+                    self._units[block.name] = Kronecker(block.name, *bases, std)
+                elif isinstance(block, Dense):
+                    self._dense.update(block.names)
+        self._unit = Covariance(list(self._units.values()))
+        self._deviation = self._coordinates(problem.prior.deviations(problem.weights))
         free = available_bytes(problem.device)
         needed = one.itemsize * f.numel() * len(self._precision)
-        if structure == "ntk" or free is None or needed <= _KEPT_SHARE * free:
+        self._kept: list[tuple[slice, Tensor]] | None = None
+        if free is None or needed <= _KEPT_SHARE * free:
             kept = list[tuple[slice, Tensor]]()
             self._kept = self._over_rows(lambda kept, part, rows: [*kept, (part, rows)], kept)
-            if structure == "ntk":
-                chunks = tuple(rows.flatten(0, 1) for _, rows in self._kept)
-                self._kernel = DenseRows(chunks).gram(self._f, self._precision)
 
     # ------------------------------------------------------------ steps
 
@@ -211,7 +205,8 @@ class _Fitter:
         for number in range(_MOVES):
             gradient = self._pulled(state.score)
             gradient -= self._precision * (self._deviation + state.shift)
-            direction = state.sigma.times(gradient)
+            of_names = state.sigma.covariance.times(self._named(gradient))
+            direction = torch.cat([of_names[name] for name in self._spans])
             moves, changes = direction[None], self._changes(direction)[None]
             if number:
                 moves = torch.stack([direction, state.shift - before.shift])
@@ -247,16 +242,26 @@ class _Fitter:
     # ------------------------------------------------------------ coordinates and passes
 
     def _coordinates(self, vector: Mapping[str, Tensor]) -> Float[Tensor, " P"]:
-        return self._units.roots_of_vector(vector)[1][0, 0].to(self._f)
+        return self._unit.roots_of_vector(vector)[1][0, 0].to(self._f)
 
-    def in_weights(self, coordinates: Float[Tensor, " P"]) -> dict[str, Tensor]:
-        """Return a vector of weights, by name, from its coordinates."""
-        weights = self._problem.weights
-        leaves = {n: torch.zeros_like(w, dtype=coordinates.dtype) for n, w in weights.items()}
+    def _named(self, values: Float[Tensor, "*r P"]) -> dict[str, Float[Tensor, "*r _"]]:
+        return {name: values[..., span] for name, span in self._spans.items()}
+
+    def in_weights(self, state: _State) -> tuple[Covariance, dict[str, Tensor]]:
+        """Return Σ and μ − w* in the weights."""
+        covariance, weights, blocks = state.sigma.covariance, self._problem.weights, list[Block]()
+        leaves = {n: torch.zeros_like(w, dtype=self._f.dtype) for n, w in weights.items()}
         with torch.enable_grad():
-            product = self._coordinates({n: z.requires_grad_() for n, z in leaves.items()})
-            parts = torch.autograd.grad(product @ coordinates, list(leaves.values()))
-        return dict(zip(leaves, parts, strict=True))
+            coordinates = self._coordinates({n: z.requires_grad_() for n, z in leaves.items()})
+            shift = torch.autograd.grad(coordinates @ state.shift, list(leaves.values()))
+        for block in covariance.blocks:
+            unit = self._units[block.names[0]]
+            if isinstance(block, Diagonal) and isinstance(unit, Kronecker):
+                bases, std = (unit.inputs, unit.gradients), block.std.view_as(unit.std)
+                blocks.append(Kronecker(block.name, *(basis.to(std) for basis in bases), std))
+            else:
+                blocks.append(block)
+        return Covariance(blocks, covariance.explained), dict(zip(leaves, shift, strict=True))
 
     def _over_rows(self, work: Callable[[State, slice, Tensor], State], state: State) -> State:
         """Do ``work`` on the rows (m, C, P) of all outputs, in coordinates."""
@@ -267,7 +272,7 @@ class _Fitter:
 
         def step(state: State, batch: MicroBatch) -> State:
             linearization = self._predictive.linearize(batch, graph=False)
-            return work(state, batch.data, self._units.roots(linearization)[1])
+            return work(state, batch.data, self._unit.roots(linearization)[1])
 
         return self._predictive.fold(step, state, label="predictive")
 
@@ -290,80 +295,50 @@ class _Fitter:
 
     # ------------------------------------------------------------ covariances
 
+    def _covariance_of(self, statistic: Any) -> Covariance:
+        problem, dtype = self._problem, self._f.dtype
+        return covariance_of(statistic, problem.prior.precisions(), problem.weights, dtype)
+
     def _sigma(self, sites: Float[Tensor, "N C C"]) -> _Sigma:
         """Return Σ for these curvatures of the outputs."""
-        precision, roots = self._precision, hessian_rows(sites, None, "eigen")[:, : self._num_rows]
-        if self._kernel is not None:
-            return self._sigma_of_kernel(sites, roots, self._kernel)
+        root = hessian_rows(sites, None, "eigen")[:, : self._num_rows]
+        is_full = self._structure in {"full", "last-layer"}
+        groups = {"": slice(None)} if is_full else self._spans
 
-        def add(sums: list[Tensor], part: slice, rows: Tensor) -> list[Tensor]:
-            weighted = [
-                (roots[part] @ rows[..., s].to(roots)).flatten(0, 1) for _, s in self._dense
-            ]
-            diagonal = (rows * (sites[part].to(rows) @ rows)).sum((0, 1))
-            terms = [diagonal, *[matrix.mT @ matrix for matrix in weighted]]
-            return [total + term for total, term in zip(sums, terms, strict=True)]
+        def add(sums: dict[str, Any], part: slice, rows: Tensor) -> dict[str, Any]:
+            weighted = (root[part].to(rows) @ rows).flatten(0, 1)  # of the curvature's root
+            terms = {name: weighted[:, span] for name, span in groups.items()}
+            if self._structure == "ntk":
+                return {name: (*chunks, terms[name]) for name, chunks in sums.items()}
+            for name, term in terms.items():
+                precise = term.to(sites) if is_full or name in self._dense else None
+                square = term.square().sum(0) if precise is None else precise.mT @ precise
+                terms[name] = sums[name] + square
+            return terms
 
-        zeros = [sites.new_zeros(()) for _ in range(1 + len(self._dense))]
-        diagonal, *hessians = self._total(self._over_rows(add, zeros))
-        variance, log_dets = 1.0 / (diagonal + precision), (diagonal / precision).log1p()
-        dense = list[tuple[Dense, slice]]()
-        for (names, span), hessian in zip(self._dense, hessians, strict=True):
-            dense.append((block := Dense.of(names, hessian, precision[span]), span))
-            variance[span], log_dets[span] = 0.0, 2.0 * block.factor.diagonal().log()
+        if self._structure == "ntk":
+            chunks = self._over_rows(add, dict.fromkeys(groups, ()))
+            rows = {name: DenseRows(of_name) for name, of_name in chunks.items()}
+            covariance = self._covariance_of(NtkStatistic(rows, None, ()))
+        else:
+            sums = self._over_rows(add, dict.fromkeys(groups, sites.new_zeros(())))
+            totals = self._total(list(sums.values()))
+            statistic = BlockStatistic(dict(zip(groups, totals, strict=True)))
+            covariance = self._covariance_of(statistic)
 
         def add_covariances(parts: list[Tensor], _: slice, rows: Tensor) -> list[Tensor]:
-            total = ((rows * variance.to(rows)) @ rows.mT).to(sites)
-            for block, span in dense:
-                scaled = (rows[..., span].to(sites) * block.root).flatten(0, 1).mT
-                white = torch.linalg.solve_triangular(block.factor, scaled, upper=False)
-                white = white.mT.unflatten(0, rows.shape[:2])
-                total = total + white @ white.mT
-            return [*parts, total]
-
-        def times(vector: Tensor) -> Tensor:
-            result = variance * vector
-            for block, span in dense:
-                scaled = (block.root * vector[span]).unsqueeze(1)
-                solved = torch.cholesky_solve(scaled, block.factor).squeeze(1)
-                result[span] = block.root * solved
-            return result
-
-        def covariance() -> Covariance:
-            axes = list[Kronecker | Diagonal]()
-            for unit, span in self._axes:
-                std = variance[span].sqrt().view_as(unit.std)
-                vectors = {n: getattr(unit, n).to(std) for n in vars(unit).keys() - {"name", "std"}}
-                axes.append(replace(unit, std=std, **vectors))
-            return Covariance([*axes, *[block for block, _ in dense]])
+            blocks = covariance.blocks
+            if covariance.explained is None:  # a sum of positive terms needs no double precision
+                blocks = [
+                    replace(b, std=b.std.to(rows)) if isinstance(b, Diagonal) else b for b in blocks
+                ]
+            named = self._named(rows)
+            total = covariance._of_rows(((block, named) for block in blocks), rows.shape[1])
+            return parts if total is None else [*parts, total.to(sites)]
 
         of_outputs = torch.cat(self._over_rows(add_covariances, list[Tensor]()))
-        return _Sigma(covariance, times, sites, symmetric_root(of_outputs), float(log_dets.sum()))
-
-    def _sigma_of_kernel(self, sites: Tensor, roots: Tensor, kernel: Tensor) -> _Sigma:
-        """Return Σ from the kernel J P0⁻¹ Jᵀ of all outputs."""
-        (n, k, c), precision = roots.shape, self._precision
-        cross = (roots @ kernel.view(n, c, n * c)).flatten(0, 1)  # A P0⁻¹ Jᵀ
-        factor = factor_identity_plus((roots @ cross.mT.reshape(n, c, n * k)).flatten(0, 1))
-        explained = torch.linalg.solve_triangular(factor, cross, upper=False)
-        explained = explained.mT.unflatten(0, (n, c))
-        every = torch.arange(n, device=kernel.device)
-        of_outputs = kernel.view(n, c, n, c)[every, :, every] - explained @ explained.mT
-
-        def times(vector: Tensor) -> Tensor:
-            of_rows = roots @ self._changes(vector / precision).unsqueeze(2)
-            solved = torch.cholesky_solve(of_rows.view(-1, 1), factor).view(n, k, 1)
-            return (vector - self._pulled((roots.mT @ solved).squeeze(2))) / precision
-
-        def covariance() -> Covariance:
-            chunks = [(roots[p].to(rows) @ rows).flatten(0, 1) for p, rows in self._kept or []]
-            rows = {unit.name: [chunk[:, span] for chunk in chunks] for unit, span in self._axes}
-            prior = [Diagonal(unit.name, precision[span].rsqrt()) for unit, span in self._axes]
-            ones = kernel.new_ones(len(factor))
-            return Covariance(prior, covariances.Explained(rows, ones, factor))
-
-        log_det = 2.0 * float(factor.diagonal().log().sum())
-        return _Sigma(covariance, times, sites, symmetric_root(of_outputs), log_det)
+        log_det = _log_det(covariance, self._named(self._precision))
+        return _Sigma(covariance, sites, symmetric_root(of_outputs), log_det)
 
     # ------------------------------------------------------------ expectations
 
@@ -423,3 +398,14 @@ def nodes(num_outputs: int) -> tuple[Float[Tensor, "K C"], Float[Tensor, " K"]]:
     factor = torch.linalg.cholesky(half.mT @ half / count)
     half = torch.linalg.solve_triangular(factor, half.mT, upper=False).mT
     return torch.cat([half, -half]), half.new_full((2 * count,), 0.5 / count)
+
+
+def _log_det(covariance: Covariance, precisions: Mapping[str, Float[Tensor, " n"]]) -> float:
+    """Return log|P0⁻¹ Σ⁻¹|."""
+    factors = [block.factor for block in covariance.blocks if isinstance(block, Dense)]
+    factors += [] if covariance.explained is None else [covariance.explained.factor]
+    total = sum(2.0 * float(factor.diagonal().log().sum()) for factor in factors)
+    for block in covariance.blocks:
+        if isinstance(block, Diagonal):
+            total -= float((block.std.square() * precisions[block.name]).log().sum())
+    return total
