@@ -26,6 +26,7 @@ finished run and resumes where it was stopped.
 
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from learning import Result, Results, make_parser, parse
@@ -54,10 +55,18 @@ def task_of(name: str, seed: int, data_dir: str | None) -> Task:
     x, y = torch.tensor(table.data).float(), torch.tensor(table.target).long()
     first, last = map(torch.from_numpy, stratified_split(table.target, TEST, seed))
     scaling = Scaling.of(x[first])
-    parts = [(scaling(x[part]), y[part]) for part in (first, last)]
+    train_part, test_part = ((scaling(x[part]), y[part]) for part in (first, last))
     classes, shape = tuple(map(str, table.target_names)), tuple(x.shape[1:])
     data = DataSet(
-        name, *parts, len(classes), shape, "categorical", classes, scaling.mean, scaling.std
+        name,
+        train_part,
+        test_part,
+        len(classes),
+        shape,
+        "categorical",
+        classes,
+        scaling.mean,
+        scaling.std,
     )
     return Task(data, "mlp", seed, {"hidden": HIDDEN})
 
@@ -66,11 +75,11 @@ def of_laplace_torch(
     model: torch.nn.Module, train_data: tuple[Tensor, Tensor], x: Tensor
 ) -> Tensor:
     """Return the log probabilities of laplace-torch's default posterior."""
-    from laplace import Laplace  # pyright: ignore[reportMissingImports]
+    import laplace  # pyright: ignore[reportMissingImports]
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        posterior = Laplace(model, "classification")
+        posterior: Any = laplace.Laplace(model, "classification")
         posterior.fit(DataLoader(TensorDataset(*train_data), batch_size=256))
         posterior.optimize_prior_precision()
         return torch.cat([posterior(part) for part in x.split(1000)]).log()

@@ -13,16 +13,16 @@ Steps alternate between the two equations (M. E. Khan and H. Rue, 2023, *The Bay
 Rule*). The mean takes Newton steps in the plane of the natural gradient and its last move. Changes
 that lower the bound are not made. Expectations are sums over fixed nodes, so bounds are comparable.
 
-For ``kfac``, weights have coordinates along the eigenvectors of Laplace's Kronecker factors, in
-which Σ is diagonal (T. George et al., 2018, arXiv:1806.03884). Other coordinates are the weights.
+For ``kfac``, Σ is diagonal in coordinates along the eigenvectors of Laplace's Kronecker factors
+(T. George et al., 2018, arXiv:1806.03884). Otherwise, the coordinates are the weights.
 With the expectations E_q[Λ_n] that Σ was set by, tr(P0 Σ) − P = −Σ_n tr(E_q[Λ_n] J_n Σ J_nᵀ).
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, TypeVar
+from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,32 +45,23 @@ from evigrad.posterior.predictive import symmetric_root
 # Steps end when the bound rises by less than this many nats per example.
 TOLERANCE = 5e-3
 MOST_STEPS = 20
-# Moves of the mean in a step, and their lengths relative to the Newton step. The first length that
-# raises the bound is taken, and also the first of these shares of the new expectations in Σ.
+# Moves of the mean in a step. The first of these shares of a change that raises the bound is taken.
 _MOVES, _SHARES = 4, (1.0, 0.25, 0.05)
 # Jacobian rows stay in memory if they take at most this share of the free memory.
 _KEPT_SHARE = 0.35
 # Nodes of Gauss and Hermite in one and two dimensions. More dimensions take pairs of opposite
 # quasi-random points, at least this many pairs and twice as many as outputs.
-_HERMITE = {1: 32, 2: 20}
-_PAIRS = 32
+_HERMITE, _PAIRS = {1: 32, 2: 20}, 32
 _NUMBERS_AT_ONCE = 2**20
-State = TypeVar("State")
 
 
 @dataclass(frozen=True, eq=False)
 class VariationalFit:
-    """The fitted distribution N(w* + shift, Σ).
-
-    Attributes:
-        covariance: Covariances under Σ.
-        shift: μ − w*, by name.
-        bounds: Lower bound in nats before the first step, and after each step.
-    """
+    """The fitted distribution N(w* + shift, Σ)."""
 
     covariance: Covariance
-    shift: Mapping[str, Tensor]
-    bounds: Sequence[float]
+    shift: Mapping[str, Tensor]  # μ − w*, by name
+    bounds: Sequence[float]  # in nats, before the first step and after each step
 
 
 def fit_gaussian(
@@ -141,25 +132,30 @@ class _Fitter:
         outputs = sweep.fold(lambda p, b: [*p, (sweep.outputs(b), b.y)], outputs, label="outputs")
         f, self._y = (torch.cat(parts) for parts in zip(*outputs, strict=True))
         self._f = f.to(problem.settings.gram_dtype or torch.float64)
-        one = f.new_ones((), dtype=torch.promote_types(f.dtype, torch.float32))  # of rows
-        weights, precisions = problem.weights, problem.prior.precisions()
-        flat = [precisions[n].detach().to(self._f).expand_as(w) for n, w in weights.items()]
-        self._precision = torch.cat([precision.flatten() for precision in flat])
-        ends = np.cumsum([0, *map(torch.numel, flat)]).tolist()
-        self._spans = dict(zip(weights, map(slice, ends, ends[1:]), strict=False))
+        self._one = one = f.new_ones(
+            (), dtype=torch.promote_types(f.dtype, torch.float32)
+        )  # of rows
+        weights, prior = problem.weights, problem.prior.precisions()
+        self._covariance_of = partial(
+            covariance_of, precisions=prior, weights=weights, dtype=self._f.dtype
+        )
+        flat = {n: prior[n].detach().to(self._f).expand_as(w).flatten() for n, w in weights.items()}
+        self._precision = torch.cat(list(flat.values()))
+        ends = np.cumsum([0, *map(len, flat.values())]).tolist()
+        self._spans = dict(zip(flat, map(slice, ends, ends[1:]), strict=False))
         # The variance of every coordinate is 1.
-        self._units: dict[str, Any] = {
-            n: Diagonal(n, one.expand(w.numel())) for n, w in weights.items()
-        }
+        self._units: dict[str, Any] = {n: Diagonal(n, one.expand(len(p))) for n, p in flat.items()}
         self._dense = {""} if structure in {"full", "last-layer"} else set[str]()
         if structure == "kfac":
             statistic = run_pass(problem, sweep.curvature, sweep).statistic
             for block in self._covariance_of(statistic).blocks:
                 if isinstance(block, Kronecker):
-                    sides = (block.inputs, block.gradients)
-                    bases = [torch.linalg.qr(side, mode="complete").Q.to(one) for side in sides]
-                    std = one.expand(*bases[1].shape[:2], bases[0].shape[1])
-                    self._units[block.name] = Kronecker(block.name, *bases, std)
+                    inputs, gradients = (
+                        torch.linalg.qr(vectors, mode="complete").Q.to(one)
+                        for vectors in (block.inputs, block.gradients)
+                    )
+                    std = one.expand(*gradients.shape[:2], inputs.shape[1])
+                    self._units[block.name] = Kronecker(block.name, inputs, gradients, std)
                 elif isinstance(block, Dense):
                     self._dense.update(block.names)
         self._unit = Covariance(list(self._units.values()))
@@ -168,9 +164,7 @@ class _Fitter:
         needed = one.itemsize * f.numel() * len(self._precision)
         self._kept: Any = None
         if free is None or needed <= _KEPT_SHARE * free:
-            self._kept = self._over_rows(lambda kept, *part: [*kept, part], list[Any]())
-
-    # ------------------------------------------------------------ steps
+            self._kept = self._over_rows(lambda k, part, rows: [*k, (part, rows)], list[Any]())
 
     def start(self) -> _State:
         """Return Laplace's approximation, in coordinates."""
@@ -195,7 +189,8 @@ class _Fitter:
             gradient -= self._precision * (self._deviation + state.shift)
             of_names = state.sigma.covariance.times(self._named(gradient))
             direction = torch.cat([of_names[name] for name in self._spans])
-            moves, changes = direction[None], self._changes(direction)[None]
+            fast = direction.to(self._one)
+            moves, changes = direction[None], self._of_outputs(lambda rows, v=fast: rows @ v)[None]
             if number:
                 moves = torch.stack([direction, state.shift - before.shift])
                 changes = torch.cat([changes, (state.mean - before.mean)[None]])
@@ -227,8 +222,6 @@ class _Fitter:
             )
         return _State(sigma, shift, mean, score, curvature, bound)
 
-    # ------------------------------------------------------------ coordinates and passes
-
     def _coordinates(self, vector: Mapping[str, Tensor]) -> Float[Tensor, " P"]:
         return self._unit.roots_of_vector(vector)[1][0, 0].to(self._f)
 
@@ -242,32 +235,31 @@ class _Fitter:
         with torch.enable_grad():
             coordinates = self._coordinates({n: z.requires_grad_() for n, z in leaves.items()})
             shift = torch.autograd.grad(coordinates @ state.shift, list(leaves.values()))
-        blocks = list(covariance.blocks)
+        blocks: list[Any] = list(covariance.blocks)
         for i, block in enumerate(blocks):
             if isinstance(unit := self._units[block.names[0]], Kronecker):
-                assert isinstance(block, Diagonal)
-                bases, std = (unit.inputs, unit.gradients), block.std.view_as(unit.std)
-                blocks[i] = Kronecker(unit.name, *(basis.to(std) for basis in bases), std)
+                std = block.std.view_as(unit.std)
+                blocks[i] = Kronecker(unit.name, unit.inputs.to(std), unit.gradients.to(std), std)
         return Covariance(blocks, covariance.explained), dict(zip(leaves, shift, strict=True))
 
-    def _over_rows(self, work: Callable[[State, slice, Tensor], State], state: State) -> State:
+    def _over_rows(self, work: Callable[[Any, slice, Tensor], Any], state: Any) -> Any:
         """Do ``work`` on the rows (m, C, P) of all outputs, in coordinates."""
         if self._kept is not None:
             for part, rows in self._kept:
                 state = work(state, part, rows)
             return state
 
-        def step(state: State, batch: MicroBatch) -> State:
+        def step(state: Any, batch: MicroBatch) -> Any:
             linearization = self._predictive.linearize(batch, graph=False)
             return work(state, batch.data, self._unit.roots(linearization)[1])
 
         return self._predictive.fold(step, state, label="predictive")
 
-    def _changes(self, vector: Float[Tensor, " P"]) -> Float[Tensor, "N C"]:
-        """Return J times a vector."""
+    def _of_outputs(self, work: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the results of ``work`` on the rows of all examples."""
 
         def add(parts: list[Tensor], _: slice, rows: Tensor) -> list[Tensor]:
-            return [*parts, (rows @ vector.to(rows)).to(vector)]
+            return [*parts, work(rows).to(self._f)]
 
         return torch.cat(self._over_rows(add, list[Tensor]()))
 
@@ -282,16 +274,9 @@ class _Fitter:
     def _total(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return self._problem.ranks.sum(tensors) if self._shares > 1 else tensors
 
-    # ------------------------------------------------------------ covariances
-
-    def _covariance_of(self, statistic: Any) -> Covariance:
-        problem, dtype = self._problem, self._f.dtype
-        return covariance_of(statistic, problem.prior.precisions(), problem.weights, dtype)
-
     def _sigma(self, sites: Float[Tensor, "N C C"]) -> _Sigma:
         """Return Σ for these curvatures of the outputs."""
         root = hessian_rows(sites, None, "eigen")[:, : self._num_rows]
-        one = next(iter(self._units.values())).std
         groups = {"": slice(None)} if "" in self._dense else self._spans  # of one block of H
         is_kernel = self._structure == "ntk"
 
@@ -300,45 +285,35 @@ class _Fitter:
             terms = {name: weighted[:, span] for name, span in groups.items()}
             if is_kernel:
                 return {name: (*sums[name], term) for name, term in terms.items()}
-            for name, term in terms.items():
-                precise = term.to(sites) if name in self._dense else None
+            for n, t in terms.items():
                 square = (
-                    torch.linalg.vector_norm(term, dim=0).square()
-                    if precise is None
-                    else precise.mT @ precise
+                    t.mT.to(sites) @ t.to(sites) if n in self._dense else t.norm(dim=0).square()
                 )
-                terms[name] = sums[name] + square
+                terms[n] = sums[n] + square
             return terms
 
-        sums = dict[str, Any].fromkeys(groups, () if is_kernel else sites.new_zeros(()))
-        sums = self._over_rows(add, sums)
+        sums = self._over_rows(add, dict.fromkeys(groups, () if is_kernel else sites.new_zeros(())))
         if is_kernel:
             statistic = NtkStatistic({n: DenseRows(c) for n, c in sums.items()}, None, ())
         else:
-            totals = self._total(list(sums.values()))
-            statistic = BlockStatistic(dict(zip(sums, totals, strict=True)))
+            statistic = BlockStatistic(dict(zip(sums, self._total([*sums.values()]), strict=True)))
         covariance = self._covariance_of(statistic)
-        blocks = covariance.blocks
-        if not is_kernel:  # sums of positive terms need no double precision
-            blocks = [
-                replace(b, std=b.std.to(one)) if isinstance(b, Diagonal) else b for b in blocks
-            ]
+        # Sums of positive terms need no double precision.
+        dtype, blocks = (self._f if is_kernel else self._one).dtype, covariance.blocks
+        fast = [replace(b, std=b.std.to(dtype)) if isinstance(b, Diagonal) else b for b in blocks]
 
-        def add_covariances(parts: list[Tensor], _: slice, rows: Tensor) -> list[Tensor]:
-            named = self._named(rows)
-            total = covariance._of_rows(((block, named) for block in blocks), rows.shape[1])
-            return parts if total is None else [*parts, total.to(sites)]
+        def covariances(rows: Tensor) -> Any:
+            pairs = ((block, self._named(rows)) for block in fast)
+            return covariance._of_rows(pairs, rows.shape[1])
 
-        of_outputs = torch.cat(self._over_rows(add_covariances, list[Tensor]()))
         factors = [] if covariance.explained is None else [covariance.explained.factor.diagonal()]
         for block in covariance.blocks:
             prior = self._precision[self._spans[block.names[0]]]
             is_dense = isinstance(block, Dense)
             factors.append(block.factor.diagonal() if is_dense else prior.rsqrt() / block.std)
         log_det = 2.0 * float(torch.cat(factors).log().sum())
-        return _Sigma(covariance, sites, symmetric_root(of_outputs), log_det)
-
-    # ------------------------------------------------------------ expectations
+        roots = symmetric_root(self._of_outputs(covariances))
+        return _Sigma(covariance, sites, roots, log_det)
 
     def _mean_curvature(
         self, f: Float[Tensor, "km C"], y: Tensor, shares: Float[Tensor, " k"]
