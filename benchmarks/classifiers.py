@@ -14,7 +14,7 @@ mean weights. ``laplace-torch`` is its default posterior (last layer, Kronecker 
 prior precision of its marginal likelihood and its default prediction (generalized linear, probit).
 
 ``seconds`` are the process time until the first prediction of a posterior, or of all trainings of a
-row. Test data are only evaluated. The rule was fixed before the first run: a posterior becomes the
+row. The rule was fixed before the first run: a posterior becomes the
 default of classifiers if its log likelihood is level with ``MAP`` within one standard error of the
 differences on every set, and ahead by more than one on half of them. The script stores every
 finished run and resumes where it was stopped.
@@ -40,8 +40,7 @@ from evigrad.data import DataSet
 from evigrad.data.dataset import Scaling, stratified_split
 
 TABLES = {"breast_cancer": load_breast_cancer, "wine": load_wine}
-SETS = ("digits", *TABLES, "mnist")
-STRUCTURES = ("last-layer", "kfac")
+SETS, STRUCTURES = ("digits", *TABLES, "mnist"), ("last-layer", "kfac")
 HELD_OUT, TEST, MEMBERS, SAMPLES = 0.1, 0.2, 3, 1000
 KEYS = ("log_likelihood", "accuracy", "ece")
 COLUMNS = ("row", "seed", *KEYS, "seconds", "bound", "steps")
@@ -51,23 +50,14 @@ def task_of(name: str, seed: int, data_dir: str | None) -> Task:
     """Return the split of a seed with its network."""
     if name not in TABLES:
         return make_task(name, seed, data_dir)
-    table = TABLES[name]()
+    table: Any = TABLES[name]()
     x, y = torch.tensor(table.data).float(), torch.tensor(table.target).long()
     first, last = map(torch.from_numpy, stratified_split(table.target, TEST, seed))
     scaling = Scaling.of(x[first])
     train_part, test_part = ((scaling(x[part]), y[part]) for part in (first, last))
     classes, shape = tuple(map(str, table.target_names)), tuple(x.shape[1:])
-    data = DataSet(
-        name,
-        train_part,
-        test_part,
-        len(classes),
-        shape,
-        "categorical",
-        classes,
-        scaling.mean,
-        scaling.std,
-    )
+    kind, mean, std = "categorical", scaling.mean, scaling.std
+    data = DataSet(name, train_part, test_part, len(classes), shape, kind, classes, mean, std)
     return Task(data, "mlp", seed, {"hidden": HIDDEN})
 
 

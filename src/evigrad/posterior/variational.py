@@ -35,7 +35,6 @@ from evigrad.core.curvature.dense import BlockStatistic
 from evigrad.core.curvature.ntk import NtkStatistic
 from evigrad.core.curvature.rows import DenseRows
 from evigrad.core.roots import hessian_rows
-from evigrad.core.types import MicroBatch
 from evigrad.errors import ConfigurationError, NotFiniteError, raised_in
 from evigrad.passes.memory import available_bytes
 from evigrad.passes.sweep import MicroBatchSweep
@@ -249,7 +248,7 @@ class _Fitter:
                 state = work(state, part, rows)
             return state
 
-        def step(state: Any, batch: MicroBatch) -> Any:
+        def step(state: Any, batch: Any) -> Any:
             linearization = self._predictive.linearize(batch, graph=False)
             return work(state, batch.data, self._unit.roots(linearization)[1])
 
@@ -285,11 +284,10 @@ class _Fitter:
             terms = {name: weighted[:, span] for name, span in groups.items()}
             if is_kernel:
                 return {name: (*sums[name], term) for name, term in terms.items()}
-            for n, t in terms.items():
-                square = (
-                    t.mT.to(sites) @ t.to(sites) if n in self._dense else t.norm(dim=0).square()
-                )
-                terms[n] = sums[n] + square
+            for name, t in terms.items():
+                is_dense = name in self._dense
+                square = t.mT.to(sites) @ t.to(sites) if is_dense else t.norm(dim=0).square()
+                terms[name] = sums[name] + square
             return terms
 
         sums = self._over_rows(add, dict.fromkeys(groups, () if is_kernel else sites.new_zeros(())))
