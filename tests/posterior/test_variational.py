@@ -28,7 +28,9 @@ def to_convergence(monkeypatch):
     monkeypatch.setattr(variational, "MOST_STEPS", 100)
 
 
-def dense_solution(small_case: Case, names: list[str]) -> tuple[Tensor, Tensor, Tensor]:
+def dense_solution(
+    small_case: Case, names: list[str], diagonal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """The bound, μ − w* and Σ of the fixed point, by averages over the same nodes."""
     evidence, (x, y) = small_case.evidence, small_case.train
     chosen = small_case.span(names)
@@ -41,7 +43,8 @@ def dense_solution(small_case: Case, names: list[str]) -> tuple[Tensor, Tensor, 
     bound, sigma = torch.tensor(0.0), precision.diag()
     for _ in range(80):
         inverse = precision.diag() + torch.einsum("ncp,ncd,ndq->pq", rows, sites, rows)
-        sigma = torch.linalg.inv(inverse)
+        newton = torch.linalg.inv(inverse)
+        sigma = inverse.diagonal().reciprocal().diag() if diagonal else newton
         values, vectors = torch.linalg.eigh(rows @ sigma @ rows.mT)
         root = vectors @ values.clamp(min=0).sqrt().diag_embed() @ vectors.mT
         draws = (f + rows @ shift) + torch.einsum("ncd,kd->knc", root, points)
@@ -58,12 +61,12 @@ def dense_solution(small_case: Case, names: list[str]) -> tuple[Tensor, Tensor, 
         bound = expected - 0.5 * divergence
         gradient = torch.einsum("ncp,nc->p", rows, score) - of_prior
         sites = 0.2 * sites + 0.8 * curvature
-        shift = shift + 0.8 * sigma @ gradient
+        shift = shift + 0.8 * newton @ gradient
     return bound.detach(), shift, sigma
 
 
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli"])
-@pytest.mark.parametrize("structure", ["full", "ntk", "last-layer"])
+@pytest.mark.parametrize("structure", ["full", "ntk", "last-layer", "diag"])
 @pytest.mark.usefixtures("to_convergence")
 def test_the_fit_is_the_fixed_point_of_dense_matrices(likelihood, structure, monkeypatch):
     # Accurate quadrature, because the best value of an inaccurate one is not at the fixed point.
@@ -76,7 +79,7 @@ def test_the_fit_is_the_fixed_point_of_dense_matrices(likelihood, structure, mon
         small_case.train, structure=structure, inference="variational"
     )
     names = posterior.parameters
-    bound, shift, sigma = dense_solution(small_case, names)
+    bound, shift, sigma = dense_solution(small_case, names, structure == "diag")
     rows = small_case.rows(small_case.test)[:, :, small_case.span(names)]
     prediction = posterior(small_case.test)
     mean = small_case.evidence.model(small_case.test).detach() + rows @ shift
@@ -94,6 +97,61 @@ def test_the_bound_never_falls(likelihood, structure):
     )
     assert posterior.bound == posterior.bounds[-1] > posterior.bounds[0]
     assert all(a < b for a, b in zip(posterior.bounds, posterior.bounds[1:], strict=False))
+
+
+@pytest.mark.parametrize("structure", ["full", "ntk", "kfac"])
+def test_rows_that_do_not_fit_into_memory_are_computed_again(structure, monkeypatch):
+    small_case = case("categorical")
+    options = {"structure": structure, "inference": "variational"}
+    fitted = small_case.evidence.posterior(small_case.train, **options)
+    monkeypatch.setattr(variational, "_KEPT_SHARE", 0.0)
+    again = small_case.evidence.posterior(small_case.train, **options)
+    assert again.bounds == pytest.approx(fitted.bounds, abs=1e-9)
+
+
+@pytest.mark.usefixtures("to_convergence")
+def test_kfac_is_the_best_diagonal_along_the_eigenvectors_of_laplace():
+    # The inputs have orthogonal columns, and the other inputs are a rotation of them.
+    torch.manual_seed(0)
+    x = torch.linalg.qr(torch.randn(8, 3).double()).Q * torch.tensor([1.0, 3.0, 5.0])
+    rotation = torch.linalg.qr(torch.randn(3, 3).double()).Q
+    y, weight = (torch.rand(8, 1) < 0.5).double(), torch.randn(1, 3).double()
+    predictions = list[evigrad.Predictive]()
+    for structure, turn in (("diag", torch.eye(3).double()), ("kfac", rotation)):
+        model = nn.Linear(3, 1, bias=False).double()
+        model.weight.data = weight @ turn
+        prior = GaussianPrior(precision=2.0)
+        evidence = evigrad.Evidence(model, Bernoulli(), prior, estimator="full-N-C", num_data=8)
+        fitted = evidence.posterior((x @ turn, y), structure=structure, inference="variational")
+        predictions.append(fitted(x @ turn))
+    diagonal, kfac = predictions
+    assert torch.allclose(kfac.outputs, diagonal.outputs, atol=1e-6)
+    assert torch.allclose(kfac.covariance, diagonal.covariance, atol=1e-6)
+
+
+@pytest.mark.usefixtures("to_convergence")
+@pytest.mark.parametrize("structure", ["kfac", "diag", "full"])
+def test_precisions_along_an_axis_are_scales_of_the_inputs(structure: str):
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 3).double(), (torch.rand(8, 1) < 0.5).double()
+    weight, root = torch.randn(1, 3).double(), torch.tensor([0.5, 2.0, 4.0]).double()
+    predictions, bounds = list[evigrad.Predictive](), []
+    for groups, scale in (({"inputs": {"weight": 1}}, 1.0), ("layerwise", root)):
+        model = nn.Linear(3, 1, bias=False).double()
+        model.weight.data = weight * scale
+        prior = GaussianPrior(groups)
+        evidence = evigrad.Evidence(model, Bernoulli(), prior, estimator="full-N-C", num_data=8)
+        assert prior.log_precision is not None
+        if groups != "layerwise":
+            prior.log_precision.data.copy_(root.square().log())
+        inputs = x / scale
+        fitted = evidence.posterior((inputs, y), structure=structure, inference="variational")
+        bounds.append(fitted.bound)
+        predictions.append(fitted(inputs))
+    along, scaled = predictions
+    assert bounds[0] == pytest.approx(bounds[1], rel=1e-9)
+    torch.testing.assert_close(along.outputs, scaled.outputs, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(along.covariance, scaled.covariance, rtol=1e-7, atol=1e-9)
 
 
 @settings(deadline=None, max_examples=12)

@@ -609,11 +609,10 @@ def make_posterior(
         return kept.num_outputs, VariationalFit(covariance, {}, ())
 
     def variational(sweep: MicroBatchSweep) -> tuple[int, VariationalFit]:
-        laplace(sweep)  # checks the network, the data and the memory
         sweep = sweep.checked()
         sizes = sizes_of(laplace_problem, sweep.plan, correlated=True)
         predictive = replace(sweep, problem=replace(laplace_problem, sizes=sizes))
-        return sweep.plan.num_outputs, fit_gaussian(sweep, predictive)
+        return sweep.plan.num_outputs, fit_gaussian(sweep, predictive, structure)
 
     with constant_beside(laplace_problem):
         work = laplace if inference == "laplace" else variational

@@ -9,16 +9,19 @@ Its precision matrix and its mean satisfy
 
     Σ⁻¹ = P0 + Σ_n J_nᵀ E_q[Λ_n] J_n,      P0 (μ − w₀) = Σ_n J_nᵀ E_q[∇_f log p(y_n|f_n)] / T.
 
-A step of natural gradients sets Σ by the current expectations, and moves μ by Σ times the gradient
-of the bound (M. E. Khan and H. Rue, 2023, *The Bayesian Learning Rule*). Along this direction, the
-bound is concave if log p is, and takes no further pass. If the bound falls, a step mixes the old
-and the new expectations. The expectations are sums over fixed nodes, so bounds can be compared.
+Steps alternate between the two equations (M. E. Khan and H. Rue, 2023, *The Bayesian Learning
+Rule*). The mean takes Newton steps in the plane of the natural gradient and its last move. Changes
+that lower the bound are not made. Expectations are sums over fixed nodes, so bounds are comparable.
+
+For ``kfac``, Σ is diagonal in coordinates along the eigenvectors of Laplace's Kronecker factors
+(T. George et al., 2018, arXiv:1806.03884). Otherwise, the coordinates are the weights.
+With the expectations E_q[Λ_n] that Σ was set by, tr(P0 Σ) − P = −Σ_n tr(E_q[Λ_n] J_n Σ J_nᵀ).
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -27,87 +30,92 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
-from evigrad.core.block import MicroBatch
-from evigrad.core.roots import RootRows, hessian_rows
+from evigrad.core.algorithm import run_pass
+from evigrad.core.curvature.dense import BlockStatistic
+from evigrad.core.curvature.ntk import NtkStatistic
+from evigrad.core.curvature.rows import DenseRows
+from evigrad.core.roots import hessian_rows
 from evigrad.errors import ConfigurationError, NotFiniteError, raised_in
 from evigrad.likelihoods.calls import log_probabilities
-from evigrad.passes.problem import Problem
+from evigrad.passes.memory import available_bytes
 from evigrad.passes.sweep import MicroBatchSweep
-from evigrad.posterior.covariances import Covariance, Dense, Diagonal, covariance_of
+from evigrad.posterior.covariances import Covariance, Dense, Diagonal, Kronecker, covariance_of
 from evigrad.posterior.predictive import symmetric_root
 
 # Steps end when the bound rises by less than this many nats per example.
-TOLERANCE = 1e-3
+TOLERANCE = 5e-3
 MOST_STEPS = 20
-# Share of the new expectations in a step. It is divided by 4 while the bound falls.
-_LEAST_SHARE = 0.05
-# The search along a direction ends when the slope has fallen to this share, or after this many
-# evaluations.
-_SLOPE, _EVALUATIONS = 0.05, 8
+# Moves of the mean in a step. The first of these shares of a change that raises the bound is taken.
+_MOVES, _SHARES = 4, (1.0, 0.25, 0.05)
+# Jacobian rows stay in memory if they take at most this share of the free memory.
+_KEPT_SHARE = 0.35
 # Nodes of Gauss and Hermite in one and two dimensions. More dimensions take pairs of opposite
 # quasi-random points, at least this many pairs and twice as many as outputs.
-_HERMITE = {1: 32, 2: 20}
-_PAIRS = 64
-_NUMBERS_AT_ONCE = 2**22
+_HERMITE, _PAIRS = {1: 32, 2: 20}, 32
+_NUMBERS_AT_ONCE = 2**20
 
 
 @dataclass(frozen=True, eq=False)
 class VariationalFit:
-    """The fitted distribution N(w* + shift, Σ).
-
-    Attributes:
-        covariance: Covariances under Σ.
-        shift: μ − w*, by name.
-        bounds: Lower bound in nats before the first step, and after each step.
-    """
+    """The fitted distribution N(w* + shift, Σ)."""
 
     covariance: Covariance
-    shift: Mapping[str, Tensor]
-    bounds: Sequence[float]
+    shift: Mapping[str, Tensor]  # μ − w*, by name
+    bounds: Sequence[float]  # in nats, before the first step and after each step
 
 
-def fit_gaussian(sweep: MicroBatchSweep, predictive: MicroBatchSweep) -> VariationalFit:
+def fit_gaussian(
+    sweep: MicroBatchSweep, predictive: MicroBatchSweep, structure: str
+) -> VariationalFit:
     """Return the best Gaussian distribution of the weights.
 
     Args:
         sweep: Passes over all data that collect rows.
         predictive: The same passes, in micro-batches for predictions with covariances.
+        structure: Structure of Σ.
 
     Raises:
         ConfigurationError: If the likelihood does not define its Hessian.
         NotFiniteError: If the bound is not finite.
     """
-    check_hessian(sweep.problem)
-    fitter = _Fitter(sweep, predictive)
-    state = fitter.start()
-    bounds = [state.bound]
-    while len(bounds) <= MOST_STEPS and (after := fitter.step(state)) is not None:
-        state = after
-        bounds.append(state.bound)
-        if bounds[-1] - bounds[-2] < TOLERANCE * sweep.problem.model.num_data:
-            break
-    return VariationalFit(state.covariance, state.shift, bounds)
-
-
-def check_hessian(problem: Problem) -> None:
-    """Raise an error if the likelihood does not define its Hessian."""
-    if not problem.model.likelihood.defines_hessian or problem.model.estimator.curvature != "ggn":
+    likelihood, estimator = sweep.problem.model.likelihood, sweep.problem.model.estimator
+    if not likelihood.defines_hessian or estimator.curvature != "ggn":
         raise ConfigurationError(
             "inference='variational' needs the Hessian of the likelihood, but"
-            f" {type(problem.model.likelihood).__name__} does not define it. Define hessian(f), or"
-            " use inference='laplace'."
+            f" {type(likelihood).__name__} does not define it. Define hessian(f), or use"
+            " inference='laplace'."
         )
+    fitter = _Fitter(sweep, predictive, structure)
+    state = fitter.start()
+    bounds, rise = [state.bound], math.inf
+    while rise >= fitter.tolerance and len(bounds) <= MOST_STEPS:
+        # The first step keeps Laplace's covariance, because most of its gain is due to the mean.
+        after = state if len(bounds) == 1 else fitter.with_better_covariance(state)
+        after = fitter.with_better_mean(after)
+        if (rise := after.bound - state.bound) > 0.0:
+            state = after
+            bounds.append(state.bound)
+    return VariationalFit(*fitter.in_weights(state), bounds)
+
+
+@dataclass(frozen=True, eq=False)
+class _Sigma:
+    """Σ, in coordinates."""
+
+    covariance: Covariance
+    sites: Float[Tensor, "N C C"]  # curvatures of the outputs that Σ was set by
+    roots: Float[Tensor, "N C C"]  # symmetric roots of J Σ Jᵀ for each example
+    log_det: float  # log|P0⁻¹ Σ⁻¹|
 
 
 @dataclass(frozen=True, eq=False)
 class _State:
     """A distribution of the weights and of the outputs of all examples, and its bound."""
 
-    covariance: Covariance
-    shift: dict[str, Tensor]
+    sigma: _Sigma
+    shift: Float[Tensor, " P"]  # μ − w*, in coordinates
     mean: Float[Tensor, "N C"]
-    sites: Float[Tensor, "N C C"]  # whose curvature belongs to the covariance
-    score: Float[Tensor, "N C"]  # expectations under the distribution
+    score: Float[Tensor, "N C"]  # expectations under the distribution, over T
     curvature: Float[Tensor, "N C C"]
     bound: float
 
@@ -115,210 +123,245 @@ class _State:
 class _Fitter:
     """Steps for one data set."""
 
-    def __init__(self, sweep: MicroBatchSweep, predictive: MicroBatchSweep) -> None:
-        self._sweep, self._predictive, self._problem = sweep, predictive, sweep.problem
-        problem = sweep.problem
-        self._dtype = problem.settings.gram_dtype or torch.float64
-        weights = {
-            name: weight.detach().to(self._dtype) for name, weight in problem.model.weights.items()
-        }
-        precisions = problem.model.prior.precisions()
-        self._precisions = {name: precisions[name].detach().to(w) for name, w in weights.items()}
-        self._deviations = problem.model.prior.deviations(weights)
-        self._flat = {
-            name: self._precisions[name].expand(w.shape).reshape(-1) for name, w in weights.items()
-        }
+    def __init__(self, sweep: MicroBatchSweep, predictive: MicroBatchSweep, structure: str) -> None:
+        self._predictive, self._problem, model = predictive, sweep.problem, sweep.problem.model
+        self._shares, self._structure = sweep.block.shares, structure
+        self._num_rows = model.likelihood.num_rows(sweep.plan.num_outputs)
+        self.tolerance = TOLERANCE * model.num_data
         outputs = list[tuple[Tensor, Tensor]]()
         outputs = sweep.fold(lambda p, b: [*p, (sweep.outputs(b), b.y)], outputs, label="outputs")
-        f, targets = zip(*outputs, strict=True)
-        self._f, self._y = torch.cat(f).to(self._dtype), torch.cat(targets)
+        f, self._y = (torch.cat(parts) for parts in zip(*outputs, strict=True))
+        self._f = f.to(self._problem.settings.gram_dtype or torch.float64)
+        self._one = one = f.new_ones(
+            (), dtype=torch.promote_types(f.dtype, torch.float32)
+        )  # of rows
+        weights, prior = model.weights, dict(model.prior.precisions())
+        deviations = model.prior.deviations(weights)
+        self._covariance_of = partial(
+            covariance_of, precisions=prior, weights=weights, dtype=self._f.dtype
+        )
+        # The variance of every coordinate is 1.
+        self._units: dict[str, Any] = {
+            n: Diagonal(n, one.expand(w.numel())) for n, w in weights.items()
+        }
+        self._dense = {""} if structure in {"full", "last-layer"} else set[str]()
+        if structure == "kfac":
+            statistic = run_pass(model, sweep.curvature, sweep).statistic
+            for block in self._covariance_of(statistic).blocks:
+                if isinstance(block, Kronecker):
+                    inputs, gradients = (
+                        torch.linalg.qr(vectors, mode="complete").Q.to(one)
+                        for vectors in (block.inputs, block.gradients)
+                    )
+                    std = one.expand(*gradients.shape[:2], inputs.shape[1])
+                    if (scale := block.prior_std) is not None:
+                        # The coordinates of weights w are P0^{1/2} w along the eigenvectors.
+                        deviations[block.name] = deviations[block.name] * prior[block.name]
+                        scale, prior[block.name] = scale.to(one), one
+                    self._units[block.name] = Kronecker(block.name, inputs, gradients, std, scale)
+                elif isinstance(block, Dense):
+                    self._dense.update(block.names)
+        flat = {n: prior[n].detach().to(self._f).expand_as(w).flatten() for n, w in weights.items()}
+        self._precision = torch.cat(list(flat.values()))
+        ends = np.cumsum([0, *map(len, flat.values())]).tolist()
+        self._spans = dict(zip(flat, map(slice, ends, ends[1:]), strict=False))
+        self._unit = Covariance(list(self._units.values()))
+        self._deviation = self._coordinates(deviations)
+        free = available_bytes(self._problem.device)
+        needed = one.itemsize * f.numel() * len(self._precision)
+        self._kept: Any = None
+        if free is None or needed <= _KEPT_SHARE * free:
+            self._kept = self._over_rows(lambda k, part, rows: [*k, (part, rows)], list[Any]())
 
     def start(self) -> _State:
-        """Return Laplace's approximation."""
-        f = self._f
-        sites = self._mean_curvature(f, self._y, torch.ones_like(f[:, 0]), len(f))
-        sites = sites / self._problem.model.temperature
-        covariance, gradient = self._collected(sites, torch.zeros_like(f), {})
-        covariances, _ = self._predicted(covariance, gradient)
-        shift = {name: torch.zeros_like(d) for name, d in self._deviations.items()}
-        return self._state(covariance, shift, f, sites, symmetric_root(covariances))
+        """Return Laplace's approximation, in coordinates."""
+        sites = self._mean_curvature(self._f, self._y, self._f.new_ones(1))
+        return self._state(self._sigma(sites), torch.zeros_like(self._precision), self._f)
 
-    def step(self, state: _State) -> _State | None:
-        """Return the state after a step that raises the bound, or None if there is none."""
-        share = 1.0
-        while share >= _LEAST_SHARE:
-            sites = state.sites + share * (state.curvature - state.sites)
-            covariance, gradient = self._collected(sites, state.score, state.shift)
-            covariances, change = self._predicted(covariance, gradient)
-            root, direction = symmetric_root(covariances), covariance.times(gradient)
-            length = self._length(state, root, change, direction)
-            shift = {n: s + length * direction[n].to(s) for n, s in state.shift.items()}
-            mean = state.mean + length * change
-            after = self._state(covariance, shift, mean, sites, root)
-            if after.bound > state.bound:
-                return after
-            share /= 4.0
-        return None
+    def with_better_covariance(self, state: _State) -> _State:
+        """Return the state with Σ of the present expectations, if this raises the bound."""
+        before = state.sigma.sites
+        for share in _SHARES:
+            sigma = self._sigma(before + share * (state.curvature - before))
+            after = self._state(sigma, state.shift, state.mean)
+            if after.bound > state.bound - self.tolerance:  # smaller steps would gain little
+                return after if after.bound > state.bound else state
+        return state
 
-    def _state(
-        self,
-        covariance: Covariance,
-        shift: dict[str, Tensor],
-        mean: Tensor,
-        sites: Tensor,
-        root: Tensor,
-    ) -> _State:
-        value, score, curvature = self._expectations(mean, root, curved=True)
-        assert curvature is not None
-        bound = value - 0.5 * (self._quadratic(shift) + divergence(covariance, self._flat))
+    def with_better_mean(self, state: _State) -> _State:
+        """Return the state after moves of the mean that raise the bound."""
+        before = state
+        for number in range(_MOVES):
+            gradient = self._pulled(state.score)
+            gradient -= self._precision * (self._deviation + state.shift)
+            of_names = state.sigma.covariance.times(self._named(gradient))
+            direction = torch.cat([of_names[name] for name in self._spans])
+            fast = direction.to(self._one)
+            moves, changes = direction[None], self._of_outputs(lambda rows, v=fast: rows @ v)[None]
+            if number:
+                moves = torch.stack([direction, state.shift - before.shift])
+                changes = torch.cat([changes, (state.mean - before.mean)[None]])
+            weighted, before = self._precision * moves, state
+            slope = torch.einsum("nc,anc->a", state.score, changes)
+            hessian = torch.einsum("anc,ncd,bnd->ab", changes, state.curvature, changes)
+            slope, hessian = self._total([slope, hessian])
+            slope = slope - weighted @ (self._deviation + state.shift)
+            newton = torch.linalg.pinv(hessian + weighted @ moves.mT, hermitian=True) @ slope
+            for share in _SHARES:
+                mean = before.mean + share * torch.tensordot(newton, changes, 1)
+                after = self._state(before.sigma, before.shift + share * (newton @ moves), mean)
+                if after.bound > before.bound:
+                    state = after
+                    break
+            if state.bound - before.bound < self.tolerance:
+                break
+        return state
+
+    def _state(self, sigma: _Sigma, shift: Tensor, mean: Tensor) -> _State:
+        value, score, curvature = self._expectations(mean, sigma.roots)
+        trace, value = self._total([(sigma.sites * (sigma.roots @ sigma.roots)).sum(), value])
+        quadratic = (self._precision * (self._deviation + shift).square()).sum()
+        bound = float(value - 0.5 * (quadratic - trace + sigma.log_det))
         if not math.isfinite(bound):
             raise NotFiniteError(
                 f"The variational bound is {bound}, so outputs or precisions are too large. Look"
                 " for weights or hyperparameters that have diverged."
             )
-        return _State(covariance, shift, mean, sites, score, curvature, bound)
+        return _State(sigma, shift, mean, score, curvature, bound)
 
-    def _quadratic(self, shift: Mapping[str, Tensor]) -> float:
-        """Return (μ − w₀)ᵀ P0 (μ − w₀)."""
-        return sum(
-            float((self._precisions[name] * (deviation + shift[name]).square()).sum())
-            for name, deviation in self._deviations.items()
-        )
+    def _coordinates(self, vector: Mapping[str, Tensor]) -> Float[Tensor, " P"]:
+        return self._unit.roots_of_vector(vector)[1][0, 0].to(self._f)
 
-    def _length(
-        self, state: _State, root: Tensor, change: Tensor, direction: Mapping[str, Tensor]
-    ) -> float:
-        """Return the length of a step of the mean that nearly maximizes the bound."""
+    def _named(self, values: Float[Tensor, "*r P"]) -> dict[str, Float[Tensor, "*r _"]]:
+        return {name: values[..., span] for name, span in self._spans.items()}
 
-        def evaluated(length: float) -> tuple[float, float]:
-            moved = state.mean + length * change
-            value, score, _ = self._expectations(moved, root, curved=False)
-            (of_data,) = self._total([(score * change).sum()])
-            value -= length * linear + 0.5 * length**2 * quadratic
-            return value, float(of_data) - linear - length * quadratic
+    def in_weights(self, state: _State) -> tuple[Covariance, dict[str, Tensor]]:
+        """Return Σ and μ − w* in the weights."""
+        covariance, weights = state.sigma.covariance, self._problem.model.weights
+        leaves = {n: torch.zeros_like(w, dtype=self._f.dtype) for n, w in weights.items()}
+        with torch.enable_grad():
+            coordinates = self._coordinates({n: z.requires_grad_() for n, z in leaves.items()})
+            shift = torch.autograd.grad(coordinates @ state.shift, list(leaves.values()))
+        blocks: list[Any] = list(covariance.blocks)
+        for i, block in enumerate(blocks):
+            if isinstance(unit := self._units[block.names[0]], Kronecker):
+                std = block.std.view_as(unit.std)
+                blocks[i] = replace(
+                    unit, inputs=unit.inputs.to(std), gradients=unit.gradients.to(std), std=std
+                )
+        return Covariance(blocks, covariance.explained), dict(zip(leaves, shift, strict=True))
 
-        linear, quadratic = 0.0, 0.0
-        for name, along in direction.items():
-            weighted = self._precisions[name] * along
-            linear += float((weighted * (self._deviations[name] + state.shift[name])).sum())
-            quadratic += float((weighted * along).sum())
-        value, first = evaluated(0.0)
-        best, length = (value, 0.0), 1.0
-        low, high = (0.0, first), (math.inf, -math.inf)  # lengths with their slopes
-        for _ in range(_EVALUATIONS if first > 0.0 else 0):
-            value, slope = evaluated(length)
-            best = max(best, (value, length))
-            if abs(slope) <= _SLOPE * first:
-                break
-            low, high = ((length, slope), high) if slope > 0.0 else (low, (length, slope))
-            if high[0] == math.inf:
-                length *= 2.0
-                continue
-            # The slope falls fast at first, so the secant alone would stay at the far end.
-            secant = low[0] + (high[0] - low[0]) * low[1] / (low[1] - high[1])
-            length = min(secant, 0.5 * (low[0] + high[0]))
-        return best[1]
+    def _over_rows(self, work: Callable[[Any, slice, Tensor], Any], state: Any) -> Any:
+        """Do ``work`` on the rows (m, C, P) of all outputs, in coordinates."""
+        if self._kept is not None:
+            for part, rows in self._kept:
+                state = work(state, part, rows)
+            return state
 
-    # ------------------------------------------------------------ passes
-
-    def _collected(
-        self, sites: Tensor, score: Tensor, shift: Mapping[str, Tensor]
-    ) -> tuple[Covariance, dict[str, Tensor]]:
-        """Return Σ for these curvatures of the outputs, and the gradient of the bound in μ."""
-        sweep, problem = self._sweep, self._problem
-        size = problem.model.likelihood.num_rows(sites.shape[1])
-
-        def add(
-            sums: tuple[Any, dict[str, Tensor]], batch: MicroBatch
-        ) -> tuple[Any, dict[str, Tensor]]:
-            linearization = sweep.linearize(batch, graph=False)
-            f = linearization.outputs
-            vectors = hessian_rows(sites[batch.data], None, "eigen")[:, :size].to(f)
-            statistic = sweep.curvature.collect(sums[0], linearization, RootRows(vectors))
-            rows = linearization.rows(score[batch.data].unsqueeze(1).to(f))
-            return statistic, {
-                name: total + rows[name].sum((0, 1), dtype=self._dtype)
-                for name, total in sums[1].items()
-            }
-
-        zeros = {name: torch.zeros_like(d) for name, d in self._deviations.items()}
-        count = sweep.block.num_collected(sweep.curvature.counts_data)
-        statistic, sums = sweep.fold(add, (sweep.curvature.empty(sweep.purpose, count), zeros))
-        statistic = sweep.total(statistic)
-        gradient = {
-            name: total - self._precisions[name] * (self._deviations[name] + shift.get(name, 0.0))
-            for name, total in zip(sums, self._total(list(sums.values())), strict=True)
-        }
-        precisions = problem.model.prior.precisions()
-        return covariance_of(statistic, precisions, problem.model.weights, self._dtype), gradient
-
-    def _predicted(
-        self, covariance: Covariance, gradient: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Return J Σ Jᵀ of each example, and J Σ times the gradient."""
-        of_gradient = covariance.roots_of_vector(gradient)
-
-        def add(
-            parts: list[tuple[Tensor, Tensor]], batch: MicroBatch
-        ) -> list[tuple[Tensor, Tensor]]:
+        def step(state: Any, batch: Any) -> Any:
             linearization = self._predictive.linearize(batch, graph=False)
-            roots = covariance.roots(linearization)
-            covariances = [sign * (root @ root.mT) for sign, root in roots.items()]
-            changes = [sign * (root @ of_gradient[sign][0, 0]) for sign, root in roots.items()]
-            return [*parts, (torch.stack(covariances).sum(0), torch.stack(changes).sum(0))]
+            return work(state, batch.data, self._unit.roots(linearization)[1])
 
-        parts = self._predictive.fold(add, list[tuple[Tensor, Tensor]](), label="predictive")
-        covariances, change = zip(*parts, strict=True)
-        return torch.cat(covariances), torch.cat(change)
+        return self._predictive.fold(step, state, label="predictive")
+
+    def _of_outputs(self, work: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the results of ``work`` on the rows of all examples."""
+
+        def add(parts: list[Tensor], _: slice, rows: Tensor) -> list[Tensor]:
+            return [*parts, work(rows).to(self._f)]
+
+        return torch.cat(self._over_rows(add, list[Tensor]()))
+
+    def _pulled(self, values: Float[Tensor, "N C"]) -> Float[Tensor, " P"]:
+        """Return Jᵀ times values of all outputs."""
+
+        def add(total: Tensor, part: slice, rows: Tensor) -> Tensor:
+            return total + values[part].flatten().to(rows) @ rows.flatten(0, 1)
+
+        return self._total([self._over_rows(add, torch.zeros_like(self._precision))])[0]
 
     def _total(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return self._problem.ranks.sum(tensors) if self._sweep.block.shares > 1 else tensors
+        return self._problem.ranks.sum(tensors) if self._shares > 1 else tensors
 
-    # ------------------------------------------------------------ expectations
+    def _sigma(self, sites: Float[Tensor, "N C C"]) -> _Sigma:
+        """Return Σ for these curvatures of the outputs."""
+        root = hessian_rows(sites, None, "eigen")[:, : self._num_rows]
+        groups = {"": slice(None)} if "" in self._dense else self._spans  # of one block of H
+        is_kernel = self._structure == "ntk"
 
-    def _mean_curvature(self, f: Tensor, y: Tensor, of_rows: Tensor, m: int) -> Tensor:
-        """Return the sum of Λ times ``of_rows`` over the nodes of each of m examples."""
-        likelihood = self._problem.model.likelihood
+        def add(sums: dict[str, Any], part: slice, rows: Tensor) -> dict[str, Any]:
+            weighted = (root[part].to(rows) @ rows).flatten(0, 1)
+            terms = {name: weighted[:, span] for name, span in groups.items()}
+            if is_kernel:
+                return {name: (*sums[name], term) for name, term in terms.items()}
+            for name, t in terms.items():
+                is_dense = name in self._dense
+                square = t.mT.to(sites) @ t.to(sites) if is_dense else t.norm(dim=0).square()
+                terms[name] = sums[name] + square
+            return terms
+
+        sums = self._over_rows(add, dict.fromkeys(groups, () if is_kernel else sites.new_zeros(())))
+        if is_kernel:
+            statistic = NtkStatistic({n: DenseRows(c) for n, c in sums.items()}, None, ())
+        else:
+            statistic = BlockStatistic(dict(zip(sums, self._total([*sums.values()]), strict=True)))
+        covariance = self._covariance_of(statistic)
+        # Sums of positive terms need no double precision.
+        dtype, blocks = (self._f if is_kernel else self._one).dtype, covariance.blocks
+        fast = [replace(b, std=b.std.to(dtype)) if isinstance(b, Diagonal) else b for b in blocks]
+
+        def covariances(rows: Tensor) -> Any:
+            pairs = ((block, self._named(rows)) for block in fast)
+            return covariance._of_rows(pairs, rows.shape[1])
+
+        factors = [] if covariance.explained is None else [covariance.explained.factor.diagonal()]
+        for block in covariance.blocks:
+            prior = self._precision[self._spans[block.names[0]]]
+            is_dense = isinstance(block, Dense)
+            factors.append(block.factor.diagonal() if is_dense else prior.rsqrt() / block.std)
+        log_det = 2.0 * float(torch.cat(factors).log().sum())
+        roots = symmetric_root(self._of_outputs(covariances))
+        return _Sigma(covariance, sites, roots, log_det)
+
+    def _mean_curvature(
+        self, f: Float[Tensor, "km C"], y: Tensor, shares: Float[Tensor, " k"]
+    ) -> Float[Tensor, "m C C"]:
+        """Return the mean of Λ over k nodes of each example, over T."""
+        likelihood, m = self._problem.model.likelihood, len(f) // len(shares)
         with raised_in(f"hessian of {type(likelihood).__name__}"):
             hessian = likelihood.at(y).hessian(f).detach()
-        curvature = (of_rows.view(-1, 1, 1) * hessian).unflatten(0, (-1, m)).sum(0)
+        curvature = (shares @ hessian.view(len(shares), -1)).view(m, *hessian.shape[1:])
+        curvature = curvature / self._problem.model.temperature
         weights = likelihood.weights(y[:m])
         if weights is None:
             return curvature
         factors = weights.to(f).sqrt().view(m, -1)  # of examples, or of outputs
         return factors.unsqueeze(2) * curvature * factors.unsqueeze(1)
 
-    def _expectations(
-        self, mean: Tensor, root: Tensor, *, curved: bool
-    ) -> tuple[float, Tensor, Tensor | None]:
+    def _expectations(self, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the expectations of the log likelihood, its gradient and Λ, over T.
 
         The outputs are N(mean, R Rᵀ) with the root R. The log likelihood is summed over examples.
         """
-        problem, (num_data, num_outputs) = self._problem, mean.shape
+        model, (num_data, num_outputs) = self._problem.model, mean.shape
         points, shares = (t.to(mean) for t in nodes(num_outputs))
-        size = max(
-            1, _NUMBERS_AT_ONCE // (len(points) * num_outputs * (num_outputs if curved else 1))
-        )
+        size = max(1, _NUMBERS_AT_ONCE // (len(points) * num_outputs**2))
         value, scores, curvatures = mean.new_zeros(()), list[Tensor](), list[Tensor]()
         for start in range(0, num_data, size):
             part = slice(start, start + size)
             f = (mean[part] + torch.einsum("kd,mcd->kmc", points, root[part])).flatten(0, 1)
             y = self._y[part]
             m, y = len(y), y.repeat(len(points), *[1] * (y.ndim - 1))
-            of_rows = shares.repeat_interleave(m) / problem.model.temperature
+            of_rows = shares.repeat_interleave(m) / model.temperature
             with torch.enable_grad():
                 leaf = f.requires_grad_()
-                total = (
-                    of_rows * log_probabilities(problem.model.likelihood, leaf, y, compare=False)
-                ).sum()
+                values = log_probabilities(model.likelihood, leaf, y, compare=False)
+                total = (of_rows * values).sum()
                 (score,) = torch.autograd.grad(total, leaf)
             value += total.detach()
             scores.append(score.view(-1, m, num_outputs).sum(0))
-            if curved:
-                curvatures.append(self._mean_curvature(f.detach(), y, of_rows, m))
-        (value,) = self._total([value])
-        return float(value), torch.cat(scores), torch.cat(curvatures) if curved else None
+            curvatures.append(self._mean_curvature(f.detach(), y, shares))
+        return value, torch.cat(scores), torch.cat(curvatures)
 
 
 @cache
@@ -337,39 +380,3 @@ def nodes(num_outputs: int) -> tuple[Float[Tensor, "K C"], Float[Tensor, " K"]]:
     factor = torch.linalg.cholesky(half.mT @ half / count)
     half = torch.linalg.solve_triangular(factor, half.mT, upper=False).mT
     return torch.cat([half, -half]), half.new_full((2 * count,), 0.5 / count)
-
-
-def divergence(covariance: Covariance, precisions: Mapping[str, Float[Tensor, " n"]]) -> float:
-    """Return tr(P0 Σ) − P − log|P0 Σ|, which is twice the divergence without its mean."""
-    if covariance.explained is not None:
-        return _of_factor(covariance.explained.factor)
-    total = 0.0
-    for block in covariance.blocks:
-        if isinstance(block, Dense):
-            total += _of_factor(block.factor)
-            continue
-        precision = precisions[block.name]
-        if isinstance(block, Diagonal):
-            relative, counts = block.std.square() * precision, torch.ones_like(precision)
-        else:  # the precision of a Kronecker block is one number
-            relative = block.std.square()
-            if block.prior_std is None:
-                relative = relative * precision[0]
-            of_gradients, of_inputs = map(_multiplicities, (block.gradients, block.inputs))
-            counts = torch.outer(of_gradients, of_inputs).expand_as(relative)
-        total += float((counts * (relative - 1.0 - relative.log())).sum())
-    return total
-
-
-def _of_factor(factor: Float[Tensor, "n n"]) -> float:
-    """Return tr(A⁻¹) − n + log|A| from the Cholesky factor of A."""
-    eye = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
-    inverse = torch.linalg.solve_triangular(factor, eye, upper=False)
-    return float(inverse.square().sum() - len(factor) + 2.0 * factor.diagonal().log().sum())
-
-
-def _multiplicities(vectors: Float[Tensor, "G n r"]) -> Tensor:
-    """Return how many eigenvalues each column of ``Kronecker.std`` stands for."""
-    size, rank = vectors.shape[-2:]
-    ones = vectors.new_ones(rank)
-    return ones if rank == size else torch.cat([ones, vectors.new_full((size,), 1 - rank / size)])
