@@ -255,6 +255,26 @@ def test_sklearn_tables(monkeypatch, tmp_path, capsys):
     assert path.read_text() == whole
 
 
+@pytest.mark.filterwarnings("ignore")  # of other packages
+def test_classifiers(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("laplace")
+    script = load_script("classifiers", monkeypatch)
+    short = partial(script.train, schedule=Schedule(epochs=2, eval_every=0))
+    for name, value in {"train": short, "STRUCTURES": ("last-layer",), "MEMBERS": 2}.items():
+        monkeypatch.setattr(script, name, value)
+    (page := tmp_path / "page.md").write_text("<!-- classifiers -->\n<!-- end classifiers -->\n")
+    common = ["--sets", "wine", "--seeds", "0", "--results", str(tmp_path), "--pages", str(page)]
+    for _ in range(2):  # what is there is not run again
+        script.main(common)
+    runs = runs_of(tmp_path / "classifiers.csv")
+    rows = ("MAP", "laplace, last-layer", "variational, last-layer", "variational mean, last-layer")
+    rows = (*rows, "laplace-torch", "temperature scaling", "ensemble of 2")
+    assert list(runs) == [(f"wine: {row}", 0) for row in rows]
+    values = {row: float(run["log_likelihood"]) for (row, _), run in runs.items()}
+    assert all(value < 0 for value in values.values()) and len(set(values.values())) == len(rows)
+    assert page.read_text().count("\n| wine: ") == len(rows)
+
+
 def test_tables_of_a_package(monkeypatch, tmp_path):
     pytest.importorskip("pandas")
     script = load_script("sklearn_tables", monkeypatch)
