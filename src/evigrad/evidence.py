@@ -401,7 +401,7 @@ class Evidence:
         decay is the ``weight_decay`` for optimizers that add it to the gradient (SGD, Adam).
 
         Returns:
-            Tensors by name: 0-dimensional, or of the weight's shape if the prior is diagonal.
+            Tensors by name, which are 0-dimensional or broadcast to the weight.
         """
         self._decay.note_decay()
         with torch.no_grad():

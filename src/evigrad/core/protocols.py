@@ -197,7 +197,7 @@ class Prior(Protocol):
     """The prior N(w₀, P0⁻¹) of the weights, with a diagonal precision matrix P0."""
 
     def precisions(self) -> Mapping[str, Tensor]:
-        """Return the precisions by weight name: one number for the weight, or one per entry."""
+        """Return the precisions by weight name: one number, or a tensor that broadcasts to it."""
         ...
 
     def quadratic(self, weights: Mapping[str, Tensor]) -> Float[Tensor, ""]:

@@ -60,8 +60,8 @@ def check_curvature(
             a copy in float64.
         inputs: Inputs of at least 3 examples.
         precisions: Precisions by weight, if the curvature does not accept all. Weights with the
-            same tensor share a precision. Default: random numbers, and then random tensors in the
-            shapes of the weights, unless ``log_det`` raises a ConfigurationError for them.
+            same tensor share a precision. Default: random numbers, and then random tensors that
+            vary along one or all axes, unless ``log_det`` raises a ConfigurationError for them.
         log_det: ℓ as a function of H (P, P) and the precisions (P,), written without code of the
             curvature. It is then compared with the curvature, with all derivatives. Default:
             log|I + H/P0| if the curvature is exact, and otherwise none.
@@ -90,12 +90,18 @@ def check_curvature(
         return
     named = suite.weights.items()
     suite.check({n: random(seed=i).exp() for i, (n, _) in enumerate(named)}, log_det)
-    varying = {n: random(*w.shape, seed=50 + i).exp() for i, (n, w) in enumerate(named)}
+    varying = {n: random(*_axes(w.shape, i), seed=50 + i).exp() for i, (n, w) in enumerate(named)}
     try:
         suite.value(suite.statistic(suite.root), varying)
     except ConfigurationError:
         return
     suite.check(varying, log_det)
+
+
+def _axes(shape: Sequence[int], place: int) -> list[int]:
+    """Return a shape with all axes, or with one axis if the place is even."""
+    axis = place // 2 % max(len(shape), 1)
+    return [n if place % 2 or i == axis else 1 for i, n in enumerate(shape)]
 
 
 class _Suite:

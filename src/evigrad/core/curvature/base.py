@@ -134,7 +134,7 @@ class Curvature(ABC, Generic[StatisticT]):
     def log_det(self, statistic: StatisticT, precisions: Mapping[str, Tensor]) -> Float[Tensor, ""]:
         """Return ℓ in nats, differentiable once.
 
-        Each precision is a scalar or has the shape of its weight.
+        Each precision is a scalar, or broadcasts to the shape of its weight.
         """
 
     # ------------------------------------------------------------ methods with defaults
