@@ -594,6 +594,23 @@ class GaussianPrior(nn.Module):
             return {name: tuple(range(len(shape))) for name, shape in self._shapes.items()}
         return {name: axes for name, axes in self._varies.items() if axes}
 
+    def factor_pairs(self) -> list[tuple[str, str]]:
+        """Return the names of U (o, r) and V (r, i) for groups of two matrices around zero.
+
+        Their precisions vary along the ranks, axis 1 of U and axis 0 of V.
+        """
+        groups: dict[int, list[str]] = {}
+        for name, index in self.group_of.items():
+            groups.setdefault(index, []).append(name)
+        return [
+            (left, right)
+            for names in groups.values()
+            if len(names) == 2 and not set(names) & set(self._mean_of)
+            for left, right in (names, names[::-1])
+            if (self._varies[left], self._varies[right]) == ((1,), (0,))
+            if len(self._shapes[left]) == len(self._shapes[right]) == 2
+        ]
+
     def group_name(self, name: str) -> str:
         """Return the name of a weight's group.
 

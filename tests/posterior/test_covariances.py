@@ -206,22 +206,26 @@ def test_a_model_that_draws_has_the_same_draws_in_every_call():
         assert torch.equal(one.mean, two.mean) and torch.equal(one.covariance, two.covariance)
 
 
+@pytest.mark.parametrize("axis", (None, 0, 1))
 @pytest.mark.parametrize("transposed", (False, True))
 @pytest.mark.parametrize(("wide", "high"), ((40, 3), (4, 30), (40, 30)))
-def test_few_examples_of_a_large_matrix_have_few_eigenvectors(wide, high, transposed):
-    count, precision = 2, torch.tensor(0.3).double()
+def test_few_examples_of_a_large_matrix_have_few_eigenvectors(wide, high, transposed, axis):
+    shape, count = torch.Size((wide, high) if transposed else (high, wide)), 2
+    sizes = [n if i == axis else 1 for i, n in enumerate(shape)]
+    precision = torch.tensor(0.3).double() if axis is None else torch.rand(sizes).double() + 0.1
     inputs, gradients = torch.randn(count, wide).double(), torch.randn(count, high).double()
     factors = Factors(
         (inputs.mT @ inputs)[None], (gradients.mT @ gradients)[None], count, count, transposed
     )
-    block = Kronecker.of("weight", factors, precision)
+    block = Kronecker.of("weight", factors, precision, shape)
     of_inputs = block.gradients if transposed else block.inputs
     assert of_inputs.shape[-1] == (12 if wide == 40 else wide)
 
     hessian = torch.kron(factors.gradients[0], factors.inputs[0]) / count
     rows = torch.randn(5, 3, high, wide).double()
     flat = rows.flatten(2)
-    shifted = hessian + precision * torch.eye(len(hessian)).double()
+    entries = precision.expand(shape).mT if transposed else precision.expand(shape)
+    shifted = hessian + entries.flatten().diag()
     expected = flat @ torch.linalg.solve(shifted, flat.mT)
     white = block.whitened({"weight": rows.mT if transposed else rows})
     torch.testing.assert_close(white @ white.mT, expected, rtol=1e-10, atol=1e-10)

@@ -50,6 +50,7 @@ from evigrad.training.offset import center_outputs
 from evigrad.training.optimizers import cosine, make_hyper_optimizer, make_weight_optimizer
 from evigrad.training.plan import planned
 from evigrad.training.progress import Progress
+from evigrad.training.rotation import RankRotation
 from evigrad.training.run_directory import RunDirectory, RunRecord, naming_files
 from evigrad.training.settings import Settings, label_of, method_of
 from evigrad.training.starts import Starts
@@ -172,6 +173,7 @@ class Trainer:
             rates = replace(rates, prior_lr=self._rate, prior_lr_min=last)
         self.loss_optimizer = make_hyper_optimizer(hyperparameters, rates)
         self.probe, _ = data.first(PROBED)  # shows that a loaded network is the same
+        self._rotation = RankRotation(evidence, self.weight_optimizer, self.probe)
         self.history: list[Row] = []  # one row for each epoch so far
         self.metrics: dict[str, dict[str, float]] = {"train": {}, "test": {}}
         self.seconds = 0.0  # time of training so far
@@ -426,6 +428,7 @@ class Trainer:
         rate = self.weight_optimizer.param_groups[0]["lr"]
         learner, hyper_round = self.learner, None
         if learner is not None and learner.is_due(epoch):
+            self._rotation.rotate()
             hyper_round = learner.learn(epoch)
         self.seconds += time.perf_counter() - start
         evaluated = is_evaluated(epoch, self.epochs, self.schedule.eval_every)
