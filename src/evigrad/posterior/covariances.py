@@ -201,7 +201,7 @@ class Draws:
     """n drawn functions f + J (w − w*) + Σ V c, in which updates that are not plain have V."""
 
     changes: Mapping[str, Float[Tensor, "n *parameter"]]  # w − w*
-    coefficients: Sequence[Float[Tensor, "n *s k"]]  # c
+    coefficients: Sequence[Float[Tensor, "n *s _"]]  # c
 
 
 class Covariance:

@@ -1,11 +1,12 @@
 """Rotate the ranks of a product U V, which no prior with equal precisions tells apart.
 
-If a network depends on U (o, r) and V (r, i) only through U V, it depends on their ranks only up to
-U M and Mᵀ V with an orthogonal matrix M. Ranks with equal precisions can share all directions of
-the data, so no precision rises. In the basis of the eigenvectors of UᵀU + V Vᵀ, the ranks of
-balanced factors are singular directions of U V, and those that the data do not need become small.
-The largest eigenvalue goes to the rank with the smallest precision. Of all rotations, this one has
-the smallest Σ_j δ_j (‖u_j‖² + ‖v_j‖²), so the log prior never falls.
+With an orthogonal matrix M, the factors U M (o, r) and Mᵀ V (r, i) have the same product as U and
+V. Ranks with equal precisions can therefore share all directions of the data, and no precision
+rises. Along the eigenvectors of UᵀU + V Vᵀ, the ranks of balanced factors are singular directions
+of U V. Ranks that the data do not need then become small.
+
+The largest eigenvalue goes to the rank with the smallest precision. This rotation has the smallest
+Σ_j δ_j (‖u_j‖² + ‖v_j‖²) of all rotations, so the log prior never falls.
 """
 
 import torch
@@ -26,7 +27,7 @@ class RankRotation:
 
     The ranks are along axis 0 of one matrix, and along axis 1 of the other. The first rotation
     compares the outputs of the network. If they change, as with a nonlinearity between the two
-    matrices, it is undone, and the group is left alone from then on.
+    matrices, it is undone, and the group is not rotated again.
 
     Args:
         evidence: The evidence of the network.
