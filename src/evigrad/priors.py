@@ -665,7 +665,7 @@ class GaussianPrior(nn.Module):
                         f" ({_difference(self._shapes, shapes)}). Use the model of the saved prior."
                     )
             axes = {name: list(dims) for name, dims in varies.items() if dims}
-            saved_groups = [saved["group_names"], saved["group_of"], saved["axes"]]
+            saved_groups = [saved["group_names"], saved["group_of"], saved.get("axes", {})]
             if [names, group_of, axes] != saved_groups:
                 raise ConfigurationError(
                     "The saved prior and this prior have different groups. Use the same groups."
