@@ -73,6 +73,14 @@ def test_the_density_is_that_of_normals(structure) -> None:
     torch.testing.assert_close(density, torch.as_tensor(oracle), rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("structure", STRUCTURES, ids=IDS)
+def test_weights_may_come_in_any_order(structure) -> None:
+    prior, w = bound(structure), weights(seed=1)
+    backwards = dict(reversed(list(w.items())))
+    torch.testing.assert_close(prior.quadratic(backwards), prior.quadratic(w))
+    torch.testing.assert_close(prior.square_norms(backwards), prior.square_norms(w))
+
+
 def test_which_log_precision_belongs_to_which_weight() -> None:
     w = weights()
     scalar = bound("scalar")

@@ -509,8 +509,8 @@ class GaussianPrior(nn.Module):
         """Return the sum of (w − w₀)² for each of ``_entries``, with the fixed factors."""
         means, sums = self.means(), list[Tensor]()
         factors = {} if self._factors is None else self.factors()
-        for name, weight in weights.items():
-            deviation = weight - means[name] if name in means else weight
+        for name in self._shapes:
+            deviation = weights[name] - means[name] if name in means else weights[name]
             square = deviation.to(dtype).square()
             if factors:
                 square = square * factors[name].to(dtype)
@@ -550,8 +550,8 @@ class GaussianPrior(nn.Module):
                 f"The prior is bound to different weights ({_difference(self._shapes, shapes)})."
                 " Pass the bound weights, or make a new prior."
             )
-        # In half precision, squares overflow and sums round.
-        # Sums, because products of all weights would be kept for the gradient.
+        # In half precision, squares overflow and sums round. Sums come first, because products of
+        # all weights would be kept for the gradient.
         squares = self._squares(weights, precision.dtype)
         if len(squares) != len(precision) or self.structure == "groups":
             precision = precision[self._entries]
@@ -595,13 +595,14 @@ class GaussianPrior(nn.Module):
         return {name: axes for name, axes in self._varies.items() if axes}
 
     def factor_pairs(self) -> list[tuple[str, str]]:
-        """Return the names of U (o, r) and V (r, i) for groups of two matrices around zero.
+        """Return the names of U (o, r) and V (r, i) for learned groups of two matrices around zero.
 
         Their precisions vary along the ranks, axis 1 of U and axis 0 of V.
         """
-        groups: dict[int, list[str]] = {}
+        learned = self.learned_groups() if self.learnable else []
+        groups: dict[str, list[str]] = {group: [] for group in learned}
         for name, index in self.group_of.items():
-            groups.setdefault(index, []).append(name)
+            groups.get(self.group_names[index], []).append(name)
         return [
             (left, right)
             for names in groups.values()

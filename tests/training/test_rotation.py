@@ -97,6 +97,14 @@ def test_only_groups_of_two_factors_are_rotated(structure: Any) -> None:
     assert rotation_of(*case(0), structure)[0].pairs == []
 
 
+def test_fixed_precisions_are_not_rotated() -> None:
+    model, _ = case(0)
+    for learnable in (False, {"ranks": False}):
+        prior = GaussianPrior(RANKS, learnable=learnable)
+        prior.bind(dict(model.named_parameters()))
+        assert prior.factor_pairs() == []
+
+
 @given(st.integers(0, 1000), st.integers(1, 5), st.integers(1, 6), st.integers(1, 6))
 def test_no_rotation_has_a_smaller_quadratic_term(seed: int, r: int, o: int, i: int) -> None:
     generator = torch.Generator().manual_seed(seed)
