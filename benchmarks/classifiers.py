@@ -1,7 +1,7 @@
 r"""Compare predictions of classifiers: MAP, Laplace, variational, and calibrated on held-out data.
 
-The sets are scikit-learn's ``digits``, ``breast_cancer`` and ``wine`` (random 80/20 splits), and
-``mnist`` with 1,000 digits. Each seed trains one network by ``fit`` with its defaults. The images
+The sets are ``digits`` and ``mnist`` of ``rivals.py``, and the tables of ``sklearn_tables.py``
+(random 80/20 splits). Each seed trains one network by ``fit`` with its defaults. The images
 have the networks of ``rivals.py``, and the tables have two hidden layers of 50. All rows predict
 with this network, except:
 
@@ -28,20 +28,21 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from learning import Result, Results, make_parser, parse
 from measure import Clock, mean_and_error, show, spans, with_error
-from rivals import HIDDEN, Task, best_scale, make_task, metrics, train
-from sklearn.datasets import load_breast_cancer, load_wine
+from rivals import HIDDEN, MEMBERS, OTHER_MEMBER, Task, best_scale, make_task, metrics, train
+from sklearn_tables import CLASSES
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from evigrad.data import DataSet
 from evigrad.data.dataset import Scaling, stratified_split
 
-TABLES = {"breast_cancer": load_breast_cancer, "wine": load_wine}
+TABLES = ("breast_cancer", "wine", "chile", "mortgages", "deaths")
 SETS, STRUCTURES = ("digits", *TABLES, "mnist"), ("last-layer", "kfac")
-HELD_OUT, TEST, MEMBERS, SAMPLES = 0.1, 0.2, 3, 1000
+HELD_OUT, TEST, SAMPLES = 0.1, 0.2, 1000
 KEYS = ("log_likelihood", "accuracy", "ece")
 COLUMNS = ("row", "seed", *KEYS, "seconds", "bound", "steps")
 
@@ -50,12 +51,13 @@ def task_of(name: str, seed: int, data_dir: str | None) -> Task:
     """Return the split of a seed with its network."""
     if name not in TABLES:
         return make_task(name, seed, data_dir)
-    table: Any = TABLES[name]()
-    x, y = torch.tensor(table.data).float(), torch.tensor(table.target).long()
-    first, last = map(torch.from_numpy, stratified_split(table.target, TEST, seed))
+    features, targets = CLASSES[name]()
+    names, numbers = np.unique(targets, return_inverse=True)
+    x, y = torch.from_numpy(features).float(), torch.from_numpy(numbers)
+    first, last = map(torch.from_numpy, stratified_split(numbers, TEST, seed))
     scaling = Scaling.of(x[first])
     train_part, test_part = ((scaling(x[part]), y[part]) for part in (first, last))
-    classes, shape = tuple(map(str, table.target_names)), tuple(x.shape[1:])
+    classes, shape = tuple(map(str, names)), tuple(x.shape[1:])
     kind, mean, std = "categorical", scaling.mean, scaling.std
     data = DataSet(name, train_part, test_part, len(classes), shape, kind, classes, mean, std)
     return Task(data, "mlp", seed, {"hidden": HIDDEN})
@@ -104,7 +106,7 @@ def rows_of(task: Task) -> Iterator[tuple[str, Result, Tensor]]:
         scale = best_scale(smaller.outputs(held_x), held_y)
     yield "temperature scaling", {"seconds": of_scaled.seconds}, scale * smaller.outputs(x)
     with Clock() as of_others:
-        others = [train(task, seed=task.seed + 1000 * i) for i in range(1, MEMBERS)]
+        others = [train(task, seed=task.seed + OTHER_MEMBER * i) for i in range(1, MEMBERS)]
     seconds = {"seconds": clock.seconds + of_others.seconds}
     members = torch.stack([n.outputs(x).double().softmax(1) for n in (fitted, *others)])
     yield f"ensemble of {MEMBERS}", seconds, members.mean(0).log()

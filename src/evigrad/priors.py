@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any
 
 import numpy as np
@@ -210,7 +210,6 @@ class GaussianPrior(nn.Module):
         self._shapes: dict[str, torch.Size] = {}
         self.group_names: list[str] = []
         self.group_of: dict[str, int] = {}
-        self._sizes: list[int] = []  # of the groups
         self._varies: dict[str, tuple[int, ...]] = {}  # axes of each weight with several precisions
 
     @classmethod
@@ -298,7 +297,7 @@ class GaussianPrior(nn.Module):
             # In place, because an optimizer may hold the parameter already.
             self.to(device=device, dtype=dtype)
             return
-        names, group_of, varies, sizes = self._assign(shapes)
+        names, group_of, varies = self._assign(shapes)
         self._check_groups(names)
         means = {
             name: weights[name].detach() if isinstance(value, str) else value
@@ -310,12 +309,12 @@ class GaussianPrior(nn.Module):
                 f" {listed(list(self._mean))}, got {listed(list(shapes))}. Use the same model."
             )
         self._shapes, self.group_names, self.group_of = shapes, names, group_of
-        self._varies, self._sizes = varies, sizes
+        self._varies = varies
         precision = self._precision
         values = precision if isinstance(precision, dict) else dict.fromkeys(names, precision)
         logs = [math.log(values[name]) for name in names]
         initial = torch.tensor(logs, dtype=torch.float64, device="cpu")
-        initial = initial.repeat_interleave(torch.tensor(sizes, device="cpu"))
+        initial = initial.repeat_interleave(torch.tensor(self._sizes, device="cpu"))
         self._set(initial.to(device, dtype))
         if self._factors is not None:
             self._factors = self._factors.to(device, dtype)
@@ -326,19 +325,18 @@ class GaussianPrior(nn.Module):
 
     def _assign(
         self, shapes: Mapping[str, torch.Size]
-    ) -> tuple[list[str], dict[str, int], dict[str, tuple[int, ...]], list[int]]:
-        """Return the groups' names, the group and axes of each weight, and the groups' sizes."""
+    ) -> tuple[list[str], dict[str, int], dict[str, tuple[int, ...]]]:
+        """Return the names of the groups, and the group and the axes of each weight."""
         constant: dict[str, tuple[int, ...]] = dict.fromkeys(shapes, ())
         layers = {name: index for index, name in enumerate(shapes)}
         if self.structure == "scalar":
-            return [SCALAR_GROUP], dict.fromkeys(shapes, 0), constant, [1]
+            return [SCALAR_GROUP], dict.fromkeys(shapes, 0), constant
         if self.structure == "layerwise":
-            return list(shapes), layers, constant, [1] * len(shapes)
+            return list(shapes), layers, constant
         if self.structure == "diagonal":
-            varies = {name: tuple(range(len(shape))) for name, shape in shapes.items()}
-            return list(shapes), layers, varies, [shape.numel() for shape in shapes.values()]
+            return list(shapes), layers, {n: tuple(range(len(s))) for n, s in shapes.items()}
         owners = assign(list(shapes), self._patterns, "the prior")
-        order, varies, sizes = list(self._patterns), constant, list[int]()
+        order, varies = list(self._patterns), constant
         for group in order:
             lengths = {}
             for name in [name for name, owner in owners.items() if owner == group]:
@@ -350,8 +348,7 @@ class GaussianPrior(nn.Module):
                     f"The axes of prior group '{group}' must have equal sizes, because their"
                     f" weights share precisions, got {lengths}. Use a group for each size."
                 )
-            sizes.append(next(iter(lengths.values()), 1))
-        return order, {name: order.index(group) for name, group in owners.items()}, varies, sizes
+        return order, {name: order.index(group) for name, group in owners.items()}, varies
 
     def _check_groups(self, names: Sequence[str]) -> None:
         """Check that settings by group use the names of this prior's groups."""
@@ -373,7 +370,7 @@ class GaussianPrior(nn.Module):
         parts = torch.arange(len(values), device=values.device).split(self._sizes)
         of_names = [(parts[self.group_of[name]], n.numel()) for name, n in self._shapes.items()]
         self._entries = torch.cat([entries for entries, _ in of_names])
-        self._counts = torch.zeros_like(self._entries.new_empty(len(values)))
+        self._counts = self._entries.new_zeros(len(values))
         for entries, numel in of_names:
             self._counts[entries] += numel // len(entries)
         learnable = self.learnable
@@ -423,9 +420,8 @@ class GaussianPrior(nn.Module):
 
     def learned_groups(self) -> list[str]:
         """Return the names of the groups in ``log_precision``."""
-        learned, starts = set(self._learned_index.tolist()), np.cumsum([0, *self._sizes])
-        named = zip(starts.tolist(), self.group_names, strict=False)
-        return [name for start, name in named if not learned or start in learned]
+        chosen = self.learnable if isinstance(self.learnable, dict) else {}
+        return [name for name in self.group_names if chosen.get(name, True)] or self.group_names
 
     @property
     def learned_precision(self) -> float | dict[str, float] | None:
@@ -461,13 +457,20 @@ class GaussianPrior(nn.Module):
         # Weights of a group share one tensor, which tells that their precisions are equal.
         numbers = [part.reshape(()) if part.numel() == 1 else part for part in groups]
         of_names = {
-            name: groups[index].view(self._precision_shape(name)) if varies else numbers[index]
+            name: groups[index].view(self._precision_shape(name))
+            if self._varies[name]
+            else numbers[index]
             for name, index in self.group_of.items()
-            for varies in [self._varies[name]]
         }
         if self._factors is None:
             return of_names
         return {name: of_names[name] * factor for name, factor in self.factors().items()}
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        """The number of precisions of each group. It is read only after ``bind``."""
+        sizes = {index: self._precision_shape(name) for name, index in self.group_of.items()}
+        return [math.prod(sizes[index]) for index in range(len(self.group_names))]
 
     def _precision_shape(self, name: str) -> list[int]:
         """Return the shape of a weight's precision, which has the size 1 along constant axes."""
@@ -515,12 +518,10 @@ class GaussianPrior(nn.Module):
             if factors:
                 square = square * factors[name].to(dtype)
             if self._varies[name]:
-                sums.append(square.sum_to_size(self._precision_shape(name)).flatten())
+                sums.append(square.sum_to_size(self._precision_shape(name)))
             else:
                 sums.append(square.sum())
-        if any(self._varies.values()):
-            return torch.cat([part.reshape(-1) for part in sums])
-        return torch.stack(sums)
+        return torch.cat([part.reshape(-1) for part in sums])
 
     def means(self) -> dict[str, Tensor]:
         """Return the nonzero means w₀ of the weights by name, each in the shape of its weight."""
@@ -599,8 +600,8 @@ class GaussianPrior(nn.Module):
 
         Their precisions vary along the ranks, axis 1 of U and axis 0 of V.
         """
-        learned = self.learned_groups() if self.learnable else []
-        groups: dict[str, list[str]] = {group: [] for group in learned}
+        is_learned = self.log_precision is not None and self.log_precision.requires_grad
+        groups: dict[str, list[str]] = {group: [] for group in self.learned_groups() if is_learned}
         for name, index in self.group_of.items():
             groups.get(self.group_names[index], []).append(name)
         return [
@@ -655,10 +656,9 @@ class GaussianPrior(nn.Module):
                 )
             shapes = {name: torch.Size(shape) for name, shape in saved["shapes"].items()}
             if self.log_precision is None:
-                names, group_of, varies, sizes = self._assign(shapes)
+                names, group_of, varies = self._assign(shapes)
             else:
-                names, group_of = self.group_names, self.group_of
-                varies, sizes = self._varies, self._sizes
+                names, group_of, varies = self.group_names, self.group_of, self._varies
                 # The order matters: log_precision of a diagonal prior has it.
                 if list(shapes.items()) != list(self._shapes.items()):
                     raise ConfigurationError(
@@ -683,7 +683,7 @@ class GaussianPrior(nn.Module):
                 )
             if self.log_precision is None:
                 self._shapes, self.group_names, self.group_of = shapes, names, group_of
-                self._varies, self._sizes = varies, sizes
+                self._varies = varies
                 self._check_groups(names)
                 self._set(torch.empty_like(state_dict[f"{prefix}log_precision"]))
                 self._mean_of = mean_of

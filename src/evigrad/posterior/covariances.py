@@ -98,13 +98,8 @@ class Kronecker:
     @classmethod
     def of(cls, name: str, factors: Factors, precision: Tensor, shape: torch.Size) -> "Kronecker":
         """Return the block of the named parameter, from its factors and precision."""
-        prior_std = None
-        if precision.ndim:
+        if varies := precision.ndim > 0:
             factors = factors.scaled(precision, shape)
-            sizes = (factors.gradients.shape[-1], factors.inputs.shape[-1])
-            sizes = sizes[::-1] if factors.transposed else sizes
-            prior_std = precision.expand(shape).reshape(-1, *sizes).rsqrt()
-            precision = torch.ones_like(precision.flatten()[0])
         sides = [(factors.inputs, factors.count), (factors.gradients, factors.num_rows)]
         # A weight (in, out) has A on its left.
         of_inputs, of_gradients = sides[::-1] if factors.transposed else sides
@@ -112,7 +107,13 @@ class Kronecker:
         b, gradients = psd_eigen(*of_gradients)
         a, b = _with_zeros(a, inputs), _with_zeros(b, gradients)
         curvature = b[:, :, None] * (a / factors.count)[:, None]
-        return cls(name, inputs, gradients, (curvature + precision).rsqrt(), prior_std)
+        std = (curvature + (1.0 if varies else precision)).rsqrt()
+        if not varies:
+            return cls(name, inputs, gradients, std)
+        sizes = (gradients.shape[-2], inputs.shape[-2])
+        return cls(
+            name, inputs, gradients, std, precision.expand(shape).reshape(-1, *sizes).rsqrt()
+        )
 
     @property
     def names(self) -> Sequence[str]:

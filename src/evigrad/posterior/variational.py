@@ -11,7 +11,7 @@ Its precision matrix and its mean satisfy
 
 Steps alternate between the two equations (M. E. Khan and H. Rue, 2023, *The Bayesian Learning
 Rule*). The mean takes Newton steps in the plane of the natural gradient and its last move. Changes
-that lower the bound are not made. Expectations are sums over fixed nodes, so bounds are comparable.
+that lower the bound are omitted. Expectations are sums over fixed nodes, so bounds are comparable.
 
 For ``kfac``, Σ is diagonal in coordinates along the eigenvectors of Laplace's Kronecker factors
 (T. George et al., 2018, arXiv:1806.03884). Otherwise, the coordinates are the weights.
@@ -132,9 +132,8 @@ class _Fitter:
         outputs = sweep.fold(lambda p, b: [*p, (sweep.outputs(b), b.y)], outputs, label="outputs")
         f, self._y = (torch.cat(parts) for parts in zip(*outputs, strict=True))
         self._f = f.to(self._problem.settings.gram_dtype or torch.float64)
-        self._one = one = f.new_ones(
-            (), dtype=torch.promote_types(f.dtype, torch.float32)
-        )  # of rows
+        row_dtype = torch.promote_types(f.dtype, torch.float32)
+        self._one = one = f.new_ones((), dtype=row_dtype)
         weights, prior = model.weights, dict(model.prior.precisions())
         deviations = model.prior.deviations(weights)
         self._covariance_of = partial(

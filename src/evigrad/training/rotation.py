@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 
 from evigrad.evidence import Evidence
 from evigrad.inputs import Inputs
-from evigrad.network.arguments import model_outputs
-from evigrad.network.modes import evaluation_mode
+from evigrad.measure.metrics import probe_outputs
 
 # The largest change of an output by rounding, in roundings of the largest output.
 _ROUNDINGS = 1000.0
@@ -43,17 +42,17 @@ class RankRotation:
     @torch.no_grad()
     def rotate(self) -> None:
         """Rotate all pairs."""
-        weights, precisions = self.evidence.weights(), self.evidence.prior.precisions()
+        model, weights, prior = self.evidence.model, self.evidence.weights(), self.evidence.prior
         for pair in list(self.pairs):
             left, right = (weights[name] for name in pair)
-            rotation = best_rotation(left, right, precisions[pair[0]].flatten())
+            rotation = best_rotation(left, right, prior.precisions()[pair[0]].flatten())
             self.evidence.ranks.share([rotation])
             before = left.clone(), right.clone()
-            outputs = None if pair in self._verified else self._outputs()
+            outputs = None if pair in self._verified else probe_outputs(model, self.probe)
             left.copy_(left @ rotation.to(left))
             right.copy_(rotation.to(right).mT @ right)
             if outputs is not None:
-                change = (self._outputs() - outputs).abs().max()
+                change = (probe_outputs(model, self.probe) - outputs).abs().max()
                 rounding = _ROUNDINGS * torch.finfo(outputs.dtype).eps * outputs.abs().max()
                 if not bool(change <= rounding):
                     left.copy_(before[0])
@@ -63,11 +62,6 @@ class RankRotation:
                 self._verified.add(pair)
             _rotate_state(self.optimizer.state.get(left, {}), rotation, left=True)
             _rotate_state(self.optimizer.state.get(right, {}), rotation, left=False)
-
-    def _outputs(self) -> Tensor:
-        model = self.evidence.model
-        with evaluation_mode(model, torch.Generator().manual_seed(0)):
-            return model_outputs(model, self.probe)
 
 
 def best_rotation(left: Tensor, right: Tensor, precision: Tensor) -> Tensor:

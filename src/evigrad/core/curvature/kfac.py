@@ -267,9 +267,7 @@ class Kfac(Curvature[KfacStatistic]):
         if statistic.factors:
             terms.append(self._kronecker_log_det(statistic, precisions))
         for name, block in statistic.blocks.items():
-            precision, block_spectrum = precisions[name], None
-            if precision.ndim:
-                precision = by_entry(precision, self._shapes[name])
+            precision, block_spectrum = by_entry(precisions[name], self._shapes[name]), None
             if name in self._dense and precision.ndim == 0 and not block.requires_grad:
                 block_spectrum = statistic.of_blocks.at_second_use(name, lambda block=block: block)
             if block_spectrum is not None:

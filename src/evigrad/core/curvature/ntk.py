@@ -15,6 +15,7 @@ from collections import ChainMap
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, reduce
+from types import MappingProxyType
 
 import torch
 from jaxtyping import Bool, Float
@@ -102,42 +103,35 @@ class NtkStatistic(Statistic):
         rows = {name: rows.with_tensors(remaining_tensors) for name, rows in self.rows.items()}
         return NtkStatistic(rows, next(remaining_tensors, None), self.present)
 
-    def cached_gram(self, names: Sequence[str], like: Tensor) -> Float[Tensor, "R R"]:
+    def cached_gram(
+        self,
+        names: Sequence[str],
+        like: Tensor,
+        axes: Mapping[str, tuple[int, torch.Size]] = MappingProxyType({}),
+    ) -> Float[Tensor, "*G R R"]:
         """Return the sum of the Gram matrices of these parameters, computed once and cached.
 
-        The rows must have no graph.
+        The rows must have no graph. ``axes`` contains an axis and the shape of parameters that
+        have a Gram matrix for each position along the axis.
         """
         # Other structures may read this statistic with other groups or another dtype.
-        key = (*names, like.dtype)
+        key = (*((name, axes.get(name)) for name in names), like.dtype)
         if key not in self.grams:
-            gram, *others = (self.rows[name].gram(like) for name in names)
+            gram, *others = (
+                self.rows[name].dense().grams_along(*axes[name], like)
+                if name in axes
+                else self.rows[name].gram(like)
+                for name in names
+            )
             for other in others:
                 gram += other
             self.grams[key] = gram
         return self.grams[key]
 
-    def cached_grams_along(
-        self, axes: Mapping[str, tuple[int, torch.Size]], like: Tensor
-    ) -> Float[Tensor, "G R R"]:
-        """Return a sum of Gram matrices for each position along an axis of these parameters.
-
-        ``axes`` has the axis and the shape of each parameter. The sums are cached.
-        """
-        key = (*axes.items(), like.dtype)
-        if key not in self.grams:
-            grams, *others = (
-                self.rows[name].dense().grams_along(axis, shape, like)
-                for name, (axis, shape) in axes.items()
-            )
-            for other in others:
-                grams += other
-            self.grams[key] = grams
-        return self.grams[key]
-
     def taken_gram(self, names: Sequence[str], like: Tensor) -> Float[Tensor, "R R"]:
         """Return ``cached_gram`` and remove it from the cache, so that callers may overwrite it."""
         gram = self.cached_gram(names, like)
-        del self.grams[(*names, like.dtype)]
+        del self.grams[(*((name, None) for name in names), like.dtype)]
         return gram
 
     def spectrum(
@@ -198,10 +192,10 @@ class Ntk(Curvature[NtkStatistic]):
         store: Callable[[Tensor], Tensor] | None = None,
         itemsize: int | None = None,
         blocks: Iterable[Collection[str]] | None = None,
-        precision_axes: Mapping[str, int] | None = None,
+        precision_axes: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        self._axes = precision_axes or {}
         self._shapes = {name: weight.shape for name, weight in weights.items()}
+        self._axes = {name: (axis, self._shapes[name]) for name, axis in precision_axes.items()}
         self._numel = {name: weight.numel() for name, weight in weights.items()}
         first = next(iter(weights.values()))
         self._device = first.device
@@ -214,8 +208,8 @@ class Ntk(Curvature[NtkStatistic]):
             if name in precision_groups:
                 self._groups.setdefault(precision_groups[name], []).append(name)
         self._num_precisions = {
-            group: self._shapes[names[0]][self._axes[names[0]]] if names[0] in self._axes else 1
-            for group, names in self._groups.items()
+            group: self._shapes[name][self._axes[name][0]] if name in self._axes else 1
+            for group, (name, *_) in self._groups.items()
         }
         self._varying = [name for name in weights if name not in precision_groups]
         self.contracted = {
@@ -253,10 +247,7 @@ class Ntk(Curvature[NtkStatistic]):
             return total
         with torch.no_grad():
             for names in self._groups.values():
-                if names[0] in self._axes:
-                    self._grams_along(total, names)
-                else:
-                    total.cached_gram(names, self._like)
+                total.cached_gram(names, self._like, self._axes)
         return replace(total, rows={})
 
     def rescaled(
@@ -318,6 +309,7 @@ class Ntk(Curvature[NtkStatistic]):
         See ``Curvature.differentiate`` for the arguments.
         """
         self._shared_groups(precisions, self._numel)
+        precisions = {n: by_entry(precisions[n], shape) for n, shape in self._shapes.items()}
         block_derivatives = [
             self._differentiate_block(statistic, precisions, names, conditioning)
             for names in self._blocks
@@ -365,11 +357,6 @@ class Ntk(Curvature[NtkStatistic]):
         """Return whether the Grams of groups are cached."""
         return self._gram_bytes(num_rows) <= max(self._row_bytes(num_rows), GRAM_CACHE_BYTES)
 
-    def _grams_along(self, statistic: NtkStatistic, names: Sequence[str]) -> Tensor:
-        """Return the Grams of a precision group along the axes of its weights."""
-        axes = {name: (self._axes[name], self._shapes[name]) for name in names}
-        return statistic.cached_grams_along(axes, self._like)
-
     def _gram_bytes(self, num_rows: int) -> int:
         return self._like.element_size() * num_rows**2 * sum(self._num_precisions.values())
 
@@ -411,8 +398,9 @@ class Ntk(Curvature[NtkStatistic]):
     ) -> MatrixSpectrum | None:
         """Return the spectrum of a block with a single precision, from its second use on."""
         groups = self._shared_groups(precisions, block)
-        has_one_group = len(groups) == 1 and len(groups[0]) == len(block)
-        has_one_group &= groups[0][0] not in self._axes if groups else False
+        has_one_group = (
+            len(groups) == 1 and len(groups[0]) == len(block) and groups[0][0] not in self._axes
+        )
         rank = sum(self._numel[name] for name in block)
         return statistic.spectrum(groups[0], like, rank, cache) if has_one_group else None
 
@@ -436,7 +424,7 @@ class Ntk(Curvature[NtkStatistic]):
                 parts.append(mixed_grams(inverse.to(like).reciprocal(), grams))
             for names in groups:
                 if names[0] in self._axes:
-                    grams = self._grams_along(statistic, names)
+                    grams = statistic.cached_gram(names, like, self._axes)
                     inverse = precisions[names[0]].reshape(-1).to(like).reciprocal()
                     parts.append((inverse @ grams.flatten(1)).view_as(grams[0]))
         else:
@@ -456,9 +444,8 @@ class Ntk(Curvature[NtkStatistic]):
         """Return ℓ of a block and its derivatives. Overwrite the rows with their derivatives."""
         like, scale = self._like, statistic.scale
         total = like.new_zeros(statistic.num_rows, statistic.num_rows)
-        by_name = {name: by_entry(precisions[name].detach(), self._shapes[name]) for name in block}
         for name in block:
-            total += statistic.rows[name].gram(like, by_name[name])
+            total += statistic.rows[name].gram(like, precisions[name].detach())
         leaf = total.requires_grad_()
         leaves = [leaf] if scale is None else [leaf, scale.detach().to(like).requires_grad_()]
         with torch.enable_grad():
@@ -466,12 +453,9 @@ class Ntk(Curvature[NtkStatistic]):
             log_det = _log_det(scaled, conditioning)
             of_total, *of_scale = torch.autograd.grad(log_det.value, leaves)
         of_precisions = {
-            name: statistic.rows[name].write_cotangent(of_total, by_name[name]) for name in block
+            name: statistic.rows[name].write_cotangent(of_total, precisions[name].detach())
+            for name in block
         }
-        for name in block:
-            if precisions[name].ndim:
-                of_entries = of_precisions[name].view(self._shapes[name])
-                of_precisions[name] = of_entries.sum_to_size(precisions[name].shape)
         return replace(log_det, value=log_det.value.detach()), of_scale, of_precisions
 
     @cached_property
@@ -559,7 +543,7 @@ class BlockKernel(Ntk):
         contracted: Mapping[str, int] | None = None,
         store: Callable[[Tensor], Tensor] | None = None,
         itemsize: int | None = None,
-        precision_axes: Mapping[str, int] | None = None,
+        precision_axes: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         block_of = {name: block for block, names in dense.blocks.items() for name in names}
         groups = {name: (label, block_of[name]) for name, label in precision_groups.items()}
