@@ -31,3 +31,16 @@ def test_modules_import_one_another_in_no_circle() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(f"circle: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("folder", ["core", "passes"])
+def test_classes_have_at_most_ten_public_methods(folder: str) -> None:
+    """Properties count as methods. Overloads and private methods do not count."""
+    many = []
+    for path in sorted((SOURCE / "evigrad" / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                methods = [m.name for m in node.body if isinstance(m, ast.FunctionDef)]
+                public = {name for name in methods if not name.startswith("_")}
+                many += [(path.name, node.name, sorted(public))] if len(public) > 10 else []
+    assert not many

@@ -85,15 +85,15 @@ def test_bfloat16(samples: int, inside: bool) -> None:
             pairs: list[tuple[Any, Any]] = [
                 (of_coarse.inputs, use.inputs),
                 (of_coarse.gradients, use.gradients),
-                (of_coarse.input_gram(torch.float32), use.input_gram(torch.float32)),
-                (of_coarse.input_sum(), use.input_sum()),
+                (of_coarse.source.gram(torch.float32), use.source.gram(torch.float32)),
+                (of_coarse.source.sum(torch.float32), use.source.sum(torch.float32)),
             ]
             for a, e in pairs:
                 assert a.dtype == torch.float32
                 assert relative(a, e) < 0.04, name
             cotangent = torch.eye(use.inputs.shape[-1])[None].expand(use.inputs.shape[1], -1, -1)
-            value = of_coarse.inner_input_gram(cotangent)
-            assert relative(value, use.inner_input_gram(cotangent)) < 0.02
+            value = of_coarse.source.inner_gram(cotangent)
+            assert relative(value, use.source.inner_gram(cotangent)) < 0.02
 
 
 def test_a_plan_under_autocast_is_the_same() -> None:

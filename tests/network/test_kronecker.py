@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from evigrad.errors import ConfigurationError
 from evigrad.network import KroneckerUse, Linearization, patch_grams, plan
 from evigrad.network.convolutions import Geometry
-from evigrad.network.kronecker import ConvolutionUse
+from evigrad.network.kronecker import PatchInputs
 
 
 def never(*_: object) -> bool:
@@ -34,38 +34,42 @@ WAYS = {
 }
 
 
+def convolution_use(x: Tensor, gradients: Tensor, geometry: Geometry) -> KroneckerUse:
+    return KroneckerUse(PatchInputs(x, len(gradients), geometry), gradients)
+
+
 def check(use: KroneckerUse, inputs: Tensor, source: Tensor) -> None:
     """Sums and derivatives are those of the explicit inputs, (m, G, T, i), made of the source."""
     expected = torch.einsum("ngti,ngtj->gij", inputs, inputs)
     tolerances: Any = {"rtol": 1e-11, "atol": 1e-11 * max(1.0, float(expected.detach().norm()))}
     torch.testing.assert_close(use.inputs, inputs)
     assert use.positions == inputs.shape[2] and use.num_data == inputs.shape[0]
-    gram = use.input_gram(torch.float64)
+    gram = use.source.gram(torch.float64)
     torch.testing.assert_close(gram, expected, **tolerances)
 
     cotangent = random(*expected.shape, seed=5)
     value = (cotangent * expected).sum()
     (slope,) = torch.autograd.grad(value, source, retain_graph=True)
-    inner = use.inner_input_gram(cotangent)
+    inner = use.source.inner_gram(cotangent)
     torch.testing.assert_close(inner, value, **tolerances)
     for product in (inner, (cotangent * gram).sum()):
         (actual,) = torch.autograd.grad(product, source, retain_graph=True)
         torch.testing.assert_close(actual, slope, **tolerances)
 
     total = inputs.sum(2)
-    torch.testing.assert_close(use.input_sum(), total)
+    torch.testing.assert_close(use.source.sum(torch.float64), total)
     weights = random(*total.shape, seed=6)
     sum_slope, right = (
         torch.autograd.grad((weights * t).sum(), source, retain_graph=True)[0]
-        for t in (use.input_sum(), total)
+        for t in (use.source.sum(torch.float64), total)
     )
     torch.testing.assert_close(sum_slope, right)
 
     detached = use.detach()
-    assert type(detached) is type(use)
-    for tensor in (detached.inputs, detached.gradients, detached.input_gram(torch.float64)):
+    assert type(detached.source) is type(use.source)
+    for tensor in (detached.inputs, detached.gradients, detached.source.gram(torch.float64)):
         assert not tensor.requires_grad
-    assert not detached.inner_input_gram(cotangent).requires_grad
+    assert not detached.source.inner_gram(cotangent).requires_grad
 
 
 def sides(geometry: Geometry) -> list[int]:
@@ -91,7 +95,7 @@ def convolution(geometry: Geometry, space: tuple[int, ...], parts: int) -> None:
     patches = torch.stack(pieces, 2).unflatten(1, (groups, -1)).flatten(2, 3)
     patches = patches.unflatten(0, (m, parts)).permute(0, 2, 1, 4, 3).flatten(2, 3)
     gradients = random(m, 1, groups, patches.shape[2], 3)
-    check(ConvolutionUse(x, gradients, geometry), patches, x)
+    check(convolution_use(x, gradients, geometry), patches, x)
 
 
 @st.composite
@@ -149,17 +153,17 @@ def test_other_convolutions(way: str) -> None:
 def test_a_single_image_of_one_channel(kernel, stride, space) -> None:
     geometry = Geometry(kernel, stride, (0, 0), (1, 1), 1)
     positions = prod(geometry.positions(space))
-    use = ConvolutionUse(random(1, 1, *space), random(1, 1, 1, positions, 3), geometry)
+    use = convolution_use(random(1, 1, *space), random(1, 1, 1, positions, 3), geometry)
     patches = use.inputs.flatten(0, 2)
-    torch.testing.assert_close(use.input_gram(torch.float64)[0], patches.mT @ patches)
+    torch.testing.assert_close(use.source.gram(torch.float64)[0], patches.mT @ patches)
 
 
 def test_the_usual_convolution_forms_no_patches() -> None:
     geometry = Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1)
-    use = ConvolutionUse(random(2, 16, 8, 8), random(2, 1, 1, 64, 3), geometry)
+    use = convolution_use(random(2, 16, 8, 8), random(2, 1, 1, 64, 3), geometry)
     with mock.patch.object(patch_grams, "_chunks", side_effect=AssertionError):
-        gram = use.input_gram(torch.float64)
-        inner = use.inner_input_gram(gram)
+        gram = use.source.gram(torch.float64)
+        inner = use.source.inner_gram(gram)
     torch.testing.assert_close(inner, gram.square().sum())
 
 
@@ -167,11 +171,11 @@ def test_the_usual_convolution_forms_no_patches() -> None:
 def test_rows_of_few_channels_are_as_exact_as_patches(padding: int) -> None:
     x = random(200, 3, 20, 20).float()
     geometry = Geometry((5, 5), (1, 1), (padding,) * 2, (1, 1), 1)
-    use = ConvolutionUse(x, random(200, 1, 1, (16 + 2 * padding) ** 2, 3).float(), geometry)
+    use = convolution_use(x, random(200, 1, 1, (16 + 2 * padding) ** 2, 3).float(), geometry)
     patches = use.inputs.double().flatten(0, 2)
     exact = patches.mT @ patches
     with mock.patch.object(patch_grams, "convolution_patches", side_effect=AssertionError):
-        gram = use.input_gram(torch.float32)[0]
+        gram = use.source.gram(torch.float32)[0]
     assert float((gram - exact).abs().max() / exact.abs().max()) < 3e-6
 
 
@@ -183,7 +187,7 @@ def test_explicit_inputs() -> None:
 def test_second_derivatives_are_refused() -> None:
     inputs = random(3, 1, 4, 2).requires_grad_()
     use = KroneckerUse(inputs, random(3, 2, 1, 4, 3))
-    for value in (use.inner_input_gram(random(1, 2, 2)), use.input_gram(torch.float64).sum()):
+    for value in (use.source.inner_gram(random(1, 2, 2)), use.source.gram(torch.float64).sum()):
         with pytest.raises(ConfigurationError, match="differentiated only once"):
             torch.autograd.grad(value, inputs, create_graph=True)
 
@@ -191,11 +195,11 @@ def test_second_derivatives_are_refused() -> None:
 def test_sums_in_another_type() -> None:
     x = random(2, 2, 5, 5).float()
     geometry = Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1)
-    use = ConvolutionUse(x.requires_grad_(), random(2, 1, 1, 25, 3).float(), geometry)
-    gram = use.input_gram(torch.float64)
+    use = convolution_use(x.requires_grad_(), random(2, 1, 1, 25, 3).float(), geometry)
+    gram = use.source.gram(torch.float64)
     expected = use.inputs.double().flatten(0, 2)
     torch.testing.assert_close(gram[0], expected.mT @ expected)
-    inner = use.inner_input_gram(random(1, 18, 18))
+    inner = use.source.inner_gram(random(1, 18, 18))
     assert inner.dtype == torch.float64
     (gradient,) = torch.autograd.grad(inner, x)
     assert gradient.dtype == torch.float32 and gradient.any()
@@ -217,7 +221,7 @@ def test_of_a_linearization(way: str) -> None:
         (use,) = linearization.factors(vectors, [name])[name]
         cotangent = random(1, 27, 27)
         for value in (
-            use.inner_input_gram(cotangent),
+            use.source.inner_gram(cotangent),
             (torch.einsum("ngti,ngtj->gij", use.inputs, use.inputs) * cotangent).sum(),
         ):
             values.append(value)

@@ -16,6 +16,7 @@ All roots are differentiable in f, and in the likelihood's parameters if Λ depe
 and gradients stay finite even if probabilities underflow.
 """
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -133,6 +134,17 @@ def one_hot(f: Float[Tensor, "m C"], columns: Int[Tensor, "m k"] | None) -> Floa
         eye = torch.eye(num_outputs, dtype=f.dtype, device=f.device)
         return eye.expand(num_data, num_outputs, num_outputs)
     return (columns.unsqueeze(-1) == torch.arange(num_outputs, device=f.device)).to(f.dtype)
+
+
+def unit_vectors(
+    f: Float[Tensor, "m C"], at_once: int
+) -> Iterator[tuple[slice | Tensor, Float[Tensor, "m k C"]]]:
+    """Yield columns and unit vectors of the outputs, at most ``at_once`` outputs at a time."""
+    if f.shape[1] <= at_once:
+        yield slice(None), one_hot(f, None)
+        return
+    for columns in torch.arange(f.shape[1], device=f.device).split(at_once):
+        yield columns, one_hot(f, columns.expand(len(f), -1))
 
 
 def diagonal_rows(

@@ -37,7 +37,7 @@ from evigrad.network.convolutions import (
     convolution_rows,
     fixed_convolution,
 )
-from evigrad.network.kronecker import ConvolutionUse
+from evigrad.network.kronecker import PatchInputs
 from evigrad.network.paths import JacobianPlan, Use
 
 
@@ -362,7 +362,7 @@ class Convolution(Rule):
         # (m, k, F, o, *positions) → (m, k, G, F T, o')
         g = gradient.flatten(4).unflatten(3, (geometry.groups, -1))
         g = g.permute(0, 1, 3, 2, 5, 4).flatten(3, 4)
-        return ConvolutionUse(match.input, g, geometry)
+        return KroneckerUse(PatchInputs(match.input, len(g), geometry), g)
 
     def matrix(self, use: Use, shape: Sequence[int]) -> MatrixUse | None:
         """See ``Rule.matrix``. The result is None for several channel groups."""

@@ -29,7 +29,7 @@ from evigrad.core.curvature.kfac import Factors, KfacStatistic
 from evigrad.core.curvature.linalg import check_finite_curvature, factor_identity_plus, psd_eigen
 from evigrad.core.curvature.ntk import NtkStatistic
 from evigrad.core.curvature.rows import slabs
-from evigrad.core.roots import one_hot
+from evigrad.core.roots import one_hot, unit_vectors
 from evigrad.errors import NotFiniteError
 from evigrad.network import Linearization
 from evigrad.posterior.updates import Update
@@ -241,7 +241,7 @@ class Covariance:
         shape = (m, num_outputs, num_outputs) if correlated else (m, num_outputs)
         total = f.new_zeros(shape, dtype=self._dtype)
         if not correlated:
-            for columns, vectors in _unit_vectors(f):
+            for columns, vectors in unit_vectors(f, ROWS_AT_ONCE):
                 for sign, part in self._roots(_rows(linearization, vectors, self.blocks)):
                     total[:, columns] += sign * part.square().sum(2)
             return total
@@ -259,7 +259,7 @@ class Covariance:
         also holds between the outputs of different examples.
         """
         f, whole = linearization.outputs, dict[int, Tensor]()
-        for columns, vectors in _unit_vectors(f):
+        for columns, vectors in unit_vectors(f, ROWS_AT_ONCE):
             rows = _rows(linearization, vectors, self.blocks if blocks is None else blocks)
             for sign, part in self._roots(rows):
                 if part.shape[1] == f.shape[1]:
@@ -269,21 +269,6 @@ class Covariance:
                     whole[sign] = part.new_empty(*f.shape, part.shape[2])
                 whole[sign][:, columns] = part
         return whole
-
-    def changes(
-        self, linearization: Linearization, draws: Mapping[str, Float[Tensor, "n *parameter"]]
-    ) -> Float[Tensor, "m n C"]:
-        """Return J (w − w*) of all outputs, for n draws of w − w*."""
-        parts = list[Tensor]()
-        for _, vectors in _unit_vectors(linearization.outputs):
-            total: Tensor | None = None
-            for block, rows in _rows(linearization, vectors, self.blocks):
-                for name in block.names:
-                    flat = draws[name].reshape(len(draws[name]), -1)
-                    total = _sum(total, rows[name].to(flat) @ flat.mT)
-            assert total is not None
-            parts.append(total)
-        return torch.cat(parts, 1).movedim(2, 1)
 
     @property
     def width(self) -> int:
@@ -531,17 +516,6 @@ def _rows(
 def _as_row(vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a vector, which has one tensor for each parameter, as the rows of one output."""
     return {name: torch.atleast_1d(part)[None, None] for name, part in vector.items()}
-
-
-def _unit_vectors(
-    f: Float[Tensor, "m C"],
-) -> Iterator[tuple[slice | Tensor, Float[Tensor, "m k C"]]]:
-    """Yield columns and unit vectors of the outputs, ``ROWS_AT_ONCE`` outputs at a time."""
-    if f.shape[1] <= ROWS_AT_ONCE:
-        yield slice(None), one_hot(f, None)
-        return
-    for columns in torch.arange(f.shape[1], device=f.device).split(ROWS_AT_ONCE):
-        yield columns, one_hot(f, columns.expand(len(f), -1))
 
 
 def _width(block: Block) -> int:

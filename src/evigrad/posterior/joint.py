@@ -216,7 +216,7 @@ def outputs_of(query: Query, covariance: Covariance, draws: Draws) -> Float[Tens
 
     def outputs(linearization: Linearization, factors: Factors) -> tuple[Tensor, ...]:
         f = linearization.outputs
-        values = f.unsqueeze(1) + covariance.changes(linearization, draws.changes).to(f)
+        values = f.unsqueeze(1) + linearization.times(draws.changes).to(f)
         if not draws.coefficients:
             return (values,)
         return values, *factors(covariance.roots(linearization))[-len(draws.coefficients) :]

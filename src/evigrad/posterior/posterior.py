@@ -465,7 +465,6 @@ class Posterior:
             query,
             problem=problem,
             shift=self._shift,
-            covariance=self._covariance,
             scale=self._scale,
         )
 

@@ -24,7 +24,6 @@ from evigrad.passes.memory import GIB, available_bytes
 from evigrad.passes.parameters import held_constant
 from evigrad.passes.problem import Problem
 from evigrad.passes.sweep import new_sweep
-from evigrad.posterior.covariances import Covariance
 from evigrad.posterior.updates import Update
 
 # The name of the inputs in ``Network.differentiated``.
@@ -49,7 +48,6 @@ class Query:
         updates: Observations that change the prediction, each with its own batches.
         differentiable: Whether results have a graph to the inputs or to the updates.
         shift: Differences of the mean weights from the weights of the network, or none.
-        covariance: Covariance of the posterior, or None without a shift.
         scale: Factor on the mean outputs.
     """
 
@@ -62,7 +60,6 @@ class Query:
     updates: Sequence[Update]
     differentiable: bool
     shift: Mapping[str, Tensor] = field(default_factory=dict)
-    covariance: Covariance | None = None
     scale: float = 1.0
 
     @classmethod
@@ -182,11 +179,10 @@ class Query:
         if not self.shift and self.scale == 1.0:
             return linearization
         at_mean = copy(linearization)
-        if self.shift and self.covariance is not None:
-            draw = {name: shift.unsqueeze(0) for name, shift in self.shift.items()}
-            change = self.covariance.changes(linearization, draw)
-            # ``changes`` has the shape (m, n, C) for n draws.
-            at_mean.outputs = at_mean.outputs + change[:, 0].to(at_mean.outputs)
+        if self.shift:
+            vectors = {name: shift.unsqueeze(0) for name, shift in self.shift.items()}
+            change = linearization.times(vectors)[:, 0]
+            at_mean.outputs = at_mean.outputs + change.to(at_mean.outputs)
         at_mean.outputs = self.scale * at_mean.outputs
         return at_mean
 

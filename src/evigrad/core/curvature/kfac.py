@@ -37,7 +37,7 @@ from evigrad.core.curvature.base import (
     scaled_rows,
     working_dtype,
 )
-from evigrad.core.curvature.kronecker import KroneckerUse
+from evigrad.core.curvature.kronecker import KroneckerUse, rows_of
 from evigrad.core.curvature.linalg import (
     Spectra,
     check_rounding,
@@ -309,7 +309,7 @@ class Kfac(Curvature[KfacStatistic]):
         for name, examples in self._examples(linearization, root).items():
             of_sums = cotangent.factors[name]
             for part in examples:
-                terms.append(part.inner_input_gram(of_sums.inputs))
+                terms.append(part.source.inner_gram(of_sums.inputs))
                 terms.append(part.inner_gradient_gram(of_sums.gradients))
         blocks = self._add_others({}, linearization, root)
         terms += [(cotangent.blocks[name] * block).sum() for name, block in blocks.items()]
@@ -329,7 +329,8 @@ class Kfac(Curvature[KfacStatistic]):
             scaled = [use.scaled(root.scale, dtype) for use in uses]
             if self._sharing == "reduce":
                 positions = sum(use.positions for use in uses)
-                mean = torch.stack([use.input_sum() for use in uses]).sum(0).to(dtype) / positions
+                sums = [use.source.sum(use.pieces[0].dtype) for use in uses]
+                mean = torch.stack(sums).sum(0).to(dtype) / positions
                 total = torch.stack([use.gradients.sum(3) for use in scaled]).sum(0)
                 turned = uses[0].transposed
                 scaled = [KroneckerUse(mean[:, :, None], total[:, :, :, None], transposed=turned)]
@@ -416,9 +417,9 @@ def _factors(use: KroneckerUse, shape: torch.Size | None = None) -> Factors:
         inputs = use.inputs.transpose(0, 1).flatten(1, 2)
         left = inputs @ inputs.mT
     else:
-        left = use.input_gram(dtype)
+        left = use.source.gram(dtype)
     if shape is not None and use.num_rows < use.pieces[0].shape[4]:
-        rows = use.gradient_rows()
+        rows = rows_of(use.gradients)
         right = rows @ rows.mT
     else:
         right = use.gradient_gram()

@@ -1,6 +1,5 @@
 """Kronecker factors of one use of a weight: the inputs, the gradients and their Gram matrices."""
 
-import copy
 from collections.abc import Sequence
 from functools import reduce
 
@@ -16,6 +15,40 @@ from evigrad.core.algebra import (
     outer_gram_pull,
     symmetric,
 )
+
+
+class MatrixInputs:
+    """The inputs of a weight that is used as a matrix, at T positions of m examples.
+
+    Args:
+        matrices: The inputs (m, G, T, i) of G channel groups.
+    """
+
+    def __init__(self, matrices: Float[Tensor, "m G T i"]) -> None:
+        self._matrices = matrices
+
+    def matrices(self, dtype: torch.dtype) -> Float[Tensor, "m G T i"]:
+        """Return the inputs, in ``dtype``."""
+        return self._matrices.to(dtype)
+
+    def gram(self, dtype: torch.dtype) -> Float[Tensor, "G i i"]:
+        """Return Σ a aᵀ over the inputs a of all examples and positions, differentiable once."""
+        return Gram.apply(self._flat(dtype), outer_gram, outer_gram_pull)
+
+    def inner_gram(self, cotangent: Float[Tensor, "G i i"]) -> Float[Tensor, ""]:
+        """Return ⟨cotangent, ``gram``⟩ in the cotangent's type, differentiable once."""
+        return inner_gram(self._flat(cotangent.dtype), cotangent)
+
+    def sum(self, dtype: torch.dtype) -> Float[Tensor, "m G i"]:
+        """Return the inputs summed over positions."""
+        return self.matrices(dtype).sum(2)
+
+    def detach(self) -> "MatrixInputs":
+        """Return the inputs without a graph."""
+        return MatrixInputs(self._matrices.detach())
+
+    def _flat(self, dtype: torch.dtype) -> Float[Tensor, "G mT i"]:
+        return self.matrices(dtype).transpose(0, 1).flatten(1, 2)
 
 
 class KroneckerUse:
@@ -34,11 +67,11 @@ class KroneckerUse:
 
     def __init__(
         self,
-        inputs: Float[Tensor, "m G T i"] | None,
+        inputs: Float[Tensor, "m G T i"] | MatrixInputs,
         *gradients: Float[Tensor, "m k G T o"],
         transposed: bool = False,
     ) -> None:
-        self._inputs = inputs
+        self.source = MatrixInputs(inputs) if isinstance(inputs, Tensor) else inputs
         self.pieces, self.transposed = gradients, transposed
 
     @property
@@ -49,8 +82,7 @@ class KroneckerUse:
     @property
     def inputs(self) -> Float[Tensor, "m G T i"]:
         """The inputs of the matrix, in the type of the gradients."""
-        assert self._inputs is not None
-        return self._inputs.to(self.pieces[0].dtype)
+        return self.source.matrices(self.pieces[0].dtype)
 
     @property
     def num_data(self) -> int:
@@ -66,22 +98,6 @@ class KroneckerUse:
     def num_rows(self) -> int:
         """The number of outer products in ``gradient_gram``, m k T."""
         return self.num_data * self.positions * sum(piece.shape[1] for piece in self.pieces)
-
-    def input_gram(self, dtype: torch.dtype) -> Float[Tensor, "G i i"]:
-        """Return Σ a aᵀ over the inputs a of all examples and positions, differentiable once."""
-        return Gram.apply(self._flat(dtype), outer_gram, outer_gram_pull)
-
-    def inner_input_gram(self, cotangent: Float[Tensor, "G i i"]) -> Float[Tensor, ""]:
-        """Return ⟨cotangent, ``input_gram``⟩ in the cotangent's type, differentiable once."""
-        return inner_gram(self._flat(cotangent.dtype), cotangent)
-
-    def input_sum(self) -> Float[Tensor, "m G i"]:
-        """Return the inputs summed over positions."""
-        return self.inputs.sum(2)
-
-    def gradient_rows(self) -> Float[Tensor, "G R o"]:
-        """Return the gradients of all examples, rows and positions as one matrix."""
-        return self.gradients.permute(2, 0, 1, 3, 4).flatten(1, 3)
 
     def gradient_gram(self) -> Float[Tensor, "G o o"]:
         """Return Σ g gᵀ over the gradients g of all examples, rows and positions."""
@@ -106,15 +122,12 @@ class KroneckerUse:
 
     def with_gradients(self, pieces: Sequence[Float[Tensor, "m k G T o"]]) -> "KroneckerUse":
         """Return this use with ``pieces`` as its gradients."""
-        use = copy.copy(self)
-        use.pieces = tuple(pieces)
-        return use
+        return KroneckerUse(self.source, *pieces, transposed=self.transposed)
 
     def detach(self) -> "KroneckerUse":
         """Return this use without a graph."""
-        use = self.with_gradients([piece.detach() for piece in self.pieces])
-        use._inputs = None if self._inputs is None else self._inputs.detach()
-        return use
+        pieces = [piece.detach() for piece in self.pieces]
+        return KroneckerUse(self.source.detach(), *pieces, transposed=self.transposed)
 
     def _gradient_columns(self) -> "list[Float[Tensor, 'b G o R']]":
         """Return batches of matrices whose columns are all the gradients.
@@ -126,8 +139,9 @@ class KroneckerUse:
         piece = self.pieces[0]
         if piece.stride(3) == 1 and self.positions >= piece.shape[4] > 1:
             return [piece.flatten(0, 1).mT for piece in self.pieces]
-        return [self.gradient_rows().mT[None]]
+        return [rows_of(self.gradients).mT[None]]
 
-    def _flat(self, dtype: torch.dtype) -> Float[Tensor, "G mT i"]:
-        assert self._inputs is not None
-        return self._inputs.to(dtype).transpose(0, 1).flatten(1, 2)
+
+def rows_of(gradients: Float[Tensor, "m k G T o"]) -> Float[Tensor, "G mkT o"]:
+    """Return the gradients of all examples, rows and positions as one matrix."""
+    return gradients.permute(2, 0, 1, 3, 4).flatten(1, 3)
