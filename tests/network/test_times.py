@@ -11,7 +11,6 @@ from zoo import CASES, HYPERPARAMETERS
 
 from evigrad.network import Linearization, linearization, plan
 
-
 ROWS, INNER = 2**62, 0  # values of _OUTPUTS_PER_VECTOR that choose the way
 
 
