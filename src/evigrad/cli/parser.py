@@ -188,8 +188,8 @@ class Parser(ArgumentParser):
                 yield argument
                 continue
             key, switch = _key(name), _key(re.sub("^no[-_]", "", name))
-            is_alone = not equals and (key != switch or following.startswith("-"))
-            if is_alone and self.types.get(switch) in (bool, bool | None):
+            lacks_value = not equals and (key != switch or following.startswith("-"))
+            if lacks_value and self.types.get(switch) in (bool, bool | None):
                 key, equals, value = switch, "=", str(key == switch).lower()
             yield f"{flag(key)}{equals}{value}"
 
