@@ -85,7 +85,7 @@ def test_the_first_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     plain = "schedule=evigrad.Schedule(epochs=2)"
     changes["train, estimator=None"] = f"train, {plain}, estimator=None"
     names = run_blocks("docs/index.md", changes)
-    assert names["predictive"].probabilities.shape == (5, 10)
+    assert names["predictive"].probabilities.shape == (1000, 10)
     assert "5.bias" in capsys.readouterr().out
 
 
