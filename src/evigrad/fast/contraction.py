@@ -382,10 +382,10 @@ def contraction_cotangents(
         t, u = at.stop - at.start, others.stop - others.start
         b, h = a[others].flatten(0, 1), g[others].flatten(0, 2)
         left = _products(a[at, data], b).view(t, -1, 1, u, m, 1) * cotangents[data]
-        of_gradients[at, data] += (left.view(-1, len(h)) @ h).view(t, -1, k, g.shape[3])
+        of_gradients[at, data] += (left.reshape(-1, len(h)) @ h).view(t, -1, k, g.shape[3])
         right = _products(g[at, data], h).view(t, -1, k, u, m, k) * cotangents[data]
         right = right.sum((2, 5)) if k > 1 else right
-        of_inputs[at, data] += (right.view(-1, len(b)) @ b).view(t, -1, a.shape[2])
+        of_inputs[at, data] += (right.reshape(-1, len(b)) @ b).view(t, -1, a.shape[2])
     return of_inputs.mul_(2).movedim(0, 1), of_gradients.mul_(2).movedim(0, 2)
 
 
