@@ -457,7 +457,7 @@ def test_large_data_have_a_known_truth(monkeypatch, kind):
 def test_checks_of_a_gpu_run_on_a_cpu(monkeypatch, tmp_path, capsys):
     script = load_script("gpu", monkeypatch)
     path = tmp_path / "gpu.csv"
-    small_run = ["--families", "priors", "--cases", "2", "--networks", "linear", "--data", "10"]
+    small_run = ["--families", "priors", "--cases", "1", "--networks", "linear", "--data", "10"]
     with pytest.raises(SystemExit) as ended:
         script.main(["--device", "cpu", *small_run, "--repeats", "1", "--csv", str(path)])
     assert ended.value.code == 0
