@@ -452,3 +452,17 @@ def test_large_data_have_a_known_truth(monkeypatch, kind):
     row = script.measured(f"{kind}-200", 2, None)
     assert (row["steps"], row["rounds"]) == (4, 2)
     assert 0 < row["below_the_truth"] < 2
+
+
+def test_checks_of_a_gpu_run_on_a_cpu(monkeypatch, tmp_path, capsys):
+    script = load_script("gpu", monkeypatch)
+    path = tmp_path / "gpu.csv"
+    small_run = ["--families", "priors", "--cases", "1", "--networks", "linear", "--data", "10"]
+    with pytest.raises(SystemExit) as ended:
+        script.main(["--device", "cpu", *small_run, "--repeats", "1", "--csv", str(path)])
+    assert ended.value.code == 0
+    recorded, step, *gradients = csv.DictReader(path.read_text().splitlines())
+    assert recorded["agrees"] == "True" and float(recorded["value"]) == 0.0
+    assert step["value"] == "1.00 steps" and len(gradients) == 2
+    assert all(row["value"].endswith(" steps") and row["device"] for row in gradients)
+    assert "linear: kfac-10-1" in capsys.readouterr().out

@@ -22,9 +22,15 @@ from evigrad.core.curvature.rows import DenseRows, Rows, between
 
 # A multiplication of looked-up numbers takes as long as this number of them in a matrix product.
 _SCATTERED = 8
-# Entries of a temporary matrix (8 MiB in float32). The system clears matrices of 32 MiB and more at
-# each use, which takes longer than their products.
-_STRIP = 2**21
+# A device that is not the CPU could do about this number of multiplications while it launches a
+# kernel (5 µs). An estimate from data sheets.
+_LAUNCH = 2**26
+# Kernels for a part of positions, for products with a lookup by position and row, and for lookups.
+_PART_LAUNCHES, _CROSSED_LAUNCHES, _LOOKUP_LAUNCHES = 6, 5, 30
+# Largest number of entries of a temporary matrix (8 MiB in float32). The system clears matrices of
+# 32 MiB and more at each use, which takes longer than their products. If a matrix covers several
+# pairs of positions, it should fit the cache of a CPU.
+_NUMBERS, _CPU_NUMBERS = 2**21, 2**17
 
 
 @dataclass(frozen=True)
@@ -182,19 +188,41 @@ class ProductRows(Rows):
 
 
 def contracted(
-    uses: Mapping[str, Sequence[MatrixUse]], num_data: int, rows_per_datum: int
+    uses: Mapping[str, Sequence[MatrixUse]],
+    num_data: int,
+    rows_per_datum: int,
+    device: torch.device,
 ) -> dict[str, Sequence[MatrixUse]]:
-    """Return the weights whose Gram matrix takes fewer multiplications if rows are not formed."""
+    """Return the weights whose Gram matrix takes fewer multiplications if rows are not formed.
+
+    On a device that is not the CPU, launches of kernels are counted as multiplications.
+    """
     rows, cheap = num_data * rows_per_datum, {}
+    launch = 0 if device.type == "cpu" else _LAUNCH
     for name, weight_uses in uses.items():
         size = weight_uses[0].inputs * weight_uses[0].outputs
-        by_rows = rows**2 * size
+        by_rows = rows**2 * size + launch
         for use in weight_uses:
-            by_rows += rows * (size if use.looked_up else size * use.positions)
+            by_rows += rows * (size if use.looked_up else size * use.positions) + 2 * launch
         pairs = [(a, b) for i, a in enumerate(weight_uses) for b in weight_uses[: i + 1]]
-        if sum(_operations(a, b, num_data, rows) for a, b in pairs) < by_rows:
+        by_pairs = sum(
+            _operations(a, b, num_data, rows) + launch * _launches(a, b, rows, rows_per_datum)
+            for a, b in pairs
+        )
+        if by_pairs < by_rows:
             cheap[name] = weight_uses
     return cheap
+
+
+def _launches(one: MatrixUse, other: MatrixUse, rows: int, rows_per_datum: int) -> int:
+    """Return the number of kernels for products of two uses of a weight by positions."""
+    if one.looked_up and other.looked_up:
+        return _LOOKUP_LAUNCHES
+    if one.looked_up or other.looked_up:
+        product_use = other if one.looked_up else one
+        return _CROSSED_LAUNCHES * rows_per_datum * product_use.positions
+    entries = rows**2 * one.positions * other.positions
+    return _PART_LAUNCHES * -(-entries // _NUMBERS)
 
 
 def _operations(one: MatrixUse, other: MatrixUse, num_data: int, rows: int) -> float:
@@ -233,15 +261,21 @@ def contraction_gram(
     (g_(n,j,t)·g_(n',j',t')). Each use has R = m k rows, k for each of its m examples. The rows of
     an example are adjacent.
     """
-    (a, g), (b, h) = one, other
-    (m, k), num_columns = g.shape[:2], h.shape[:2].numel()
-    gram = a.new_zeros(m * k, num_columns)
-    for strip in _strips(m, k * num_columns):
-        rows = gram[strip.start * k : strip.stop * k]
-        for t, u in product(range(a.shape[1]), range(b.shape[1])):
-            left = _spread(a[strip, t] @ b[:, u].mT, k)
-            rows.addcmul_(left, _flat(g[strip], t) @ _flat(h, u).mT)
-    return gram
+    (a, g), (b, h) = ((a.movedim(1, 0), g.movedim(2, 0)) for a, g in (one, other))
+    (positions, m, k), (num_others, n, k_other) = g.shape[:3], h.shape[:3]
+    gram = a.new_zeros(m, k, n, k_other)
+    # On a CPU, a fused product of one pair of positions is faster than the sum over several.
+    limit = 1 if _is_cpu(a) else _NUMBERS
+    for at, data, others in _parts(positions, m, num_others, k * n * k_other, limit):
+        t, u = at.stop - at.start, others.stop - others.start
+        inputs = _products(a[at, data], b[others])
+        gradients = _products(g[at, data], h[others])
+        if t == u == 1:
+            gram[data].addcmul_(inputs.view(-1, 1, n, 1), gradients.view(-1, k, n, k_other))
+        else:
+            products = inputs.view(t, -1, 1, u, n, 1) * gradients.view(t, -1, k, u, n, k_other)
+            gram[data] += products.sum((0, 3))
+    return gram.view(m * k, n * k_other)
 
 
 def _products_with_lookup(
@@ -339,34 +373,42 @@ def contraction_cotangents(
 
     ``cotangent`` must be symmetric.
     """
-    (m, k), positions = gradients.shape[:2], inputs.shape[1]
-    of_inputs, of_gradients = torch.zeros_like(inputs), torch.zeros_like(gradients)
-    for strip in _strips(m, k * m * k):
-        twice = 2 * cotangent[strip.start * k : strip.stop * k]
-        for t, u in product(range(positions), repeat=2):
-            left = _spread(inputs[strip, t] @ inputs[:, u].mT, k)
-            of_rows = (twice * left) @ _flat(gradients, u)
-            of_gradients[strip, :, t] += of_rows.unflatten(0, (-1, k))
-            right = twice * (_flat(gradients[strip], t) @ _flat(gradients, u).mT)
-            of_inputs[strip, t] += right.reshape(-1, k, m, k).sum((1, 3)) @ inputs[:, u]
-    return of_inputs, of_gradients
+    a, g = inputs.movedim(1, 0).contiguous(), gradients.movedim(2, 0).contiguous()
+    positions, m, k = g.shape[:3]
+    of_inputs, of_gradients = torch.zeros_like(a), torch.zeros_like(g)
+    cotangents = cotangent.reshape(m, k, 1, m, k)
+    limit = _CPU_NUMBERS if _is_cpu(a) else _NUMBERS
+    for at, data, others in _parts(positions, m, positions, k * m * k, limit):
+        t, u = at.stop - at.start, others.stop - others.start
+        b, h = a[others].flatten(0, 1), g[others].flatten(0, 2)
+        left = _products(a[at, data], b).view(t, -1, 1, u, m, 1) * cotangents[data]
+        of_gradients[at, data] += (left.reshape(-1, len(h)) @ h).view(t, -1, k, g.shape[3])
+        right = _products(g[at, data], h).view(t, -1, k, u, m, k) * cotangents[data]
+        right = right.sum((2, 5)) if k > 1 else right
+        of_inputs[at, data] += (right.reshape(-1, len(b)) @ b).view(t, -1, a.shape[2])
+    return of_inputs.mul_(2).movedim(0, 1), of_gradients.mul_(2).movedim(0, 2)
 
 
-def _strips(num_data: int, numbers: int) -> list[slice]:
-    """Return slices of the examples, each with matrices of at most ``_STRIP`` entries.
+def _products(one: Float[Tensor, "*A n"], other: Float[Tensor, "*B n"]) -> Float[Tensor, "A B"]:
+    return one.flatten(0, -2) @ other.flatten(0, -2).mT
 
-    ``numbers`` is the number of entries per example.
+
+def _parts(
+    positions: int, num_data: int, num_others: int, numbers: int, limit: int
+) -> Iterator[tuple[slice, slice, slice]]:
+    """Yield slices of positions, examples and other positions that cover all of their triples.
+
+    ``numbers`` is the number of entries of a triple. Parts with several pairs of positions have at
+    most ``limit`` entries.
     """
-    size = max(1, _STRIP // numbers)
-    return [slice(start, min(start + size, num_data)) for start in range(0, num_data, size)]
+    data = max(1, min(num_data, _NUMBERS // numbers))
+    others = max(1, min(num_others, limit // (numbers * data)))
+    at = max(1, limit // (numbers * data * others))
+    sizes = ((positions, at), (num_data, data), (num_others, others))
+    yield from product(
+        *([slice(i, min(i + step, n)) for i in range(0, n, step)] for n, step in sizes)
+    )
 
 
-def _flat(gradients: Float[Tensor, "m k T o"], position: int) -> Float[Tensor, "R o"]:
-    return gradients[:, :, position].flatten(0, 1)
-
-
-def _spread(products: Float[Tensor, "n m"], k: int) -> Float[Tensor, "nk mk"]:
-    """Repeat the entry of each pair of examples for each pair of their rows."""
-    if k == 1:
-        return products
-    return products.repeat_interleave(k, 0).repeat_interleave(k, 1)
+def _is_cpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"

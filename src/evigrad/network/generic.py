@@ -21,8 +21,8 @@ from evigrad.network.arguments import check_output, model_outputs
 # example, a bias before a normalization has no other rows.
 _TOLERANCES = {torch.float64: (1e-6, 1e-12), torch.float32: (1e-3, 1e-6)}
 _COARSE_TOLERANCES = (5e-2, 1e-3)
-# Convolutions on a GPU round to TF32 by default.
-_TF32_FACTOR = 10.0
+# Fast convolutions on a GPU (by Winograd or Fourier transforms) round more, also without TF32.
+_CONVOLUTION_FACTOR = 10.0
 
 
 def loop_rows(
@@ -156,5 +156,5 @@ def tolerances(like: Tensor) -> tuple[float, float]:
     """
     relative, rounding = _TOLERANCES.get(like.dtype, _COARSE_TOLERANCES)
     if like.is_cuda and like.dtype == torch.float32:
-        relative *= _TF32_FACTOR
+        relative *= _CONVOLUTION_FACTOR
     return relative, rounding

@@ -7,7 +7,8 @@ import threading
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from operator import is_
 from typing import Any
 from weakref import WeakValueDictionary
@@ -39,6 +40,9 @@ _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), Tensor, n
 # The depth to which nested containers are searched.
 _DEPTH = 8
 
+# The type of devices that may round factors of float32 products to TF32.
+TF32_DEVICE = "cuda"
+
 # Random states, kernel switches and warning filters are global to the process. Threads that change
 # them take turns, pass by pass and epoch by epoch. The lock is never held while a generator yields.
 TURN = threading.RLock()
@@ -50,8 +54,8 @@ def evaluation_mode(
 ) -> Iterator[Callable[[], bool]]:
     """Set a model to evaluation mode and restore its mode on exit.
 
-    The global random generators are seeded from ``generator`` and restored on exit. Other threads
-    that call this function wait.
+    The global random generators are seeded from ``generator`` and restored on exit. On a CUDA
+    device, TF32 is switched off. Other threads that call this function wait.
 
     Args:
         model: Any module.
@@ -63,18 +67,19 @@ def evaluation_mode(
     """
     with TURN:
         training = [(module, module.training) for module in model.modules()]
+        first = next(model.parameters(), None)
+        device = torch.device("cpu") if first is None else first.device
         if generator is None:
             seeds = nullcontext(lambda: False)
         else:
-            first = next(model.parameters(), None)
-            device = torch.device("cpu") if first is None else first.device
             seeds = seeded(int(torch.randint(2**62, (), generator=generator, device="cpu")), device)
         try:
             # Not model.eval(), because an overridden ``train`` may have side effects. This also
             # restores each module's mode if the modes differ.
             for module, _ in training:
                 _set_mode(module, False)
-            with seeds as has_drawn:
+            full = without_tf32() if device.type == TF32_DEVICE else nullcontext()
+            with full, seeds as has_drawn:
                 yield has_drawn
         finally:
             for module, mode in training:
@@ -209,6 +214,38 @@ def without_autocast(device: torch.device) -> Iterator[None]:
         return
     with torch.autocast(device.type, enabled=False):
         yield
+
+
+@contextmanager
+def without_tf32() -> Iterator[None]:
+    """Compute products and convolutions on CUDA devices in full float32 inside the context.
+
+    TF32 keeps 10 bits of the mantissa, but checks of rounding assume the 23 bits of float32. The
+    settings are global, so other threads that call this function wait.
+    """
+    backends = torch.backends
+    cudnn, products = backends.cudnn, backends.cuda.matmul
+    settings: list[Any] = [products, backends.mkldnn.matmul, cudnn.conv, cudnn.rnn]
+    with TURN:
+        before = [setting.fp32_precision for setting in settings]
+        # PyTorch raises an error for older settings that contradict the newer ones.
+        older: list[Callable[[], None]] = []
+        with suppress(RuntimeError):
+            precision = torch.get_float32_matmul_precision()
+            older.append(partial(torch.set_float32_matmul_precision, precision))
+        for backend in (cudnn, products):
+            with suppress(RuntimeError):
+                older.insert(0, partial(setattr, backend, "allow_tf32", backend.allow_tf32))
+                backend.allow_tf32 = False
+        try:
+            for setting in settings:
+                setting.fp32_precision = "ieee"
+            yield
+        finally:
+            for restore in older:
+                restore()
+            for setting, precision in zip(settings, before, strict=True):
+                setting.fp32_precision = precision
 
 
 def _runs_only_layers(modules: Sequence[nn.Module]) -> bool:

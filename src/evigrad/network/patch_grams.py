@@ -18,8 +18,8 @@ then depend only on their distance, except for patches beyond the output's posit
 where x is zero outside the image. C is the weight gradient of a convolution of x with itself. For a
 3 x 3 kernel, C consists of 15 matrices of size c x c, instead of 81. The remaining 10 of the 25
 distances give transposes. Shifts that are not positions of the output are then subtracted. These
-shifts overlap only the border of the image. On a GPU, these correlations are rounded like
-convolutions, to TF32 by default.
+shifts overlap only the border of the image. On a GPU, these convolutions must not round to TF32
+(``modes.without_tf32``), because the small eigenvalues of the result would be lost.
 """
 
 from collections.abc import Iterator

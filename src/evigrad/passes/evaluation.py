@@ -1,6 +1,7 @@
 """Compute estimates and gradients for blocks, in float64 if float32 is not accurate enough."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ from evigrad.core import algorithm
 from evigrad.core.curvature import Curvature, RoundingError, rounding_refused
 from evigrad.core.model import Estimate, Pass
 from evigrad.core.protocols import Purpose, Sweep
-from evigrad.network import derivatives_named
+from evigrad.network import derivatives_named, modes
 from evigrad.passes.kept import KeptPass
 from evigrad.passes.memory import run_if_it_fits
 from evigrad.passes.sweep import MicroBatchSweep
@@ -88,13 +89,15 @@ def precisely(
     ``work`` is a function of a curvature and a sweep. If a check of the network is due, the sweep
     has no incorrect fast derivatives, and checks that the model does not mix examples. Every
     evaluation starts in float32, so it does not depend on earlier evaluations. If the user set
-    ``gram_dtype``, or if memory is too small for float64, rounding causes only a warning. ``work``
-    must have no side effects if it raises an error. ``trial`` is called with the result, to detect
-    rounding errors of later steps.
+    ``gram_dtype``, or if memory is too small for float64, rounding causes only a warning. TF32 is
+    off, because its rounding would matter in almost all blocks. ``work`` must have no side effects
+    if it raises an error. ``trial`` is called with the result, to detect rounding errors of later
+    steps.
     """
     problem = sweep.problem
     sweep.check_memory()
-    with derivatives_named():
+    has_tf32 = problem.device.type == modes.TF32_DEVICE
+    with derivatives_named(), modes.without_tf32() if has_tf32 else nullcontext():
         is_due = problem.network.check_is_due()
         sweep = sweep.checked() if is_due else sweep
         decorated: Callable[[MicroBatchSweep], Sweep] = VerifiedSweep if is_due else lambda s: s

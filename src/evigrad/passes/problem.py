@@ -107,7 +107,7 @@ class Problem:
         # Rows that are multiplied with other rows are not products, and H replaces their kernel.
         needs_rows = self.purpose is Purpose.ROWS
         uses = {} if needs_rows else matrix_uses(plan.jacobian, self.model.weights)
-        cheap = contracted(uses, data, max(1, rows // data))
+        cheap = contracted(uses, data, max(1, rows // data), self.device)
         storage = Storage(settings.rows_dtype, settings.rows_device)
         return make_curvature(
             estimator.structure,

@@ -33,6 +33,7 @@ from evigrad.fast.contraction import (
 from evigrad.fast.storage import Storage
 
 M, C, K = 5, 3, 2
+CPU = torch.device("cpu")
 SHAPES = {"a.weight": (2, 3), "a.bias": (2,), "b.weight": (2, 2)}
 
 
@@ -160,7 +161,7 @@ def test_lookups_are_contracted_where_the_table_is_long() -> None:
     long, short = MatrixUse(16, 8, 10_000, True), MatrixUse(16, 8, 10, True)
     head = MatrixUse(1, 8, 10_000)
     uses = {"long": (long,), "short": (short,), "tied": (long, head)}
-    assert set(contracted(uses, 64, 1)) == {"long", "tied"}
+    assert set(contracted(uses, 64, 1, CPU)) == {"long", "tied"}
 
 
 def test_the_cheaper_way_by_operation_count() -> None:
@@ -169,10 +170,21 @@ def test_the_cheaper_way_by_operation_count() -> None:
         "tiny": (MatrixUse(1, 1, 2),),
         "long": (MatrixUse(64, 32, 32),),
     }
-    assert set(contracted(uses, 100, 1)) == {"wide"}
-    assert set(contracted(uses, 1000, 10)) == {"wide"}
+    assert set(contracted(uses, 100, 1, CPU)) == {"wide"}
+    assert set(contracted(uses, 1000, 10, CPU)) == {"wide"}
     # One datum: T² (i + o + 1) products against 2 T i o or so.
-    assert not contracted({"long": (MatrixUse(1000, 8, 8),)}, 10, 1)
+    assert not contracted({"long": (MatrixUse(1000, 8, 8),)}, 10, 1, CPU)
+
+
+def test_launches_count_on_other_devices() -> None:
+    """Rows of small matrices are formed there, and rows of wide ones are not."""
+    uses = {
+        "narrow": (MatrixUse(1, 512, 10),),
+        "wide": (MatrixUse(16, 4096, 4096),),
+        "table": (MatrixUse(16, 8, 10_000, True), MatrixUse(1, 8, 10_000)),
+    }
+    assert set(contracted(uses, 100, 1, CPU)) == {"narrow", "wide", "table"}
+    assert set(contracted(uses, 100, 1, torch.device("meta"))) == {"wide"}
 
 
 # ------------------------------------------------------------------ linear algebra
