@@ -212,7 +212,7 @@ def table(rows: list[Row], columns: list[str]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--families", nargs="*", choices=RECORDED, default=list(RECORDED))
     parser.add_argument("--networks", nargs="*", choices=SETTINGS, default=list(SETTINGS))

@@ -34,7 +34,10 @@ def test_the_first_block_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) 
     short = "schedule=evigrad.Schedule(epochs=2, burn_in=1, every=1, steps=1)"
     plain = "schedule=evigrad.Schedule(epochs=2)"
     gaussian = 'likelihood="gaussian"'
-    changes = {f"{gaussian})": f"{gaussian}, {short})", "estimator=None": f"{plain}, estimator=None"}
+    changes = {
+        f"{gaussian})": f"{gaussian}, {short})",
+        "estimator=None": f"{plain}, estimator=None",
+    }
     assert run_blocks("README.md", changes)["result"].history[-1]["log_evidence"] < 0
     assert "weight decay 5e-4" in capsys.readouterr().out
 

@@ -74,7 +74,8 @@ def compile_device(folder: str) -> None:
     from torch.utils import cpp_extension
 
     os.environ["MAX_JOBS"] = "1"
-    torch.utils.rename_privateuse1_backend("host")
+    utils: Any = torch.utils
+    utils.rename_privateuse1_backend("host")
     functions = {"is_available": True, "is_initialized": True, "_is_in_bad_fork": False}
     module: Any = ModuleType("host")
     for name, value in (functions | {"device_count": 1, "current_device": 0}).items():
@@ -110,5 +111,5 @@ if __name__ == "__main__":
     compile_device(sys.argv[1])
     # Operations on tensors of two devices are errors, or the test would show nothing.
     with pytest.raises(RuntimeError, match="same device"):
-        torch.ones(2, device="host") + torch.ones(2)
+        torch.add(torch.ones(2, device="host"), torch.ones(2))
     print(json.dumps(numbers("host")))

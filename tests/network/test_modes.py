@@ -13,7 +13,7 @@ from evigrad.likelihoods import Categorical
 from evigrad.network import modes
 from evigrad.priors import GaussianPrior
 
-BACKENDS = torch.backends
+BACKENDS: Any = torch.backends
 READS: dict[str, Callable[[], Any]] = {
     "older": torch.get_float32_matmul_precision,
     "older, cuda": lambda: BACKENDS.cuda.matmul.allow_tf32,
@@ -66,7 +66,7 @@ def test_evaluations_are_without_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes of the network, and the factorization after them, if the device had TF32."""
     monkeypatch.setattr(modes, "TF32_DEVICE", "cpu")
     torch.set_float32_matmul_precision("high")
-    before, precisions = state(), list[str]()
+    before, precisions = state(), list[Any]()
 
     def note(*_: Any) -> None:
         precisions.append(BACKENDS.cuda.matmul.fp32_precision)
@@ -76,8 +76,8 @@ def test_evaluations_are_without_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     model[0].register_forward_hook(note)
     x, y = torch.randn(6, 3), torch.arange(6) % 2
-    prior, settings = GaussianPrior("layerwise"), {"num_data": 6, "generator": 0}
-    evidence = Evidence(model, Categorical(), prior, estimator="ntk-6-1", **settings)
+    prior = GaussianPrior("layerwise")
+    evidence = Evidence(model, Categorical(), prior, estimator="ntk-6-1", num_data=6, generator=0)
     evidence.backward(x, y)
     evidence.posterior((x, y), structure="kfac")(x)
     assert len(precisions) > 5 and set(precisions) == {"ieee"}

@@ -396,7 +396,7 @@ def _products(one: Float[Tensor, "*A n"], other: Float[Tensor, "*B n"]) -> Float
 def _parts(
     positions: int, num_data: int, num_others: int, numbers: int, limit: int
 ) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield slices of positions, examples and other positions that cover all of their triples.
+    """Return slices of positions, examples and other positions that cover all of their triples.
 
     ``numbers`` is the number of entries of a triple. Parts with several pairs of positions have at
     most ``limit`` entries.
@@ -404,10 +404,11 @@ def _parts(
     data = max(1, min(num_data, _NUMBERS // numbers))
     others = max(1, min(num_others, limit // (numbers * data)))
     at = max(1, limit // (numbers * data * others))
-    sizes = ((positions, at), (num_data, data), (num_others, others))
-    yield from product(
-        *([slice(i, min(i + step, n)) for i in range(0, n, step)] for n, step in sizes)
-    )
+    return product(_slices(positions, at), _slices(num_data, data), _slices(num_others, others))
+
+
+def _slices(count: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
 def _is_cpu(tensor: Tensor) -> bool:

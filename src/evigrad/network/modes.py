@@ -223,7 +223,7 @@ def without_tf32() -> Iterator[None]:
     TF32 keeps 10 bits of the mantissa, but checks of rounding assume the 23 bits of float32. The
     settings are global, so other threads that call this function wait.
     """
-    backends = torch.backends
+    backends: Any = torch.backends
     cudnn, products = backends.cudnn, backends.cuda.matmul
     settings: list[Any] = [products, backends.mkldnn.matmul, cudnn.conv, cudnn.rnn]
     with TURN:
