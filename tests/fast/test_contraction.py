@@ -34,7 +34,7 @@ def test_parts_change_nothing(
     """Parts of examples and positions, as on a CPU and as on other devices, against rows."""
     monkeypatch.setattr("evigrad.fast.contraction._NUMBERS", limit)
     monkeypatch.setattr("evigrad.fast.contraction._CPU_NUMBERS", limit)
-    monkeypatch.setattr("evigrad.fast.contraction._is_cpu", lambda _: is_cpu)
+    monkeypatch.setattr("evigrad.fast.contraction._FUSING", "cpu" if is_cpu else "none")
     m, i, o = 7, 3, 4
     one = random(m, 5, i, seed=0).requires_grad_(), random(m, k, 5, o, seed=1).requires_grad_()
     other = random(m, 3, i, seed=2), random(m, k, 3, o, seed=3)

@@ -31,6 +31,8 @@ _PART_LAUNCHES, _CROSSED_LAUNCHES, _LOOKUP_LAUNCHES = 6, 5, 30
 # 32 MiB and more at each use, which takes longer than their products. If a matrix covers several
 # pairs of positions, it should fit the cache of a CPU.
 _NUMBERS, _CPU_NUMBERS = 2**21, 2**17
+# Where a fused product of one pair of positions is faster than the sum over several.
+_FUSING = "cpu"
 
 
 @dataclass(frozen=True)
@@ -264,8 +266,7 @@ def contraction_gram(
     (a, g), (b, h) = ((a.movedim(1, 0), g.movedim(2, 0)) for a, g in (one, other))
     (positions, m, k), (num_others, n, k_other) = g.shape[:3], h.shape[:3]
     gram = a.new_zeros(m, k, n, k_other)
-    # On a CPU, a fused product of one pair of positions is faster than the sum over several.
-    limit = 1 if _is_cpu(a) else _NUMBERS
+    limit = 1 if a.device.type == _FUSING else _NUMBERS
     for at, data, others in _parts(positions, m, num_others, k * n * k_other, limit):
         t, u = at.stop - at.start, others.stop - others.start
         inputs = _products(a[at, data], b[others])
@@ -377,7 +378,7 @@ def contraction_cotangents(
     positions, m, k = g.shape[:3]
     of_inputs, of_gradients = torch.zeros_like(a), torch.zeros_like(g)
     cotangents = cotangent.reshape(m, k, 1, m, k)
-    limit = _CPU_NUMBERS if _is_cpu(a) else _NUMBERS
+    limit = _CPU_NUMBERS if a.device.type == _FUSING else _NUMBERS
     for at, data, others in _parts(positions, m, positions, k * m * k, limit):
         t, u = at.stop - at.start, others.stop - others.start
         b, h = a[others].flatten(0, 1), g[others].flatten(0, 2)
@@ -404,12 +405,6 @@ def _parts(
     data = max(1, min(num_data, _NUMBERS // numbers))
     others = max(1, min(num_others, limit // (numbers * data)))
     at = max(1, limit // (numbers * data * others))
-    return product(_slices(positions, at), _slices(num_data, data), _slices(num_others, others))
-
-
-def _slices(count: int, step: int) -> list[slice]:
-    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
-
-
-def _is_cpu(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
+    sizes = ((positions, at), (num_data, data), (num_others, others))
+    slices = [[slice(i, min(i + step, n)) for i in range(0, n, step)] for n, step in sizes]
+    return product(slices[0], slices[1], slices[2])

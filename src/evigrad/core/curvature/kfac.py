@@ -37,7 +37,7 @@ from evigrad.core.curvature.base import (
     scaled_rows,
     working_dtype,
 )
-from evigrad.core.curvature.kronecker import KroneckerUse, rows_of
+from evigrad.core.curvature.kronecker import KroneckerUse
 from evigrad.core.curvature.linalg import (
     Spectra,
     check_rounding,
@@ -419,7 +419,7 @@ def _factors(use: KroneckerUse, shape: torch.Size | None = None) -> Factors:
     else:
         left = use.source.gram(dtype)
     if shape is not None and use.num_rows < use.pieces[0].shape[4]:
-        rows = rows_of(use.gradients)
+        rows = use.gradients.permute(2, 0, 1, 3, 4).flatten(1, 3)
         right = rows @ rows.mT
     else:
         right = use.gradient_gram()

@@ -1,6 +1,7 @@
 """Kronecker factors of one use of a weight: the inputs, the gradients and their Gram matrices."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import reduce
 
 import torch
@@ -17,19 +18,19 @@ from evigrad.core.algebra import (
 )
 
 
+@dataclass(frozen=True, eq=False)
 class MatrixInputs:
     """The inputs of a weight that is used as a matrix, at T positions of m examples.
 
-    Args:
-        matrices: The inputs (m, G, T, i) of G channel groups.
+    Attributes:
+        values: The inputs of G channel groups, or in a subclass what they are computed from.
     """
 
-    def __init__(self, matrices: Float[Tensor, "m G T i"]) -> None:
-        self._matrices = matrices
+    values: Float[Tensor, "m G T i"]
 
     def matrices(self, dtype: torch.dtype) -> Float[Tensor, "m G T i"]:
         """Return the inputs, in ``dtype``."""
-        return self._matrices.to(dtype)
+        return self.values.to(dtype)
 
     def gram(self, dtype: torch.dtype) -> Float[Tensor, "G i i"]:
         """Return Σ a aᵀ over the inputs a of all examples and positions, differentiable once."""
@@ -45,10 +46,10 @@ class MatrixInputs:
 
     def detach(self) -> "MatrixInputs":
         """Return the inputs without a graph."""
-        return MatrixInputs(self._matrices.detach())
+        return MatrixInputs(self.values.detach())
 
     def _flat(self, dtype: torch.dtype) -> Float[Tensor, "G mT i"]:
-        return self.matrices(dtype).transpose(0, 1).flatten(1, 2)
+        return self.values.to(dtype).transpose(0, 1).flatten(1, 2)
 
 
 class KroneckerUse:
@@ -139,9 +140,4 @@ class KroneckerUse:
         piece = self.pieces[0]
         if piece.stride(3) == 1 and self.positions >= piece.shape[4] > 1:
             return [piece.flatten(0, 1).mT for piece in self.pieces]
-        return [rows_of(self.gradients).mT[None]]
-
-
-def rows_of(gradients: Float[Tensor, "m k G T o"]) -> Float[Tensor, "G mkT o"]:
-    """Return the gradients of all examples, rows and positions as one matrix."""
-    return gradients.permute(2, 0, 1, 3, 4).flatten(1, 3)
+        return [self.gradients.permute(2, 0, 1, 3, 4).flatten(1, 3).mT[None]]
