@@ -14,9 +14,10 @@ from evigrad.files import replacing, writing
 from evigrad.measure.bracket import bracket
 from evigrad.measure.metrics import hyperparameter_values
 from evigrad.training.data import derived_seed
+from evigrad.training.rounds import Round
 
 if TYPE_CHECKING:
-    from evigrad.training.learner import Learner, Round
+    from evigrad.training.learner import Learner
     from evigrad.training.trainer import Trainer
 
 # A value that was not computed in an epoch is None, and an empty cell in the file.
@@ -47,7 +48,7 @@ def headlines(row: Mapping[str, int | float | None]) -> dict[str, float]:
     return {name: v for name, v in values.items() if name not in _DETAILS}
 
 
-def evidence_columns(learned: "Round | None") -> Row:
+def evidence_columns(learned: Round | None) -> Row:
     """Return the history columns of a round's log evidence and skipped steps."""
     skipped: Row = {"skipped_steps": 0 if learned is None else learned.skipped}
     if learned is None or not learned.estimates:
@@ -63,7 +64,7 @@ def evidence_columns(learned: "Round | None") -> Row:
     }
 
 
-def round_columns(learner: "Learner", hyper_round: "Round | None") -> Row:
+def round_columns(learner: "Learner", hyper_round: Round | None) -> Row:
     """Return the history columns after a round: log evidence, step counts and hyperparameters."""
     return {
         **evidence_columns(hyper_round),

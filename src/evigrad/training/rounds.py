@@ -1,47 +1,141 @@
-"""The network passes of a round. Several steps on prior and noise can share them."""
+"""The rounds of hyperparameter steps, and how the steps of a round take their blocks.
+
+Steps that learn only prior and noise can reuse the network passes of other steps.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import repeat
+from statistics import mean
 
 from evigrad.blocks import Block
 from evigrad.blocks.anchors import AnchoredStream, DrawnParts
 from evigrad.blocks.streams import Stream
 from evigrad.core.protocols import Purpose
+from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.inputs import Inputs
 from evigrad.invariances.noise import stochastic_modules
 from evigrad.network.network import PROBE_SIZE
+from evigrad.passes.evaluation import Estimate
 from evigrad.passes.kept import KeptPass, not_keepable
 from evigrad.passes.memory import run_if_it_fits
 from evigrad.passes.parameters import divided, held_constant
 
+# A block or kept passes for each step of a round, and whether all steps share them.
+Taken = tuple[Iterable[Block | list[KeptPass]], bool]
 
-def blocks_of_a_round(
+
+@dataclass(frozen=True)
+class Round:
+    """The estimates of a round of hyperparameter steps. Each estimate was computed before its step.
+
+    If steps used the same data (``is_shared``), the spread of the estimates does not measure their
+    error. ``skipped`` is the number of steps that were not taken because an estimate failed.
+    """
+
+    estimates: list[Estimate]
+    is_shared: bool
+    skipped: int = 0
+
+    def __repr__(self) -> str:
+        """Return the mean log evidence and the numbers of steps in one line."""
+        values = [estimate.per_datum for estimate in self.estimates]
+        parts = [f"log evidence {mean(values):.4g} nats per example"] if values else []
+        parts += [f"{len(values)} steps", f"{self.skipped} skipped"]
+        return f"Round({', '.join(parts)})"
+
+
+@dataclass(frozen=True)
+class OwnBlocks:
+    """Each step of a round has its own block."""
+
+    stream: Stream
+    steps: int
+
+    def take(self) -> Taken:
+        """Return the blocks of a round."""
+        return self.stream.take(self.steps), False
+
+
+@dataclass(frozen=True)
+class SharedBlocks:
+    """All steps of a round average over ``count`` blocks, whose passes are kept."""
+
+    stream: Stream
+    steps: int
+    evidence: Evidence
+    names: list[str]
+    count: int
+
+    def take(self) -> Taken:
+        """Return the kept passes of a round."""
+        blocks = self.stream.round(self.count)
+        return _shared((self.evidence.collect(b, wrt=self.names) for b in blocks), self.steps)
+
+
+@dataclass(frozen=True)
+class SharedAnchors:
+    """The blocks of a round share the pass over their anchors.
+
+    Each step has its own block, or all steps average over ``count`` blocks. ``x`` are inputs of a
+    few examples.
+    """
+
+    stream: AnchoredStream
+    steps: int
+    evidence: Evidence
+    names: list[str]
+    x: Inputs
+    count: int | None
+
+    def take(self) -> Taken:
+        """Return the kept passes of a round."""
+        drawn = self.stream.drawn(self.count or self.steps, whole=self.count is not None)
+        passes = passes_over(self.evidence, drawn, self.x, self.names)
+        if self.count is None and drawn.draws:
+            return ([draw] for kept_pass in passes for draw in kept_pass.draws()), False
+        return _shared(passes, self.steps)
+
+
+RoundBlocks = OwnBlocks | SharedBlocks | SharedAnchors
+
+
+def choose_blocks(
     evidence: Evidence,
-    blocks: Stream,
+    stream: Stream,
     x: Inputs,
     names: list[str],
     steps: int,
-    prior_blocks: int | None,
-) -> tuple[Iterable[Block | list[KeptPass]], bool]:
-    """Return a block or kept passes for each step of a round, and whether all steps share them.
+    prior_blocks: int | None = None,
+) -> RoundBlocks:
+    """Return how the steps of each round take their blocks from a stream.
 
-    Steps that learn only prior and noise can reuse the network passes of other steps.
-    ``prior_blocks`` is the number of blocks whose passes all steps share. If it is None, each step
-    has its own block, unless one block holds all data. With an anchored estimator, steps with
-    different blocks can still share the pass over the anchors.
+    Args:
+        evidence: Evidence of the steps.
+        stream: Stream of the evidence's blocks.
+        x: Inputs of a few examples.
+        names: Hyperparameters that the steps learn.
+        steps: Number of steps of a round.
+        prior_blocks: Number of blocks that all steps share. Default: a block for each step, or one
+            for all steps if it holds all data.
+
+    Raises:
+        ConfigurationError: If steps cannot share ``prior_blocks``.
     """
-    anchored = isinstance(blocks, AnchoredStream)
-    keepable = (anchored or blocks.is_constant) and is_keepable(evidence, x, names)
-    if anchored and keepable and shares_anchors(evidence, x, 2):
-        drawn = blocks.drawn(prior_blocks or steps, whole=prior_blocks is not None)
-        passes = passes_over(evidence, drawn, x, names)
-        if prior_blocks is None and drawn.draws:
-            return ([draw] for kept_pass in passes for draw in kept_pass.draws()), False
-    elif prior_blocks is None and (steps == 1 or not (blocks.is_constant and keepable)):
-        return blocks.take(steps), False
-    else:
-        passes = (evidence.collect(b, wrt=names) for b in blocks.round(prior_blocks or 1))
+    if prior_blocks is not None and (reason := why_not_kept(evidence, x, names)):
+        raise ConfigurationError(reason)
+    if isinstance(stream, AnchoredStream):
+        if is_keepable(evidence, x, names) and shares_anchors(evidence, x, 2):
+            return SharedAnchors(stream, steps, evidence, names, x, prior_blocks)
+    elif steps > 1 and stream.is_constant and is_keepable(evidence, x, names):
+        prior_blocks = prior_blocks or 1
+    if prior_blocks is None:
+        return OwnBlocks(stream, steps)
+    return SharedBlocks(stream, steps, evidence, names, prior_blocks)
+
+
+def _shared(passes: Iterable[KeptPass], steps: int) -> Taken:
     kept = list(passes)
     if len(kept) > 1:  # their numbers of draws may differ
         kept = [draw for kept_pass in kept for draw in kept_pass.draws()]
