@@ -39,7 +39,7 @@ from evigrad.likelihoods import Categorical
 from evigrad.models import make_model
 from evigrad.passes.kept import KeptPass
 from evigrad.priors import GaussianPrior
-from evigrad.training.rounds import choose_blocks
+from evigrad.training.rounds import RoundBlocks, shared_if_possible
 from evigrad.training.settings import grouped
 
 DATA, MODEL = "mnist", "mininet"
@@ -212,7 +212,7 @@ def steps_of_a_round(
         return evidence.blocks(data.train).take(ROUND)
     learned = list(evidence.hyperparameters())
     stream, x = evidence.blocks(data.train), data.train[0]
-    return choose_blocks(evidence, stream, x, learned, ROUND).take()[0]
+    return shared_if_possible(RoundBlocks(evidence, stream, x, learned, ROUND)).take()[0]
 
 
 def rows_of(block: Block | list[KeptPass], num_outputs: int) -> int:

@@ -34,7 +34,7 @@ from evigrad.training.plan import (
     plan_schedule,
     planned,
 )
-from evigrad.training.rounds import Round, RoundBlocks, choose_blocks
+from evigrad.training.rounds import Round, RoundBlocks, shared_if_possible
 from evigrad.training.runaways import Runaways
 from evigrad.training.settings import Optimization, Schedule, check_burn_in
 
@@ -192,7 +192,9 @@ class Learner:
             stream, x = evidence.blocks(self.data), self.data.first(PROBE_SIZE)[0]
             prior_blocks = [self.schedule.prior_blocks, None]  # the second group is the model's own
             self._blocks = [
-                choose_blocks(evidence, stream, x, group.names, group.steps, count)
+                shared_if_possible(
+                    RoundBlocks(evidence, stream, x, group.names, group.steps, count)
+                )
                 for group, count in zip(self.step_groups, prior_blocks, strict=False)
             ]
         self._warned = False  # of precisions that no output depends on
@@ -232,7 +234,8 @@ class Learner:
         if not self.is_due(self.count):
             return None
         learned = self.learn(self.count)
-        self.history.append({"step": self.count, **round_columns(self, learned)})
+        columns = round_columns(self.evidence, learned, self.hyper_steps)
+        self.history.append({"step": self.count, **columns})
         return learned
 
     def start(self, decay: float) -> None:

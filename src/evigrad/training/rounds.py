@@ -22,9 +22,6 @@ from evigrad.passes.kept import KeptPass, not_keepable
 from evigrad.passes.memory import run_if_it_fits
 from evigrad.passes.parameters import divided, held_constant
 
-# A block or kept passes for each step of a round, and whether all steps share them.
-Taken = tuple[Iterable[Block | list[KeptPass]], bool]
-
 
 @dataclass(frozen=True)
 class Round:
@@ -47,99 +44,69 @@ class Round:
 
 
 @dataclass(frozen=True)
-class OwnBlocks:
-    """Each step of a round has its own block."""
+class RoundBlocks:
+    """The blocks of a round's steps. Each step has its own block.
 
+    ``x`` are inputs of a few examples, and ``prior_blocks`` is the number of blocks that all steps
+    share, if it is set.
+    """
+
+    evidence: Evidence
     stream: Stream
+    x: Inputs
+    names: list[str]
     steps: int
+    prior_blocks: int | None = None
 
-    def take(self) -> Taken:
-        """Return the blocks of a round."""
+    def take(self) -> tuple[Iterable[Block | list[KeptPass]], bool]:
+        """Return a block or kept passes for each step of a round, and whether all share them."""
         return self.stream.take(self.steps), False
 
 
-@dataclass(frozen=True)
-class SharedBlocks:
-    """All steps of a round average over ``count`` blocks, whose passes are kept."""
+class SharedBlocks(RoundBlocks):
+    """The blocks of a round. All steps average over them, and their passes are kept."""
 
-    stream: Stream
-    steps: int
-    evidence: Evidence
-    names: list[str]
-    count: int
+    def take(self) -> tuple[Iterable[list[KeptPass]], bool]:
+        blocks = self.stream.round(self.prior_blocks or 1)
+        return self.average(self.evidence.collect(block, wrt=self.names) for block in blocks)
 
-    def take(self) -> Taken:
-        """Return the kept passes of a round."""
-        blocks = self.stream.round(self.count)
-        return _shared((self.evidence.collect(b, wrt=self.names) for b in blocks), self.steps)
+    def average(self, passes: Iterable[KeptPass]) -> tuple[Iterable[list[KeptPass]], bool]:
+        """Return all passes for each step."""
+        kept = list(passes)
+        if len(kept) > 1:  # their numbers of draws may differ
+            kept = [draw for kept_pass in kept for draw in kept_pass.draws()]
+        return repeat(kept, self.steps), True
 
 
-@dataclass(frozen=True)
-class SharedAnchors:
-    """The blocks of a round share the pass over their anchors.
+class SharedAnchors(SharedBlocks):
+    """The blocks of a round, which share the pass over their anchors."""
 
-    Each step has its own block, or all steps average over ``count`` blocks. ``x`` are inputs of a
-    few examples.
-    """
-
-    stream: AnchoredStream
-    steps: int
-    evidence: Evidence
-    names: list[str]
-    x: Inputs
-    count: int | None
-
-    def take(self) -> Taken:
-        """Return the kept passes of a round."""
-        drawn = self.stream.drawn(self.count or self.steps, whole=self.count is not None)
+    def take(self) -> tuple[Iterable[list[KeptPass]], bool]:
+        assert isinstance(self.stream, AnchoredStream)
+        is_whole = self.prior_blocks is not None
+        drawn = self.stream.drawn(self.prior_blocks or self.steps, whole=is_whole)
         passes = passes_over(self.evidence, drawn, self.x, self.names)
-        if self.count is None and drawn.draws:
+        if drawn.draws and not is_whole:
             return ([draw] for kept_pass in passes for draw in kept_pass.draws()), False
-        return _shared(passes, self.steps)
+        return self.average(passes)
 
 
-RoundBlocks = OwnBlocks | SharedBlocks | SharedAnchors
-
-
-def choose_blocks(
-    evidence: Evidence,
-    stream: Stream,
-    x: Inputs,
-    names: list[str],
-    steps: int,
-    prior_blocks: int | None = None,
-) -> RoundBlocks:
-    """Return how the steps of each round take their blocks from a stream.
-
-    Args:
-        evidence: Evidence of the steps.
-        stream: Stream of the evidence's blocks.
-        x: Inputs of a few examples.
-        names: Hyperparameters that the steps learn.
-        steps: Number of steps of a round.
-        prior_blocks: Number of blocks that all steps share. Default: a block for each step, or one
-            for all steps if it holds all data.
+def shared_if_possible(blocks: RoundBlocks) -> RoundBlocks:
+    """Return blocks whose passes as many steps as possible share.
 
     Raises:
         ConfigurationError: If steps cannot share ``prior_blocks``.
     """
-    if prior_blocks is not None and (reason := why_not_kept(evidence, x, names)):
+    evidence, stream, x, names = blocks.evidence, blocks.stream, blocks.x, blocks.names
+    is_set, is_anchored = blocks.prior_blocks is not None, isinstance(stream, AnchoredStream)
+    if is_set and (reason := why_not_kept(evidence, x, names)):
         raise ConfigurationError(reason)
-    if isinstance(stream, AnchoredStream):
-        if is_keepable(evidence, x, names) and shares_anchors(evidence, x, 2):
-            return SharedAnchors(stream, steps, evidence, names, x, prior_blocks)
-    elif steps > 1 and stream.is_constant and is_keepable(evidence, x, names):
-        prior_blocks = prior_blocks or 1
-    if prior_blocks is None:
-        return OwnBlocks(stream, steps)
-    return SharedBlocks(stream, steps, evidence, names, prior_blocks)
-
-
-def _shared(passes: Iterable[KeptPass], steps: int) -> Taken:
-    kept = list(passes)
-    if len(kept) > 1:  # their numbers of draws may differ
-        kept = [draw for kept_pass in kept for draw in kept_pass.draws()]
-    return repeat(kept, steps), True
+    is_kept = (is_anchored or stream.is_constant) and is_keepable(evidence, x, names)
+    if is_kept and is_anchored and shares_anchors(evidence, x, 2):
+        return SharedAnchors(**vars(blocks))
+    if is_set or (is_kept and stream.is_constant and blocks.steps > 1):
+        return SharedBlocks(**vars(blocks))
+    return blocks
 
 
 def passes_over(
