@@ -92,7 +92,7 @@ class SharedAnchors(SharedBlocks):
 
 
 def shared_if_possible(blocks: RoundBlocks) -> RoundBlocks:
-    """Return blocks whose passes as many steps as possible share.
+    """Return the blocks, with shared passes if the steps can share them.
 
     Raises:
         ConfigurationError: If steps cannot share ``prior_blocks``.
