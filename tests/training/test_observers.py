@@ -1,4 +1,4 @@
-"""The order in which observers hear of a run."""
+"""The order in which a run notifies observers."""
 
 from pathlib import Path
 from typing import Any

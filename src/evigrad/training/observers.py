@@ -14,7 +14,7 @@ Callback = Callable[[Row], None]
 
 
 class Run(Protocol):
-    """What observers read of a run (see ``Trainer``). ``steps`` are the steps of an epoch."""
+    """The state of a run that observers read. ``steps`` is the number of steps of an epoch."""
 
     settings: Settings
     evidence: Evidence
@@ -36,7 +36,7 @@ class Run(Protocol):
 
 
 class Observer:
-    """What follows a run on the first rank. By default, it does nothing."""
+    """An observer of a run on the first rank. By default, it does nothing."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

@@ -226,7 +226,7 @@ class Progress(Observer):
         self.say(starts.trial() if starts.are_tried else starts.choice(self._run.epochs))
 
     def end(self, is_complete: bool) -> None:
-        """Say if training has settled before the largest number of epochs."""
+        """Announce that training has settled before the largest number of epochs."""
         epoch, most = len(self._run.history), self._run.cycles.most
         if is_complete and epoch < most:
             self.say(f"settled after epoch {epoch} of at most {most}")
