@@ -39,7 +39,7 @@ from evigrad.likelihoods import Categorical
 from evigrad.models import make_model
 from evigrad.passes.kept import KeptPass
 from evigrad.priors import GaussianPrior
-from evigrad.training.rounds import blocks_of_a_round
+from evigrad.training.rounds import RoundBlocks, shared_if_possible
 from evigrad.training.settings import grouped
 
 DATA, MODEL = "mnist", "mininet"
@@ -211,8 +211,8 @@ def steps_of_a_round(
     if alone:
         return evidence.blocks(data.train).take(ROUND)
     learned = list(evidence.hyperparameters())
-    blocks, x = evidence.blocks(data.train), data.train[0]
-    return blocks_of_a_round(evidence, blocks, x, learned, ROUND, None)[0]
+    stream, x = evidence.blocks(data.train), data.train[0]
+    return shared_if_possible(RoundBlocks(evidence, stream, x, learned, ROUND)).take()[0]
 
 
 def rows_of(block: Block | list[KeptPass], num_outputs: int) -> int:

@@ -56,7 +56,8 @@ class AugerinoTrainer(Trainer):
             (module, learnable_ranges(module)) for module in ranged_modules(model).values()
         ]
         ids = {id(named_parameters(model)[name]) for name in range_parameters(model)}
-        self.on_loss = [name for name, p in self.evidence.hyperparameters().items() if id(p) in ids]
+        learned = self.evidence.hyperparameters()
+        self.weights.on_loss = [name for name, p in learned.items() if id(p) in ids]
 
     @property
     def record(self) -> dict[str, Any]:

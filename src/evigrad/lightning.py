@@ -152,7 +152,8 @@ class EvidenceCallback(HostedCallback, pl.Callback):
         )
         if self._hosted.learns_in_first_epoch:
             return
-        columns = round_columns(self._hosted.learner, None)
+        learner = self._hosted.learner
+        columns = round_columns(learner.evidence, None, learner.hyper_steps)
         for stopping in trainer.early_stopping_callbacks:
             if stopping.strict and stopping.monitor in columns:
                 raise ConfigurationError(

@@ -86,7 +86,7 @@ def test_ranges_step_with_the_weights_at_their_own_rates(images):
     rates = {"hyper_lr": 0.05, "hyper_lr_min": 0.01}
     trainer = trainer_of(network(), images, **SMALL | {"batch_size": 6, "precision": 1.0}, **rates)
     seen: list[float] = []
-    trainer.loss_optimizer.register_step_pre_hook(
+    trainer.weights.loss_optimizer.register_step_pre_hook(
         lambda optimizer, *_: seen.append(optimizer.param_groups[1]["lr"])
     )
     before = {n: p.detach().clone() for n, p in trainer.evidence.model.named_parameters()}

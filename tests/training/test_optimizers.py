@@ -34,13 +34,13 @@ def test_scalars_have_a_tenth_of_the_rate_all_along(images, optimizer):
     model = Averaged(resnet(), AffineInvariance(0.1), num_samples=1)
     changes = {"hyperparameters": ["invariance"], "optimizer": optimizer}
     trainer = trainer_of(model, images, **SMALL, **changes)
-    weights, scalars = trainer.weight_optimizer.param_groups
+    weights, scalars = trainer.weights.optimizer.param_groups
     slow = {id(p) for p in fixup_scalars(model).values()}
     assert {id(p) for p in scalars["params"]} == slow
     held = [id(p) for p in (*weights["params"], *scalars["params"])]
     assert sorted(held) == sorted(id(w) for w in trainer.evidence.weights().values())
     for epoch in range(1, 5):
-        trainer._set_rates(epoch)
+        trainer.weights.set_rates(epoch)
         rate = cosine((epoch - 1) / 4, 0.01, 0.0001)
         assert weights["lr"] == pytest.approx(rate)
         assert scalars["lr"] == pytest.approx(rate / 10)
@@ -64,13 +64,13 @@ def test_a_step_of_sgd_goes_a_tenth_as_far(images, monkeypatch):
 
 def test_other_networks_and_optimisers_have_one_group(images):
     model = make_model("mlp", (1, 8, 8), 3, seed=0)
-    assert len(trainer_of(model, images, **SMALL).weight_optimizer.param_groups) == 1
+    assert len(trainer_of(model, images, **SMALL).weights.optimizer.param_groups) == 1
 
     def own(weights):
         return torch.optim.SGD(weights.values(), lr=0.01)
 
     trainer = trainer_of(resnet(), images, **SMALL, optimizer=own)
-    assert len(trainer.weight_optimizer.param_groups) == 1
+    assert len(trainer.weights.optimizer.param_groups) == 1
 
 
 def test_scalars_that_are_frozen_or_hyperparameters_are_nobodys(images):
@@ -78,9 +78,9 @@ def test_scalars_that_are_frozen_or_hyperparameters_are_nobodys(images):
     names = list(fixup_scalars(model))
     model.get_parameter(names[0]).requires_grad_(False)
     trainer = trainer_of(model, images, **SMALL, hyperparameters=[names[1]])
-    held = {id(p) for group in trainer.weight_optimizer.param_groups for p in group["params"]}
+    held = {id(p) for group in trainer.weights.optimizer.param_groups for p in group["params"]}
     assert not held & {id(model.get_parameter(name)) for name in names[:2]}
-    assert len(trainer.weight_optimizer.param_groups[1]["params"]) == len(names) - 2
+    assert len(trainer.weights.optimizer.param_groups[1]["params"]) == len(names) - 2
 
 
 def test_cosine_starts_ends_and_halves_where_it_should():

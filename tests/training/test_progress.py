@@ -141,7 +141,8 @@ def test_the_time_is_estimated_within_the_first_epoch(time, capsys):
         are_tried=False, scores={}, epochs_left=lambda done, last: [range(done + 1, last + 1)]
     )
     trainer: Any = SimpleNamespace(
-        **{"label": "evigrad", "name": "ntk-400-1", "epochs": 4, "steps": 1600, "seconds": 0.0},
+        **{"epochs": 4, "steps": 1600, "seconds": 0.0},
+        settings=SimpleNamespace(estimator="ntk-400-1"),
         **{"history": [], "learner": learner, "starts": starts, "cycles": SimpleNamespace(most=4)},
         evidence=SimpleNamespace(temperature=1.0, num_data=100),
     )
@@ -152,7 +153,7 @@ def test_the_time_is_estimated_within_the_first_epoch(time, capsys):
         shown.step(step / 1600)
     trainer.history.append({})
     time[0] += 0.4
-    shown.update({"epoch": 1, "loss": 0.5, "precision/w": 2.0})
+    shown.epoch({"epoch": 1, "loss": 0.5, "precision/w": 2.0})
     lines = capsys.readouterr().err.splitlines()
     assert lines[:2] == [
         "evigrad: 4 epochs of 1,600 steps, so 6,400 steps in total. Values are in nats per"

@@ -12,7 +12,7 @@ from training.small_runs import RECORDED, net, train
 from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.evidence import Evidence
 from evigrad.training import FitResult, RunDirectory, fit
-from evigrad.training.checkpoint import unpacked_history
+from evigrad.training.history import unpacked_history
 from evigrad.training.settings import grouped
 
 

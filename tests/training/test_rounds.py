@@ -17,7 +17,7 @@ from evigrad.training import fit
 from evigrad.training.fixed_point import FixedPoint
 from evigrad.training.learner import FIRST_RATE, LAST_RATE, StepGroup
 from evigrad.training.optimizers import cosine, make_hyper_optimizer
-from evigrad.training.rounds import blocks_of_a_round, is_keepable
+from evigrad.training.rounds import RoundBlocks, is_keepable, shared_if_possible
 from evigrad.training.settings import grouped
 from evigrad.training.trainer import Trainer
 
@@ -306,7 +306,8 @@ def test_ratios_are_learned_from_rounds_as_from_single_blocks(blobs, make_net, p
     ratios = dict(evidence.anchors._predictor._ratios)
     for _ in range(8):
         stream = evidence.blocks(data)
-        for block in blocks_of_a_round(evidence, stream, data[0][:3], names, 10, prior_blocks)[0]:
+        blocks = RoundBlocks(evidence, stream, data[0][:3], names, 10, prior_blocks)
+        for block in shared_if_possible(blocks).take()[0]:
             if isinstance(block, Block):
                 evidence.estimate(block)
             else:

@@ -113,11 +113,12 @@ def test_a_start_that_diverges_loses(monkeypatch):
         loss = map_loss(*arguments, **keywords)
         return loss * float("nan") if calls > 3 * COMPARED else loss
 
-    def stop_diverging(self: Starts, trainer: Any, error: EvigradError | None = None) -> None:
+    def stop_diverging(self: Starts, history: Any, state: Any) -> Any:
         nonlocal calls
-        step(self, trainer, error)
+        chosen = step(self, history, state)
         if not self.are_tried:
             calls = -1000
+        return chosen
 
     map_loss = Evidence.map_loss
     monkeypatch.setattr(Evidence, "map_loss", diverge)

@@ -14,7 +14,8 @@ from evigrad.training.data import RunData
 from evigrad.training.optimizers import cosine, make_hyper_optimizer, make_weight_optimizer
 from evigrad.training.plan import plan
 from evigrad.training.settings import Settings
-from evigrad.training.trainer import Trainer, training_mode
+from evigrad.training.trainer import Trainer
+from evigrad.training.weights import training_mode
 
 _DEFAULTS: dict[str, Any] = {
     "estimator": "ntk-20-1",
@@ -200,7 +201,7 @@ def test_learning_rates_follow_their_cosines(blobs, make_net):
     )
     for epoch in range(1, 7):
         trainer.train_weights(epoch)
-        weight_rates.append(trainer.weight_optimizer.param_groups[0]["lr"])
+        weight_rates.append(trainer.weights.optimizer.param_groups[0]["lr"])
         if learner_of(trainer).is_due(epoch):
             learner_of(trainer).learn(epoch)
     assert weight_rates == pytest.approx([cosine(e / 6, 0.01, 0.0001) for e in range(6)])
@@ -216,7 +217,7 @@ def test_an_optimiser_of_the_users_own(blobs, make_net):
 
     trainer = make_trainer(make_net(), blobs[0], optimizer=slow_biases)
     trainer.train_weights(6)
-    slow, fast = (group["lr"] for group in trainer.weight_optimizer.param_groups)
+    slow, fast = (group["lr"] for group in trainer.weights.optimizer.param_groups)
     assert fast == pytest.approx(cosine(0.5, 0.01, 0.0001))
     assert slow == pytest.approx(fast / 10)
 

@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,9 @@ from evigrad.errors import (
     listed,
 )
 from evigrad.evidence import Evidence
-from evigrad.inputs import bare_names, tensors_of, with_bare_names, with_tensors
+from evigrad.inputs import Inputs, bare_names, tensors_of, with_bare_names
 from evigrad.measure.metrics import probe_outputs
-from evigrad.training.history import packed_history, unpacked_history
-from evigrad.training.settings import OPTIMIZERS, current_record, plain
-
-if TYPE_CHECKING:
-    from evigrad.training.trainer import Trainer
+from evigrad.training.settings import current_record, plain
 
 CHECKPOINT_FORMAT = 4
 # Settings that change no result. All other settings must be the same when a run is resumed.
@@ -41,70 +37,17 @@ _SAME_OUTPUTS = 1e-2
 _NAMED = 4
 
 
-def packed(trainer: "Trainer") -> dict[str, Any]:
-    """Return the state that a trainer needs to resume, and the records that identify its run.
-
-    The state does not include the order of the data, the model's random draws or the learning rate
-    schedule. They follow from the settings and the epoch.
-    """
-    model = trainer.evidence.model
+def network_state(model: nn.Module, probe: Inputs) -> dict[str, Any]:
+    """Return all parameters and buffers of a network, and its outputs for a few inputs."""
     state = model.state_dict()
     buffers = {name: b for name, b in model.named_buffers() if name not in state}
-    if trainer.learner is not None:
-        learned = trainer.learner.state_dict()
-    else:
-        learned = {
-            "evidence": trainer.evidence.state_dict(),
-            "hyper_optimizer": trainer.loss_optimizer.state_dict(),
-            "hyper_steps": [],
-        }
     return {
-        "format": CHECKPOINT_FORMAT,
-        "epoch": len(trainer.history),
-        "seconds": trainer.seconds,
-        "history": packed_history(trainer.history),
-        "metrics": trainer.metrics,
-        **trainer.identity,
-        "machine": machine(trainer.device),
         # Saved with its outputs, because a data set may return other items the next time.
-        "probe": [part.cpu() for part in tensors_of(trainer.probe)],
-        "outputs": probe_outputs(model, trainer.probe).cpu(),
+        "probe": [part.cpu() for part in tensors_of(probe)],
+        "outputs": probe_outputs(model, probe).cpu(),
         "model": with_bare_names(model, state),
         "buffers": with_bare_names(model, buffers),
-        "weight_optimizer": trainer.weight_optimizer.state_dict(),
-        **learned,
     }
-
-
-def restore(trainer: "Trainer", state: Mapping[str, Any], where: str) -> None:
-    """Restore a trainer from a state that ``packed`` returned. Errors name the folder ``where``."""
-    check_settings(state["settings"], trainer.identity["settings"], where)
-    check_data(state["data"], trainer.identity["data"], where)
-    check_network(state, trainer.evidence, where)
-    is_own = trainer.settings.optimization.optimizer not in OPTIMIZERS
-    with fitting("The saved state"):
-        load_network(trainer.evidence.model, state)
-        load_optimizer(trainer.weight_optimizer, state["weight_optimizer"], groups=is_own)
-        if trainer.learner is not None:
-            # A run counts epochs by its history, not by calls of ``Learner.step``.
-            trainer.learner.load_state_dict({"count": 0, **state})
-        else:
-            trainer.evidence.load_state_dict(state["evidence"])
-            load_optimizer(trainer.loss_optimizer, state["hyper_optimizer"])
-    trainer.probe = with_tensors(trainer.probe, state["probe"]).to(trainer.device)
-    outputs = probe_outputs(trainer.evidence.model, trainer.probe).cpu()
-    here, there = machine(trainer.device), state["machine"]
-    check_outputs(state["outputs"], outputs, here, there, where)
-    trainer.seconds = float(state["seconds"])
-    for part in trainer.metrics:
-        numbers = state["metrics"][part].items()
-        trainer.metrics[part] = {name: float(value) for name, value in numbers}
-    trainer.history[:] = unpacked_history(state["history"])
-    for row in trainer.history:  # earlier versions did not count these
-        row.setdefault("skipped_batches", 0)
-        row.setdefault("skipped_steps", 0)
-        if trainer.learner is not None:
-            row.setdefault("mode_gap", None)
 
 
 def machine(device: torch.device) -> dict[str, Any]:

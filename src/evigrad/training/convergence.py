@@ -7,23 +7,22 @@ learned noise grows with them.
 
 import math
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from evigrad.errors import EvigradError, EvigradWarning, RankError
+from evigrad.evidence import Evidence
 from evigrad.likelihoods import Gaussian, StudentT
 from evigrad.likelihoods.noisy import Noisy
 from evigrad.likelihoods.positions import flattened
 from evigrad.measure.metrics import evaluate, hyperparameter_values, probe_outputs
+from evigrad.network.network import PROBE_SIZE
 from evigrad.posterior import nearer_to_mode
 from evigrad.posterior.posterior import curvature_of_posterior
+from evigrad.training.data import RunData
 from evigrad.training.data_checks import are_discrete
-from evigrad.training.history import Row
-
-if TYPE_CHECKING:
-    from evigrad.training.trainer import Trainer
 
 # A mode gap of at most this many nats, over all examples, changes hyperparameters little. One
 # nat for each effective parameter means that the mode is √2 posterior standard deviations away, in
@@ -52,44 +51,31 @@ _TAIL_GAIN = 0.05
 _MOST_NUMBERS = 2**27
 
 
-def mode_columns(trainer: "Trainer", epoch: int) -> Row:
-    """Return the mode gap as a history column, in nats per example.
+def mode_gap(evidence: Evidence, data: RunData) -> float | None:
+    """Return the mode gap in nats per example, or None if its computation fails.
 
-    The gap is computed after the last epoch of a cycle and is None in other epochs. It is exact for
-    small data sets. For larger data sets it is an upper bound, or an estimate with Kronecker
-    factors. It is also None if its computation fails, for instance because memory runs out. If
-    epochs use only a part of the data, the gap is not computed, because it requires a pass over all
-    data. Without an estimator, there is no column.
+    The gap is exact for small data sets. For larger data sets it is an upper bound, or an estimate
+    with Kronecker factors. Its computation fails for instance if memory runs out.
 
     Raises:
         RankError: If another rank fails.
     """
-    if trainer.learner is None:
-        return {}
-    num_data = len(trainer.data)
-    if epoch < trainer.epochs or trainer.schedule.data_in_epoch(num_data) < num_data:
-        return {"mode_gap": None}
     try:
-        return {"mode_gap": _mode_gap(trainer)}
+        first, *others = approximations(evidence, data)
+        gap = evidence.mode_gap(data, **first)
+        if gap <= _ROUGH:
+            return gap
+        return min([gap, *(evidence.mode_gap(data, **other) for other in others)])
     except RankError:
         raise
     except EvigradError:
-        return {"mode_gap": None}
+        return None
 
 
-def _mode_gap(trainer: "Trainer") -> float:
-    first, *others = approximations(trainer)
-    gap = trainer.evidence.mode_gap(trainer.data, **first)
-    if gap <= _ROUGH:
-        return gap
-    return min([gap, *(trainer.evidence.mode_gap(trainer.data, **other) for other in others)])
-
-
-def approximations(trainer: "Trainer") -> list[dict[str, Any]]:
+def approximations(evidence: Evidence, data: RunData) -> list[dict[str, Any]]:
     """Return arguments of a posterior for one or two approximations of H, the best one last."""
-    evidence = trainer.evidence
     num_weights = sum(weight.numel() for weight in evidence.weights().values())
-    num_outputs = probe_outputs(evidence.model, trainer.probe).shape[-1]
+    num_outputs = probe_outputs(evidence.model, data.first(PROBE_SIZE)[0]).shape[-1]
     num_rows = evidence.num_data * num_outputs
     rows = None if num_rows <= _FEW_ROWS else _ROWS
     needs_all = curvature_of_posterior(evidence.problem) != "ggn"  # no anchored rows
@@ -100,13 +86,13 @@ def approximations(trainer: "Trainer") -> list[dict[str, Any]]:
     return [by_rows] if rows is None or num_outputs > _MOST_OUTPUTS else [by_rows, by_factors]
 
 
-def warn_of_tails(trainer: "Trainer") -> None:
+def warn_of_tails(evidence: Evidence, data: RunData) -> None:
     """Warn if Student's t fits the residuals much better than the Gaussian likelihood does."""
-    likelihood = trainer.evidence.likelihood
-    if type(likelihood) is not Gaussian or trainer.learner is None:
+    likelihood = evidence.likelihood
+    if type(likelihood) is not Gaussian:
         return
-    x, y = trainer.data.spread(_RESIDUALS)
-    f, y = flattened(likelihood, probe_outputs(trainer.evidence.model, x), y)
+    x, y = data.spread(_RESIDUALS)
+    f, y = flattened(likelihood, probe_outputs(evidence.model, x), y)
     if len(f) < _FEWEST or are_discrete(y):  # which has its own warning
         return
     gain = tail_gain(y.to(f) - f)
@@ -143,17 +129,17 @@ def tail_gain(residuals: Tensor) -> float:
     return float((means.amax(0) - normal).mean())
 
 
-def warn_of_mode(trainer: "Trainer", gap: float | None) -> None:
-    """Warn if training has not converged, so that longer training changes the hyperparameters."""
-    nats = 0.0 if gap is None else gap * trainer.evidence.num_data
+def warn_of_mode(evidence: Evidence, data: RunData, gap: float | None, epochs: int) -> None:
+    """Warn if training has not converged, so that more epochs change the hyperparameters."""
+    nats = 0.0 if gap is None else gap * evidence.num_data
     if nats <= _FEW_NATS:
         return
-    determined = sum(size for name, size in _sizes(trainer).items() if name != "noise")
+    determined = sum(size for name, size in _sizes(evidence, data).items() if name != "noise")
     reason = f"The mode gap is {nats:.3g} nats for {determined:.3g} effective parameters"
     if nats <= determined:
         changes = [
             f"{name} from {before:.3g} to {after:.3g}"
-            for name, (before, after) in changes_at_mode(trainer).items()
+            for name, (before, after) in changes_at_mode(evidence, data).items()
             if abs(math.log(after / before)) > math.log(_NOISE if name == "noise" else _PRECISION)
         ]
         if not changes:
@@ -162,13 +148,13 @@ def warn_of_mode(trainer: "Trainer", gap: float | None) -> None:
     warnings.warn(
         "Training has not converged, so do not use the learned hyperparameters and the log evidence"
         f" yet. {reason}. Train for more epochs, such as Schedule(epochs="
-        f"{_MORE * len(trainer.history)}).",
+        f"{_MORE * epochs}).",
         EvigradWarning,
         stacklevel=5,  # the caller of fit
     )
 
 
-def changes_at_mode(trainer: "Trainer") -> dict[str, tuple[float, float]]:
+def changes_at_mode(evidence: Evidence, data: RunData) -> dict[str, tuple[float, float]]:
     """Return learned precisions and noise, now and for the weights after a step toward the mode.
 
     A precision is inversely proportional to the squares of its weights, and a noise is proportional
@@ -178,15 +164,15 @@ def changes_at_mode(trainer: "Trainer") -> dict[str, tuple[float, float]]:
     Raises:
         RankError: If another rank fails.
     """
-    evidence, approximation = trainer.evidence, approximations(trainer)[-1]
+    approximation = approximations(evidence, data)[-1]
     now, prior = hyperparameter_values(evidence), evidence.prior
     names = prior.learned_groups()
-    learns_prior = "prior.log_precision" in trainer.learned
+    learns_prior = "prior.log_precision" in evidence.hyperparameters()
     learned = {"noise", *(f"precision/{name}" for name in names if learns_prior)}
     try:
-        before = _sizes(trainer)
-        with torch.no_grad(), nearer_to_mode(evidence.problem, trainer.data, **approximation):
-            after = _sizes(trainer)
+        before = _sizes(evidence, data)
+        with torch.no_grad(), nearer_to_mode(evidence.problem, data, **approximation):
+            after = _sizes(evidence, data)
     except RankError:
         raise
     except EvigradError:
@@ -199,13 +185,12 @@ def changes_at_mode(trainer: "Trainer") -> dict[str, tuple[float, float]]:
     }
 
 
-def _sizes(trainer: "Trainer") -> dict[str, float]:
+def _sizes(evidence: Evidence, data: RunData) -> dict[str, float]:
     """Return δ ‖w − w₀‖² of each prior group, and the mean squared error if a noise is learned.
 
     At the fixed point, δ ‖w − w₀‖² is c times the effective number of parameters γ, where c is the
     weight of the log-determinant. The result is divided by c.
     """
-    evidence = trainer.evidence
     prior, likelihood = evidence.prior, evidence.likelihood
     precisions, sizes = prior.precisions(), dict[str, float]()
     for name, deviation in prior.deviations(evidence.weights()).items():
@@ -214,6 +199,6 @@ def _sizes(trainer: "Trainer") -> dict[str, float]:
         size /= evidence.log_det_weight
         sizes[group] = sizes.get(group, 0.0) + size
     if isinstance(likelihood, Noisy) and likelihood.log_noise.requires_grad:
-        metrics = evaluate(evidence.model, likelihood, trainer.data, ranks=evidence.ranks)
+        metrics = evaluate(evidence.model, likelihood, data, ranks=evidence.ranks)
         sizes["noise"] = metrics["squared_error"]
     return sizes

@@ -31,10 +31,11 @@ from evigrad.training.checkpoint import shared_settings
 from evigrad.training.data import RunData, stream
 from evigrad.training.data_checks import check_data, learns_likelihood, warn_of_data
 from evigrad.training.effects import refuse, refuse_idle, refuse_without_estimator
+from evigrad.training.observers import Callback
 from evigrad.training.plan import plan, planned
 from evigrad.training.run_directory import RunDirectory
 from evigrad.training.settings import Laplace, Optimization, Schedule, Settings, explains_groups
-from evigrad.training.trainer import Callback, FitResult, Trainer
+from evigrad.training.trainer import FitResult, Trainer
 from evigrad.training.trials import check_choice, choose_weight
 
 T = TypeVar("T", bound=Trainer)

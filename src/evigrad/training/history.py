@@ -5,19 +5,16 @@ import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from evigrad.core.model import standard_error
-from evigrad.errors import ConfigurationError, InputError
+from evigrad.errors import ConfigurationError, InputError, listed
 from evigrad.evidence import Evidence
 from evigrad.files import replacing, writing
 from evigrad.measure.bracket import bracket
 from evigrad.measure.metrics import hyperparameter_values
-from evigrad.training.data import derived_seed
-
-if TYPE_CHECKING:
-    from evigrad.training.learner import Learner, Round
-    from evigrad.training.trainer import Trainer
+from evigrad.training.data import RunData
+from evigrad.training.rounds import Round
 
 # A value that was not computed in an epoch is None, and an empty cell in the file.
 Row = dict[str, int | float | None]
@@ -47,7 +44,7 @@ def headlines(row: Mapping[str, int | float | None]) -> dict[str, float]:
     return {name: v for name, v in values.items() if name not in _DETAILS}
 
 
-def evidence_columns(learned: "Round | None") -> Row:
+def evidence_columns(learned: Round | None) -> Row:
     """Return the history columns of a round's log evidence and skipped steps."""
     skipped: Row = {"skipped_steps": 0 if learned is None else learned.skipped}
     if learned is None or not learned.estimates:
@@ -63,12 +60,12 @@ def evidence_columns(learned: "Round | None") -> Row:
     }
 
 
-def round_columns(learner: "Learner", hyper_round: "Round | None") -> Row:
+def round_columns(evidence: Evidence, hyper_round: Round | None, hyper_steps: int) -> Row:
     """Return the history columns after a round: log evidence, step counts and hyperparameters."""
     return {
         **evidence_columns(hyper_round),
-        "hyper_steps": learner.hyper_steps,
-        **hyperparameter_values(learner.evidence),
+        "hyper_steps": hyper_steps,
+        **hyperparameter_values(evidence),
     }
 
 
@@ -82,21 +79,23 @@ def metric_columns(evidence: Evidence, metrics: Mapping[str, Mapping[str, float]
     }
 
 
-def bracket_columns(trainer: "Trainer", epoch: int) -> Row:
-    """Return the history columns of bounds on the exact log evidence, in nats per example.
-
-    The values are None in epochs in which no bounds are due.
-    """
-    every = trainer.schedule.bracket_every
-    if not every:
-        return {}
-    if epoch % every and epoch != trainer.epochs:
-        return dict.fromkeys(BRACKET_COLUMNS)
-    seed = derived_seed(trainer.settings.seed, "bracket", epoch)
-    bounds = bracket(trainer.evidence, trainer.data, rows=BRACKET_ROWS, seed=seed)
+def bracket_columns(evidence: Evidence, data: RunData, seed: int) -> Row:
+    """Return the history columns of bounds on the exact log evidence, in nats per example."""
+    bounds = bracket(evidence, data, rows=BRACKET_ROWS, seed=seed)
     lower_error = bounds.lower_error / bounds.num_data
     values = (bounds.lower_per_datum, lower_error, bounds.upper_per_datum)
     return dict(zip(BRACKET_COLUMNS, values, strict=True))
+
+
+def append_row(history: list[Row], row: Row) -> None:
+    """Append an epoch's row. Raise ConfigurationError if a checkpoint's rows have other columns."""
+    if history and row.keys() != history[0].keys():
+        raise ConfigurationError(
+            "The checkpoint's history and this run have different columns"
+            f" ({listed(sorted(row.keys() ^ history[0].keys()))}). Another version of evigrad wrote"
+            " the checkpoint, or the checkpoint was changed. Start a new run in another folder."
+        )
+    history.append(row)
 
 
 class MetricsFile:

@@ -3,11 +3,9 @@
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from statistics import mean
 from typing import Any
 
 from evigrad.blocks import Block
-from evigrad.blocks.streams import Stream
 from evigrad.errors import (
     ConfigurationError,
     EvigradError,
@@ -36,32 +34,12 @@ from evigrad.training.plan import (
     plan_schedule,
     planned,
 )
-from evigrad.training.rounds import blocks_of_a_round, why_not_kept
+from evigrad.training.rounds import Round, RoundBlocks, shared_if_possible
 from evigrad.training.runaways import Runaways
 from evigrad.training.settings import Optimization, Schedule, check_burn_in
 
 # Damping of the first and of the last fixed-point step: a falling rate averages over blocks.
 FIRST_RATE, LAST_RATE = 0.5, 0.05
-
-
-@dataclass(frozen=True)
-class Round:
-    """The estimates of a round of hyperparameter steps. Each estimate was computed before its step.
-
-    If steps used the same data (``is_shared``), the spread of the estimates does not measure their
-    error. ``skipped`` is the number of steps that were not taken because an estimate failed.
-    """
-
-    estimates: list[Estimate]
-    is_shared: bool
-    skipped: int = 0
-
-    def __repr__(self) -> str:
-        """Return the mean log evidence and the numbers of steps in one line."""
-        values = [estimate.per_datum for estimate in self.estimates]
-        parts = [f"log evidence {mean(values):.4g} nats per example"] if values else []
-        parts += [f"{len(values)} steps", f"{self.skipped} skipped"]
-        return f"Round({', '.join(parts)})"
 
 
 @dataclass
@@ -210,12 +188,15 @@ class Learner:
             if optimization.prior_update == "fixed_point":
                 self.fixed_point = FixedPoint(evidence, FIRST_RATE)
                 self.start(optimization.start_decays[0])
-            if self.schedule.prior_blocks is not None:
-                x, _ = self.data.first(PROBE_SIZE)
-                if reason := why_not_kept(evidence, x, self.step_groups[0].names):
-                    raise ConfigurationError(reason)
-            evidence.blocks(self.data)  # raises now what would stop the first round, epochs later
-        self._blocks: Stream | None = None  # checks the data once
+            # Raises now what would stop the first round, epochs later.
+            stream, x = evidence.blocks(self.data), self.data.first(PROBE_SIZE)[0]
+            prior_blocks = [self.schedule.prior_blocks, None]  # the second group is the model's own
+            self._blocks = [
+                shared_if_possible(
+                    RoundBlocks(evidence, stream, x, group.names, group.steps, count)
+                )
+                for group, count in zip(self.step_groups, prior_blocks, strict=False)
+            ]
         self._warned = False  # of precisions that no output depends on
         self._runaways = Runaways(evidence)
         self._idle = 0  # number of rounds without a step since the last step
@@ -253,7 +234,8 @@ class Learner:
         if not self.is_due(self.count):
             return None
         learned = self.learn(self.count)
-        self.history.append({"step": self.count, **round_columns(self, learned)})
+        columns = round_columns(self.evidence, learned, self.hyper_steps)
+        self.history.append({"step": self.count, **columns})
         return learned
 
     def start(self, decay: float) -> None:
@@ -291,9 +273,9 @@ class Learner:
         with self.evidence.ranks.together():
             self.data.epoch = epoch
             try:
-                for group in self.step_groups:
+                for group, blocks in zip(self.step_groups, self._blocks, strict=True):
                     if group.is_due(epoch):
-                        hyper_round = self._round(group, hyper_round)
+                        hyper_round = self._round(group, blocks, hyper_round)
             except EvigradError as error:
                 raise type(error)(
                     f"Hyperparameter step after epoch {epoch} failed: {error}"
@@ -304,26 +286,17 @@ class Learner:
                 self._runaways.check(epoch, names, hyper_round.estimates)
         return hyper_round
 
-    def _round(self, group: StepGroup, before: Round) -> Round:
+    def _round(self, group: StepGroup, blocks: RoundBlocks, before: Round) -> Round:
         """Take the steps of a group, and return their estimates after those of ``before``."""
-        if self._blocks is None:
-            self._blocks = self.evidence.blocks(self.data)
         estimates, is_shared, failed = list[Estimate](), False, 0
         try:
             # Streams choose anchors as they are iterated, outside of the evidence's own calls.
             with named_in_errors(self.evidence.hyperparameters):
-                blocks, is_shared = blocks_of_a_round(
-                    self.evidence,
-                    self._blocks,
-                    self.data.first(PROBE_SIZE)[0],
-                    group.names,
-                    group.steps,
-                    self.schedule.prior_blocks if group is self.step_groups[0] else None,
-                )
+                block_of_steps, is_shared = blocks.take()
                 name = self.evidence.spec.name
                 cheaper = "fewer rows in a block, set by the estimator's name"
                 with memory_for(f"an estimate by {name}", cheaper):
-                    for block in blocks:
+                    for block in block_of_steps:
                         estimates.append(self._step(group, block))
         except (NotFiniteError, NotPositiveDefiniteError) as error:
             # Outputs that are not finite may be the fault of the data, which no step mends.
@@ -405,7 +378,6 @@ class Learner:
             self.history = [dict(row) for row in state.get("rounds", [])]
             self._runaways.starts |= state.get("starts", {})
             self._runaways.best = float(state.get("best", self._runaways.best))
-        self._blocks = None  # its position belongs to the epochs before
 
 
 def warn_of_unused(evidence: Evidence) -> None:

@@ -3,12 +3,10 @@
 import importlib.util
 import sys
 import time
-from typing import TYPE_CHECKING
 
 from evigrad.training.history import Row, known
-
-if TYPE_CHECKING:
-    from evigrad.training.trainer import Trainer
+from evigrad.training.observers import Observer, Run
+from evigrad.training.settings import label_of
 
 # Plain output has about this many lines, whatever the number of epochs. In long epochs, a line
 # follows after this many seconds.
@@ -149,17 +147,20 @@ class Pace:
         return max(0.0, total - self._done * means[0])
 
 
-class Progress:
+class Progress(Observer):
     """Show the plan of a run, announce its parts, and show values and time during training.
 
     Args:
-        trainer: The trainer of the run, before its first epoch in this process.
+        run: The run, before its first epoch in this process.
+        is_resumed: Whether the run continues from a checkpoint.
     """
 
-    def __init__(self, trainer: "Trainer") -> None:
-        self._trainer, self._display = trainer, make_display(trainer.label)
-        self._pace = Pace(trainer.seconds)
-        self._interval = max(1, -(-trainer.epochs // _PLAIN_LINES))
+    def __init__(self, run: Run, is_resumed: bool = False) -> None:
+        super().__init__(run)
+        self._display = make_display(label_of(run.settings.estimator))
+        self._is_resumed, self._last = is_resumed, run.epochs
+        self._pace = Pace(run.seconds)
+        self._interval = max(1, -(-self._last // _PLAIN_LINES))
         self._values: Row = {}  # the last value of each metric, as not all are in every row
         self._epochs, self._rounds, self._all = 0, 0, 0  # the first two are left
         self._is_estimated = False
@@ -169,12 +170,18 @@ class Progress:
         """Show the plan of a run at its start, and announce its first part."""
         self._count()
         self._all = self._epochs
-        trainer = self._trainer
-        if not trainer.history and not trainer.starts.scores:
+        history, starts = self._run.history, self._run.starts
+        if self._is_resumed:
+            self.say(
+                f"resuming after epoch {len(history)} of {self._last}"
+                if len(history) < self._last
+                else f"all {self._last} epochs are done"
+            )
+        if not history and not starts.scores:
             for line in self._plan():
                 self.say(line)
-        if trainer.starts.are_tried:
-            self.say(trainer.starts.trial())
+        if starts.are_tried:
+            self.say(starts.trial())
 
     def say(self, line: str) -> None:
         """Show a line that stays."""
@@ -186,69 +193,75 @@ class Progress:
         self._pace.step(share)
         since = self._pace.here - self._shown
         if since >= (_LIVE_STEP_SECONDS if self._display.is_live else _PLAIN_SECONDS):
-            self._show(len(self._trainer.history) + share)
+            self._show(len(self._run.history) + share)
         self._estimate()
 
-    def update(self, row: Row) -> None:
-        """Show an epoch's values, if a line is due."""
+    def epoch(self, row: Row) -> None:
+        """Show an epoch's values, if a line is due, and announce epochs that are added."""
         epoch = int(row["epoch"] or 0)
         has_round = self._has_round(epoch)
         self._pace.epoch(has_round)
         self._epochs, self._rounds = self._epochs - 1, self._rounds - has_round
         # Epoch 1 forgets the values of another start.
         self._values = {**({} if epoch == 1 else self._values), **known(row)}
-        is_due = epoch % self._interval == 0 or epoch == self._trainer.epochs
+        is_due = epoch % self._interval == 0 or epoch == self._run.epochs
         if self._display.is_live:
             is_due = is_due or self._pace.here - self._shown >= _LIVE_SECONDS
         if is_due:
             self._show(epoch)
         self._estimate()
+        if self._last < self._run.epochs:
+            self._count()
+            self._last = self._run.epochs
+            self._all += self._last - epoch
+            words = f"Continuing with epochs {epoch + 1} to {self._last}."
+            self.say(f"Training has not settled. {words}")
 
-    def next_start(self) -> None:
+    def restart(self, row: Row | None) -> None:
         """Announce the end of a start, and the next one or the one that continues."""
+        super().restart(row)
         self._count()
-        starts = self._trainer.starts
+        starts = self._run.starts
         self.say(starts.end_of_trial())
-        self.say(starts.trial() if starts.are_tried else starts.choice(self._trainer.epochs))
+        self.say(starts.trial() if starts.are_tried else starts.choice(self._run.epochs))
 
-    def next_cycle(self) -> None:
-        """Announce epochs that were added because training has not settled."""
-        self._count()
-        first, last = len(self._trainer.history) + 1, self._trainer.epochs
-        self._all += last - first + 1
-        self.say(f"Training has not settled. Continuing with epochs {first} to {last}.")
+    def end(self, is_complete: bool) -> None:
+        """Announce that training has settled before the largest number of epochs."""
+        epoch, most = len(self._run.history), self._run.cycles.most
+        if is_complete and epoch < most:
+            self.say(f"settled after epoch {epoch} of at most {most}")
 
     def close(self) -> None:
         """Leave the last state on the screen."""
         self._display.close()
 
     def _has_round(self, epoch: int) -> bool:
-        learner = self._trainer.learner
+        learner = self._run.learner
         return learner is not None and learner.is_due(epoch)
 
     def _count(self) -> None:
         """Count the epochs and rounds that are left."""
-        trainer = self._trainer
-        left = trainer.starts.epochs_left(len(trainer.history), trainer.epochs)
+        run = self._run
+        left = run.starts.epochs_left(len(run.history), run.epochs)
         self._epochs = sum(map(len, left))
         self._rounds = sum(self._has_round(epoch) for part in left for epoch in part)
 
     def _plan(self) -> list[str]:
         """Return the plan of the run, in a few lines."""
-        trainer, steps = self._trainer, self._trainer.steps
-        last, starts = trainer.epochs, trainer.starts
+        run, steps = self._run, self._run.steps
+        last, starts = run.epochs, run.starts
         words = f"{_counted(last, 'epoch')} of {_counted(steps, 'step')}"
         if starts.are_tried:
             words += f", with {len(starts.decays)} start decays in epochs 1 to {starts.until}"
         words += f", so {_counted(self._epochs * steps, 'step')} in total"
-        if trainer.cycles.most > last:
-            words += f", and up to {trainer.cycles.most:,} epochs if training has not settled"
+        if run.cycles.most > last:
+            words += f", and up to {run.cycles.most:,} epochs if training has not settled"
         lines = [f"{words}. Values are in nats per example."]
-        if (learner := trainer.learner) is not None and self._rounds:
+        if (learner := run.learner) is not None and self._rounds:
             first = next(epoch for epoch in range(1, last + 1) if learner.is_due(epoch))
             lines.append(
                 f"{_counted(self._rounds, 'round')} of hyperparameter steps with"
-                f" {trainer.name}, the first after epoch {first}."
+                f" {run.settings.estimator}, the first after epoch {first}."
             )
         return lines
 
@@ -266,13 +279,13 @@ class Progress:
             self.say(f"Estimated time: about {_rough(total)}{without}.")
 
     def _show(self, epoch: float) -> None:
-        trainer, last = self._trainer, self._trainer.epochs
+        run, last = self._run, self._run.epochs
         count = f"{epoch:.0f}" if epoch == int(epoch) else f"{epoch:.2f}"
         left = self._pace.left(self._epochs, self._rounds)
         more = "over " if self._rounds and not self._pace.has_rounds else ""
         times = f"{clock(self._pace.elapsed)} elapsed"
         times += f", {more}{clock(left)} left" if left is not None and self._epochs else ""
-        values = summary(self._values, trainer.evidence.temperature / trainer.evidence.num_data)
+        values = summary(self._values, run.evidence.temperature / run.evidence.num_data)
         text = f"epoch {count:>{len(str(last))}}/{last}  {times}  {values}"
         self._display.show(text, 1 - self._epochs / max(1, self._all))
         self._shown = self._pace.here

@@ -1,51 +1,112 @@
-"""The network passes of a round. Several steps on prior and noise can share them."""
+"""The rounds of hyperparameter steps, and how the steps of a round take their blocks.
+
+Steps that learn only prior and noise can reuse the network passes of other steps.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import repeat
+from statistics import mean
 
 from evigrad.blocks import Block
 from evigrad.blocks.anchors import AnchoredStream, DrawnParts
 from evigrad.blocks.streams import Stream
 from evigrad.core.protocols import Purpose
+from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.inputs import Inputs
 from evigrad.invariances.noise import stochastic_modules
 from evigrad.network.network import PROBE_SIZE
+from evigrad.passes.evaluation import Estimate
 from evigrad.passes.kept import KeptPass, not_keepable
 from evigrad.passes.memory import run_if_it_fits
 from evigrad.passes.parameters import divided, held_constant
 
 
-def blocks_of_a_round(
-    evidence: Evidence,
-    blocks: Stream,
-    x: Inputs,
-    names: list[str],
-    steps: int,
-    prior_blocks: int | None,
-) -> tuple[Iterable[Block | list[KeptPass]], bool]:
-    """Return a block or kept passes for each step of a round, and whether all steps share them.
+@dataclass(frozen=True)
+class Round:
+    """The estimates of a round of hyperparameter steps. Each estimate was computed before its step.
 
-    Steps that learn only prior and noise can reuse the network passes of other steps.
-    ``prior_blocks`` is the number of blocks whose passes all steps share. If it is None, each step
-    has its own block, unless one block holds all data. With an anchored estimator, steps with
-    different blocks can still share the pass over the anchors.
+    If steps used the same data (``is_shared``), the spread of the estimates does not measure their
+    error. ``skipped`` is the number of steps that were not taken because an estimate failed.
     """
-    anchored = isinstance(blocks, AnchoredStream)
-    keepable = (anchored or blocks.is_constant) and is_keepable(evidence, x, names)
-    if anchored and keepable and shares_anchors(evidence, x, 2):
-        drawn = blocks.drawn(prior_blocks or steps, whole=prior_blocks is not None)
-        passes = passes_over(evidence, drawn, x, names)
-        if prior_blocks is None and drawn.draws:
+
+    estimates: list[Estimate]
+    is_shared: bool
+    skipped: int = 0
+
+    def __repr__(self) -> str:
+        """Return the mean log evidence and the numbers of steps in one line."""
+        values = [estimate.per_datum for estimate in self.estimates]
+        parts = [f"log evidence {mean(values):.4g} nats per example"] if values else []
+        parts += [f"{len(values)} steps", f"{self.skipped} skipped"]
+        return f"Round({', '.join(parts)})"
+
+
+@dataclass(frozen=True)
+class RoundBlocks:
+    """The blocks of a round's steps. Each step has its own block.
+
+    ``x`` are inputs of a few examples, and ``prior_blocks`` is the number of blocks that all steps
+    share, if it is set.
+    """
+
+    evidence: Evidence
+    stream: Stream
+    x: Inputs
+    names: list[str]
+    steps: int
+    prior_blocks: int | None = None
+
+    def take(self) -> tuple[Iterable[Block | list[KeptPass]], bool]:
+        """Return a block or kept passes for each step of a round, and whether all share them."""
+        return self.stream.take(self.steps), False
+
+
+class SharedBlocks(RoundBlocks):
+    """The blocks of a round. All steps average over them, and their passes are kept."""
+
+    def take(self) -> tuple[Iterable[list[KeptPass]], bool]:
+        blocks = self.stream.round(self.prior_blocks or 1)
+        return self.average(self.evidence.collect(block, wrt=self.names) for block in blocks)
+
+    def average(self, passes: Iterable[KeptPass]) -> tuple[Iterable[list[KeptPass]], bool]:
+        """Return all passes for each step."""
+        kept = list(passes)
+        if len(kept) > 1:  # their numbers of draws may differ
+            kept = [draw for kept_pass in kept for draw in kept_pass.draws()]
+        return repeat(kept, self.steps), True
+
+
+class SharedAnchors(SharedBlocks):
+    """The blocks of a round, which share the pass over their anchors."""
+
+    def take(self) -> tuple[Iterable[list[KeptPass]], bool]:
+        assert isinstance(self.stream, AnchoredStream)
+        is_whole = self.prior_blocks is not None
+        drawn = self.stream.drawn(self.prior_blocks or self.steps, whole=is_whole)
+        passes = passes_over(self.evidence, drawn, self.x, self.names)
+        if drawn.draws and not is_whole:
             return ([draw] for kept_pass in passes for draw in kept_pass.draws()), False
-    elif prior_blocks is None and (steps == 1 or not (blocks.is_constant and keepable)):
-        return blocks.take(steps), False
-    else:
-        passes = (evidence.collect(b, wrt=names) for b in blocks.round(prior_blocks or 1))
-    kept = list(passes)
-    if len(kept) > 1:  # their numbers of draws may differ
-        kept = [draw for kept_pass in kept for draw in kept_pass.draws()]
-    return repeat(kept, steps), True
+        return self.average(passes)
+
+
+def shared_if_possible(blocks: RoundBlocks) -> RoundBlocks:
+    """Return the blocks, with shared passes if the steps can share them.
+
+    Raises:
+        ConfigurationError: If steps cannot share ``prior_blocks``.
+    """
+    evidence, stream, x, names = blocks.evidence, blocks.stream, blocks.x, blocks.names
+    is_set, is_anchored = blocks.prior_blocks is not None, isinstance(stream, AnchoredStream)
+    if is_set and (reason := why_not_kept(evidence, x, names)):
+        raise ConfigurationError(reason)
+    is_kept = (is_anchored or stream.is_constant) and is_keepable(evidence, x, names)
+    if is_kept and is_anchored and shares_anchors(evidence, x, 2):
+        return SharedAnchors(**vars(blocks))
+    if is_set or (is_kept and stream.is_constant and blocks.steps > 1):
+        return SharedBlocks(**vars(blocks))
+    return blocks
 
 
 def passes_over(

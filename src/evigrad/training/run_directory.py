@@ -14,6 +14,7 @@ from evigrad.errors import ConfigurationError, EvigradError, EvigradWarning
 from evigrad.files import PARTIAL, is_intact, replacing, seal, sole_writer
 from evigrad.training.checkpoint import CHECKPOINT_FORMAT
 from evigrad.training.history import MetricsFile, Row
+from evigrad.training.observers import Observer, Run
 
 # Share of the time that checkpoints may take by default.
 _SHARE = 0.05
@@ -164,55 +165,54 @@ def naming_files(directory: RunDirectory, history: Sequence[Row]) -> Iterator[No
         raise
 
 
-class RunRecord:
-    """Write the metrics and checkpoints of a run while it trains."""
+class Metrics(Observer):
+    """Write the metrics of a run while it trains."""
 
-    def __init__(self, directory: RunDirectory, history: Sequence[Row]) -> None:
+    def __init__(self, run: Run, path: Path) -> None:
+        super().__init__(run)
+        self._path = path
+        self._file: MetricsFile | None = None
+
+    def begin(self) -> None:
         """Write the finished epochs, and drop the rows of epochs that will run again."""
-        self._directory = directory
-        self._metrics: MetricsFile | None = None
+        self.close()
+        self._file, history = None, self._run.history
+        if history:
+            self._file = MetricsFile(self._path, list(history[0]), history)
+        else:
+            self._path.unlink(missing_ok=True)
+
+    def epoch(self, row: Row) -> None:
+        self._file = self._file or MetricsFile(self._path, list(row))
+        self._file.write(row)
+
+    def restart(self, row: Row | None) -> None:
+        self.begin()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+class Checkpoints(Observer):
+    """Write the checkpoints of a run while it trains.
+
+    If ``Schedule.checkpoint_every`` is None, a checkpoint is due when writing it takes at most 5 %
+    of the time since the previous checkpoint.
+    """
+
+    def __init__(self, run: Run, directory: RunDirectory) -> None:
+        super().__init__(run)
+        self._directory, self._is_unsaved = directory, not run.history
         self._written = time.monotonic()  # time of the last checkpoint
         self._cost = 0.0  # seconds that the last checkpoint took
-        self.rewrite(history)
 
-    def rewrite(self, history: Sequence[Row]) -> None:
-        """Replace the metrics file with the rows of all epochs so far."""
-        self.close()
-        self._metrics = None
-        if history:
-            self._metrics = MetricsFile(self._directory.metrics, list(history[0]), history)
-        else:
-            self._directory.metrics.unlink(missing_ok=True)
-
-    def write_row(self, row: Row) -> None:
-        """Append an epoch's metrics to the metrics file."""
-        self._metrics = self._metrics or MetricsFile(self._directory.metrics, list(row))
-        self._metrics.write(row)
-
-    def is_due(self, epoch: int, every: int | None) -> bool:
-        """Return whether to write a checkpoint after ``epoch``.
-
-        If ``every`` is an integer, a checkpoint is due after every ``every``-th epoch. If it is
-        None, a checkpoint is due when writing it takes at most 5 % of the time since the previous
-        checkpoint.
-        """
-        if every is not None:
-            return epoch % every == 0
-        return time.monotonic() - self._written >= self._cost / _SHARE
-
-    def write_checkpoint(self, state: Mapping[str, Any]) -> None:
-        """See ``RunDirectory.write_checkpoint``."""
-        start = time.monotonic()
-        self._directory.write_checkpoint(state)
-        self._written = time.monotonic()
-        self._cost = self._written - start
-
-    def finish(self) -> None:
-        """Remove the second-to-last checkpoint after training."""
-        self._directory.checkpoint_before.unlink(missing_ok=True)
-
-    def check_readable(self) -> None:
-        """Warn if the checkpoint cannot be loaded because it holds objects of unknown classes."""
+    def begin(self) -> None:
+        """Write the initial weights, which are kept nowhere else."""
+        if not self._is_unsaved:
+            return
+        self._write()
         try:
             self._directory.read_checkpoint()
         except ConfigurationError as error:
@@ -224,10 +224,24 @@ class RunRecord:
                 stacklevel=2,
             )
 
-    def close(self) -> None:
-        """Close the metrics file."""
-        if self._metrics is not None:
-            self._metrics.close()
+    def epoch(self, row: Row) -> None:
+        self._is_unsaved, every = True, self._run.settings.schedule.checkpoint_every
+        is_cheap = time.monotonic() - self._written >= self._cost / _SHARE
+        if is_cheap if every is None else int(row["epoch"] or 0) % every == 0:
+            self._write()
+
+    def end(self, is_complete: bool) -> None:
+        """Write the last checkpoint. After training, remove the one before it."""
+        if self._is_unsaved:
+            self._write()
+        if is_complete:
+            self._directory.checkpoint_before.unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        start = time.monotonic()
+        self._directory.write_checkpoint(self._run.state())
+        self._written = time.monotonic()
+        self._cost, self._is_unsaved = self._written - start, False
 
 
 def _is_free(path: Path) -> bool:

@@ -7,17 +7,16 @@ only in the weight decay of the burn-in: the initial weights, batches and blocks
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from evigrad.errors import EvigradError
-from evigrad.training.checkpoint import fitting, packed, restore
+from evigrad.training.checkpoint import fitting
+from evigrad.training.history import Row
 from evigrad.training.plan import planned
 from evigrad.training.settings import Schedule
 
-if TYPE_CHECKING:
-    from evigrad.training.trainer import Trainer
+State = Mapping[str, Any]
 
 # Share of the epochs after which starts are compared. At a fifth, weak starts still win on data
 # where they end with less evidence (benchmarks/README.md).
@@ -30,64 +29,58 @@ class Starts:
     """The starts of a training run, which are tried one after another.
 
     Attributes:
-        decays: Weight decays of the burn-in, in the order of the trials.
+        decays: Weight decays of the burn-in, in the order of the trials. There is only one if the
+            run is too short to compare several.
+        until: Last epoch of a trial.
         scores: Log evidence in nats per example by weight decay, for the starts tried so far. The
             value is −inf if training diverged.
     """
 
-    def __init__(self, trainer: "Trainer") -> None:
-        optimization, learner = trainer.settings.optimization, trainer.learner
-        decays, evidence = optimization.start_decays, trainer.evidence
-        around_zero = len(evidence.prior.means()) < len(evidence.weights())
-        self.until = comparison(trainer.schedule)
-        has_several = learner is not None and learner.fixed_point is not None and around_zero
-        if not (has_several and self.until and trainer.schedule.burn_in):
-            decays = decays[:1]
-        self.decays = list(decays)
+    def __init__(self, decays: Sequence[float], schedule: Schedule) -> None:
+        self.until = comparison(schedule)
+        self.decays = list(decays if self.until and schedule.burn_in else decays[:1])
         self.scores: dict[float, float] = {}
-        self._initial: dict[str, Any] | None = None
-        self._best: dict[str, Any] | None = None
+        self._initial: State | None = None
+        self._best: State | None = None
 
     @property
     def are_tried(self) -> bool:
         """Return whether trials are still running. If so, the current history may be dropped."""
         return len(self.decays) > 1 and len(self.scores) < len(self.decays)
 
-    def begin(self, trainer: "Trainer") -> None:
-        """Save the initial state, before the first epoch."""
-        if self.are_tried and self._initial is None:
-            self._initial = _state(trainer)
+    @property
+    def decay(self) -> float:
+        """Return the weight decay of the current trial."""
+        return self.decays[len(self.scores)]
+
+    def begin(self, state: State) -> None:
+        """Keep the state before the first epoch, if no state has been loaded."""
+        if self._initial is None:
+            self._initial = copy.deepcopy(state)
 
     def is_due(self, epoch: int) -> bool:
         """Return whether the trial of a start ends after ``epoch``. Epochs are numbered from 1."""
         return self.are_tried and epoch == self.until
 
-    def advance(self, trainer: "Trainer", error: EvigradError | None = None) -> None:
-        """End the trial of a start, and begin the next trial or restore the best start.
+    def advance(self, history: Sequence[Row], state: State | None) -> State | None:
+        """End the trial of a start.
 
         Args:
-            trainer: The trainer at the end of a trial.
-            error: The error that ended the trial, if training diverged.
+            history: Rows of the trial.
+            state: State at the end of the trial, or None if training diverged.
 
-        Raises:
-            EvigradError: The given error, if all starts diverged.
+        Returns:
+            The state from which the next trial or the best start continues, which is ``state`` if
+            that start continues without a change. None if all starts diverged.
         """
         best = max(self.scores.values(), default=-math.inf)
-        score = _score(trainer) if error is None else -math.inf
-        self.scores[self.decays[len(self.scores)]] = score
-        if score > best or (self._best is None and error is None):
-            self._best = _state(trainer)
+        self.scores[self.decay] = score = -math.inf if state is None else _score(history)
+        if state is not None and (score > best or self._best is None):
+            self._best = copy.deepcopy(state) if self.are_tried else state
         if self.are_tried:
-            self._load(trainer, self._initial)
-            assert trainer.learner is not None
-            trainer.learner.start(self.decays[len(self.scores)])
-            return
-        if self._best is None:
-            assert error is not None
-            raise error
-        if score <= best:
-            self._load(trainer, self._best)
-        self._initial = self._best = None
+            return copy.deepcopy(self._initial)
+        state, self._initial, self._best = self._best, None, None
+        return state
 
     def epochs_left(self, done: int, last: int) -> list[range]:
         """Return the epochs of this trial, of later trials and of the start that continues.
@@ -103,7 +96,7 @@ class Starts:
 
     def trial(self) -> str:
         """Return an announcement of the current trial."""
-        return f"Trying start decay {self.decays[len(self.scores)]:g} (epochs 1 to {self.until})."
+        return f"Trying start decay {self.decay:g} (epochs 1 to {self.until})."
 
     def end_of_trial(self) -> str:
         """Return the result of the last trial."""
@@ -136,12 +129,6 @@ class Starts:
             self.scores = dict(zip(state["decays"], state["scores"], strict=True))
             self._initial, self._best = state["initial"], state["best"]
 
-    def _load(self, trainer: "Trainer", state: Mapping[str, Any] | None) -> None:
-        assert state is not None
-        seconds = trainer.seconds  # the trials count
-        restore(trainer, copy.deepcopy(dict(state)), "this run")
-        trainer.seconds = seconds
-
 
 def comparison(schedule: Schedule) -> int:
     """Return the epoch after which starts are compared, or 0 if the run has too few rounds."""
@@ -150,11 +137,8 @@ def comparison(schedule: Schedule) -> int:
     return next((epoch for epoch in rounds if epoch >= SHARE * epochs), 0)
 
 
-def _score(trainer: "Trainer") -> float:
-    values = [row["log_evidence"] for row in trainer.history]
+def _score(history: Sequence[Row]) -> float:
+    """Return the mean log evidence of the last rounds, or −inf if it is not finite."""
+    values = [row["log_evidence"] for row in history]
     last = [value for value in values if value is not None][-ROUNDS:]
     return fmean(last) if last and all(map(math.isfinite, last)) else -math.inf
-
-
-def _state(trainer: "Trainer") -> dict[str, Any]:
-    return copy.deepcopy(packed(trainer))

@@ -260,7 +260,7 @@ class _PartTrials:
         evidence, (to_learn, held_out) = trial.evidence, self._part
         densities = None
         if by_posterior:
-            posterior = evidence.posterior(to_learn, **approximations(trial)[-1])
+            posterior = evidence.posterior(to_learn, **approximations(evidence, to_learn)[-1])
             densities = partial(_log_densities, posterior, evidence.likelihood)
         return Predictions(
             *log_probabilities_of(evidence.model, evidence.likelihood, held_out, densities)

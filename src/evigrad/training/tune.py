@@ -130,8 +130,8 @@ def tune(
     _check_deviations(learner.evidence)
     history: list[Row] = []
     for number in range(1, rounds + 1):
-        hyper_round = learner.step()
-        history.append({"round": number, **round_columns(learner, hyper_round)})
+        columns = round_columns(learner.evidence, learner.step(), learner.hyper_steps)
+        history.append({"round": number, **columns})
     return TuneResult(learner.evidence, history)
 
 
