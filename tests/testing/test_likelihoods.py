@@ -298,6 +298,57 @@ def test_the_mean_over_targets() -> None:
     check_likelihood(Exponential(), random(4, 3, seed=1), NUMBERS.exp())
 
 
+class Shifted(Exponential):
+    """Its density integrates to e⁷, which no derivative shows."""
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return super().log_prob(f, y) + 7.0
+
+    def hessian(self, f: Tensor) -> Tensor:
+        return super().hessian(f)
+
+    def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
+        return super().sample(f, generator)
+
+
+class Quantiles(Exponential):
+    def cdf(self, f: Tensor, y: Tensor) -> Tensor:
+        return 1 - (-2 * y * f.exp()).exp()
+
+
+class Moments(Exponential):
+    def moments(self, f: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean = (-f).exp()
+        return mean, 0 * mean, 2 * mean.square()
+
+
+class Narrow(Exponential):
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return super().log_prob(f.float(), y.float())
+
+
+@pytest.mark.parametrize(
+    "kind, words",
+    [
+        (Shifted, "integral of exp"),
+        (Quantiles, "cdf of Quantiles, compared with drawn targets"),
+        (Moments, "moments of Moments without uncertainty of the outputs: the noise variance"),
+        (Narrow, "log_prob of Narrow must return torch.float64"),
+    ],
+)
+def test_a_planted_error_of_single_numbers(kind: type[Likelihood], words: str) -> None:
+    with pytest.raises(ConformanceError, match=words):
+        check_likelihood(kind(), random(4, 1, seed=1), NUMBERS[:, :1].exp())
+
+
+def test_the_name_is_that_of_the_class() -> None:
+    class Waiting(Likelihood):
+        def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+            return -f.sum(1)
+
+    assert Waiting.name == "waiting"
+
+
 def test_bad_arguments_and_no_side_effects() -> None:
     likelihood = Gaussian(0.5)
     f, y = random(4, 3, seed=1).float(), NUMBERS.float()

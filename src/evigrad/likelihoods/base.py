@@ -69,7 +69,7 @@ class Likelihood(nn.Module, ABC):
     To write your own likelihood, subclass it and define ``log_prob``.
 
     Attributes:
-        name: Name of the likelihood in ``LIKELIHOODS``.
+        name: Name of the likelihood in reports. Default: the name of the class in lower case.
         couples_outputs: Whether Λ, the Hessian of −log p(y|f) with respect to f, has off-diagonal
             entries.
         has_conditions: Whether Λ depends on known facts about the examples (see ``Conditional``).
@@ -106,6 +106,8 @@ class Likelihood(nn.Module, ABC):
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
+        if not any("name" in vars(base) for base in cls.__mro__):
+            cls.name = cls.__name__.lower()
         # How far above a class each method is defined.
         above = {
             name: next(i for i, base in enumerate(cls.__mro__) if name in vars(base))

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 
 import torch
@@ -44,7 +45,8 @@ def check_likelihood(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -
     - ``root`` of every kind multiplies to ``hessian``, also for listed outputs, and ``row_norms``
       are its norms,
     - ``sample`` uses only its generator and draws from the normalized density,
-    - ``probabilities`` and ``noise_variance`` agree with ``log_prob``.
+    - ``probabilities`` and ``noise_variance`` agree with ``log_prob``,
+    - ``cdf`` and ``moments`` agree with drawn targets.
 
     Derivatives are checked with respect to the outputs and the parameters. The mean over targets is
     computed from all labels, or from a few thousand targets that ``sample`` draws.
@@ -71,7 +73,8 @@ def check_likelihood(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -
             f"outputs must have the shape (m, C) with m of at least 2, got {tuple(outputs.shape)}."
         )
     f = outputs.detach().double().clone().requires_grad_()
-    suite = _Suite(copy.deepcopy(likelihood).double(), f, targets)
+    y = targets.double() if targets.is_floating_point() else targets
+    suite = _Suite(copy.deepcopy(likelihood).double(), f, y)
     suite.check_density()
     suite.check_curvature()
     suite.check_roots()
@@ -94,6 +97,7 @@ class _Suite:
         """Check ``log_prob`` and ``score``."""
         likelihood, f, y = self.likelihood, self.f, self.y
         value = log_probabilities(likelihood, f, y)
+        self._check_dtype("log_prob", value)
         parts = [likelihood.log_prob(f[n : n + 1], y[n : n + 1]) for n in range(len(f))]
         agree(f"log_prob of {self.name} for a single example", torch.cat(parts), value)
         self._check_slopes("log_prob", lambda: likelihood.log_prob(f, y)[:, None])
@@ -105,6 +109,13 @@ class _Suite:
         probe = random(*f.shape, seed=2)
         pair = (probe * weights * score).sum(), (probe * slope).sum()
         same_gradients(f"score of {self.name}", *pair, self.arguments)
+
+    def _check_dtype(self, what: str, value: Tensor) -> None:
+        if value.dtype != self.f.dtype:
+            raise ConformanceError(
+                f"{what} of {self.name} must return {self.f.dtype} for outputs of this type, got"
+                f" {value.dtype}. Convert targets with y.to(f), and create tensors with f.new_ones."
+            )
 
     def _check_slopes(self, what: str, function: Callable[[], Tensor]) -> None:
         """Compare derivatives of a function (m, K) of single examples with finite differences."""
@@ -129,6 +140,7 @@ class _Suite:
         f, here = self.f, self.here
         words = f"hessian of {self.name}"
         hessian = here.hessian(f)
+        self._check_dtype("hessian", hessian)
         shape = (*f.shape, f.shape[1])
         if hessian.shape != shape:
             raise ConformanceError(
@@ -280,6 +292,11 @@ class _Suite:
             raise ConformanceError(f"{words} must return targets without a graph.")
         self.likelihood.validate((len(first), self.f.shape[1]), first)
         self._check_distribution(words, *self._drawn)
+        draws = self.here.plain_targets(self._drawn[0])
+        if not self.likelihood.has_labels and draws.ndim == 2:
+            self._check_total(draws.unflatten(0, (_DRAWS, -1)))
+            with suppress(ConfigurationError):  # only parts of a joint likelihood have predictions
+                self._check_numbers(draws.unflatten(0, (_DRAWS, -1)))
 
     def _check_distribution(self, words: str, y: Tensor, shares: Tensor) -> None:
         """Check that the mean score is 0 and its covariance is Λ, as for a normalized density."""
@@ -302,6 +319,61 @@ class _Suite:
                 error = slopes.std(0) * _GROUPS**-0.5
                 tolerance = _DEVIATIONS * error + 1e-6
                 agree(f"{what} {name},", slopes.mean(0), 0 * parameter, tolerance)
+
+    def _check_total(self, draws: Float[Tensor, "S m D"]) -> None:
+        """Check that the density of single numbers integrates to 1, by importance sampling."""
+        likelihood, (m, num_outputs) = self.likelihood, self.f.shape
+        is_single = num_outputs == 1 and self.y.shape == self.f.shape
+        if not is_single or likelihood.weights(self.y) is not None:
+            return
+        f, draws = self.f.detach(), draws[:, :, 0]
+        words = f"The integral of exp(log_prob) of {self.name} over the middle half of its targets"
+        if torch.equal(draws, draws.round()):  # probabilities of the observed targets
+            words = f"exp(log_prob) of {self.name}, compared with frequencies of drawn targets,"
+            values = (draws == self.y[:, 0]).to(f)
+            expected = likelihood.log_prob(f, self.y).exp().detach()
+        else:
+            low, high = draws.to(f).quantile(draws.new_tensor([0.25, 0.75]).to(f), dim=0)
+            log_prob = likelihood.log_prob(f.repeat(_DRAWS, 1), draws.reshape(-1, 1)).detach()
+            inside = (draws >= low) & (draws <= high)
+            values = inside * (-log_prob.view(_DRAWS, m)).exp() / (high - low)
+            expected = torch.ones_like(low)
+        error = values.std(0) * _DRAWS**-0.5
+        agree(words, values.mean(0), expected, _DEVIATIONS * error + _SLACK)
+
+    def _check_numbers(self, draws: Float[Tensor, "S m D"]) -> None:
+        """Compare ``cdf`` and ``moments`` with drawn targets."""
+        likelihood, here, f = self.likelihood, self.here, self.f.detach()
+        plain = likelihood.plain_targets(self.y)
+        if "cdf" not in likelihood._inherited and plain.shape == draws.shape[1:]:
+            below = here.cdf(f, self.y)
+            if below is not None:
+                is_seen = ~plain.isnan()
+                shares = (draws <= plain).to(f).mean(0)
+                tolerance = _DEVIATIONS * 0.5 * _DRAWS**-0.5
+                words = f"cdf of {self.name}, compared with drawn targets,"
+                agree(words, below[is_seen], shares[is_seen], tolerance)
+        if "moments" in likelihood._inherited:
+            return
+        zeros = f.new_zeros(*f.shape, f.shape[1])
+        moments = here.moments(f, zeros)
+        if moments is None:
+            return
+        words = f"moments of {self.name} without uncertainty of the outputs"
+        if len(moments) != 3 or any(t.shape != draws.shape[1:] for t in moments):
+            shapes = [tuple(t.shape) for t in moments]
+            raise ConformanceError(
+                f"{words} must be three tensors of shape {tuple(draws.shape[1:])}, got {shapes}."
+            )
+        mean, epistemic, noise = (t.detach() for t in moments)
+        agree(f"{words}: the epistemic variance", epistemic, torch.zeros_like(epistemic))
+        draws = draws.to(f)
+        squares = (draws - mean).square()
+        for name, value, numbers in (("mean", mean, draws), ("noise variance", noise, squares)):
+            error = _DEVIATIONS * numbers.std(0) * _DRAWS**-0.5
+            has_value = value.isfinite()
+            tolerance = (error + 5 * _SLACK * value.abs())[has_value]
+            agree(f"{words}: the {name}", value[has_value], numbers.mean(0)[has_value], tolerance)
 
     # ------------------------------------------------------------ predictions
 
