@@ -22,7 +22,9 @@ PriorT = TypeVar("PriorT", bound=Prior, covariant=True)
 
 @dataclass(frozen=True, eq=False)
 class LinearizedModel(Generic[LikelihoodT, PriorT]):
-    """A linearized network with a density and a prior, which together define the evidence.
+    """The weights of a linearized network, a density and a prior, which define the evidence.
+
+    The network itself is not part of it.
 
     Attributes:
         weights: Current weights by name.

@@ -142,7 +142,7 @@ class Sweep(Protocol):
         ...
 
     def holds_graph(self, batch: MicroBatch) -> bool:
-        """Return whether a micro-batch has all rows, and its graph waits for the second pass."""
+        """Return whether the graph of a micro-batch with all rows is kept for the second pass."""
         ...
 
     def outputs(self, batch: MicroBatch) -> Float[Tensor, "m C"]:

@@ -1,6 +1,8 @@
 """Compute the Jacobian rows of a micro-batch.
 
-With k rows for each example, this takes one forward pass and k backward passes.
+With k rows for each example, this takes one forward pass and k backward passes. A method such as
+``inner`` takes the gradients of the recorded calls, and combines the results of ``Call.inner``,
+which scale those of ``Rule.inner``.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

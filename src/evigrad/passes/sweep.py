@@ -1,7 +1,7 @@
 """Take a block through the network in consecutive micro-batches.
 
-All random numbers are drawn for the whole block before the first pass. They do not depend on the
-pass or on the size of micro-batches.
+One seed for each block determines all random numbers of its passes. They do not depend on the pass
+or on the size of micro-batches.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
