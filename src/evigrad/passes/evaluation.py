@@ -86,9 +86,10 @@ def precisely(
 ) -> Result:
     """Return the result of ``work``. If float32 rounds too much, compute matrices in float64.
 
-    The network and the rows keep the type of the weights when ``work`` runs again. ``work`` is a function of a curvature and a sweep. If a check of the network is due, the sweep
-    has no incorrect fast derivatives, and checks that the model does not mix examples. Every
-    evaluation starts with matrices in float32, so it does not depend on earlier evaluations. If the user set
+    The network and the rows keep the type of the weights when ``work`` runs again. ``work`` is a
+    function of a curvature and a sweep. If a check of the network is due, the sweep has no
+    incorrect fast derivatives, and checks that the model does not mix examples. Every evaluation
+    starts with matrices in float32, so it does not depend on earlier evaluations. If the user set
     ``gram_dtype``, or if memory is too small for float64, rounding causes only a warning. TF32 is
     off, because its rounding would matter in almost all blocks. ``work`` must have no side effects
     if it raises an error. ``trial`` is called with the result, to detect rounding errors of later
