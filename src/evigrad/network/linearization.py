@@ -1,8 +1,8 @@
 """Compute the Jacobian rows of a micro-batch.
 
 With k rows for each example, this takes one forward pass and k backward passes. A method such as
-``inner`` takes the gradients of the recorded calls, and adds up the results of ``Call.inner``, which
-calls ``Rule.inner``.
+``inner`` takes the gradients of the recorded calls, and adds up the results of ``Call.inner``,
+which calls ``Rule.inner``.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
