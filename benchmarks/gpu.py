@@ -12,9 +12,7 @@ The script needs torch, numpy and jaxtyping only.
 """
 
 import argparse
-import csv
 import platform
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,6 +22,7 @@ from typing import Any
 
 import recorded_measures
 import torch
+from measure import paired, write_csv
 from record_numbers import difference
 from recorded_families import FAMILIES
 from recorded_measures import Case
@@ -123,21 +122,16 @@ def compared(families: tuple[str, ...], count: int, device: torch.device) -> Ite
         }
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def peak(work: Callable[[], object], device: torch.device) -> float:
     """Return the peak memory of a work above the memory before it in MiB, or NaN on a CPU."""
     if device.type != "cuda":
         work()
         return float("nan")
-    synchronize(device)
+    torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     work()
-    synchronize(device)
+    torch.cuda.synchronize(device)
     return (torch.cuda.max_memory_allocated(device) - before) / 2**20
 
 
@@ -179,24 +173,12 @@ def costs(name: str, num_data: int, repeats: int, device: torch.device) -> Itera
             generator=0,
         )
         works[estimator] = lambda evidence=evidence: evidence.backward(x, y)
-    times: dict[str, list[float]] = {work: [] for work in works}
-    for work in works.values():
-        for _ in range(2):  # plans and checks
-            work()
-    for _ in range(repeats):  # in turns, so that noise hits all alike
-        for label, work in works.items():
-            synchronize(device)
-            start = time.perf_counter()
-            work()
-            synchronize(device)
-            times[label].append(time.perf_counter() - start)
-    yardstick = statistics.median(times["training step"])
+    times = paired(works, repeats, warmup=2)  # plans and checks
     for label, work in works.items():
-        seconds = statistics.median(times[label])
         yield {
             "check": f"{name}: {label}",
-            "value": f"{seconds / yardstick:.2f} steps",
-            "milliseconds": round(1e3 * seconds, 2),
+            "value": f"{times[label] / times['training step']:.2f} steps",
+            "milliseconds": round(1e3 * times[label], 2),
             "peak_mib": round(peak(work, device), 1),
             "synchronizations": synchronizations(work, device),
         }
@@ -232,10 +214,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{name}, torch {torch.__version__}, {time.perf_counter() - start:.0f} s")
     print(table(rows, columns))
     if options.csv is not None:
-        with options.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, ["device", *columns, "detail"], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows({"device": name, **row} for row in rows)
+        write_csv(options.csv, [{"device": name, **row} for row in rows])
     different = [row for row in rows if row.get("agrees") is False]
     for row in different:
         print(f"{row['check']} differs from the CPU, most in {row['detail']}")
