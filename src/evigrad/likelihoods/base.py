@@ -106,7 +106,7 @@ class Likelihood(nn.Module, ABC):
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        if not any("name" in vars(base) for base in cls.__mro__):
+        if not hasattr(cls, "name"):
             cls.name = cls.__name__.lower()
         # How far above a class each method is defined.
         above = {

@@ -292,11 +292,11 @@ class _Suite:
             raise ConformanceError(f"{words} must return targets without a graph.")
         self.likelihood.validate((len(first), self.f.shape[1]), first)
         self._check_distribution(words, *self._drawn)
-        draws = self.here.plain_targets(self._drawn[0])
-        if not self.likelihood.has_labels and draws.ndim == 2:
-            self._check_total(draws.unflatten(0, (_DRAWS, -1)))
+        draws = self.here.plain_targets(self._drawn[0]).unflatten(0, (_DRAWS, -1))
+        if not self.likelihood.has_labels and draws.ndim == 3:
+            self._check_total(draws)
             with suppress(ConfigurationError):  # only parts of a joint likelihood have predictions
-                self._check_numbers(draws.unflatten(0, (_DRAWS, -1)))
+                self._check_numbers(draws)
 
     def _check_distribution(self, words: str, y: Tensor, shares: Tensor) -> None:
         """Check that the mean score is 0 and its covariance is Λ, as for a normalized density."""
