@@ -32,6 +32,19 @@ def test_no_variable_has_a_vague_name() -> None:
     assert not vague, "Say what these hold:\n" + "\n".join(vague)
 
 
+def test_no_variable_of_the_package_says_only_what_it_belongs_to() -> None:
+    unnamed = [
+        f"{file.relative_to(ROOT)}:{line}: {name}"
+        for file in FILES
+        if file.is_relative_to(ROOT / "src")
+        for line, name in bound_names(ast.parse(file.read_text()))
+        if name.startswith("of_")
+    ]
+    assert not unnamed, "Say what these are, as in `head_outputs` for `of_head`:\n" + "\n".join(
+        unnamed
+    )
+
+
 def test_every_way_to_bind_a_name_counts() -> None:
     codes = [
         "found = 1",

@@ -225,8 +225,10 @@ class Evidence:
             alike["names of parameters"] = [list(self._weights), list(self.hyperparameters())]
             alike["root"], alike["temperature"] = self.root, self.temperature
             alike["log_det_weight"] = self.log_det_weight
-            of_all = vars(self.problem.settings).items()
-            alike.update((name, value) for name, value in of_all if name not in _OF_A_RANK)
+            problem_settings = vars(self.problem.settings).items()
+            alike.update(
+                (name, value) for name, value in problem_settings if name not in _OF_A_RANK
+            )
             alike["anchoring"] = anchoring
             device = self.problem.device
             alike["likelihood"] = contents(self.likelihood, device)

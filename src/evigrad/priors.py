@@ -368,10 +368,12 @@ class GaussianPrior(nn.Module):
     def _set(self, values: Tensor) -> None:
         """Store the log precisions of all groups, with learned and fixed groups apart."""
         parts = torch.arange(len(values), device=values.device).split(self._sizes)
-        of_names = [(parts[self.group_of[name]], n.numel()) for name, n in self._shapes.items()]
-        self._entries = torch.cat([entries for entries, _ in of_names])
+        entries_and_sizes = [
+            (parts[self.group_of[name]], n.numel()) for name, n in self._shapes.items()
+        ]
+        self._entries = torch.cat([entries for entries, _ in entries_and_sizes])
         self._counts = self._entries.new_zeros(len(values))
-        for entries, numel in of_names:
+        for entries, numel in entries_and_sizes:
             self._counts[entries] += numel // len(entries)
         learnable = self.learnable
         if isinstance(learnable, dict):
@@ -456,15 +458,15 @@ class GaussianPrior(nn.Module):
         groups = precision.split(self._sizes) if any(self._varies.values()) else precision.unbind()
         # Weights of a group share one tensor, which tells that their precisions are equal.
         numbers = [part.reshape(()) if part.numel() == 1 else part for part in groups]
-        of_names = {
+        by_name = {
             name: groups[index].view(self._precision_shape(name))
             if self._varies[name]
             else numbers[index]
             for name, index in self.group_of.items()
         }
         if self._factors is None:
-            return of_names
-        return {name: of_names[name] * factor for name, factor in self.factors().items()}
+            return by_name
+        return {name: by_name[name] * factor for name, factor in self.factors().items()}
 
     @cached_property
     def _sizes(self) -> list[int]:

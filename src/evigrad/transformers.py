@@ -150,13 +150,13 @@ class EvidenceCallback(HostedCallback, _transformers.TrainerCallback):
         if state.global_step:
             self._hosted.load_state_dict(_saved(args, state.global_step))
         split = self._split or _split_for(model)
-        of_epoch = -(-len(loader) // args.gradient_accumulation_steps)
+        steps_per_epoch = -(-len(loader) // args.gradient_accumulation_steps)
         self._hosted.begin(
             model,
             loader_of_pairs(loader, split) if self._data is None else self._data,
             keywords["optimizer"],
             steps=state.max_steps,
-            epoch=min(of_epoch, state.max_steps),
+            epoch=min(steps_per_epoch, state.max_steps),
         )
         if args.max_grad_norm:
             self._max_norm, args.max_grad_norm = args.max_grad_norm, 0.0
@@ -212,8 +212,8 @@ def _saved(args: Any, step: int) -> dict[str, Any]:
 
 def _split_for(model: nn.Module) -> Callable[[Any], tuple[Any, Tensor]]:
     """Return how to split a model's batches: with shifted labels if its loss shifts them."""
-    of_adapters: Any = getattr(model, "get_base_model", None)
-    core = model if of_adapters is None else of_adapters()
+    get_base_model: Any = getattr(model, "get_base_model", None)
+    core = model if get_base_model is None else get_base_model()
     auto = import_module("transformers.models.auto.modeling_auto")
     causal_names = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
     shifts = getattr(core, "loss_type", None) == "ForCausalLM"

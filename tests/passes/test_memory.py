@@ -74,7 +74,8 @@ def test_predictions_of_blocks_by_their_rows() -> None:
             assert costs[0] == costs[1]
             dropped = costs[0].drops_rows and is_whole
             assert costs[0].drops_rows == (purpose in LOG_DETS)
-            assert costs[0].total == 4 * (50 * (60_000 if dropped else p) + 7 * 50**2)
+            grams = 2 if purpose in LOG_DETS else 0
+            assert costs[0].total == 4 * (50 * (60_000 if dropped else p) + (5 + grams) * 50**2)
 
 
 @pytest.mark.parametrize("name", ["full", "blockdiag"])

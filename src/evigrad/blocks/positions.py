@@ -37,8 +37,8 @@ class PositionSource(Source):
             y = source.fetch(indices)[1]
             batch_shape, first = (*self._positions_of(y), shape[-1]), int(indices[0])
             _, counts = targets_at(likelihood, batch_shape, y, y.device, first)
-            of_datum, position = counts.cpu().nonzero(as_tuple=True)
-            data.append(indices[of_datum])
+            owner, position = counts.cpu().nonzero(as_tuple=True)
+            data.append(indices[owner])
             positions.append(position)
         self._data, self._positions = torch.cat(data), torch.cat(positions)
         if not len(self._data):

@@ -206,17 +206,17 @@ def two_passes(
     pass computes each term 𝒯_b again, with the graph of one micro-batch at a time. If a block is a
     single small micro-batch, its graph stays in memory between the passes.
     """
-    of_prior = [p for name, p in learned.items() if name.startswith("prior.")]
-    of_passes = [p for name, p in learned.items() if not name.startswith("prior.")]
+    prior_parameters = [p for name, p in learned.items() if name.startswith("prior.")]
+    pass_parameters = [p for name, p in learned.items() if not name.startswith("prior.")]
     with torch.no_grad():
         first = run_pass(model, curvature, sweep)
     precisions = model.prior.precisions()
     differential = curvature.differentiate(
-        first.statistic, precisions, of_prior, first.conditioning
+        first.statistic, precisions, prior_parameters, first.conditioning
     )
     with torch.enable_grad():
         log_prior, log_hyperprior = _prior_terms(model)
-        direct = gradients_of(log_prior + log_hyperprior, of_prior)
+        direct = gradients_of(log_prior + log_hyperprior, prior_parameters)
     estimate, factor = _estimate(
         first, first.log_likelihood, differential.log_det, log_prior, log_hyperprior
     )
@@ -230,16 +230,18 @@ def two_passes(
         objective = log_likelihood - factor * first.block.shares * inner
         if not objective.requires_grad:
             return sums
-        gradients = torch.autograd.grad(objective, of_passes, allow_unused=True)
+        gradients = torch.autograd.grad(objective, pass_parameters, allow_unused=True)
         return [s if g is None else s + g for s, g in zip(sums, gradients, strict=True)]
 
     with torch.enable_grad():
-        pulled = sweep.fold(step, [torch.zeros_like(p) for p in of_passes], graph=True)
+        pulled = sweep.fold(step, [torch.zeros_like(p) for p in pass_parameters], graph=True)
     in_prior = [
         d if g is None else d - factor * g
         for d, g in zip(direct, differential.gradients, strict=True)
     ]
-    gradients = dict(zip(map(id, [*of_prior, *of_passes]), [*in_prior, *pulled], strict=True))
+    gradients = dict(
+        zip(map(id, [*prior_parameters, *pass_parameters]), [*in_prior, *pulled], strict=True)
+    )
     return estimate, [-gradients[id(p)] / model.num_data for p in learned.values()]
 
 

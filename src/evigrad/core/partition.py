@@ -124,16 +124,16 @@ class Partition:
         seeds = torch.randint(limit, (few,), generator=generator, device="cpu")
 
         def build(number: int) -> Block:
-            of_data, of_outputs = divmod(number, self._output_groups)
-            indices = order[of_data * self._size : (of_data + 1) * self._size].clone()
+            data_group, output_group = divmod(number, self._output_groups)
+            indices = order[data_group * self._size : (data_group + 1) * self._size].clone()
             columns = self._fixed_columns(len(indices))
             if self._width is not None:
                 # There may be more groups than seeds. Groups with one seed are WRITTEN apart.
                 group_generator = torch.Generator().manual_seed(
-                    int(seeds[of_data % few]) ^ of_data // few
+                    int(seeds[data_group % few]) ^ data_group // few
                 )
                 outputs = self._output_orders(len(indices), group_generator)
-                first = of_outputs * self._width
+                first = output_group * self._width
                 columns = outputs[:, first : first + self._width].clone()
             weights = torch.full(
                 (len(indices),), float(self._data_groups), dtype=torch.float64, device="cpu"

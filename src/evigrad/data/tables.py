@@ -132,8 +132,8 @@ def table_data_set(
     test = np.flatnonzero(is_test)
     scaling = Scaling.of(x[train])
     scaled = scaling(x).float()
-    of_target = None if likelihood in ("categorical", *COUNTS) else Scaling.of(y[train])
-    y = y if is_classes else (y if of_target is None else of_target(y)).float()
+    target_scaling = None if likelihood in ("categorical", *COUNTS) else Scaling.of(y[train])
+    y = y if is_classes else (y if target_scaling is None else target_scaling(y)).float()
     return DataSet(
         name=name,
         train=(scaled[train], y[train]),
@@ -144,8 +144,8 @@ def table_data_set(
         class_names=tuple(map(str, class_names)),
         mean=scaling.mean.float(),
         std=scaling.std.float(),
-        target_mean=None if of_target is None else of_target.mean.float(),
-        target_std=None if of_target is None else of_target.std.float(),
+        target_mean=None if target_scaling is None else target_scaling.mean.float(),
+        target_std=None if target_scaling is None else target_scaling.std.float(),
     )
 
 

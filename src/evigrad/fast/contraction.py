@@ -146,14 +146,16 @@ class ProductRows(Rows):
             leaves = self.with_tensors(iter([t.detach().requires_grad_() for t in self.tensors()]))
             whole = leaves._whole(cotangent)
         detached = [(a.detach(), g.detach()) for a, g in whole]
-        of_pairs = uses_cotangents(detached, cotangent * inverse)
+        pair_cotangents = uses_cotangents(detached, cotangent * inverse)
         # The Gram is quadratic in the gradients, so ⟨cotangent, Gram⟩ is half of these products.
-        products = [(of_g * g).sum() for (_, of_g), (_, g) in zip(of_pairs, detached, strict=True)]
+        products = [
+            (dg * g).sum() for (_, dg), (_, g) in zip(pair_cotangents, detached, strict=True)
+        ]
         ends = [t for pair in whole for t in pair if t.requires_grad]
-        of_ends = [t for pair in of_pairs for t in pair if t is not None]
-        of_tensors = torch.autograd.grad(ends, leaves.tensors(), of_ends)
-        for tensor, of_tensor in zip(self.tensors(), of_tensors, strict=True):
-            tensor.copy_(of_tensor)
+        end_cotangents = [t for pair in pair_cotangents for t in pair if t is not None]
+        tensor_cotangents = torch.autograd.grad(ends, leaves.tensors(), end_cotangents)
+        for tensor, tensor_cotangent in zip(self.tensors(), tensor_cotangents, strict=True):
+            tensor.copy_(tensor_cotangent)
         return (-0.5 * torch.stack(products).sum() * inverse).reshape(precision.shape)
 
     def _whole(self, like: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -162,8 +164,8 @@ class ProductRows(Rows):
         is_padded = len(widths) > 1 or self.count < sum(part.numel() for part in self.present)
         whole: list[tuple[Tensor, Tensor]] = []
         # For each tensor of a micro-batch, the tensors of all micro-batches.
-        of_uses = list(zip(*self.chunks, strict=True))
-        for inputs, gradients in zip(of_uses[::2], of_uses[1::2], strict=True):
+        tensors_of_uses = list(zip(*self.chunks, strict=True))
+        for inputs, gradients in zip(tensors_of_uses[::2], tensors_of_uses[1::2], strict=True):
             pairs = [
                 (a.to(like) if a.is_floating_point() else a.to(like.device), g.to(like))
                 for a, g in zip(inputs, gradients, strict=True)
@@ -291,8 +293,8 @@ def _products_with_lookup(
         for t in range(a.shape[1]):
             inputs = torch.einsum("mi,kei->mke", a[:, t], entries.values)
             total = total + g[:, j, t].index_select(1, entries.numbers)[:, None] * inputs
-        of_data = a.new_zeros(m, k, m).index_add(2, entries.data, total)
-        rows.append(of_data.transpose(1, 2))  # (m, m', k')
+        data_products = a.new_zeros(m, k, m).index_add(2, entries.data, total)
+        rows.append(data_products.transpose(1, 2))  # (m, m', k')
     return torch.stack(rows, 1).reshape(m * k, m * k)
 
 
@@ -376,18 +378,18 @@ def contraction_cotangents(
     """
     a, g = inputs.movedim(1, 0).contiguous(), gradients.movedim(2, 0).contiguous()
     positions, m, k = g.shape[:3]
-    of_inputs, of_gradients = torch.zeros_like(a), torch.zeros_like(g)
+    input_cotangent, gradient_cotangent = torch.zeros_like(a), torch.zeros_like(g)
     cotangents = cotangent.reshape(m, k, 1, m, k)
     limit = _CPU_NUMBERS if a.device.type == _FUSING else _NUMBERS
     for at, data, others in _parts(positions, m, positions, k * m * k, limit):
         t, u = at.stop - at.start, others.stop - others.start
         b, h = a[others].flatten(0, 1), g[others].flatten(0, 2)
         left = _products(a[at, data], b).view(t, -1, 1, u, m, 1) * cotangents[data]
-        of_gradients[at, data] += (left.reshape(-1, len(h)) @ h).view(t, -1, k, g.shape[3])
+        gradient_cotangent[at, data] += (left.reshape(-1, len(h)) @ h).view(t, -1, k, g.shape[3])
         right = _products(g[at, data], h).view(t, -1, k, u, m, k) * cotangents[data]
         right = right.sum((2, 5)) if k > 1 else right
-        of_inputs[at, data] += (right.reshape(-1, len(b)) @ b).view(t, -1, a.shape[2])
-    return of_inputs.mul_(2).movedim(0, 1), of_gradients.mul_(2).movedim(0, 2)
+        input_cotangent[at, data] += (right.reshape(-1, len(b)) @ b).view(t, -1, a.shape[2])
+    return input_cotangent.mul_(2).movedim(0, 1), gradient_cotangent.mul_(2).movedim(0, 2)
 
 
 def _products(one: Float[Tensor, "*A n"], other: Float[Tensor, "*B n"]) -> Float[Tensor, "A B"]:

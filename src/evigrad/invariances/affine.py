@@ -209,6 +209,6 @@ def sampling_grid(
         (2 * torch.arange(size, dtype=maps.dtype, device=maps.device) + 1) / size - 1
         for size in (width, height)
     )
-    of_columns = maps[:, :, 0, None, None] * x
-    of_rows = (maps[:, :, 1, None] * y + maps[:, :, 2, None])[..., None]
-    return (of_columns + of_rows).permute(0, 2, 3, 1)
+    column_terms = maps[:, :, 0, None, None] * x
+    row_terms = (maps[:, :, 1, None] * y + maps[:, :, 2, None])[..., None]
+    return (column_terms + row_terms).permute(0, 2, 3, 1)

@@ -120,10 +120,10 @@ class Averaged(nn.Module):
         if chunk is None or chunk >= num_samples:
             total = self._total(x, noise)
         else:
-            of_part = self._total
+            total_of = self._total
             if torch.is_grad_enabled():
-                of_part = partial(checkpoint, self._total, use_reentrant=False)
-            parts = [of_part(x, part) for part in noise.split(chunk, dim=1)]
+                total_of = partial(checkpoint, self._total, use_reentrant=False)
+            parts = [total_of(x, part) for part in noise.split(chunk, dim=1)]
             total = self._sum(torch.stack(parts, dim=1))
         if self.average == "probabilities":
             return total - math.log(num_samples)

@@ -82,8 +82,8 @@ class HeteroscedasticGaussian(Likelihood):
     ) -> tuple[Float[Tensor, "m D"], Float[Tensor, "m D"], Float[Tensor, "m D"]]:
         """Return the mean and variance of μ, and the mean noise variance exp(s + Var[s]/2)."""
         mean, log_variance = f.chunk(2, dim=1)
-        epistemic, of_log = covariance.diagonal(dim1=1, dim2=2).chunk(2, dim=1)
-        return mean, epistemic, (log_variance + 0.5 * of_log).exp()
+        epistemic, log_epistemic = covariance.diagonal(dim1=1, dim2=2).chunk(2, dim=1)
+        return mean, epistemic, (log_variance + 0.5 * log_epistemic).exp()
 
     def variance_of_logs(self, covariance: Float[Tensor, "m C C"]) -> Float[Tensor, "m D"] | None:
         """Return the variances of the log standard deviations s/2."""
@@ -148,9 +148,9 @@ class NaturalGaussian(HeteroscedasticGaussian):
         precision, slope = _precision(b), b.sigmoid()
         mean = a / precision
         between = (-mean * slope / precision).diag_embed()
-        of_b = (mean.square() / precision + 0.5 / precision.square()) * slope.square()
+        b_terms = (mean.square() / precision + 0.5 / precision.square()) * slope.square()
         upper = torch.cat([(1.0 / precision).diag_embed(), between], dim=2)
-        return torch.cat([upper, torch.cat([between, of_b.diag_embed()], dim=2)], dim=1)
+        return torch.cat([upper, torch.cat([between, b_terms.diag_embed()], dim=2)], dim=1)
 
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
         """Return y − E[y|f] for a, and −½ β' (y² − E[y²|f]) for b, with β' = dβ/db."""
@@ -166,8 +166,8 @@ class NaturalGaussian(HeteroscedasticGaussian):
         """Return μ at f, the variance of μ to first order, and the noise variance at f."""
         mean, log_variance = self._of_targets(f)
         variance = log_variance.exp()
-        of_b = -mean * variance * f.chunk(2, dim=1)[1].sigmoid()
-        slopes = torch.cat([variance.diag_embed(), of_b.diag_embed()], dim=2)
+        b_terms = -mean * variance * f.chunk(2, dim=1)[1].sigmoid()
+        slopes = torch.cat([variance.diag_embed(), b_terms.diag_embed()], dim=2)
         epistemic = torch.einsum("mdc,mce,mde->md", slopes, covariance, slopes)
         return mean, epistemic.clamp(min=0.0), variance
 

@@ -201,8 +201,8 @@ class Joint(Likelihood):
         """Return the sum of the heads' log densities."""
         return sum(
             (
-                _where(counts, head.likelihood.log_prob(of_head, targets))
-                for head, of_head, targets, counts in self.by_head(f, y)
+                _where(counts, head.likelihood.log_prob(head_outputs, targets))
+                for head, head_outputs, targets, counts in self.by_head(f, y)
             ),
             f.new_zeros(len(f)),
         )
@@ -210,8 +210,8 @@ class Joint(Likelihood):
     def score(self, f: Float[Tensor, "m C"], y: Tensor) -> Float[Tensor, "m C"]:
         """Return the scores of all heads side by side."""
         scores = [
-            _where(counts, head.likelihood.score(of_head, targets))
-            for head, of_head, targets, counts in self.by_head(f, y)
+            _where(counts, head.likelihood.score(head_outputs, targets))
+            for head, head_outputs, targets, counts in self.by_head(f, y)
         ]
         return torch.cat(scores, 1)
 
@@ -255,10 +255,10 @@ class Joint(Likelihood):
                     raise InputError(f"Head {head.name!r}: {error}") from error
 
     def check_derivatives(self, f: Float[Tensor, "m C"], y: Tensor, curvature: str = "ggn") -> None:
-        for head, of_head, targets, counts in self.by_head(f, y):
+        for head, head_outputs, targets, counts in self.by_head(f, y):
             which = slice(None) if counts is None else counts
             if len(targets[which]):
-                head.likelihood.check_derivatives(of_head[which], targets[which], curvature)
+                head.likelihood.check_derivatives(head_outputs[which], targets[which], curvature)
 
     @property
     def defines_hessian(self) -> bool:
@@ -280,13 +280,13 @@ class Joint(Likelihood):
         roots, inside = list[RootRows](), list[Tensor]()
         for head in self._parts:
             start, stop = head.outputs.start, head.outputs.stop
-            of_head = None
+            head_columns = None
             if columns is not None:
                 inside.append((columns >= start) & (columns < stop))
-                of_head = torch.where(inside[-1], columns - start, -1)
-            of_outputs, likelihood = f[:, start:stop], head.likelihood
-            root = likelihood.root(of_outputs, of_head, kind)
-            root = checked_rows(root, of_outputs, of_head, type(likelihood).__name__)
+                head_columns = torch.where(inside[-1], columns - start, -1)
+            part, likelihood = f[:, start:stop], head.likelihood
+            root = likelihood.root(part, head_columns, kind)
+            root = checked_rows(root, part, head_columns, type(likelihood).__name__)
             roots.append(replace(root, vectors=pad(root.vectors, (start, f.shape[1] - stop))))
         scales = [root.factors for root in roots]
         has_scale = any(root.scale is not None for root in roots)
@@ -338,10 +338,10 @@ class Joint(Likelihood):
         other metrics are over the observed targets.
         """
         sums: dict[str, Metric] = {"log_likelihood": total(self.log_prob(f.detach(), y))}
-        for head, of_head, targets, counts in self.by_head(f, y):
+        for head, head_outputs, targets, counts in self.by_head(f, y):
             which = slice(None) if counts is None else counts
             count = len(targets[which])
-            for name, value in head.likelihood.metrics(of_head[which], targets[which]).items():
+            for name, value in head.likelihood.metrics(head_outputs[which], targets[which]).items():
                 if name != "log_likelihood" and not isinstance(value, tuple):
                     value = (value, count)
                 sums[f"{head.name}/{'accuracy' if name == 'correct' else name}"] = value

@@ -73,10 +73,10 @@ def targets_at(
                 first = middle
         try:
             check(targets[first:end])
-        except InputError as of_one:
+        except InputError as first_error:
             datum, position = counts.nonzero()[first].tolist()
             where = f"Example {first_datum + datum}, position {position}"
-            raise InputError(f"{where}: {of_one}") from error
+            raise InputError(f"{where}: {first_error}") from error
         raise
     return targets, counts
 

@@ -136,26 +136,26 @@ def bracket(
     stream = other.blocks(source)
     conditional_entropies: list[float] = []
     together: list[float] = []
-    of_anchors = log_prior = 0.0
+    anchor_entropy = log_prior = 0.0
     for block in stream.epoch() if blocks is None else stream.take(blocks):
         estimate = other.estimate(block)
         log_prior = estimate.log_prior
-        of_anchors, *of_parts = estimate.entropies
+        anchor_entropy, *part_entropies = estimate.entropies
         # All blocks give the sum itself, some blocks an estimate of it.
         anchored = None if blocks is None else block.anchored
-        weights = [1.0] * len(of_parts) if anchored is None else anchored.weights
+        weights = [1.0] * len(part_entropies) if anchored is None else anchored.weights
         conditional_entropies.append(
-            sum(w * part for w, part in zip(weights, of_parts, strict=True))
+            sum(w * part for w, part in zip(weights, part_entropies, strict=True))
         )
-        together.append(of_anchors + sum(of_parts))
-        if not of_parts:  # every row is an anchor
+        together.append(anchor_entropy + sum(part_entropies))
+        if not part_entropies:  # every row is an anchor
             break
     count = len(conditional_entropies)
     conditional = sum(conditional_entropies) if blocks is None else mean(conditional_entropies)
     error = 0.0 if blocks is None else standard_error(conditional_entropies)
     log_joint, half = log_likelihood + log_prior, 0.5 * evidence.log_det_weight
     return Bracket(
-        lower=log_joint - half * (of_anchors + conditional),
+        lower=log_joint - half * (anchor_entropy + conditional),
         lower_error=half * error,
         upper=log_joint - half * max(together),
         num_data=evidence.num_data,

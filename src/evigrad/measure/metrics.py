@@ -115,14 +115,14 @@ def log_probabilities_of(
             counts.append((~values.isnan()).sum(1).double().cpu())
             return
         f = model_outputs(model, x, positions=True)
-        of_example = torch.ones(len(indices), dtype=torch.int64, device=f.device)
+        repeats = torch.ones(len(indices), dtype=torch.int64, device=f.device)
         if f.dim() > 2:
-            of_example = counted(likelihood, f.shape[1:-1], y).sum(1)
+            repeats = counted(likelihood, f.shape[1:-1], y).sum(1)
         log_prob = log_probabilities(likelihood, *flattened(likelihood, f, y)).double()
-        example = torch.arange(len(indices), device=f.device).repeat_interleave(of_example)
+        example = torch.arange(len(indices), device=f.device).repeat_interleave(repeats)
         zeros = log_prob.new_zeros(len(indices))
         sums.append(zeros.index_add(0, example, log_prob).cpu())
-        counts.append(of_example.double().cpu())
+        counts.append(repeats.double().cpu())
 
     generator = torch.Generator().manual_seed(0)
     with evaluation_mode(model, generator), torch.no_grad():

@@ -128,7 +128,7 @@ class Geometry:
         numbers = prod(weight.shape[1:]) * prod(gradient.shape[2:])
         size = max(1, _PATCHES_BYTES // (numbers * x.element_size()))
         parts = zip(gradient.split(size), x.split(size), strict=True)
-        return _joined([backward(of_part, part, weight, *settings)[0] for of_part, part in parts])
+        return _joined([backward(g, part, weight, *settings)[0] for g, part in parts])
 
     def _has_few_channels(self, x: Float[Tensor, "n c *space"]) -> bool:
         """Return whether PyTorch's own algorithm is faster than oneDNN's for ``input_gradient``."""
@@ -282,8 +282,10 @@ def _pulled_back(
     pieces = []
     for chunk, weight_chunk in zip(gradient.split(at_once), weights.split(at_once), strict=True):
         m, parts = len(weight_chunk), chunk.shape[2]
-        of_all = (parts, m * shape[1], *shape[2:])
-        pulled = g.of_all(m).input_gradient(of_all, _kernels(weight_chunk, g), _columns(chunk, g))
+        joined_shape = (parts, m * shape[1], *shape[2:])
+        pulled = g.of_all(m).input_gradient(
+            joined_shape, _kernels(weight_chunk, g), _columns(chunk, g)
+        )
         # (F, m c, *space) → (m F, c, *space)
         pieces.append(pulled.unflatten(1, (m, -1)).transpose(0, 1).flatten(0, 1))
     return _joined(pieces)
@@ -316,15 +318,15 @@ class _Inner(torch.autograd.Function):
         x, gradient, cotangent = ctx.saved_tensors
         factor, again = factors[0].to(gradient.dtype), torch.is_grad_enabled()
         scaled = torch.mul if again else Tensor.mul_
-        of_x = of_gradient = None
+        x_cotangent = gradient_cotangent = None
         if ctx.needs_input_grad[0]:
-            of_x = scaled(_pulled_back(x.shape, cotangent, gradient, *ctx.settings), factor)
+            x_cotangent = scaled(_pulled_back(x.shape, cotangent, gradient, *ctx.settings), factor)
         if ctx.needs_input_grad[1]:
             products, ctx.products = ctx.products, None
             if again or products is None:  # with a separate graph, or a second call
                 products = _convolved(x, cotangent, gradient.shape[2], *ctx.settings)
-            of_gradient = scaled(products, factor)
-        return of_x, of_gradient, None, None, None
+            gradient_cotangent = scaled(products, factor)
+        return x_cotangent, gradient_cotangent, None, None, None
 
 
 def fixed_convolution(
@@ -358,8 +360,8 @@ class FixedConvolution(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
         pull_back = _PullBack.apply if torch.is_grad_enabled() else _pull_back
-        of_x = pull_back(gradients[0], weight, ctx.shape, ctx.dtype, ctx.geometry)
-        return of_x, None, None, None
+        x_gradient = pull_back(gradients[0], weight, ctx.shape, ctx.dtype, ctx.geometry)
+        return x_gradient, None, None, None
 
 
 def _pull_back(

@@ -41,11 +41,11 @@ def loop_rows(
     m, k, _ = vectors.shape
     rows: dict[str, list[Tensor]] = {name: [] for name in names}
     for n in range(m):
-        _, of_datum = datum_rows(
+        _, datum_columns = datum_rows(
             model, weights, names, x[n : n + 1], vectors[n : n + 1], differentiable
         )
         for name in names:
-            rows[name] += of_datum[name]
+            rows[name] += datum_columns[name]
     stacked = {}
     for name in names:
         with torch.set_grad_enabled(differentiable):

@@ -602,8 +602,8 @@ def matrix_uses(
     rules = {rule.name: rule for rule in RULES.values()}
     uses_of_weights: dict[str, tuple[MatrixUse, ...]] = {}
     for name, uses in plan.uses.items():
-        of_uses = [rules[use.rule] for use in uses]
-        matrices = all(isinstance(rule, Linear | Embedding) for rule in of_uses)
+        use_rules = [rules[use.rule] for use in uses]
+        matrices = all(isinstance(rule, Linear | Embedding) for rule in use_rules)
         if any(use.slot != "weight" for use in uses) or not (matrices or len(uses) == 1):
             continue
         sizes: list[MatrixUse | None] = []

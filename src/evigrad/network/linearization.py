@@ -145,8 +145,8 @@ class Linearization:
         plain = copy(self)
         plain._differentiable, plain.outputs = False, self.outputs.detach()
         columns = {
-            call: None if of_call is None else _Columns([p.detach() for p in of_call.pieces])
-            for call, of_call in gradients.items()
+            call: None if column is None else _Columns([p.detach() for p in column.pieces])
+            for call, column in gradients.items()
         }
         plain._kept = (root.vectors, columns)
         return plain, root
@@ -379,8 +379,8 @@ class Linearization:
                 factors[name] = []
                 uses = self._joined_uses(name, gradients, vectors, in_pieces=True)
                 for call, _, pieces in uses:
-                    of_pieces = [call.factors(piece, average) for piece in pieces]
-                    use = of_pieces[0].with_gradients([part.gradients for part in of_pieces])
+                    piece_factors = [call.factors(piece, average) for piece in pieces]
+                    use = piece_factors[0].with_gradients([f.gradients for f in piece_factors])
                     factors[name].append(use)
         # Detached, because a view of the recorded input requires a gradient if the input does.
         if self._differentiable:
@@ -574,9 +574,9 @@ class Linearization:
         ]
         return {
             id(call): None
-            if of_call[0] is None
-            else _Columns([call.by_example(gradient) for gradient in of_call])
-            for call, of_call in zip(calls, zip(*columns, strict=True), strict=True)
+            if call_columns[0] is None
+            else _Columns([call.by_example(gradient) for gradient in call_columns])
+            for call, call_columns in zip(calls, zip(*columns, strict=True), strict=True)
         }
 
     def _generic_rows(

@@ -177,7 +177,7 @@ class Network:
         self._passes += 1
         return self._passes & (self._passes - 1) == 0
 
-    def checked(self, input_plan: InputPlan, x: Tensor) -> InputPlan:
+    def verified(self, input_plan: InputPlan, x: Tensor) -> InputPlan:
         """Return the plan without the fast derivatives that are wrong for a random example.
 
         The example is one of the packed inputs ``x``. Its fast derivatives are compared with plain

@@ -87,36 +87,36 @@ def traced(outputs: Tensor, calls: Collection[Call]) -> tuple[set[int], set[Node
                 owned_ids.discard(call)
             if stride != in_second:
                 turned.discard(call)
-        for i, (source, of_source) in enumerate(node.next_functions):
+        for i, (source, source_output) in enumerate(node.next_functions):
             if source is not None:
-                before, of_input = None, ()
+                before, input_shape = None, ()
                 if stride is not None:
-                    of_input = source._input_metadata[of_source].shape
-                    before = _stride_before(node, i, shape, of_input, stride, m)
-                stack.append((source, of_source, before, of_input))
+                    input_shape = source._input_metadata[source_output].shape
+                    before = _stride_before(node, i, shape, input_shape, stride, m)
+                stack.append((source, source_output, before, input_shape))
     # The graph gives no information about calls that the outputs do not use.
     return owned_ids, {node for node, _ in seen}, turned - owned_ids
 
 
 def _stride_before(
-    node: Node, which: int, shape: Sequence[int], of_input: Sequence[int], stride: int, m: int
+    node: Node, which: int, shape: Sequence[int], input_shape: Sequence[int], stride: int, m: int
 ) -> int | None:
     """Return the batch stride in an input of an operation, from the stride in its output."""
     operation = _operation(node.name())
     if operation in _VIEWS:
-        return stride if _dimension(of_input, stride, m) is not None else None
+        return stride if _dimension(input_shape, stride, m) is not None else None
     is_convolution = getattr(node, "_forward_cls", None) is FixedConvolution
     step = _first if is_convolution else _STEPS.get(operation)
     dim = _dimension(shape, stride, m)
     if step is None or dim is None:
         return None
     try:
-        before = step(_Edge(node, which, shape, dim, of_input))
+        before = step(_Edge(node, which, shape, dim, input_shape))
     except AttributeError:  # nodes have other attributes in other versions of PyTorch
         return None
-    if before is None or not 0 <= before < len(of_input) or of_input[before] != shape[dim]:
+    if before is None or not 0 <= before < len(input_shape) or input_shape[before] != shape[dim]:
         return None
-    return prod(of_input[before + 1 :]) * (stride // prod(shape[dim + 1 :]))
+    return prod(input_shape[before + 1 :]) * (stride // prod(shape[dim + 1 :]))
 
 
 def _dimension(shape: Sequence[int], stride: int, m: int) -> int | None:
@@ -160,8 +160,8 @@ def probed(outputs: Tensor, calls: Sequence[Call], differentiable: bool) -> set[
     }
     for c in _codes(m, max(2, int(2 / (_APART * relative)))):
         scaled = gradients(u * c.to(u)[:, None])
-        for call, g, of_scaled in zip(calls, plain, scaled, strict=True):
-            if g is not None and of_scaled is not None and not _agree(call, g, of_scaled, c):
+        for call, g, scaled_g in zip(calls, plain, scaled, strict=True):
+            if g is not None and scaled_g is not None and not _agree(call, g, scaled_g, c):
                 passing.discard(id(call))
     return passing
 
@@ -208,14 +208,14 @@ class _Edge(NamedTuple):
         which: Number of the input.
         shape: Shape of the output.
         dim: Batch dimension of the output.
-        of_input: Shape of the input.
+        input_shape: Shape of the input.
     """
 
     node: Any
     which: int
     shape: Sequence[int]
     dim: int
-    of_input: Sequence[int]
+    input_shape: Sequence[int]
 
     def signed(self, dim: int, further: int = 0) -> int:
         """Return dimension ``dim``, counted from the front.
@@ -224,7 +224,7 @@ class _Edge(NamedTuple):
         input.
         """
         dim = dim - 2**64 if dim >= 2**63 else dim  # autograd stores -1 as 2^64 - 1
-        return dim + len(self.of_input) + further if dim < 0 else dim
+        return dim + len(self.input_shape) + further if dim < 0 else dim
 
 
 # Returns the batch dimension of an input, from the batch dimension of the output (``edge.dim``). It
@@ -233,7 +233,7 @@ _Step = Callable[[_Edge], int | None]
 
 
 def _broadcast(edge: _Edge) -> int | None:
-    return edge.dim - len(edge.shape) + len(edge.of_input)
+    return edge.dim - len(edge.shape) + len(edge.input_shape)
 
 
 def _first(edge: _Edge) -> int | None:
@@ -258,7 +258,7 @@ def _reduction(edge: _Edge) -> int | None:
     if edge.node._saved_keepdim:
         return edge.dim
     reduced = {edge.signed(d) for d in (dims if isinstance(dims, tuple) else (dims,))}
-    kept = sorted(set(range(len(edge.of_input))) - reduced)
+    kept = sorted(set(range(len(edge.input_shape))) - reduced)
     return kept[edge.dim] if len(kept) == len(edge.shape) else None
 
 

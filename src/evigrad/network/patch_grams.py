@@ -216,10 +216,10 @@ def _pull_by_distance(
     kernel = kernel.permute(0, 2, 3, 1).reshape(channels, inner, *sizes)
     every = replace(g, kernel=sizes, padding=(height - 1, width - 1))
     pulled = every.convolve(x, kernel)
-    for rim, of_rim in zip(_rims(x, g), _rims(pulled, g), strict=True):
+    for rim, pulled_rim in zip(_rims(x, g), _rims(pulled, g), strict=True):
         block = rim.block(matrix).reshape(g.groups, -1, inner * prod(rim.geometry.kernel))
-        of_strip = _pull(F.pad(rim.strip, rim.pads), block, rim.geometry)
-        of_rim.strip.sub_(F.pad(of_strip, [-pad for pad in rim.pads]))
+        pulled_strip = _pull(F.pad(rim.strip, rim.pads), block, rim.geometry)
+        pulled_rim.strip.sub_(F.pad(pulled_strip, [-pad for pad in rim.pads]))
     return pulled
 
 

@@ -62,7 +62,7 @@ class JacobianPlan:
     @property
     def numbers(self) -> int:
         """The number of entries per example in the outputs of layers with a closed form."""
-        uses = {use for of_name in self.uses.values() for use in of_name if use.slot == "weight"}
+        uses = {use for uses in self.uses.values() for use in uses if use.slot == "weight"}
         return sum(use.parts * prod(use.output) for use in uses)
 
     def describe(self) -> dict[str, str]:

@@ -352,8 +352,8 @@ class Recorder(TorchFunctionMode):
             names = {
                 slot: self._names[id(p)] for slot, p in match.slots.items() if id(p) in self._names
             }
-            of_slots = {id(match.slots[slot]) for slot in names}
-            if plain and id(match.input) not in tracked and of_slots == tracked:
+            slot_ids = {id(match.slots[slot]) for slot in names}
+            if plain and id(match.input) not in tracked and slot_ids == tracked:
                 return rule, match, names
         if is_custom(rule):
             self._refuse(

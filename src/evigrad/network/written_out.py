@@ -96,25 +96,25 @@ _State = tuple[Tensor, ...]
 _Step = Callable[[Tensor, Tensor, _State], _State]
 
 
-def _lstm_step(of_input: Tensor, of_state: Tensor, state: _State) -> _State:
-    enter, forget, new, leave = (of_input + of_state).chunk(4, 1)
+def _lstm_step(from_input: Tensor, from_state: Tensor, state: _State) -> _State:
+    enter, forget, new, leave = (from_input + from_state).chunk(4, 1)
     c = forget.sigmoid() * state[1] + enter.sigmoid() * new.tanh()
     return leave.sigmoid() * c.tanh(), c
 
 
-def _gru_step(of_input: Tensor, of_state: Tensor, state: _State) -> _State:
-    reset_i, update_i, new_i = of_input.chunk(3, 1)
-    reset_h, update_h, new_h = of_state.chunk(3, 1)
+def _gru_step(from_input: Tensor, from_state: Tensor, state: _State) -> _State:
+    reset_i, update_i, new_i = from_input.chunk(3, 1)
+    reset_h, update_h, new_h = from_state.chunk(3, 1)
     new = torch.tanh(new_i + torch.sigmoid(reset_i + reset_h) * new_h)
     return (new + torch.sigmoid(update_i + update_h) * (state[0] - new),)
 
 
-def _tanh_step(of_input: Tensor, of_state: Tensor, state: _State) -> _State:
-    return ((of_input + of_state).tanh(),)
+def _tanh_step(from_input: Tensor, from_state: Tensor, state: _State) -> _State:
+    return ((from_input + from_state).tanh(),)
 
 
-def _relu_step(of_input: Tensor, of_state: Tensor, state: _State) -> _State:
-    return ((of_input + of_state).relu(),)
+def _relu_step(from_input: Tensor, from_state: Tensor, state: _State) -> _State:
+    return ((from_input + from_state).relu(),)
 
 
 def _cell(step: _Step) -> Callable[..., Any]:
@@ -188,9 +188,9 @@ def _run(
     b_ih, b_hh = optional_params[:2] if len(optional_params) > 1 else (None, None)
     projection = optional_params[-1] if len(optional_params) % 2 else None
     outputs = []
-    of_inputs = linear(x, w_ih, b_ih).unbind(1)
-    for of_input in reversed(of_inputs) if is_backward else of_inputs:
-        h, *others = step(of_input, linear(state[0], w_hh, b_hh), state)
+    from_inputs = linear(x, w_ih, b_ih).unbind(1)
+    for from_input in reversed(from_inputs) if is_backward else from_inputs:
+        h, *others = step(from_input, linear(state[0], w_hh, b_hh), state)
         h = h if projection is None else linear(h, projection, None)
         state = (h, *others)
         outputs.append(h)

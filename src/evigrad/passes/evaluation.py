@@ -96,11 +96,11 @@ def precisely(
     steps.
     """
     problem = sweep.problem
-    sweep.check_memory()
     has_tf32 = problem.device.type == modes.TF32_DEVICE
     with derivatives_named(), modes.without_tf32() if has_tf32 else nullcontext():
         is_due = problem.network.check_is_due()
-        sweep = sweep.checked() if is_due else sweep
+        sweep = sweep.verified() if is_due else sweep
+        sweep.check_memory()
         decorated: Callable[[MicroBatchSweep], Sweep] = VerifiedSweep if is_due else lambda s: s
         narrow = any(weight.dtype != torch.float64 for weight in problem.model.weights.values())
         if problem.settings.gram_dtype is not None or not narrow or problem.device.type == "mps":

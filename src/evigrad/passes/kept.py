@@ -60,8 +60,8 @@ def kept(
     """
     free = frozenset([*names, *(n for n in hyperparameters if n.startswith("prior."))])
     versions = _versions(problem, hyperparameters, free)
-    of_pass = {field.name: getattr(block_pass, field.name) for field in fields(Pass)}
-    return KeptPass(**of_pass, follows=free, versions=versions)
+    values = {field.name: getattr(block_pass, field.name) for field in fields(Pass)}
+    return KeptPass(**values, follows=free, versions=versions)
 
 
 def check_kept(

@@ -118,7 +118,7 @@ class Problem:
             blocks=partition_names(list(self.model.weights), settings.parameter_partition),
             sharing=settings.sharing,
             gram_dtype=dtype,
-            contracted={n: sum(use.numbers for use in of_name) for n, of_name in cheap.items()},
+            contracted={n: sum(use.numbers for use in name_uses) for n, name_uses in cheap.items()},
             store=storage.store,
             itemsize=storage.itemsize(self.dtype, self.device),
             num_rows=None if needs_rows else rows,

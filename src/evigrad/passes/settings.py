@@ -197,10 +197,10 @@ def check_model(
     """Raise an error for settings that are invalid or do not match the estimator."""
     check_count("num_data", num_data)
     if estimator.exceeds(num_data):
-        of_all = estimator.name.replace(f"-{estimator.subset}-", "-N-", 1)
+        full_name = estimator.name.replace(f"-{estimator.subset}-", "-N-", 1)
         raise ConfigurationError(
             f"{estimator.name} uses subsets of {estimator.subset} examples, but num_data is"
-            f" {num_data}. Use {of_all!r}, which uses all examples, or a smaller subset."
+            f" {num_data}. Use {full_name!r}, which uses all examples, or a smaller subset."
         )
     check_choice("root", root, ROOTS)
     if anchoring is not None and not estimator.anchored:

@@ -238,14 +238,14 @@ class MicroBatchSweep:
 
     # ------------------------------------------------------------ checks on real data
 
-    def checked(self) -> "MicroBatchSweep":
+    def verified(self) -> "MicroBatchSweep":
         """Return the sweep without incorrect fast derivatives, after a check of all of them."""
-        plan = self._checked_plan()
+        plan = self._verified_plan()
         if plan is self.plan:
             return self
         return replace(self, plan=plan, curvature=self.problem.curvature(plan))
 
-    def _checked_plan(self) -> InputPlan:
+    def _verified_plan(self) -> InputPlan:
         """Return the plan after a check on the first micro-batch, halved until it fits.
 
         A check takes less memory than a pass, so it does not determine automatic sizes.
@@ -256,11 +256,11 @@ class MicroBatchSweep:
         cuts = [] if problem.model.estimator.structure_type.counts_data else block.cuts()
         size = min([len(x), *cuts[:1], most, sizes.chosen.get(key, most)])
 
-        def checked() -> InputPlan:
+        def verified() -> InputPlan:
             with self._evaluating():
-                return problem.network.checked(self.plan, part(size).x)
+                return problem.network.verified(self.plan, part(size).x)
 
-        while not (plans := run_if_it_fits(checked)):
+        while not (plans := run_if_it_fits(verified)):
             if at_once is not None or size == 1:
                 sizes.halve(key, size)
             size //= 2

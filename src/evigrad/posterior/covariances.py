@@ -102,9 +102,9 @@ class Kronecker:
             factors = factors.scaled(precision, shape)
         sides = [(factors.inputs, factors.count), (factors.gradients, factors.num_rows)]
         # A weight (in, out) has A on its left.
-        of_inputs, of_gradients = sides[::-1] if factors.transposed else sides
-        a, inputs = psd_eigen(*of_inputs)
-        b, gradients = psd_eigen(*of_gradients)
+        input_side, gradient_side = sides[::-1] if factors.transposed else sides
+        a, inputs = psd_eigen(*input_side)
+        b, gradients = psd_eigen(*gradient_side)
         a, b = _with_zeros(a, inputs), _with_zeros(b, gradients)
         curvature = b[:, :, None] * (a / factors.count)[:, None]
         std = (curvature + (1.0 if varies else precision)).rsqrt()
@@ -127,8 +127,8 @@ class Kronecker:
         matrices = weight_rows.reshape(*weight_rows.shape[:2], -1, *shape).to(self.std)
         if self.prior_std is not None:
             matrices = matrices * self.prior_std
-        of_both = _in_basis(_in_basis(matrices.mT, self.gradients).mT, self.inputs)
-        return (of_both * self.std).flatten(2)
+        rotated = _in_basis(_in_basis(matrices.mT, self.gradients).mT, self.inputs)
+        return (rotated * self.std).flatten(2)
 
 
 def _with_zeros(values: Float[Tensor, "G r"], vectors: Float[Tensor, "G n r"]) -> Tensor:
@@ -174,7 +174,7 @@ class Explained:
         for name, precision in precisions.items():
             kernel += statistic.rows[name].gram(like, precision)
         kernel.mul_(scale).mul_(scale[:, None])
-        rows = {name: of_name.dense().chunks for name, of_name in statistic.rows.items()}
+        rows = {name: name_rows.dense().chunks for name, name_rows in statistic.rows.items()}
         return cls(rows, scale, factor_identity_plus(kernel))
 
     def products(self, block: Diagonal, white: Float[Tensor, "m k n"]) -> Float[Tensor, "R mk"]:
@@ -329,17 +329,17 @@ class Covariance:
                 assert products is not None
                 eye = torch.eye(len(explained.factor), dtype=dtype, device=device)
                 drawn[-1] = explained.root(products, n, explained.factor + eye)[0]
-        of_updates = [update.coefficients(drawn, errors) for update in updates]
+        update_coefficients = [update.coefficients(drawn, errors) for update in updates]
         drawn = {sign: sign * z for sign, z in drawn.items()}
         if updates and updates[0].is_plain:
-            first, *of_updates = of_updates
+            first, *update_coefficients = update_coefficients
             drawn = {sign: z + first @ updates[0].roots[sign] for sign, z in drawn.items()}
         with torch.enable_grad():
             total = torch.stack([(roots[s][0] * z).sum() for s, z in drawn.items()]).sum()
             changes = torch.autograd.grad(total, list(rows.values()))
         named = zip(rows, changes, strict=True)
         changes = {name: change.reshape(n, *weights[name].shape) for name, change in named}
-        return Draws(changes, of_updates)
+        return Draws(changes, update_coefficients)
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -191,8 +191,8 @@ class JointPredictive:
         def moments(linearization: Linearization, factors: Factors) -> tuple[Tensor, ...]:
             nonlocal before
             f, roots = linearization.outputs, self._covariance.roots(linearization)
-            of_updates = factors(roots)
-            roots = with_factors(roots, of_updates)
+            update_factors = factors(roots)
+            roots = with_factors(roots, update_factors)
             if before:
                 roots = {sign: torch.cat([before[sign], root]) for sign, root in roots.items()}
             stop, total = len(roots[1]) // size * size, f.new_zeros(())
@@ -200,7 +200,7 @@ class JointPredictive:
                 whole = root[:stop].reshape(-1, rows, root.shape[2])
                 total = total + sign * (whole @ whole.mT)
             before = {sign: root[stop:].clone() for sign, root in roots.items()}
-            return f, total.to(f), *of_updates
+            return f, total.to(f), *update_factors
 
         self._check()
         advice = "Use batch_dims, or sample functions with sample(n), which needs no covariance."
@@ -221,5 +221,5 @@ def outputs_of(query: Query, covariance: Covariance, draws: Draws) -> Float[Tens
             return (values,)
         return values, *factors(covariance.roots(linearization))[-len(draws.coefficients) :]
 
-    values, *of_updates = query.results(outputs)
-    return query.moved(values.movedim(1, 0), of_updates, draws.coefficients)
+    values, *update_factors = query.results(outputs)
+    return query.moved(values.movedim(1, 0), update_factors, draws.coefficients)

@@ -210,11 +210,11 @@ class Posterior:
             f = linearization.outputs
             if not self._updates:
                 return f, self._covariance.of_outputs(linearization, correlated).to(f)
-            of_updates = factors(roots := self._covariance.roots(linearization))
+            update_factors = factors(roots := self._covariance.roots(linearization))
             total: Any = 0
-            for sign, root in with_factors(roots, of_updates).items():
+            for sign, root in with_factors(roots, update_factors).items():
                 total = total + sign * (root @ root.mT if correlated else root.square().sum(2))
-            return f, total.to(f), *of_updates
+            return f, total.to(f), *update_factors
 
         f, covariance, *factors = query.results(moments)
         mean, covariance = query.mean(f, factors), covariance.unflatten(0, query.shape)
@@ -564,8 +564,8 @@ def sizes_of(problem: Problem, plan: InputPlan, correlated: bool) -> MicroBatche
     numbers = _GRADIENT_COPIES * plan.jacobian.numbers + _ROW_COPIES * num_weights
     kept = plan.num_outputs * (plan.num_outputs + num_weights if correlated else 1)
     at_once = min(plan.num_outputs, ROWS_AT_ONCE)
-    of_example = problem.dtype.itemsize * (at_once * numbers + kept)
-    return MicroBatches("auto", problem.sizes.budget, example_bytes=of_example)
+    example_bytes = problem.dtype.itemsize * (at_once * numbers + kept)
+    return MicroBatches("auto", problem.sizes.budget, example_bytes=example_bytes)
 
 
 # ------------------------------------------------------------ passes over all data
@@ -608,7 +608,7 @@ def make_posterior(
         return kept.num_outputs, VariationalFit(covariance, {}, ())
 
     def variational(sweep: MicroBatchSweep) -> tuple[int, VariationalFit]:
-        sweep = sweep.checked()
+        sweep = sweep.verified()
         sizes = sizes_of(laplace_problem, sweep.plan, correlated=True)
         predictive = replace(sweep, problem=replace(laplace_problem, sizes=sizes))
         return sweep.plan.num_outputs, fit_gaussian(sweep, predictive, structure)
@@ -728,12 +728,12 @@ def collect(
 def _advice(problem: Problem, count: int) -> str:
     """Return advice for data that are only ``count`` of the N examples."""
     num_data, temperature = problem.model.num_data, problem.model.temperature
-    of_all = "" if temperature == 1 else f"{temperature:g} * "
+    scale_words = "" if temperature == 1 else f"{temperature:g} * "
     return (
         f"With num_data={count}, posterior variances would be up to {num_data / count:.3g} times"
         " too large. For a faster posterior, let a random subset count as all data:"
         f" evidence.with_estimator('kfac-N-C', num_data={count},"
-        f" temperature={of_all}{count} / {num_data}).posterior(subset)."
+        f" temperature={scale_words}{count} / {num_data}).posterior(subset)."
     )
 
 

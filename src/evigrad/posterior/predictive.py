@@ -199,13 +199,13 @@ class Predictive:
         size = len(f) if whole else max(1, _NUMBERS_AT_ONCE // f.shape[1] ** 2)
         covariances = self.covariance.flatten(0, self.outputs.dim() - 2)
         parts, largest = [], []
-        for of_part, part in zip(f.split(size), covariances.split(size), strict=True):
+        for outputs, part in zip(f.split(size), covariances.split(size), strict=True):
             covariance = part if self.correlated else part.diag_embed()
-            if (target_moments := moments(self.likelihood, of_part, covariance)) is None:
+            if (target_moments := moments(self.likelihood, outputs, covariance)) is None:
                 return self.outputs, self._variance, None
             parts.append(target_moments)
-            of_logs = self.likelihood.variance_of_logs(covariance)
-            largest.append(f.new_zeros(0) if of_logs is None else of_logs.amax(1))
+            log_variances = self.likelihood.variance_of_logs(covariance)
+            largest.append(f.new_zeros(0) if log_variances is None else log_variances.amax(1))
         self._warn_of_wide_logs(torch.cat(largest).detach())
         shape = self.outputs.shape[:-1]
         mean, epistemic, noise = (
@@ -479,8 +479,8 @@ class Predictive:
         f, covariance = precisely(self.outputs), precisely(covariance)
         # Condition on logits that add up to 0. A softmax does not depend on their sum.
         with_sum = covariance.sum(-1)
-        of_sum = with_sum.sum(-1, keepdim=True)
-        gain = with_sum / torch.where(of_sum > 0, of_sum, 1.0)
+        total = with_sum.sum(-1, keepdim=True)
+        gain = with_sum / torch.where(total > 0, total, 1.0)
         f = f - gain * f.sum(-1, keepdim=True)
         variance = covariance.diagonal(dim1=-2, dim2=-1) - gain * with_sum
         is_certain = variance.amin(-1, keepdim=True) <= 0

@@ -119,17 +119,17 @@ class Query:
         inputs = tensors_of(self.x)
         leaves = [*inputs, *_roots_of(self.updates)]
         copies = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]
-        of_updates = iter(copies[len(inputs) :])
+        root_copies = iter(copies[len(inputs) :])
         updates = [
-            replace(update, roots={sign: next(of_updates) for sign in update.roots})
+            replace(update, roots={sign: next(root_copies) for sign in update.roots})
             for update in self.updates
         ]
         with torch.enable_grad(), derivatives_named():
             results = self._passed(with_tensors(self.x, copies[: len(inputs)]), updates, step)
-            of_inputs: dict[str, Any] = {
+            input_copies: dict[str, Any] = {
                 str(i): copies[i] for i, leaf in enumerate(inputs) if leaf.requires_grad
             }
-            if not of_inputs or reachable(results[0], of_inputs):
+            if not input_copies or reachable(results[0], input_copies):
                 return _ToInputs.apply(self, results, copies, *leaves)
         raise ConfigurationError(
             "The inputs require a gradient, but the model's outputs have no derivative with respect"
@@ -268,8 +268,8 @@ class _ToInputs(torch.autograd.Function):
                 options = {"retain_graph": True, "allow_unused": True}
                 with derivatives_named():
                     gradients = iter(torch.autograd.grad(results, inputs, cotangents, **options))
-        of_leaves = [next(gradients, None) if c.requires_grad else None for c in ctx.copies]
-        return None, None, None, *of_leaves
+        leaf_gradients = [next(gradients, None) if c.requires_grad else None for c in ctx.copies]
+        return None, None, None, *leaf_gradients
 
 
 def constant_beside(problem: Problem) -> AbstractContextManager[None]:

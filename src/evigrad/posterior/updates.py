@@ -55,9 +55,9 @@ class Update:
         """Return V for the roots of m examples, given the number of each example's batch."""
         total: Any = 0
         for sign, root in roots.items():
-            of_sign = self.roots[sign]
-            of_sign = of_sign.flatten(0, -3)[batches] if of_sign.ndim > 2 else of_sign
-            total = total + root @ of_sign.mT
+            sign_root = self.roots[sign]
+            sign_root = sign_root.flatten(0, -3)[batches] if sign_root.ndim > 2 else sign_root
+            total = total + root @ sign_root.mT
         return total
 
     def coefficients(
@@ -111,9 +111,9 @@ def update_of(
         NotPositiveDefiniteError: If rounding errors exceed the noise.
     """
     scaled = {sign: gain.unsqueeze(-1) * root for sign, root in roots.items()}
-    of_factors = [gain.unsqueeze(-1) * factor for factor in factors]
+    scaled_factors = [gain.unsqueeze(-1) * factor for factor in factors]
     covariance: Any = sum(sign * (root @ root.mT) for sign, root in scaled.items())
-    covariance = covariance - sum(factor @ factor.mT for factor in of_factors)
+    covariance = covariance - sum(factor @ factor.mT for factor in scaled_factors)
     eye = torch.eye(gain.shape[-1], dtype=gain.dtype, device=gain.device)
     cholesky, failures = torch.linalg.cholesky_ex(eye + covariance)
     if bool(failures.any()):
@@ -126,15 +126,15 @@ def update_of(
     def solved(right: Tensor) -> Tensor:
         return torch.linalg.solve_triangular(cholesky, right, upper=False)
 
-    of_signs = {sign: sign * solved(root) for sign, root in scaled.items()}
+    solved_roots = {sign: sign * solved(root) for sign, root in scaled.items()}
     noise = solved(eye.expand_as(cholesky))
-    of_before = noise[..., :0]
-    for update, factor in zip(before, of_factors, strict=True):
+    earlier_noise = noise[..., :0]
+    for update, factor in zip(before, scaled_factors, strict=True):
         explained = solved(factor)
-        of_signs = {s: root - explained @ update.roots[s] for s, root in of_signs.items()}
-        of_before = _widened(of_before, update.noise) - explained @ update.noise
+        solved_roots = {s: root - explained @ update.roots[s] for s, root in solved_roots.items()}
+        earlier_noise = _widened(earlier_noise, update.noise) - explained @ update.noise
     errors = solved((gain * residuals).unsqueeze(-1)).squeeze(-1)
-    return Update(of_signs, errors, torch.cat([of_before, noise], -1))
+    return Update(solved_roots, errors, torch.cat([earlier_noise, noise], -1))
 
 
 def _widened(matrix: Tensor, other: Tensor) -> Tensor:

@@ -193,8 +193,8 @@ class _Fitter:
         for number in range(_MOVES):
             gradient = self._pulled(state.score)
             gradient -= self._precision * (self._deviation + state.shift)
-            of_names = state.sigma.covariance.times(self._named(gradient))
-            direction = torch.cat([of_names[name] for name in self._spans])
+            ascent = state.sigma.covariance.times(self._named(gradient))
+            direction = torch.cat([ascent[name] for name in self._spans])
             fast = direction.to(self._one)
             moves, changes = direction[None], self._of_outputs(lambda rows, v=fast: rows @ v)[None]
             if number:
@@ -351,11 +351,11 @@ class _Fitter:
             f = (mean[part] + torch.einsum("kd,mcd->kmc", points, root[part])).flatten(0, 1)
             y = self._y[part]
             m, y = len(y), y.repeat(len(points), *[1] * (y.ndim - 1))
-            of_rows = shares.repeat_interleave(m) / model.temperature
+            row_shares = shares.repeat_interleave(m) / model.temperature
             with torch.enable_grad():
                 leaf = f.requires_grad_()
                 values = log_probabilities(model.likelihood, leaf, y, compare=False)
-                total = (of_rows * values).sum()
+                total = (row_shares * values).sum()
                 (score,) = torch.autograd.grad(total, leaf)
             value += total.detach()
             scores.append(score.view(-1, m, num_outputs).sum(0))

@@ -168,7 +168,7 @@ class _Suite:
         names: dict[int, str] = {}
         for name, precision in precisions.items():
             names.setdefault(id(precision), f"the precision of {name!r}")
-        self.of_precisions = {names[id(p)]: p for p in precisions.values()}
+        self.named_precisions = {names[id(p)]: p for p in precisions.values()}
         self.precisions = precisions
         value = self._check_value()
         self._check_collecting(value)
@@ -257,9 +257,9 @@ class _Suite:
             statistic = self.statistic(self.root, parts)
             # The second value may use what the statistic has cached.
             values = [self.value(statistic, self.precisions) for _ in range(2)]
-            slopes = [gradients(value, self.of_precisions.values()) for value in values]
+            slopes = [gradients(value, self.named_precisions.values()) for value in values]
             log_det = partial(self.value, statistic, self.precisions)
-            pairs = zip(self.of_precisions.items(), *slopes, strict=True)
+            pairs = zip(self.named_precisions.items(), *slopes, strict=True)
             for i, ((name, leaf), *both) in enumerate(pairs):
                 direction = random(*leaf.shape, seed=30 + i)
                 (expected,) = difference_quotients(log_det, leaf, [direction])
@@ -299,7 +299,7 @@ class _Suite:
             if log_det is not None:
                 expected = log_det(h, precision)
                 agree(f"{words}, compared with the reference,", value, expected)
-                everything = {**arguments, **self.of_precisions}
+                everything = {**arguments, **self.named_precisions}
                 same_gradients(
                     f"{words}, compared with the reference,", value, expected, everything
                 )
@@ -309,13 +309,13 @@ class _Suite:
         self, value: Tensor, root: RootRows, arguments: Mapping[str, Tensor]
     ) -> None:
         """Compare ``differentiate`` and ``inner`` with derivatives of ℓ in one graph."""
-        words, everything = f"of {self.name}", {**arguments, **self.of_precisions}
+        words, everything = f"of {self.name}", {**arguments, **self.named_precisions}
         right = gradients(value, everything.values())
         for parts in ([self.whole], self.parts):
             with _same_draws():
                 start = self.curvature.empty(Purpose.DIFFERENTIATE, len(self.x))
             statistic = self.statistic(_detached(root), parts, start)
-            leaves = list(self.of_precisions.values())
+            leaves = list(self.named_precisions.values())
             with _same_draws():
                 differential = self.curvature.differentiate(statistic, self.precisions, leaves)
             agree(f"ℓ in differentiate {words}", differential.log_det.value, value)
@@ -368,13 +368,13 @@ class _Suite:
             value = self.value(self.statistic(root), self.precisions, conditioning)
         except ConfigurationError:  # no anchors
             return
-        of_anchors = entropy(0)
-        expected = of_anchors
+        anchor_entropy = entropy(0)
+        expected = anchor_entropy
         for b, weight in enumerate(weights, start=1):
-            expected = expected + weight * (entropy(0, b) - of_anchors)
+            expected = expected + weight * (entropy(0, b) - anchor_entropy)
         words = f"conditional of {self.name}"
         agree(words, value, expected)
-        same_gradients(words, value, expected, self.of_precisions)
+        same_gradients(words, value, expected, self.named_precisions)
 
 
 def _reduced(ranks: Sequence[Statistic]) -> Statistic:

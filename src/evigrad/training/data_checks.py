@@ -86,9 +86,9 @@ def _check_observed(likelihood: Likelihood, y: Tensor, num_outputs: int) -> None
     sizes = likelihood.sizes if isinstance(likelihood, Joint) else {"": num_outputs}
     for name, total in zip(sizes, per_output.split(list(sizes.values())), strict=True):
         if not bool(total.any()):
-            of_head = f" of {name!r}" if name else ""
+            words = f" of {name!r}" if name else ""
             raise InputError(
-                f"All targets{of_head} are missing or have weight 0, so there is nothing to learn"
+                f"All targets{words} are missing or have weight 0, so there is nothing to learn"
                 " from. Check how the targets were computed."
             )
 
@@ -141,11 +141,11 @@ def _warn_of_real_targets(evidence: Evidence, data: RunData) -> None:
         f = torch.zeros((), device="cpu").expand(len(y), num_outputs)  # not read
         parts = list(_parts(evidence.likelihood, f, y)) if len(y) else []  # all weights are zero
     by_words = {part.words: part for part in parts}
-    for of_sample, is_suspicious in zip(sample, are_suspicious, strict=True):
-        if (part := by_words.get(of_sample.words)) is None:
+    for sampled_part, is_suspicious in zip(sample, are_suspicious, strict=True):
+        if (part := by_words.get(sampled_part.words)) is None:
             continue
         if is_suspicious:
-            _warn_of_discrete(of_sample, part)
+            _warn_of_discrete(sampled_part, part)
         has_noise = isinstance(part.likelihood, Gaussian) and learns_likelihood(part.likelihood)
         if part.weights is not None and has_noise:
             _warn_of_weights(part.weights.double())
@@ -154,9 +154,9 @@ def _warn_of_real_targets(evidence: Evidence, data: RunData) -> None:
 def _parts(likelihood: Likelihood, f: Tensor, y: Tensor) -> Iterator[Part]:
     """Yield the targets of each likelihood of numbers, without missing heads and conditions."""
     if isinstance(likelihood, Joint):
-        for head, of_head, targets, counts in likelihood.by_head(f, y):
+        for head, head_outputs, targets, counts in likelihood.by_head(f, y):
             which = slice(None) if counts is None else counts
-            for part in _parts(head.likelihood, of_head[which], targets[which]):
+            for part in _parts(head.likelihood, head_outputs[which], targets[which]):
                 yield part._replace(words=f"{part.words} of {head.name!r}")
     elif isinstance(likelihood, Weighted):
         targets, weights = likelihood.split(y)

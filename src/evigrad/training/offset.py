@@ -77,8 +77,8 @@ def _residuals(likelihood: Likelihood, f: Tensor, y: Tensor) -> Float[Tensor, "n
     nan = torch.full_like(f, torch.nan)
     if isinstance(likelihood, Joint):
         parts = list[Tensor]()
-        for head, of_head, targets, counts in likelihood.by_head(f, y):
-            part = _residuals(head.likelihood, of_head, targets)
+        for head, head_outputs, targets, counts in likelihood.by_head(f, y):
+            part = _residuals(head.likelihood, head_outputs, targets)
             parts.append(part if counts is None else torch.where(counts[:, None], part, torch.nan))
         return torch.cat(parts, 1)
     if isinstance(likelihood, Noisy):

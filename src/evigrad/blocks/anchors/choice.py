@@ -223,20 +223,20 @@ class LastLayer:
     Attributes:
         features: Input φ of the layer for each example. If the layer has several inputs per
             example, φ is their mean.
-        of_weight: Prior variance 1/δ_W of the weights, divided by the temperature. If weights have
-            separate precisions, it is the mean over the weights.
-        of_bias: Prior variance 1/δ_b of the biases, divided by the temperature. It is 0 without a
-            bias.
+        weight_variance: Prior variance 1/δ_W of the weights, divided by the temperature. If weights
+            have separate precisions, it is the mean over the weights.
+        bias_variance: Prior variance 1/δ_b of the biases, divided by the temperature. It is 0
+            without a bias.
     """
 
     features: Float[Tensor, "m F"]
-    of_weight: float
-    of_bias: float
+    weight_variance: float
+    bias_variance: float
 
     def kernel(self, vectors: Float[Tensor, "m C"]) -> Float[Tensor, "m m"]:
         """Return the inner products of rows in this layer, given their columns of the root."""
-        inputs = (self.features * self.of_weight) @ self.features.mT
-        return inputs.add_(self.of_bias).mul_(vectors @ vectors.mT)
+        inputs = (self.features * self.weight_variance) @ self.features.mT
+        return inputs.add_(self.bias_variance).mul_(vectors @ vectors.mT)
 
 
 # Maps inputs to their outputs (m, C) without a graph, and to the last layer if that is linear.

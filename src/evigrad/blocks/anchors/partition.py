@@ -299,15 +299,15 @@ class AnchoredPartition:
         held = guessed(flat, unit)
         # Groups share the scale of the other parts: parts that seem negligible would be drawn
         # rarely, and then with a huge weight.
-        of_groups = groups.shares * _sums(held, groups.parts).sum()
-        guesses = torch.cat([of_groups, _sums(held, parts)])
+        group_guesses = groups.shares * _sums(held, groups.parts).sum()
+        guesses = torch.cat([group_guesses, _sums(held, parts)])
         parts, keys = groups.parts + parts, [GROUPED] * len(groups.parts) + keys
         tails, total = [], held.sum()
         if scores.behind:
             tails.append(Tail.draw(num_data, num_columns, scores.behind, size, generator))
             keys.append(num_columns)
-            of_tail = scores.behind * guessed(scores.tail.double() / scores.behind, unit).sum()
-            guesses, total = torch.cat([guesses, of_tail.reshape(1)]), total + of_tail
+            tail_guess = scores.behind * guessed(scores.tail.double() / scores.behind, unit).sum()
+            guesses, total = torch.cat([guesses, tail_guess.reshape(1)]), total + tail_guess
         if pool is not None and not pool.is_all:
             others = pool.num_data - num_data
             tails.append(Tail.draw(others, 0, num_columns + scores.behind, size, generator))
@@ -322,30 +322,30 @@ class AnchoredPartition:
         """Return the number of parts, M."""
         return len(self.parts) + sum(tail.count for tail in self.tails)
 
-    def block(self, draws: Sequence[Draw], of_likelihood: Int[Tensor, "d u"]) -> Block:
+    def block(self, draws: Sequence[Draw], likelihood_data: Int[Tensor, "d u"]) -> Block:
         """Return a block of the anchors and the drawn parts, without inputs or targets.
 
         Examples are sorted by decreasing number of rows. Without ``draws``, the block contains only
-        the anchors. For each draw, ``of_likelihood`` contains uniformly drawn examples on which the
-        log likelihood is evaluated.
+        the anchors. For each draw, ``likelihood_data`` contains uniformly drawn examples on which
+        the log likelihood is evaluated.
         """
         numbers = list(dict.fromkeys(draw.part for draw in draws))
         rows = [self._listed(self.anchors)]
         rows += [self.rows(number) for number in numbers]
-        of_rows, columns = (torch.cat(parts) for parts in zip(*rows, strict=True))
+        owners, columns = (torch.cat(parts) for parts in zip(*rows, strict=True))
         sizes = torch.tensor([len(data) for data, _ in rows], device="cpu")
         labels = torch.arange(len(rows), device="cpu").repeat_interleave(sizes)
-        indices = torch.cat([of_rows, of_likelihood.flatten()]).unique()
-        position = torch.searchsorted(indices, of_rows)
+        indices = torch.cat([owners, likelihood_data.flatten()]).unique()
+        position = torch.searchsorted(indices, owners)
         # By falling number of rows. Examples without rows come last.
         counts = position.bincount(minlength=len(indices))
         order = counts.argsort(descending=True, stable=True)
         rank = torch.empty_like(order)
         rank[order] = torch.arange(len(order), device="cpu")
         position, indices = rank[position], indices[order]
-        weight = self.num_data / of_likelihood.shape[1]
+        weight = self.num_data / likelihood_data.shape[1]
         weights = torch.stack(
-            [weight * torch.isin(indices, subset).double() for subset in of_likelihood]
+            [weight * torch.isin(indices, subset).double() for subset in likelihood_data]
         )
         # Columns and labels have the same layout.
         columns, labels = (padded_columns(position, t, len(indices)) for t in (columns, labels))

@@ -183,8 +183,10 @@ class AnchorSelection:
         is_new = self._anchors is None or self._streams >= self.anchoring.refresh
         # Training may not reach the examples of a pool for a long time, and a rank does not have
         # the outputs of other ranks' batches.
-        of_all = (is_new and not self.pool.is_all) or self._ranks.count > 1
-        places = torch.arange(len(self.pool), device="cpu") if of_all else self.memory.missing()
+        looks_at_all = (is_new and not self.pool.is_all) or self._ranks.count > 1
+        places = (
+            torch.arange(len(self.pool), device="cpu") if looks_at_all else self.memory.missing()
+        )
         if len(places):
             self._look(source, self.pool.data(places))
         scores = self.scores()

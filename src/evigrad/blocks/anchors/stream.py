@@ -95,14 +95,14 @@ class DrawnParts:
         source: Source of the examples.
         partition: Partition from which the parts were drawn.
         draws: Drawn parts and their weights.
-        of_likelihood: Examples on which the log likelihood is evaluated, with one row for each
+        likelihood_data: Examples on which the log likelihood is evaluated, with one row for each
             draw. Without draws, there is a single row.
     """
 
     source: Source
     partition: AnchoredPartition
     draws: list[Draw]
-    of_likelihood: Int[Tensor, "d u"]
+    likelihood_data: Int[Tensor, "d u"]
 
     def blocks(self, at_once: int) -> Iterator[Block]:
         """Yield blocks of ``at_once`` draws, or one block if all rows are anchors."""
@@ -113,7 +113,7 @@ class DrawnParts:
     def block(self, start: int, count: int) -> Block:
         """Return a block of at most ``count`` draws from ``start`` on, with inputs and targets."""
         span = slice(start, start + count)
-        block = self.partition.block(self.draws[span], self.of_likelihood[span])
+        block = self.partition.block(self.draws[span], self.likelihood_data[span])
         return fetched(block, self.source)
 
 
@@ -192,11 +192,11 @@ class AnchoredStream(Stream):
             draws = list(self._each(partition))
         else:
             draws = [self._draw(partition) for _ in range(total if partition.num_parts else 0)]
-        of_likelihood = self._likelihood_data(partition, max(1, len(draws)))
+        likelihood_data = self._likelihood_data(partition, max(1, len(draws)))
         if draws:
             local_slice = slice(self._ranks.rank, None, self._ranks.count)
-            draws, of_likelihood = draws[local_slice], of_likelihood[local_slice]
-        return DrawnParts(self._source, partition, draws, of_likelihood)
+            draws, likelihood_data = draws[local_slice], likelihood_data[local_slice]
+        return DrawnParts(self._source, partition, draws, likelihood_data)
 
     def _each(self, partition: AnchoredPartition) -> Iterator[Draw]:
         count = partition.num_parts
@@ -218,8 +218,8 @@ class AnchoredStream(Stream):
         return Draw(number, weight, guess, partition.keys[entry])
 
     def _builder(self, partition: AnchoredPartition, draws: list[Draw]) -> Callable[[], Block]:
-        of_likelihood = self._likelihood_data(partition, 1)
-        parts = DrawnParts(self._source, partition, draws, of_likelihood)
+        likelihood_data = self._likelihood_data(partition, 1)
+        parts = DrawnParts(self._source, partition, draws, likelihood_data)
         return partial(parts.block, 0, 1)
 
     def _likelihood_data(self, partition: AnchoredPartition, count: int) -> Int[Tensor, "d u"]:

@@ -216,13 +216,15 @@ class Curvature(ABC, Generic[StatisticT]):
             log_det = log_det_of(self, leaf_statistic, precisions, conditioning)
             inputs = [*leaves, *arguments]
             gradients = torch.autograd.grad(log_det.value, inputs, allow_unused=True)
-        of_leaves, of_arguments = gradients[: len(leaves)], gradients[len(leaves) :]
+        leaf_gradients, argument_gradients = gradients[: len(leaves)], gradients[len(leaves) :]
         filled = [
             torch.zeros_like(leaf) if gradient is None else gradient
-            for leaf, gradient in zip(leaves, of_leaves, strict=True)
+            for leaf, gradient in zip(leaves, leaf_gradients, strict=True)
         ]
         cotangent = cast(StatisticT, statistic.with_tensors(filled))
-        return Differential(replace(log_det, value=log_det.value.detach()), cotangent, of_arguments)
+        return Differential(
+            replace(log_det, value=log_det.value.detach()), cotangent, argument_gradients
+        )
 
     def inner(
         self, cotangent: StatisticT, data: slice, linearization: Linearization, root: RootRows

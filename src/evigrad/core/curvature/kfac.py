@@ -95,8 +95,8 @@ class Factors:
         if precision.shape[output] > 1:
             root = precision.reshape(len(self.gradients), -1).to(self.gradients).rsqrt()
             return replace(self, gradients=root[:, :, None] * self.gradients * root[:, None])
-        of_input = [1 if axis == output else n for axis, n in enumerate(shape)]
-        root = precision.expand(of_input).reshape(1, -1).to(self.inputs).rsqrt()
+        input_shape = [1 if axis == output else n for axis, n in enumerate(shape)]
+        root = precision.expand(input_shape).reshape(1, -1).to(self.inputs).rsqrt()
         return replace(self, inputs=root[:, :, None] * self.inputs * root[:, None])
 
     def with_rows(self, use: KroneckerUse) -> "Factors":
@@ -127,7 +127,7 @@ class KfacStatistic(Statistic):
             a smaller Gram matrix with the same nonzero eigenvalues may replace A or B.
         blocks: The dense block (n, n) or diagonal (n,) of H for each other parameter.
         spectra: A cache of the factors' eigenvalues.
-        of_blocks: A cache of the dense blocks' eigenvalues.
+        block_spectra: A cache of the dense blocks' eigenvalues.
         num_data: Number of examples of the block, if nothing but log-determinants is needed. None
             if the sums themselves are needed.
     """
@@ -135,7 +135,7 @@ class KfacStatistic(Statistic):
     factors: dict[str, Factors] = field(default_factory=dict)
     blocks: dict[str, Tensor] = field(default_factory=dict)
     spectra: dict[str, Spectrum] = field(default_factory=dict, repr=False, compare=False)
-    of_blocks: Spectra = field(default_factory=Spectra, repr=False, compare=False)
+    block_spectra: Spectra = field(default_factory=Spectra, repr=False, compare=False)
     num_data: int | None = None
 
     def tensors(self) -> list[Tensor]:
@@ -269,7 +269,8 @@ class Kfac(Curvature[KfacStatistic]):
         for name, block in statistic.blocks.items():
             precision, block_spectrum = by_entry(precisions[name], self._shapes[name]), None
             if name in self._dense and precision.ndim == 0 and not block.requires_grad:
-                block_spectrum = statistic.of_blocks.at_second_use(name, lambda block=block: block)
+                spectra = statistic.block_spectra
+                block_spectrum = spectra.at_second_use(name, lambda block=block: block)
             if block_spectrum is not None:
                 terms.append(block_spectrum.log_det(precision))
             elif name in self._dense:
@@ -307,10 +308,10 @@ class Kfac(Curvature[KfacStatistic]):
     ) -> Float[Tensor, ""]:
         terms = []
         for name, examples in self._examples(linearization, root).items():
-            of_sums = cotangent.factors[name]
+            factor_cotangents = cotangent.factors[name]
             for part in examples:
-                terms.append(part.source.inner_gram(of_sums.inputs))
-                terms.append(part.inner_gradient_gram(of_sums.gradients))
+                terms.append(part.source.inner_gram(factor_cotangents.inputs))
+                terms.append(part.inner_gradient_gram(factor_cotangents.gradients))
         blocks = self._add_others({}, linearization, root)
         terms += [(cotangent.blocks[name] * block).sum() for name, block in blocks.items()]
         return torch.stack([term.to(terms[0]) for term in terms]).sum()

@@ -192,9 +192,9 @@ def kronecker_rounding_rate(
     """Return an upper bound on ``kronecker_rounding`` divided by its ``factor``."""
     unit = EIGENVALUE_ROUNDINGS * torch.finfo(left.dtype).eps
     with torch.no_grad():
-        of_left = left.shape[-1] * left.amax(-1) * right.sum(-1)
-        of_right = right.shape[-1] * right.amax(-1) * left.sum(-1)
-        return (1 + HIDDEN_BIAS) * unit * float((of_left + of_right).sum())
+        left_rounding = left.shape[-1] * left.amax(-1) * right.sum(-1)
+        right_rounding = right.shape[-1] * right.amax(-1) * left.sum(-1)
+        return (1 + HIDDEN_BIAS) * unit * float((left_rounding + right_rounding).sum())
 
 
 def _why_not(finite: bool) -> str:

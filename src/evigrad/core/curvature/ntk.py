@@ -314,10 +314,10 @@ class Ntk(Curvature[NtkStatistic]):
             self._differentiate_block(statistic, precisions, names, conditioning)
             for names in self._blocks
         ]
-        values, of_scales, of_precisions = zip(*block_derivatives, strict=True)
+        values, scale_gradients, precision_gradients = zip(*block_derivatives, strict=True)
         scale = statistic.scale
-        scale = None if scale is None else _sum([of_scale for (of_scale,) in of_scales]).to(scale)
-        gradients = _chained(precisions, dict(ChainMap(*of_precisions)), arguments)
+        scale = None if scale is None else _sum([g for (g,) in scale_gradients]).to(scale)
+        gradients = _chained(precisions, dict(ChainMap(*precision_gradients)), arguments)
         cotangent = replace(statistic, scale=scale, grams={})
         return Differential(_sum_of_blocks(values), cotangent, gradients)
 
@@ -337,8 +337,8 @@ class Ntk(Curvature[NtkStatistic]):
         uses = linearization.products(root.vectors, list(products)) if products else {}
         for name, pairs in uses.items():
             tensors = [t for pair in pairs for t in pair if t.is_floating_point()]
-            for of_tensor, tensor in zip(products[name], tensors, strict=True):
-                terms.append((of_tensor.to(tensor) * tensor).sum())
+            for tensor_cotangent, tensor in zip(products[name], tensors, strict=True):
+                terms.append((tensor_cotangent.to(tensor) * tensor).sum())
         if root.scale is not None:
             assert cotangent.scale is not None
             before = cotangent.rows_before(data.start)
@@ -367,7 +367,9 @@ class Ntk(Curvature[NtkStatistic]):
 
     def cost(self, num_rows: int, purpose: Purpose, *, is_whole: bool = False) -> Cost:
         caches_grams = self._caches_grams(num_rows)
-        drops_rows = purpose in LOG_DETS and not self._varying and caches_grams
+        # Between two passes, the rows remain, and one Gram at a time is added to the kernel.
+        caches_grams = caches_grams and purpose in LOG_DETS
+        drops_rows = caches_grams and not self._varying
         if drops_rows and is_whole:  # the rows of one weight at a time
             widest = max((self._numel[name] for name in self._dense), default=0)
             rows = self._dtype.itemsize * num_rows * widest
@@ -451,12 +453,12 @@ class Ntk(Curvature[NtkStatistic]):
         with torch.enable_grad():
             scaled = leaf if scale is None else leaves[1][:, None] * leaf * leaves[1]
             log_det = _log_det(scaled, conditioning)
-            of_total, *of_scale = torch.autograd.grad(log_det.value, leaves)
-        of_precisions = {
-            name: statistic.rows[name].write_cotangent(of_total, precisions[name].detach())
+            gram_cotangent, *scale_gradient = torch.autograd.grad(log_det.value, leaves)
+        precision_gradients = {
+            name: statistic.rows[name].write_cotangent(gram_cotangent, precisions[name].detach())
             for name in block
         }
-        return replace(log_det, value=log_det.value.detach()), of_scale, of_precisions
+        return replace(log_det, value=log_det.value.detach()), scale_gradient, precision_gradients
 
     @cached_property
     def _like(self) -> Tensor:
@@ -579,5 +581,5 @@ def is_cheaper(kernel: BlockKernel, dense: BlockDiagonal, num_rows: int) -> bool
     by_grams = sum(6 * rows**2 * size + rows**3 for size in dense.sizes)
     by_blocks = sum(6 * rows * size**2 + size**3 for size in dense.sizes)
     fewer = by_grams < by_blocks
-    costs = [form.cost(rows, Purpose.DIFFERENTIATE).total for form in (kernel, dense)]
+    costs = [form.cost(rows, Purpose.VALUE).total for form in (kernel, dense)]
     return fewer and costs[0] <= costs[1]

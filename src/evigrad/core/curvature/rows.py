@@ -135,13 +135,13 @@ class DenseRows(Rows):
 
     def write_cotangent(self, cotangent: Float[Tensor, "R R"], precision: Tensor) -> Tensor:
         inverse = precision.detach().reshape(-1).to(cotangent).reciprocal()
-        of_precision = torch.zeros_like(inverse)
+        precision_cotangent = torch.zeros_like(inverse)
         for columns, slab in slabs(self.chunks, cotangent):
             # S = A P0^{-1} Aᵀ: the cotangent S̄ gives 2 S̄ A P0^{-1} for A. For the precision δ of
             # column a, it gives −aᵀ S̄ a / δ².
             product = 2 * (cotangent @ slab)
             weight = part_of(inverse, columns)
-            add_part(of_precision, columns, -0.5 * weight**2 * (product * slab).sum(0))
+            add_part(precision_cotangent, columns, -0.5 * weight**2 * (product * slab).sum(0))
             product *= weight
             # The slab has been read, so its columns can be overwritten.
             for chunk, part in zip(
@@ -151,7 +151,7 @@ class DenseRows(Rows):
                     chunk[:, columns] = part
                 else:  # by columns, which are contiguous there
                     chunk.mT[columns] = part.mT.to(chunk.dtype).contiguous().to(chunk.device)
-        return of_precision.reshape(precision.shape)
+        return precision_cotangent.reshape(precision.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,8 +301,8 @@ class RowsGram(Function):
         precision, *chunks = ctx.saved_tensors
         needs_grad = ctx.needs_input_grad
         inverse = precision.to(ctx.like).reciprocal()
-        of_precision = torch.zeros_like(inverse) if needs_grad[1] else None
-        of_chunks = [
+        precision_cotangent = torch.zeros_like(inverse) if needs_grad[1] else None
+        chunk_cotangents = [
             torch.empty_like(c) if needs else None
             for c, needs in zip(chunks, needs_grad[2:], strict=True)
         ]
@@ -310,11 +310,13 @@ class RowsGram(Function):
             weight = part_of(inverse, columns)
             # ⟨S̄, A P0^{-1} Aᵀ⟩ has the cotangent (S̄ + S̄ᵀ) A P0^{-1} for A.
             product = ((cotangent + cotangent.mT) @ slab).mul_(weight)
-            if of_precision is not None:
-                add_part(of_precision, columns, -0.5 * weight * (product * slab).sum(0))
+            if precision_cotangent is not None:
+                add_part(precision_cotangent, columns, -0.5 * weight * (product * slab).sum(0))
             parts = product.split([len(chunk) for chunk in chunks])
-            for chunk, part in zip(of_chunks, parts, strict=True):
+            for chunk, part in zip(chunk_cotangents, parts, strict=True):
                 if chunk is not None:
                     chunk[:, columns] = part.to(chunk)
-        of_precision = None if of_precision is None else of_precision.to(precision.dtype)
-        return None, of_precision, *of_chunks
+        precision_cotangent = (
+            None if precision_cotangent is None else precision_cotangent.to(precision.dtype)
+        )
+        return None, precision_cotangent, *chunk_cotangents
