@@ -1,6 +1,6 @@
 r"""Compare predictions of classifiers: MAP, Laplace, variational, and calibrated on held-out data.
 
-The sets are ``digits`` and ``mnist`` of ``rivals.py``, and the tables of ``sklearn_tables.py``
+The sets are the images of ``rivals.py`` and the tables of ``sklearn_tables.py``
 (random 80/20 splits). Each seed trains one network by ``fit`` with its defaults. The images
 have the networks of ``rivals.py``, and the tables have two hidden layers of 50. All rows predict
 with this network, except:
@@ -12,6 +12,9 @@ with this network, except:
 posteriors, with 1,000 samples of the outputs. ``variational mean, STRUCTURE`` predicts with the
 mean weights. ``laplace-torch`` is its default posterior (last layer, Kronecker factors), with the
 prior precision of its marginal likelihood and its default prediction (generalized linear, probit).
+
+For images, ``auroc`` tells how well the entropy of the prediction separates test images from the
+same images turned by 90 degrees: 0.5 is chance, 1 is perfect.
 
 ``seconds`` are the process time until the first prediction of a posterior, or of all trainings of a
 row. The rule was fixed before the first run: a posterior becomes the
@@ -32,7 +35,18 @@ import numpy as np
 import torch
 from learning import Result, Results, make_parser, parse
 from measure import Clock, mean_and_error, show, spans, with_error
-from rivals import HIDDEN, MEMBERS, OTHER_MEMBER, Task, best_scale, make_task, metrics, train
+from rivals import (
+    HIDDEN,
+    IMAGES,
+    MEMBERS,
+    OTHER_MEMBER,
+    Task,
+    best_scale,
+    make_task,
+    metrics,
+    train,
+)
+from sklearn.metrics import roc_auc_score
 from sklearn_tables import CLASSES
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -41,10 +55,10 @@ from evigrad.data import DataSet
 from evigrad.data.dataset import Scaling, stratified_split
 
 TABLES = ("breast_cancer", "wine", "chile", "mortgages", "deaths")
-SETS, STRUCTURES = ("digits", *TABLES, "mnist"), ("last-layer", "kfac")
+SETS, STRUCTURES = (*TABLES, *IMAGES), ("last-layer", "kfac")
 HELD_OUT, TEST, SAMPLES = 0.1, 0.2, 1000
 KEYS = ("log_likelihood", "accuracy", "ece")
-COLUMNS = ("row", "seed", *KEYS, "seconds", "bound", "steps")
+COLUMNS = ("row", "seed", *KEYS, "auroc", "seconds", "bound", "steps")
 
 
 def task_of(name: str, seed: int, data_dir: str | None) -> Task:
@@ -78,8 +92,12 @@ def of_laplace_torch(
 
 
 def rows_of(task: Task) -> Iterator[tuple[str, Result, Tensor]]:
-    """Yield name, columns and log probabilities (or logits) on the test data, of each row."""
+    """Yield name, columns and log probabilities (or logits) of each row.
+
+    Test images are followed by the same images, turned by 90 degrees.
+    """
     data, (x, _) = task.data, task.data.test
+    x = torch.cat([x, x.rot90(1, (2, 3))]) if x.ndim == 4 else x
     with Clock() as clock:
         fitted = train(task)
     yield "MAP", {"seconds": clock.seconds}, fitted.outputs(x)
@@ -112,10 +130,19 @@ def rows_of(task: Task) -> Iterator[tuple[str, Result, Tensor]]:
     yield f"ensemble of {MEMBERS}", seconds, members.mean(0).log()
 
 
+def auroc(log_probs: Tensor, num_test: int) -> float | None:
+    """Return how well the entropy separates the first ``num_test`` inputs from the others."""
+    if len(log_probs) == num_test:
+        return None
+    entropy = torch.distributions.Categorical(logits=log_probs.double()).entropy()
+    is_other = torch.arange(len(entropy)) >= num_test
+    return float(roc_auc_score(is_other.numpy(), entropy.numpy()))
+
+
 def table_of(runs: list[Result]) -> str:
     """Return a table of the means over the seeds, with paired differences from MAP."""
-    heads = ("log likelihood", "gain over MAP", "accuracy, %", "calibration error", "seconds")
-    lines = [f"| set: prediction | {' | '.join(heads)} | seeds |", "|---" * 7 + "|"]
+    heads = ("log likelihood", "gain over MAP", "accuracy, %", "calibration error", "AUROC")
+    lines = [f"| set: prediction | {' | '.join(heads)} | seconds | seeds |", "|---" * 8 + "|"]
     for row in dict.fromkeys(run["row"] for run in runs):
         of_row = {run["seed"]: run for run in runs if run["row"] == row}
         name = row.partition(":")[0]
@@ -124,6 +151,8 @@ def table_of(runs: list[Result]) -> str:
         values.insert(1, [of_row[s][KEYS[0]] - base[s][KEYS[0]] for s in of_row if s in base])
         digits = (3, 3, 1, 3)
         cells = [with_error(*mean_and_error(v), d) for v, d in zip(values, digits, strict=True)]
+        areas = [run["auroc"] for run in of_row.values() if run["auroc"] is not None]
+        cells.append(with_error(*mean_and_error(areas), 3) if areas else "")
         cells.append(f"{mean_and_error([run['seconds'] for run in of_row.values()])[0]:.3g}")
         lines.append(f"| {row} | {' | '.join(cells)} | {spans(of_row)} |")
     return "\n".join(lines)
@@ -141,8 +170,10 @@ def main(arguments: list[str] | None = None) -> None:
                 continue
             task = task_of(name, seed, options.data_dir)
             for row, columns, log_probs in rows_of(task):
-                judged = metrics(log_probs, task.data.test[1])
+                y = task.data.test[1]
+                judged = metrics(log_probs[: len(y)], y)
                 run = {key: judged[key] for key in KEYS} | columns
+                run["auroc"] = auroc(log_probs, len(y))
                 run |= {"accuracy": 100 * judged["accuracy"], "row": f"{name}: {row}", "seed": seed}
                 results.add(dict.fromkeys(COLUMNS) | run)
     show("classifiers", table_of(results.read()), options.pages)
