@@ -1,6 +1,7 @@
 """Precisions along axes: dense references, and limits with known priors."""
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from zoo import CASES, HYPERPARAMETERS, OUTPUTS
 
 from evigrad import Evidence, Memory, reference
+from evigrad.core.curvature import ntk
 from evigrad.likelihoods import Categorical, Gaussian
+from evigrad.passes import problem
 from evigrad.posterior.posterior import STRUCTURES
 from evigrad.training.fixed_point import FixedPoint
 
@@ -116,6 +119,30 @@ def test_layers_agree_with_dense_matrices(case: str) -> None:
     check(
         evidence_of(model, Categorical(), estimator, prior=prior, num_data=M, memory=memory), (x, y)
     )
+
+
+@pytest.mark.parametrize("micro_batch", [None, 2])
+@pytest.mark.parametrize("case", ["linear", "conv2d", "tied-embedding", "attention", "positions"])
+def test_scaled_products_and_grams_agree_with_dense_matrices(case, micro_batch, monkeypatch):
+    model, x = CASES[case].build(M)
+    names = [name for name, _ in model.named_parameters() if name not in HYPERPARAMETERS]
+    ndims = {name: w.ndim for name, w in model.named_parameters()}
+    few = [0] if micro_batch else [0, ntk._FEW_ENTRIES]  # Grams, or products of scaled rows
+    for axis, few_entries in product((0, 1), few):
+        monkeypatch.setattr(problem, "contracted", lambda uses, *_: uses)
+        monkeypatch.setattr(ntk, "_FEW_ENTRIES", few_entries)
+        prior = {n: {n: min(axis, ndims[n] - 1)} if ndims[n] else n for n in names}
+        evidence = evidence_of(
+            model,
+            Categorical(),
+            "ntk-5-rows-anchored" if axis else "ntk-N-C",
+            prior=prior,
+            num_data=M,
+            memory=None if micro_batch is None else Memory(micro_batch=micro_batch),
+        )
+        if case != "conv2d":
+            assert any("contracted" in report.curvature for report in evidence.describe(x))
+        check(evidence, (x, targets(Categorical(), M)))
 
 
 @pytest.mark.parametrize("likelihood", ["gaussian", "categorical"])

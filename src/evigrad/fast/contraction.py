@@ -9,15 +9,18 @@ The choice by operation count (``contracted``) also comes from this paper.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import product
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.autograd import Function
 
+from evigrad.core.algebra import first_order_only
 from evigrad.core.curvature.rows import DenseRows, Rows, between
 
 # A multiplication of looked-up numbers takes as long as this number of them in a matrix product.
@@ -60,7 +63,9 @@ class MatrixUse:
 
 @dataclass(frozen=True, eq=False)
 class ProductRows(Rows):
-    """Jacobian rows that are stored as products, for a parameter with one prior precision.
+    """Jacobian rows that are stored as products.
+
+    The prior precision is one number, or varies along one axis. Then it scales one of the factors.
 
     Attributes:
         chunks: One tuple per micro-batch. It contains inputs (m, T, i) and gradients (m, k, T, o)
@@ -70,6 +75,7 @@ class ProductRows(Rows):
         count: The number of rows without padding, R.
         shape: Shape of the parameter.
         transposed: Whether the parameter has the shape (in, out) instead of (out, in).
+        factors: A cache for precisions along an axis.
     """
 
     chunks: tuple[tuple[Tensor, ...], ...]
@@ -77,6 +83,7 @@ class ProductRows(Rows):
     count: int
     shape: torch.Size
     transposed: bool = False
+    factors: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def num_rows(self) -> int:
@@ -132,31 +139,67 @@ class ProductRows(Rows):
         )
 
     def gram(self, like: Tensor, precision: Tensor | None = None) -> Float[Tensor, "R R"]:
-        gram = uses_gram(self._whole(like))
-        return gram if precision is None else gram / precision.to(gram)
+        whole = self._whole(like)
+        if precision is None:
+            return uses_gram(whole)
+        return uses_gram([self._scaled(*pair, precision) for pair in whole])
 
-    def differentiable_gram(
-        self, like: Tensor, precision: Float[Tensor, " n"]
-    ) -> Float[Tensor, "R R"]:
-        return self.gram(like) * precision.to(like).reciprocal()
+    def differentiable_gram(self, like: Tensor, precision: Tensor) -> Float[Tensor, "R R"]:
+        if precision.numel() == 1:
+            return self.gram(like) * precision.to(like).reciprocal()
+        root, is_first = self._root(precision.to(like))
+        scales_inputs = is_first == self.transposed
+        if not self._has_one_position:
+            return self.gram(like, precision)
+        return _ScaledGram.apply(root, *self._factors(like, scales_inputs))
+
+    @property
+    def _has_one_position(self) -> bool:
+        return all(
+            len(chunk) == 2 and chunk[0].is_floating_point() and chunk[0].shape[1] == 1
+            for chunk in self.chunks
+        ) and not any(t.requires_grad for t in self.tensors())
+
+    def _factors(self, like: Tensor, scales_inputs: bool) -> tuple[Tensor, Tensor]:
+        """Return the factor that precisions scale (R, n), and the Gram of the other factor."""
+        key = (scales_inputs, like.dtype, like.device)
+        if key not in self.factors:
+            ((a, g),) = self._whole(like)
+            a, g = a[:, 0].repeat_interleave(g.shape[1], 0), g[:, :, 0].flatten(0, 1)
+            scaled, fixed = (a, g) if scales_inputs else (g, a)
+            self.factors[key] = scaled, fixed @ fixed.mT
+        return self.factors[key]
 
     def write_cotangent(self, cotangent: Float[Tensor, "R R"], precision: Tensor) -> Tensor:
-        inverse = precision.detach().reshape(-1).to(cotangent).reciprocal()
-        with torch.enable_grad():  # only indexing and copies are differentiated
+        with torch.enable_grad():  # only indexing, copies and scaling are differentiated
+            precision = precision.detach().requires_grad_()
             leaves = self.with_tensors(iter([t.detach().requires_grad_() for t in self.tensors()]))
-            whole = leaves._whole(cotangent)
+            whole = [leaves._scaled(*pair, precision) for pair in leaves._whole(cotangent)]
         detached = [(a.detach(), g.detach()) for a, g in whole]
-        pair_cotangents = uses_cotangents(detached, cotangent * inverse)
-        # The Gram is quadratic in the gradients, so ⟨cotangent, Gram⟩ is half of these products.
-        products = [
-            (dg * g).sum() for (_, dg), (_, g) in zip(pair_cotangents, detached, strict=True)
-        ]
+        pair_cotangents = uses_cotangents(detached, cotangent)
         ends = [t for pair in whole for t in pair if t.requires_grad]
         end_cotangents = [t for pair in pair_cotangents for t in pair if t is not None]
-        tensor_cotangents = torch.autograd.grad(ends, leaves.tensors(), end_cotangents)
-        for tensor, tensor_cotangent in zip(self.tensors(), tensor_cotangents, strict=True):
+        inputs = [precision, *leaves.tensors()]
+        precision_cotangent, *cotangents = torch.autograd.grad(ends, inputs, end_cotangents)
+        for tensor, tensor_cotangent in zip(self.tensors(), cotangents, strict=True):
             tensor.copy_(tensor_cotangent)
-        return (-0.5 * torch.stack(products).sum() * inverse).reshape(precision.shape)
+        return precision_cotangent
+
+    def _scaled(self, a: Tensor, g: Tensor, precision: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a use's pair with the factor that the precision belongs to times P0^{-1/2}."""
+        root, is_first = self._root(precision.to(g))
+        if is_first and not a.is_floating_point():  # one precision for each row that is looked up
+            return a, g * root[a][:, None, :, None]
+        scales_inputs = root.ndim > 0 and a.is_floating_point() and is_first == self.transposed
+        return (a * root, g) if scales_inputs else (a, g * root)
+
+    def _root(self, precision: Tensor) -> tuple[Float[Tensor, "*n"], bool]:
+        """Return P0^{-1/2} of one factor, and whether it is along the parameter's first axis."""
+        root = precision.rsqrt()
+        if root.numel() == 1:
+            return root.reshape(()), False
+        is_first = root.shape[0] > 1
+        return (root if is_first else root.expand(1, *self.shape[1:])).reshape(-1), is_first
 
     def _whole(self, like: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return each use's pairs for all examples. With padding, each row counts as an example."""
@@ -189,6 +232,23 @@ class ProductRows(Rows):
             ]
             whole.append((torch.cat([a for a, _ in pairs]), torch.cat([g for _, g in pairs])))
         return whole
+
+
+class _ScaledGram(Function):
+    """Autograd function for (V D Vᵀ) ∘ K, with D = diag(root²), differentiable in the root."""
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, factor: Tensor, fixed_gram: Tensor) -> Tensor:
+        ctx.save_for_backward(root, factor, fixed_gram)
+        scaled = factor * root
+        return (scaled @ scaled.mT).mul_(fixed_gram)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        root, factor, fixed_gram = ctx.saved_tensors
+        product = ((cotangent + cotangent.mT) * fixed_gram) @ factor
+        return (product * factor).sum(0) * root, None, None
 
 
 def contracted(

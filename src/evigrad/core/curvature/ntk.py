@@ -156,6 +156,11 @@ class NtkStatistic(Statistic):
         return NtkStatistic(rows, None, (between(self.present, data),))
 
 
+# With at most this many entries of a row for each precision, a product of scaled rows takes less
+# time than a sum of Gram matrices, which reads more memory.
+_FEW_ENTRIES = 16
+
+
 class Ntk(Curvature[NtkStatistic]):
     """The exact ℓ of a block from the Gram matrix of its R rows.
 
@@ -215,7 +220,19 @@ class Ntk(Curvature[NtkStatistic]):
         self.contracted = {
             name: numbers
             for name, numbers in (contracted or {}).items()
-            if name in precision_groups and name not in self._axes
+            if name in precision_groups
+        }
+        # Scaled products, or rows with few entries for each precision, take less time than a Gram
+        # matrix for each precision.
+        self._scaled = [
+            name
+            for name, (axis, shape) in self._axes.items()
+            if name in self.contracted or self._numel[name] <= _FEW_ENTRIES * shape[axis]
+        ]
+        self._cached = {
+            group: others
+            for group, names in self._groups.items()
+            if (others := [name for name in names if name not in self._scaled])
         }
         self._dense = [name for name in weights if name not in self.contracted]
         self._dense_bytes = bytes_of_row(weights[name] for name in self._dense)
@@ -246,9 +263,10 @@ class Ntk(Curvature[NtkStatistic]):
         if not sums_grams or total.carries_graph:
             return total
         with torch.no_grad():
-            for names in self._groups.values():
+            for names in self._cached.values():
                 total.cached_gram(names, self._like, self._axes)
-        return replace(total, rows={})
+        scaled = {name: total.rows[name].stored(self._store) for name in self._scaled}
+        return replace(total, rows=scaled)
 
     def rescaled(
         self,
@@ -309,7 +327,7 @@ class Ntk(Curvature[NtkStatistic]):
         See ``Curvature.differentiate`` for the arguments.
         """
         self._shared_groups(precisions, self._numel)
-        precisions = {n: by_entry(precisions[n], shape) for n, shape in self._shapes.items()}
+        precisions = {n: self._by_entry(n, precisions[n]) for n in self._shapes}
         block_derivatives = [
             self._differentiate_block(statistic, precisions, names, conditioning)
             for names in self._blocks
@@ -353,12 +371,17 @@ class Ntk(Curvature[NtkStatistic]):
             rows = rows.new_zeros(m * k, rows.shape[1]).index_put((flat,), rows)
         return rows.reshape(m, k, *self._shapes[name])
 
+    def _by_entry(self, name: str, precision: Tensor) -> Tensor:
+        """Return a precision as its rows take it: products know the axis, other rows do not."""
+        return precision if name in self.contracted else by_entry(precision, self._shapes[name])
+
     def _caches_grams(self, num_rows: int) -> bool:
         """Return whether the Grams of groups are cached."""
         return self._gram_bytes(num_rows) <= max(self._row_bytes(num_rows), GRAM_CACHE_BYTES)
 
     def _gram_bytes(self, num_rows: int) -> int:
-        return self._like.element_size() * num_rows**2 * sum(self._num_precisions.values())
+        num_grams = sum(self._num_precisions[group] for group in self._cached)
+        return self._like.element_size() * num_rows**2 * num_grams
 
     def _row_bytes(self, num_rows: int) -> int:
         """Return the bytes of the rows, or of their factors, on the weights' device."""
@@ -372,7 +395,8 @@ class Ntk(Curvature[NtkStatistic]):
         drops_rows = caches_grams and not self._varying
         if drops_rows and is_whole:  # the rows of one weight at a time
             widest = max((self._numel[name] for name in self._dense), default=0)
-            rows = self._dtype.itemsize * num_rows * widest
+            scaled = sum(self.contracted.get(n, self._numel[n]) for n in self._scaled)
+            rows = num_rows * (self._dtype.itemsize * widest + self._stored_itemsize * scaled)
         else:
             rows = self._row_bytes(num_rows)
         grams = self._gram_bytes(num_rows) if caches_grams else 0
@@ -386,6 +410,7 @@ class Ntk(Curvature[NtkStatistic]):
             count = self._num_precisions[group]
             count = f"{count} grams" if names[0] in self._axes else "gram"
             words.update(dict.fromkeys(names, f"{count}{shared}"))
+        words.update(dict.fromkeys(self._scaled, "scaled rows"))
         for name in self.contracted:
             words[name] += ", contracted"
         return {name: words[name] for name in self._numel}
@@ -424,15 +449,16 @@ class Ntk(Curvature[NtkStatistic]):
                 grams = [statistic.cached_gram(names, like) for names in constant]
                 inverse = torch.stack([precisions[names[0]] for names in constant])
                 parts.append(mixed_grams(inverse.to(like).reciprocal(), grams))
-            for names in groups:
-                if names[0] in self._axes:
+            for names in self._cached.values():
+                if names[0] in self._axes and names[0] in block:
                     grams = statistic.cached_gram(names, like, self._axes)
                     inverse = precisions[names[0]].reshape(-1).to(like).reciprocal()
                     parts.append((inverse @ grams.flatten(1)).view_as(grams[0]))
+            with_graph += [name for name in self._scaled if name in block]
         else:
             with_graph += [name for names in groups for name in names]
         for name in with_graph:
-            precision = by_entry(precisions[name], self._shapes[name]).reshape(-1)
+            precision = self._by_entry(name, precisions[name])
             separate.append(statistic.rows[name].differentiable_gram(like, precision))
         return _sum(parts + ([_sum(separate)] if separate else []))
 

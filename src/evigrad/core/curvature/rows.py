@@ -26,7 +26,9 @@ _FEW_NUMBERS = 2**14
 class Rows(ABC):
     """The rows A (R, n) of one parameter, without prior and scale.
 
-    The precision of a parameter is one number, or one number for each of its n elements.
+    The precision of a parameter is one number, or one number for each of its n elements. Products
+    (``fast.contraction``) take precisions along one axis instead, with as many axes as the
+    parameter.
     """
 
     @property
@@ -42,9 +44,7 @@ class Rows(ABC):
         """
 
     @abstractmethod
-    def differentiable_gram(
-        self, like: Tensor, precision: Float[Tensor, " n"]
-    ) -> Float[Tensor, "R R"]:
+    def differentiable_gram(self, like: Tensor, precision: Tensor) -> Float[Tensor, "R R"]:
         """Return A P0^{-1} Aᵀ, differentiable in the precision and the rows."""
 
     @abstractmethod
@@ -128,10 +128,8 @@ class DenseRows(Rows):
             torch.mm(rows, rows.mT, out=gram)
         return grams
 
-    def differentiable_gram(
-        self, like: Tensor, precision: Float[Tensor, " n"]
-    ) -> Float[Tensor, "R R"]:
-        return RowsGram.apply(like, precision, *self.chunks)
+    def differentiable_gram(self, like: Tensor, precision: Tensor) -> Float[Tensor, "R R"]:
+        return RowsGram.apply(like, precision.reshape(-1), *self.chunks)
 
     def write_cotangent(self, cotangent: Float[Tensor, "R R"], precision: Tensor) -> Tensor:
         inverse = precision.detach().reshape(-1).to(cotangent).reciprocal()
@@ -184,9 +182,7 @@ class DeferredRows(Rows):
     def tensors(self) -> list[Tensor]:
         return []
 
-    def differentiable_gram(
-        self, like: Tensor, precision: Float[Tensor, " n"]
-    ) -> Float[Tensor, "R R"]:
+    def differentiable_gram(self, like: Tensor, precision: Tensor) -> Float[Tensor, "R R"]:
         return self.dense().differentiable_gram(like, precision)
 
     def __add__(self, other: Rows) -> DenseRows:
