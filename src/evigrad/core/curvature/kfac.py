@@ -16,7 +16,7 @@ example counts, even if its rows are zero.
 """
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from math import prod
@@ -127,6 +127,7 @@ class KfacStatistic(Statistic):
             a smaller Gram matrix with the same nonzero eigenvalues may replace A or B.
         blocks: The dense block (n, n) or diagonal (n,) of H for each other parameter.
         spectra: A cache of the factors' eigenvalues.
+        unscaled: A cache of the eigenvalues of factors that precisions along an axis do not scale.
         block_spectra: A cache of the dense blocks' eigenvalues.
         num_data: Number of examples of the block, if nothing but log-determinants is needed. None
             if the sums themselves are needed.
@@ -135,6 +136,7 @@ class KfacStatistic(Statistic):
     factors: dict[str, Factors] = field(default_factory=dict)
     blocks: dict[str, Tensor] = field(default_factory=dict)
     spectra: dict[str, Spectrum] = field(default_factory=dict, repr=False, compare=False)
+    unscaled: dict[Hashable, Tensor] = field(default_factory=dict, repr=False, compare=False)
     block_spectra: Spectra = field(default_factory=Spectra, repr=False, compare=False)
     num_data: int | None = None
 
@@ -397,13 +399,35 @@ def _spectrum(
     cached = statistic.spectra.get(name)
     if scaled is None and cached is not None and dtype in (None, cached.left.dtype):
         return cached
-    sums = scaled or statistic.factors[name]
-    left = psd_eigenvalues(sums.inputs.to(dtype), sums.count)
-    right = psd_eigenvalues(sums.gradients.to(dtype), sums.num_rows)
+    sums = statistic.factors[name]
+    if scaled is None:
+        left = psd_eigenvalues(sums.inputs.to(dtype), sums.count)
+        right = psd_eigenvalues(sums.gradients.to(dtype), sums.num_rows)
+    else:
+        left, right = _scaled_eigenvalues(statistic, name, dtype, scaled)
     spectrum = Spectrum(left, right, sums.count, kronecker_rounding_rate(left, right))
     if scaled is None and not (left.requires_grad or right.requires_grad):
         statistic.spectra[name] = spectrum
     return spectrum
+
+
+def _scaled_eigenvalues(
+    statistic: KfacStatistic, name: str, dtype: torch.dtype | None, scaled: Factors
+) -> list[Tensor]:
+    """Return the eigenvalues of A and B. Those of the factor that is not scaled are cached."""
+    sums, values = statistic.factors[name], list[Tensor]()
+    for matrix, original, rank in (
+        (scaled.inputs, sums.inputs, sums.count),
+        (scaled.gradients, sums.gradients, sums.num_rows),
+    ):
+        key = (name, len(values), dtype)
+        if key in statistic.unscaled:
+            values.append(statistic.unscaled[key])
+            continue
+        values.append(psd_eigenvalues(matrix.to(dtype), rank))
+        if matrix is original and not matrix.requires_grad:
+            statistic.unscaled[key] = values[-1]
+    return values
 
 
 def _factors(use: KroneckerUse, shape: torch.Size | None = None) -> Factors:
