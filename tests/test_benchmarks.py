@@ -275,6 +275,14 @@ def test_classifiers(monkeypatch, tmp_path, capsys):
     assert page.read_text().count("\n| wine: ") == len(rows)
 
 
+def test_cost_of_axes(monkeypatch, tmp_path):
+    script = load_script("axes_cost", monkeypatch)
+    (page := tmp_path / "page.md").write_text("<!-- axes -->\n<!-- end axes -->\n")
+    common = ["--networks", "mininet", "--estimators", "ntk-10-1", "--repeats", "1"]
+    script.main([*common, "--csv", str(tmp_path / "axes.csv"), "--pages", str(page)])
+    assert page.read_text().count("\n| mininet | 132 | ntk-10-1 | ") == 2
+
+
 def test_tables_of_a_package(monkeypatch, tmp_path):
     pytest.importorskip("pandas")
     script = load_script("sklearn_tables", monkeypatch)
