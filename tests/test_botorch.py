@@ -24,6 +24,11 @@ SobolQMCNormalSampler: Any = import_module("botorch.sampling").SobolQMCNormalSam
 ScalarizedPosteriorTransform: Any = import_module(
     "botorch.acquisition.objective"
 ).ScalarizedPosteriorTransform
+# What BoTorch tests its own models with.
+get_sample_moments: Any = import_module("botorch.utils.test_helpers").get_sample_moments
+get_max_violation_of_bounds: Any = import_module(
+    "botorch.utils.testing"
+).get_max_violation_of_bounds
 EvidenceModel: Any = import_module("evigrad.botorch").EvidenceModel
 
 BOUNDS = torch.tensor([[0.0, 0.0], [1.0, 2.0]]).double()
@@ -154,7 +159,22 @@ def test_acquisition_functions_are_optimized(name):
         function, BOUNDS, q=q, num_restarts=2, raw_samples=4, options={"maxiter": 2}
     )
     assert candidates.shape == (q, 2)
-    assert bool(((candidates >= BOUNDS[0]) & (candidates <= BOUNDS[1])).all())
+    assert get_max_violation_of_bounds(candidates[None], BOUNDS) <= 0
+
+
+def test_samples_have_the_moments_of_the_distribution():
+    model, sample_shape = made(), torch.Size([20_000])
+    distribution = model.posterior(torch.rand(3, 2).double())
+    torch.manual_seed(0)
+    mean, covariance = get_sample_moments(distribution.rsample(sample_shape)[..., 0], sample_shape)
+    expected = distribution.distribution.covariance_matrix
+    variance = float(expected.diagonal().max())
+    torch.testing.assert_close(
+        mean, distribution.mean[:, 0], rtol=0, atol=5 * (variance / 20_000) ** 0.5
+    )
+    torch.testing.assert_close(
+        covariance, expected, rtol=0, atol=5 * variance * (2 / 20_000) ** 0.5
+    )
 
 
 def test_many_candidates_take_less_than_a_gibibyte():
