@@ -106,6 +106,7 @@ def check(evidence: Evidence, pair: tuple[Tensor, Tensor]) -> None:
             )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", LAYERS)
 def test_layers_agree_with_dense_matrices(case: str) -> None:
     model, x = CASES[case].build(M)
@@ -118,6 +119,7 @@ def test_layers_agree_with_dense_matrices(case: str) -> None:
     )
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("likelihood", ["gaussian", "categorical"])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_ties_between_axes_of_weights(estimator: str, likelihood: str) -> None:
@@ -128,6 +130,7 @@ def test_ties_between_axes_of_weights(estimator: str, likelihood: str) -> None:
     check(evidence, (x, targets(density, M)))
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("case", ["conv1d", "conv2d"])  # the second has channel groups
 def test_kronecker_factors_along_an_axis(case: str, axis: int) -> None:
