@@ -53,14 +53,15 @@ test: $(VENV)/.test ## Install, then run all checks: ruff, import-linter, basedp
 	$(call say,pytest: $(JOBS) processes with one thread each$(comma) warnings are errors)
 	@mkdir -p build; \
 	$(BIN)/basedpyright --pythonpath $(BIN)/python > build/types.txt 2>&1 & types=$$!; \
-	$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) --dist loadscope $(PYTEST_ARGS); tests=$$?; \
+	$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS); tests=$$?; \
 	echo "==> basedpyright: types, checked while the tests ran"; \
 	wait $$types; types=$$?; cat build/types.txt; \
 	exit $$((tests || types))
 
 check-long: $(VENV)/.test ## Install, then run the checks that take too long for `make test`
-	$(call say,pytest: tests that are marked long)
-	@$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) -m long $(PYTEST_ARGS)
+	$(call say,pytest: tests that are marked long$(comma) and properties on more examples)
+	@$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "long or hypothesis" \
+		--hypothesis-profile long $(PYTEST_ARGS)
 
 docs: $(VENV)/.docs ## Install, then build the documentation as a site: build/site/index.html
 	$(call say,MkDocs: warnings are errors$(comma) links and anchors must resolve)

@@ -69,9 +69,46 @@ patch("os.fsync", os.fstat).start()
 
 # The same examples in every run, and no deadline: a slow machine is not a wrong result.
 settings.register_profile(
-    "evigrad", derandomize=True, deadline=None, max_examples=25, print_blob=True
+    "evigrad", derandomize=True, deadline=None, max_examples=10, print_blob=True
 )
+settings.register_profile("long", settings.get_profile("evigrad"), max_examples=100)
 settings.load_profile("evigrad")
+
+
+def _covering(items: list[pytest.Item], strength: int, *names: str) -> list[pytest.Item]:
+    """The tests that hold each combination of so many values of different parameters."""
+
+    def combinations(item: pytest.Item) -> set[Any]:
+        values = item.callspec.params if isinstance(item, pytest.Function) else {}
+        # Equal numbers and texts are one value; others, such as likelihoods, may not be hashed.
+        keys = {n: v if isinstance(v, str | float | int) else id(v) for n, v in values.items()}
+        chosen = [(name, keys[name]) for name in names or keys]
+        return set(itertools.combinations(chosen, strength))
+
+    held = [combinations(item) for item in items]
+    missing, covering = set().union(*held), []
+    for gain in range(max(map(len, held)), 0, -1):
+        for item, those in zip(items, held, strict=True):
+            if len(those & missing) >= gain:
+                missing -= those
+                covering.append(item)
+    return covering
+
+
+@pytest.hookimpl(tryfirst=True)  # before the long ones are deselected
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as long what tests with ``one_in`` or ``each`` repeat for further parameters."""
+    for _, group in itertools.groupby(items, lambda item: item.nodeid.partition("[")[0]):
+        tests = list(group)
+        marks = {mark.name: mark.args for mark in tests[0].iter_markers()}
+        if "one_in" in marks:
+            kept = tests[:: marks["one_in"][0]]
+        elif "each" in marks:
+            kept = _covering(tests, *marks["each"])
+        else:
+            continue
+        for test in set(tests).difference(kept):
+            test.add_marker("long")
 
 
 def pytest_collection_finish() -> None:

@@ -122,23 +122,23 @@ def same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_bad_data_are_refused_before_anything_changes(verb: str) -> None:
-    estimator, call = VERBS[verb]
-    evidences: dict[type[Likelihood], Evidence] = {}
-    for kind, (likelihood, x, y) in DATA.items():
-        if verb.startswith("fit") and kind.startswith("too"):  # it takes as many as there are
-            continue
-        evidence = evidences.setdefault(type(likelihood), build(likelihood, estimator))
-        before = copy.deepcopy(all_that_can_change(evidence))
-        with pytest.raises(InputError):
-            call(evidence, x, y)
-            pytest.fail(f"{kind}: accepted")
-        if verb in ("blocks", "items"):  # which draw a partition before they read its data
-            evidence.generator.set_state(before["evidence"]["generator"])
-        assert same(all_that_can_change(evidence), before), kind
-        parameters = [*evidence.model.parameters(), *evidence.hyperparameters().values()]
-        assert all(p.grad is None for p in parameters), kind
+# ``fit`` takes as many data as there are.
+REFUSED = [(v, k) for v in VERBS for k in DATA if not (v.startswith("fit") and k.startswith("too"))]
+
+
+@pytest.mark.each(1)
+@pytest.mark.parametrize(("verb", "kind"), REFUSED)
+def test_bad_data_are_refused_before_anything_changes(verb: str, kind: str) -> None:
+    (estimator, call), (likelihood, x, y) = VERBS[verb], DATA[kind]
+    evidence = build(likelihood, estimator)
+    before = copy.deepcopy(all_that_can_change(evidence))
+    with pytest.raises(InputError):
+        call(evidence, x, y)
+    if verb in ("blocks", "items"):  # which draw a partition before they read its data
+        evidence.generator.set_state(before["evidence"]["generator"])
+    assert same(all_that_can_change(evidence), before)
+    parameters = [*evidence.model.parameters(), *evidence.hyperparameters().values()]
+    assert all(p.grad is None for p in parameters)
 
 
 @pytest.mark.parametrize("estimator", ["ntk-6-rows-anchored", "kfac-N-C"])
@@ -167,30 +167,31 @@ OTHERS: dict[str, tuple[str, Callable[[Evidence, Any, Any], Any]]] = {
 }
 
 
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("verb", [*WHOLE, *OTHERS])
 @pytest.mark.filterwarnings("ignore:.*Nested|.*nested")
-def test_data_that_are_not_dense_are_refused_with_words() -> None:
-    for verb in [*WHOLE, *OTHERS]:
-        estimator, call = VERBS.get(verb) or OTHERS[verb]
-        evidence = build(Categorical(), estimator)
-        strided, jagged = (
-            torch.nested.nested_tensor(list(X), layout=layout)
-            for layout in (torch.strided, torch.jagged)
-        )
-        labels = torch.nested.nested_tensor(list(LABELS.float()[:, None]))
-        cases: list[tuple[Any, Any, str]] = [
-            (strided, LABELS, "must be dense, got a nested tensor.*to_padded_tensor"),
-            (jagged, LABELS, "must be dense, got a nested tensor"),
-            ({"input": strided}, LABELS, "'input' of the inputs must be dense, got a nested"),
-            (X.to_sparse(), LABELS, r"must be dense, got a sparse tensor. Call to_dense\(\)"),
-            (X, labels, "must be dense, got a nested tensor"),
-            (X, LABELS.to_sparse(), "must be dense, got a sparse tensor"),
-        ]
-        for x, y, words in cases[:4] if verb == "predict" else cases:
-            if verb == "item" and type(x) is dict:
-                words = "must be dense"
-            inputs: Any = x
-            with pytest.raises(InputError, match=words):
-                call(evidence, inputs, y)
+def test_data_that_are_not_dense_are_refused_with_words(verb: str) -> None:
+    estimator, call = VERBS.get(verb) or OTHERS[verb]
+    evidence = build(Categorical(), estimator)
+    strided, jagged = (
+        torch.nested.nested_tensor(list(X), layout=layout)
+        for layout in (torch.strided, torch.jagged)
+    )
+    labels = torch.nested.nested_tensor(list(LABELS.float()[:, None]))
+    cases: list[tuple[Any, Any, str]] = [
+        (strided, LABELS, "must be dense, got a nested tensor.*to_padded_tensor"),
+        (jagged, LABELS, "must be dense, got a nested tensor"),
+        ({"input": strided}, LABELS, "'input' of the inputs must be dense, got a nested"),
+        (X.to_sparse(), LABELS, r"must be dense, got a sparse tensor. Call to_dense\(\)"),
+        (X, labels, "must be dense, got a nested tensor"),
+        (X, LABELS.to_sparse(), "must be dense, got a sparse tensor"),
+    ]
+    for x, y, words in cases[:4] if verb == "predict" else cases:
+        if verb == "item" and type(x) is dict:
+            words = "must be dense"
+        inputs: Any = x
+        with pytest.raises(InputError, match=words):
+            call(evidence, inputs, y)
 
 
 @pytest.mark.parametrize("verb", ["blocks", "blocks, anchored", "estimate", "fit", "posterior"])

@@ -43,6 +43,7 @@ def structure_of(evidence: Evidence) -> Any:
 
 
 @pytest.mark.usefixtures("form")
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "prior", "partition", "micro_batch"),  # each pair that is allowed
     [

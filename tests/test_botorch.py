@@ -1,10 +1,10 @@
 """The model for BoTorch: distributions, updates, and BoTorch's own acquisition functions."""
 
-from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
+from late import Late, needs
 from peak_bytes import PeakBytes
 from torch import Tensor, nn
 
@@ -13,23 +13,16 @@ from evigrad.errors import ConfigurationError
 from evigrad.likelihoods import Gaussian, KnownNoise
 from evigrad.priors import GaussianPrior
 
-pytest.importorskip("botorch")
-pytestmark = pytest.mark.filterwarnings("ignore::botorch.exceptions.BotorchWarning")
-
-acquisition: Any = import_module("botorch.acquisition")
-generation: Any = import_module("botorch.generation")
-transforms: Any = import_module("botorch.models.transforms")
-optimize_acqf: Any = import_module("botorch.optim").optimize_acqf
-SobolQMCNormalSampler: Any = import_module("botorch.sampling").SobolQMCNormalSampler
-ScalarizedPosteriorTransform: Any = import_module(
-    "botorch.acquisition.objective"
-).ScalarizedPosteriorTransform
+pytestmark = [
+    needs("botorch"),
+    pytest.mark.filterwarnings("ignore::botorch.exceptions.BotorchWarning"),
+]
+acquisition, generation = Late("botorch.acquisition"), Late("botorch.generation")
+objective, optim = Late("botorch.acquisition.objective"), Late("botorch.optim")
+sampling, transforms = Late("botorch.sampling"), Late("botorch.models.transforms")
+ours = Late("evigrad.botorch")
 # What BoTorch tests its own models with.
-get_sample_moments: Any = import_module("botorch.utils.test_helpers").get_sample_moments
-get_max_violation_of_bounds: Any = import_module(
-    "botorch.utils.testing"
-).get_max_violation_of_bounds
-EvidenceModel: Any = import_module("evigrad.botorch").EvidenceModel
+helpers, testing = Late("botorch.utils.test_helpers"), Late("botorch.utils.testing")
 
 BOUNDS = torch.tensor([[0.0, 0.0], [1.0, 2.0]]).double()
 
@@ -53,7 +46,7 @@ def made(m: int = 1, noise: Tensor | None = None, structure: str = "ntk", hidden
         targets = likelihood.targets(targets, noise=variance.sqrt())
     evidence = Evidence(network, likelihood, GaussianPrior(), estimator="ntk-N-C", num_data=8)
     posterior = evidence.posterior((inputs(x), targets), structure=structure)
-    return EvidenceModel(
+    return ours.EvidenceModel(
         posterior, input_transform=inputs, outcome_transform=outcomes, known_variance=mean_variance
     )
 
@@ -79,7 +72,9 @@ def test_distributions_are_those_of_the_posterior(m):
     assert gradient.abs().min() > 0 and model.batch_shape == ()
 
     weights = torch.ones(m).double()
-    summed = model.posterior(test, posterior_transform=ScalarizedPosteriorTransform(weights))
+    summed = model.posterior(
+        test, posterior_transform=objective.ScalarizedPosteriorTransform(weights)
+    )
     close(summed.mean[..., 0], batch.mean.sum(-1))
     last = model.subset_output([m - 1])
     assert last.num_outputs == 1 and model.num_outputs == m
@@ -103,7 +98,7 @@ def test_observations_and_fantasies_are_those_of_the_posterior():
         alone = model.condition_on_observations(new[b], values[s, b]).posterior(test[s, b])
         close(batch.mean[s, b], alone.mean)
         close(batch.distribution.covariance_matrix[s, b], alone.distribution.covariance_matrix)
-    sampler = SobolQMCNormalSampler(torch.Size([4]), seed=0)
+    sampler = sampling.SobolQMCNormalSampler(torch.Size([4]), seed=0)
     fantasies = model.fantasize(new, sampler)
     expected = sampler(model.posterior(new, observation_noise=True))
     conditioned = model.condition_on_observations(new, expected)
@@ -128,7 +123,7 @@ def test_known_noise_is_the_noise_of_each_target():
         model.posterior(later, observation_noise=True).variance - model.posterior(later).variance
     )
     close(noise, (0.09 * scale + variances.mean()).expand(2, 1))
-    fantasies = model.fantasize(later, SobolQMCNormalSampler(torch.Size([3]), seed=0))
+    fantasies = model.fantasize(later, sampling.SobolQMCNormalSampler(torch.Size([3]), seed=0))
     assert fantasies.posterior(later).variance.max() < model.posterior(later).variance.max()
 
 
@@ -136,7 +131,7 @@ def test_known_noise_is_the_noise_of_each_target():
 def test_acquisition_functions_are_optimized(name):
     model, (x, y) = made(structure="kfac" if name == "qUCB" else "ntk"), data()
     torch.manual_seed(0)
-    sampler = SobolQMCNormalSampler(torch.Size([16]), seed=0)
+    sampler = sampling.SobolQMCNormalSampler(torch.Size([16]), seed=0)
     function = {
         "qLogNEI": lambda: acquisition.qLogNoisyExpectedImprovement(
             model, x[:4], sampler=sampler, prune_baseline=True
@@ -155,18 +150,20 @@ def test_acquisition_functions_are_optimized(name):
     torch.testing.assert_close(
         (gradient * step).sum(), (ends[0] - ends[1]) / 2e-5, rtol=1e-4, atol=1e-6
     )
-    candidates, _ = optimize_acqf(
+    candidates, _ = optim.optimize_acqf(
         function, BOUNDS, q=q, num_restarts=2, raw_samples=4, options={"maxiter": 2}
     )
     assert candidates.shape == (q, 2)
-    assert get_max_violation_of_bounds(candidates[None], BOUNDS) <= 0
+    assert testing.get_max_violation_of_bounds(candidates[None], BOUNDS) <= 0
 
 
 def test_samples_have_the_moments_of_the_distribution():
     model, sample_shape = made(), torch.Size([20_000])
     distribution = model.posterior(torch.rand(3, 2).double())
     torch.manual_seed(0)
-    mean, covariance = get_sample_moments(distribution.rsample(sample_shape)[..., 0], sample_shape)
+    mean, covariance = helpers.get_sample_moments(
+        distribution.rsample(sample_shape)[..., 0], sample_shape
+    )
     expected = distribution.distribution.covariance_matrix
     variance = float(expected.diagonal().max())
     torch.testing.assert_close(
@@ -197,10 +194,10 @@ def test_thompson_sampling():
 
 def test_a_model_is_trained_and_learns_its_noise():
     x, y = data(30, 2)
-    model = EvidenceModel.fit(x[:20], y[:20], schedule=Schedule(epochs=60, batch_size=20))
+    model = ours.EvidenceModel.fit(x[:20], y[:20], schedule=Schedule(epochs=60, batch_size=20))
     error = (model.posterior(x[20:]).mean - y[20:]).square().mean().sqrt()
     assert error < 0.8 * y.std() and bool((model.likelihood.noise != 0.1).all())
-    again = EvidenceModel.fit(
+    again = ours.EvidenceModel.fit(
         x[:20], y[:20], torch.full_like(y[:20], 0.01), structure="last-layer",
         schedule=Schedule(epochs=3, batch_size=20),
     )  # fmt: skip

@@ -149,6 +149,7 @@ def test_a_log_det_that_is_no_scalar_tensor(kind: type[Traces], received: str) -
         build(kind(weights)).backward(X, Y)
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("kind", "words"),

@@ -233,6 +233,7 @@ CALLS: dict[str, Callable[[Path], Any]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.filterwarnings("ignore::evigrad.errors.EvigradWarning")
 def test_calls(name: str, tmp_path: Path) -> None:

@@ -142,6 +142,7 @@ class Fragile(nn.Module):
         return self.last(h)
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("structure", ["ntk", "kfac", "blockdiag"])
 @pytest.mark.parametrize("fuse", [1, 2, 3])
 def test_an_exception_passes_through_and_leaves_nothing_behind(structure: str, fuse: int) -> None:

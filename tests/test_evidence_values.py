@@ -103,6 +103,7 @@ def assert_gradients(evidence: Evidence, x: Tensor, y: Tensor, expected: Tensor)
         assert error < TOLERANCE, f"{name}: {error:.1e}"
 
 
+@pytest.mark.one_in(3)  # test_zoo has the rows of every module
 @pytest.mark.parametrize(
     ("name", "structure"),  # by turns; test_pairs has each pair of them
     list(zip(CASES, cycle(DENSE), strict=False)),
@@ -142,6 +143,7 @@ MEANS = {
 UNDER_A_MEAN = [(s, p) for s in [*DENSE, "kfac"] for p in PRIORS if (s, p) != ("kfac", "diagonal")]
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize(("structure", "prior"), UNDER_A_MEAN)
 def test_a_prior_with_a_mean(structure: str, prior: str) -> None:
     """Value, gradients and the training loss have the deviations from it."""

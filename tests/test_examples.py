@@ -200,6 +200,7 @@ def test_the_rows_of_censored_targets_are_those_of_the_mean_hessian() -> None:
     assert torch.autograd.gradcheck(likelihood.hessian, (f,))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("estimator", ["ntk-N-C", "kfac-N-C", "diag-N-C"])
 def test_limits_as_an_output_of_the_model(estimator: str) -> None:
     """Where all are the same they give the evidence of one limit."""

@@ -2,12 +2,12 @@
 
 import logging
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from late import Late, needs
 from torch import Tensor, distributed, nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
@@ -18,12 +18,10 @@ from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.priors import GaussianPrior
 from evigrad.training.data import stream
 
-pytest.importorskip("lightning")
-# Type checkers would read all of it.
-pl: Any = import_module("lightning.pytorch")
-EvidenceCallback: Any = import_module("evigrad.lightning").EvidenceCallback
+pl, modules, ours = Late("lightning.pytorch"), Late("lightning_modules"), Late("evigrad.lightning")
 
 pytestmark = [
+    needs("lightning"),
     pytest.mark.filterwarnings("ignore:The '?train_dataloader'? does not have many workers"),
     pytest.mark.filterwarnings("ignore:The number of training batches"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
@@ -38,27 +36,6 @@ def data() -> tuple[Tensor, Tensor]:
     return x, x[:, :3].argmax(1)
 
 
-class Plain(pl.LightningModule):
-    """A module as users have it; batches are pairs or dictionaries."""
-
-    def __init__(self, optimizer: str = "SGD", lr: float = 0.1, **settings: Any) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-        self.make = lambda: getattr(torch.optim, optimizer)(self.parameters(), lr=lr, **settings)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = (batch["x"], batch["labels"]) if isinstance(batch, dict) else batch
-        return cross_entropy(self(x), y)
-
-    def configure_optimizers(self) -> Any:
-        return self.make()
-
-
 class Records(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return N
@@ -68,14 +45,9 @@ class Records(Dataset[dict[str, Tensor]]):
         return {"x": x[index], "labels": y[index]}
 
 
-class OfRecords(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-
 def callback(**changes: Any) -> Any:
     schedule = Schedule(burn_in=1, every=1, steps=2)
-    return EvidenceCallback(**{"estimator": "ntk-20-1", "schedule": schedule, **changes})
+    return ours.EvidenceCallback(**{"estimator": "ntk-20-1", "schedule": schedule, **changes})
 
 
 def train(
@@ -105,12 +77,13 @@ def log_precision_of(learned: Any) -> Tensor:
     return learned.evidence.prior.log_precision.detach()
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("clip", [None, 0.01])
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
 def test_the_decay_that_acts_is_that_of_the_prior(kind: str, clip: float | None) -> None:
     """One step by hand, from the gradient of the MAP loss, which is clipped as a whole."""
     x, y = (part[: N // STEPS] for part in data())
-    module, by_hand = (Plain(kind, weight_decay=0.3) for _ in range(2))
+    module, by_hand = (modules.Plain(kind, weight_decay=0.3) for _ in range(2))
     trainer = train(module, callback(), max_steps=1, gradient_clip_val=clip)
     assert trainer.optimizers[0].param_groups[0]["weight_decay"] == 0
     decay = 0.01  # δ/N of the burn-in, which the first step has
@@ -126,10 +99,10 @@ def test_the_decay_that_acts_is_that_of_the_prior(kind: str, clip: float | None)
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_it_learns_what_a_plain_loop_learns(accumulate: int) -> None:
-    module, learned = Plain("AdamW", 0.02), callback(seed=3)
+    module, learned = modules.Plain("AdamW", 0.02), callback(seed=3)
     train(module, learned, accumulate_grad_batches=accumulate)
     x, y = data()
-    other = Plain().net
+    other = modules.Plain().net
     evidence = Evidence(
         other,
         Categorical(),
@@ -166,7 +139,7 @@ def test_a_run_from_a_checkpoint_gives_the_same_numbers(tmp_path: Path, every: i
         schedule = Schedule(burn_in=1, steps=2)
         return callback(estimator="ntk-20-rows-anchored", schedule=schedule)
 
-    whole, first, continued = (Plain("Adam", 0.02) for _ in range(3))
+    whole, first, continued = (modules.Plain("Adam", 0.02) for _ in range(3))
     uninterrupted = learned()
     train(whole, uninterrupted, max_epochs=3)
     keep = pl.callbacks.ModelCheckpoint(
@@ -182,28 +155,18 @@ def test_a_run_from_a_checkpoint_gives_the_same_numbers(tmp_path: Path, every: i
     assert torch.load(tmp_path / "kept.ckpt", weights_only=True)["callbacks"]
 
 
-class Manual(Plain):
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
-
-
 def test_steps_that_the_module_takes_itself() -> None:
-    modules = [Plain("Adam", 0.02), Manual("Adam", 0.02)]
-    learned = [callback() for _ in modules]
-    for module, learner in zip(modules, learned, strict=True):
+    both = [modules.Plain("Adam", 0.02), modules.Manual("Adam", 0.02)]
+    learned = [callback() for _ in both]
+    for module, learner in zip(both, learned, strict=True):
         train(module, learner)
-    assert torch.equal(weights_of(modules[0]), weights_of(modules[1]))
+    assert torch.equal(weights_of(both[0]), weights_of(both[1]))
     assert torch.equal(log_precision_of(learned[0]), log_precision_of(learned[1]))
 
 
 def test_dictionaries_and_names(tmp_path: Path) -> None:
     """Batches as dictionaries, whose inputs are arguments of forward; a network by its name."""
-    whole, part, other = Plain(), Plain(), OfRecords()
+    whole, part, other = modules.Plain(), modules.Plain(), modules.OfRecords()
     train(whole, one := callback())
     train(part, two := callback(network="net"))
     train(other, three := callback(), dataset=Records())
@@ -217,7 +180,7 @@ def test_dictionaries_and_names(tmp_path: Path) -> None:
 def test_a_class_for_each_pixel() -> None:
     """Channels second: the network is made of the module by a function."""
 
-    class Pixels(Plain):
+    class Pixels(modules.Plain):
         def __init__(self) -> None:
             super().__init__()
             self.net = nn.Conv2d(1, 3, 3, padding=1)
@@ -232,7 +195,7 @@ def test_a_class_for_each_pixel() -> None:
 
 def test_what_is_logged(tmp_path: Path) -> None:
     logger = pl.loggers.CSVLogger(tmp_path)
-    trainer = train(Plain(), learned := callback(), logger=logger)
+    trainer = train(modules.Plain(), learned := callback(), logger=logger)
     logger.save()
     lines = next(tmp_path.rglob("metrics.csv")).read_text().splitlines()
     assert {"log_evidence", "precision/net.0.weight", "step"} <= set(lines[0].split(","))
@@ -250,25 +213,27 @@ def test_early_stopping_by_the_log_evidence() -> None:
 
     late = Schedule(burn_in=2, every=1, steps=2)
     for monitor in ("log_evidence", "precision/net.0.weight"):
-        module = Plain()
+        module = modules.Plain()
         before = weights_of(module)
         with pytest.raises(ConfigurationError, match="strict=False"):
             train(module, callback(schedule=late), stopping(monitor))
         assert torch.equal(weights_of(module), before)
     # No estimate is better than the first one by so much.
     stop = stopping(strict=False, min_delta=1e6, patience=2)
-    trainer = train(Plain(), learned := callback(schedule=late), stop, max_epochs=9)
+    trainer = train(modules.Plain(), learned := callback(schedule=late), stop, max_epochs=9)
     assert trainer.current_epoch == 4
     assert [row["step"] for row in learned.history] == [2 * STEPS, 3 * STEPS, 4 * STEPS]
     assert stop.best_score == pytest.approx(learned.history[0]["log_evidence"])
     # With a round in the first epoch a strict one works.
-    assert train(Plain(), callback(), stopping(min_delta=1e6, patience=1)).current_epoch == 2
+    assert (
+        train(modules.Plain(), callback(), stopping(min_delta=1e6, patience=1)).current_epoch == 2
+    )
 
 
 def test_the_mean_squared_error_and_its_noise() -> None:
     """The gradient of MSE is 2σ²/C times that of the likelihood, and the decay is as many times."""
 
-    class Regression(Plain):
+    class Regression(modules.Plain):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return mse_loss(self(batch[0]), batch[1])
 
@@ -293,18 +258,9 @@ def test_the_mean_squared_error_and_its_noise() -> None:
         train(Regression(), callback(loss="mse"))
 
 
-class Scaled(Plain):
-    def __init__(self) -> None:
-        super().__init__("AdamW", 0.05, weight_decay=0.5)
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x * self.scale)
-
-
 def test_a_hyperparameter_that_the_optimiser_holds_too() -> None:
     """Neither the training loss nor the optimiser's decay moves it, but rounds do."""
-    module, seen = Scaled(), []
+    module, seen = modules.Scaled(), []
 
     class Seen(pl.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
@@ -317,51 +273,32 @@ def test_a_hyperparameter_that_the_optimiser_holds_too() -> None:
     assert "model.scale" in learned.evidence.hyperparameters()
 
 
-class Two(Plain):
-    automatic_optimization = False
-
-    def configure_optimizers(self) -> Any:
-        return [self.make(), self.make()]
-
-
-class Some(Plain):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.net[0].parameters(), lr=0.1)
-
-
-class Silent(Plain):
-    forward = pl.LightningModule.forward
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return cross_entropy(self.net(batch[0]), batch[1])
-
-
 @pytest.mark.parametrize(
-    ("make", "settings", "trainer", "words"),
+    ("kind", "settings", "trainer", "words"),
     [
-        (Two, {}, {}, "must have one optimizer that holds all weights, got 2"),
+        ("Two", {}, {}, "must have one optimizer that holds all weights, got 2"),
         (
-            Some,
+            "Some",
             {},
             {},
             "must hold all weights of the prior, but it lacks 'net.2.weight', 'net.2.bias'",
         ),
-        (Silent, {}, {}, "such a forward, one of net"),
-        (Plain, {"network": "nett"}, {}, "Did you mean 'net'"),
-        (Plain, {}, {"max_epochs": -1}, "has no limit on epochs"),
-        (Plain, {"schedule": Schedule(burn_in=4)}, {}, "at most epochs = 3, got"),
-        (Plain, {"estimator": None}, {}, "must be the name of an estimator, got None"),
-        (Plain, {"schedule": Schedule(epochs=4)}, {}, "Remove epochs=..."),
-        (Plain, {"loss": "sum"}, {}, "loss must be one of nll, mse"),
+        ("Silent", {}, {}, "such a forward, one of net"),
+        ("Plain", {"network": "nett"}, {}, "Did you mean 'net'"),
+        ("Plain", {}, {"max_epochs": -1}, "has no limit on epochs"),
+        ("Plain", {"schedule": Schedule(burn_in=4)}, {}, "at most epochs = 3, got"),
+        ("Plain", {"estimator": None}, {}, "must be the name of an estimator, got None"),
+        ("Plain", {"schedule": Schedule(epochs=4)}, {}, "Remove epochs=..."),
+        ("Plain", {"loss": "sum"}, {}, "loss must be one of nll, mse"),
     ],
 )
-def test_what_is_refused(make: Any, settings: Any, trainer: Any, words: str) -> None:
+def test_what_is_refused(kind: str, settings: Any, trainer: Any, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        train(make(), callback(**settings), **trainer)
+        train(getattr(modules, kind)(), callback(**settings), **trainer)
 
 
 def test_batches_that_are_no_pairs() -> None:
-    class Triple(Plain):
+    class Triple(modules.Plain):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return super().training_step(batch[:2], batch_idx)
 
@@ -384,27 +321,20 @@ class InTurn(Sampler[int]):
         return N // 2 if distributed.is_initialized() else N
 
 
-class Kept(pl.Callback):
-    """Each process writes what it ends with."""
-
-    def __init__(self, folder: Path, learned: Any) -> None:
-        self.folder, self.learned = folder, learned
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        weights = [weights_of(pl_module), log_precision_of(self.learned)]
-        torch.save(weights, self.folder / f"{trainer.global_rank}.pt")
-
-
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_two_processes_learn_what_one_does(tmp_path: Path) -> None:
     """Two halves of each batch, on gloo."""
     for devices in (1, 2):
-        module, learned = Plain(), callback(estimator="ntk-20-rows-anchored")
-        (tmp_path / str(devices)).mkdir()
+        module, learned = modules.Plain(), callback(estimator="ntk-20-rows-anchored")
+        (folder := tmp_path / str(devices)).mkdir()
+
+        def read(learned: Any = learned, module: Any = module) -> list[Tensor]:
+            return [weights_of(module), log_precision_of(learned)]
+
         train(
             module,
             learned,
-            Kept(tmp_path / str(devices), learned),
+            modules.Kept(folder, read),
             sampler=InTurn(),
             use_distributed_sampler=False,
             batch_size=N // STEPS // devices,

@@ -71,18 +71,22 @@ VERBS: dict[str, Callable[[Evidence], Any]] = {
 }
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_outputs_that_have_no_derivatives(verb: str) -> None:
-    for change, words in [
+@pytest.mark.each(1)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
         (lambda f: f.argmax(1, keepdim=True), "type torch.int64.*before any argmax"),
         (lambda f: f > 0, "type torch.bool.*comparison"),
         (lambda f: f * 1j, "type torch.complex64.*view_as_real"),
         (lambda f: f.to_sparse(), r"torch.sparse_coo tensor.*to_dense\(\)"),
         (lambda f: f.tolist(), "returned a list"),
         (lambda f: f.to("meta"), "returned a tensor on the meta device"),
-    ]:
-        with pytest.raises(InputError, match=words):
-            VERBS[verb](build(Returns(change)))
+    ],
+)
+@pytest.mark.parametrize("verb", VERBS)
+def test_outputs_that_have_no_derivatives(verb: str, change: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        VERBS[verb](build(Returns(change)))
 
 
 def under(mode: Any) -> Callable[[nn.Module, Tensor], Tensor]:
@@ -105,6 +109,7 @@ class Cut(nn.Module):
         return self.cut(self.layer, x)
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize(
     "cut",
     [under(torch.no_grad), under(torch.inference_mode), lambda layer, x: layer(x).detach()],
@@ -146,6 +151,7 @@ class Fused(nn.Module):
         return self.layer(x)
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "describe"])
 @pytest.mark.parametrize("when", ["first", "last"])
 def test_exceptions_of_the_model(verb: str, when: str) -> None:
@@ -309,6 +315,7 @@ def test_a_hidden_state_that_is_kept_is_named(state: str, words: str) -> None:
         assert "batch_first" not in str(caught.value)
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("verb", ["map_loss", "estimate", "backward", "collect"])
 @pytest.mark.parametrize("likelihood", [Categorical(), Gaussian()])
 def test_targets_on_another_device(verb: str, likelihood: Likelihood) -> None:

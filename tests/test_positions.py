@@ -269,6 +269,7 @@ def test_bound_over_all_draws(estimator: str) -> None:
     assert likelihood == pytest.approx(-nll)
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("estimator", ["ntk-6-1", "ntk-5-rows", "ntk-8-rows-anchored", "full-6-1"])
 def test_long_tables_are_not_formed(

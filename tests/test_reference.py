@@ -57,16 +57,19 @@ SUBSETS, SPLITS = ("2", "N"), ("1", "2", "C", "rows")
 MODIFIERS = ("", "iid", "grouped", "anchored", "ef")
 
 
-def is_name(name: str) -> bool:
+def joined(*words: str) -> str:
+    return "-".join(filter(None, words))
+
+
+def is_name(words: tuple[str, ...]) -> bool:
     try:
-        Estimator.parse(name)
+        Estimator.parse(joined(*words))
     except EvigradError:
         return False
     return True
 
 
-WORDS = itertools.product(STRUCTURES, SUBSETS, SPLITS, MODIFIERS)
-NAMES = [name for words in WORDS if is_name(name := "-".join(filter(None, words)))]
+WORDS = list(filter(is_name, itertools.product(STRUCTURES, SUBSETS, SPLITS, MODIFIERS)))
 
 
 def build(estimator: str, likelihood: Likelihood, **settings: Any) -> Evidence | None:
@@ -113,10 +116,12 @@ def assert_equal(evidence: Evidence, pair: tuple[Tensor, Tensor], **settings: An
             assert float((parameter.grad - gradients[name]).norm()) < 1e-9 * scale, name
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_name(name: str) -> None:
+@pytest.mark.each(2)
+@pytest.mark.parametrize(("structure", "subset", "split", "modifier"), WORDS)
+def test_every_name(structure: str, subset: str, split: str, modifier: str) -> None:
     """Each with one of the roots and likelihoods by turns; ``test_every_root`` has each root."""
-    number = NAMES.index(name)
+    name = joined(structure, subset, split, modifier)
+    number = WORDS.index((structure, subset, split, modifier))
     root = ("subblock", "fisher", "eigen")[number % 3]
     if "anchored" in name and root == "subblock":
         root = "eigen"
@@ -127,6 +132,7 @@ def test_every_name(name: str) -> None:
         assert_equal(evidence, data(kind))
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("root", ["subblock", "fisher", "eigen"])
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_every_root(structure: str, root: str) -> None:

@@ -231,6 +231,7 @@ def dense(
     return log_likelihood - 0.5 * decay - 0.5 * log_det
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("adapted", [False, True], ids=["all", "lora"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize(

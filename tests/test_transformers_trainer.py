@@ -136,6 +136,7 @@ def log_precision_of(learned: Any) -> Tensor:
     return learned.evidence.prior.log_precision.detach()
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("clip", [0.0, 0.01])
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
 def test_the_decay_that_acts_is_that_of_the_prior(tmp_path: Path, kind: str, clip: float) -> None:

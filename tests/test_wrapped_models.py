@@ -93,6 +93,7 @@ def results(evidence: Evidence) -> list[Any]:
     ]
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("estimator", ["ntk-N-C", "kfac-N-C"])
 def test_names_and_numbers_are_those_of_the_bare_model(wrapper: str, estimator: str) -> None:

@@ -77,6 +77,7 @@ def gradients(evidence: Evidence, x: Any, **keywords: Any) -> tuple[float, dict[
     return estimate.log_evidence, gradients_by_name
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("kind", [Evidence, OneGraph])
 @pytest.mark.parametrize(
     "estimator", ["ntk-4-1", "kfac-4-1", "kfac-N-C", "full-4-C", "diag-4-2-mc", "ntk-N-1-ef"]

@@ -210,6 +210,7 @@ def test_map_beside_a_regression_learns_its_noise(capsys, tmp_path, monkeypatch)
         assert result["test_rmse"] == pytest.approx(3 * result["test"]["squared_error"] ** 0.5)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("write", ["checkpoint.pt", "metrics.csv", "results.json", "figures"])
 def test_a_full_disk_is_one_line(capsys, monkeypatch, tmp_path, write):
     def full(self, *arguments, **keywords):

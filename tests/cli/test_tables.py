@@ -50,6 +50,7 @@ def rmse_of(words: str) -> float:
     return float(re.findall(rf"evigrad (?:\S+ ){{{before}}}(\S+)", words)[0])
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 @pytest.mark.parametrize(
     ("target", "options", "column"),

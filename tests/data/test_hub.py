@@ -112,6 +112,7 @@ def no_address(host: str, port: Any) -> None:
     raise socket.gaierror("Name or service not known")
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("name", HUB)
 @pytest.mark.parametrize(("variant", "subset"), [("", None), (":rotated180", 4)])
 def test_same_as_from_files(

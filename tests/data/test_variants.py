@@ -60,6 +60,7 @@ def raw(data: DataSet, x: torch.Tensor) -> torch.Tensor:
     return x * data.std + data.mean
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 9, 14), (2, 21, 6), (1, 1, 5)])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("part", ["train", "test"])

@@ -112,6 +112,7 @@ MANY = [
 ]
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("is_weighted", [False, True])
 def test_one_kernel_serves_many_estimators(evidence, images, dtype, is_weighted, monkeypatch):

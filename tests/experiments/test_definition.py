@@ -188,6 +188,7 @@ def test_every_experiment_has_the_presets_that_newcomers_are_told_of():
     assert {name for name in NEEDED if "cpu" in presets(name)} == CPU
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize(
     ("name", "preset"), [(n, p) for n in sorted(NEEDED) for p in PRESETS if p in presets(n)]
 )

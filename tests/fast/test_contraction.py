@@ -25,6 +25,7 @@ def test_no_positions(positions: tuple[int, int]) -> None:
     assert torch.equal(contraction_gram(one, other), torch.zeros(6, 6, dtype=torch.float64))
 
 
+@pytest.mark.each(2)
 @pytest.mark.parametrize("limit", [1, 60, 300, 10**6])
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("is_cpu", [True, False])

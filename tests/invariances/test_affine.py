@@ -68,6 +68,7 @@ def reference(x: np.ndarray, eps: np.ndarray, ranges: dict[str, float]) -> np.nd
     return result
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 9, 9), (2, 6, 11), (5, 13, 4), (1, 1, 7)])
 @pytest.mark.parametrize("flip", [False, True])
 def test_against_numpy(shape: tuple[int, ...], flip: bool) -> None:

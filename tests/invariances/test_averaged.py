@@ -73,6 +73,7 @@ def test_equals_a_loop(average: str, num_samples: int) -> None:
         torch.testing.assert_close(outputs.exp().sum(1), torch.ones(6, dtype=x.dtype))
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("average", ["logits", "probabilities"])
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5, 9])
 def test_chunks_change_nothing_but_memory(average: str, chunk: int) -> None:

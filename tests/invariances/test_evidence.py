@@ -43,6 +43,7 @@ def noise() -> tuple[nn.Module, Transform, Likelihood, Tensor, Tensor]:
     return net, AdditiveNoise(3, 0.4, per_feature=True), likelihood, x, y
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("estimator", ["ntk-4-1", "kfac-4-1", "kfac-N-C"])
 @pytest.mark.parametrize("case", [affine, scale, noise])
 def test_gradient_by_finite_differences(

@@ -147,6 +147,7 @@ def evidence_of(likelihood: Likelihood, name: str, num_outputs: int) -> Evidence
     )
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("name", ["full-N-C", "ntk-N-C", "ntk-N-C-anchored"])
 @pytest.mark.parametrize("case", list(cases()))
 def test_value_and_gradients_agree_with_dense_matrices(case: str, name: str) -> None:

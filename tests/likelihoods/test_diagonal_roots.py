@@ -56,6 +56,7 @@ def problem(likelihood: Likelihood, estimator: str, names: list[str]) -> tuple[E
     return evidence, block
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("make", [NegativeBinomial, Flat])
 @pytest.mark.parametrize("estimator", ["ntk-4-C", "ntk-4-2", "full-4-1", *ROWS])
 def test_kept_rows_follow_the_parameters(

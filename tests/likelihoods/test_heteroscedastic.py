@@ -105,6 +105,7 @@ def evidence_of(
 
 
 @BOTH
+@pytest.mark.each(1)
 @pytest.mark.parametrize("structure", ["ntk", "full", "blockdiag", "diag", "kfac"])
 def test_value_and_gradient_are_those_of_dense_matrices(
     structure: str, likelihood: HeteroscedasticGaussian
@@ -135,6 +136,7 @@ def test_value_and_gradient_are_those_of_dense_matrices(
 
 
 @BOTH
+@pytest.mark.each(1)
 @pytest.mark.parametrize("estimator", ["ntk-2-1", "kfac-2-1", "ntk-4-rows-anchored", "diag-5-1-mc"])
 def test_blocks_of_outputs_are_learned_from(
     estimator: str, likelihood: HeteroscedasticGaussian

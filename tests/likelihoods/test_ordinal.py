@@ -119,6 +119,7 @@ def evidence_of(
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "estimator",
     [
@@ -166,6 +167,7 @@ def test_every_draw_of_labels_gives_the_curvature_of_its_scores() -> None:
     torch.testing.assert_close(mean, reference.ggn(jacobian, ordinal().hessian(f)).detach())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("estimator", ["ntk-3-1", "kfac-N-C", "full-N-1-ef", "ntk-4-rows-anchored"])
 def test_two_classes_are_a_bernoulli(estimator: str) -> None:
     two = Ordinal(2, thresholds=[0.0], learnable=False).double()

@@ -57,6 +57,7 @@ def evidence(likelihood: Likelihood, estimator: str, num_data: int) -> evigrad.E
     )
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("estimator", ["full-N-C", "ntk-N-C", "diag-N-C", "ntk-N-1-ef"])
 @pytest.mark.parametrize("kind", LIKELIHOODS, ids=lambda kind: kind.name)
 def test_weights_are_repetitions(kind: type[Likelihood], estimator: str) -> None:
@@ -77,6 +78,7 @@ def test_weights_are_repetitions(kind: type[Likelihood], estimator: str) -> None
         torch.testing.assert_close(parameter.grad * N, of_other * float(WEIGHTS.sum()))
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("estimator", ["ntk-2-1", "ntk-4-rows-anchored", "kfac-2-C", "kfac-N-1-mc"])
 @pytest.mark.parametrize("kind", LIKELIHOODS, ids=lambda kind: kind.name)
 def test_weights_of_one_change_nothing(kind: type[Likelihood], estimator: str) -> None:

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from likelihood_zoo import LIKELIHOODS, targets
+from properties import examples
 from torch import Tensor, nn
 
 import evigrad
@@ -52,7 +53,7 @@ def evidence_of(
     gain=st.floats(0.2, 5.0),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=12)
+@examples(6)
 @pytest.mark.usefixtures("by_h")
 def test_the_exact_number_is_between(
     name: str, num_data: int, rows: int, root: str, gain: float, seed: int
@@ -69,6 +70,7 @@ def test_the_exact_number_is_between(
     assert bounds.rows == min(rows, num_data * C)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", sorted(LIKELIHOODS))
 @pytest.mark.usefixtures("by_h")
 def test_all_rows_are_the_exact_number(name: str) -> None:

@@ -63,6 +63,7 @@ def evidence_of(model: nn.Module, estimator: str, gate: str = "gate") -> Evidenc
 ESTIMATORS = ["ntk-N-C", "kfac-N-C", "full-N-C", "diag-N-C", "kfac-3-1", "ntk-4-rows-anchored"]
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_value_and_gradient_are_those_of_dense_matrices(estimator: str, by_name: bool) -> None:

@@ -71,6 +71,7 @@ def test_wide_resnet_takes_depth_and_width() -> None:
     assert [block.get_parameter("branch.conv2.weight").shape[0] for block in blocks] == [16, 32, 64]
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("shape", [(3, 9, 15), (2, 16, 8)])
 def test_images_of_any_shape(name: str, shape: tuple[int, ...]) -> None:

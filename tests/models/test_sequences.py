@@ -75,6 +75,7 @@ def make_evidence(
 # ------------------------------------------------------------ what they compute
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("kind", INPUTS)
 @pytest.mark.parametrize("start", [None, 2.0])
 @pytest.mark.parametrize("name", BUILDERS)
@@ -166,6 +167,7 @@ def test_padded_states_reach_no_further_than_the_last_token() -> None:
 # ------------------------------------------------------------ paths
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("kind", INPUTS)
 @pytest.mark.parametrize("name", BUILDERS)
 def test_every_weight_has_a_closed_form(name: str, kind: str) -> None:

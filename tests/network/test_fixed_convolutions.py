@@ -37,6 +37,7 @@ def test_value_and_two_derivatives(name: str) -> None:
         assert torch.autograd.gradgradcheck(lambda x, f=ours: f(x).sin(), x, fast_mode=True)
 
 
+@pytest.mark.each(2)
 @pytest.mark.parametrize("settings", [((1, 1), (0, 0)), ((2, 1), (2, 1))])
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
@@ -63,6 +64,7 @@ def test_layout_is_that_of_the_input(channels: int, layout: torch.memory_format)
     assert outputs.is_contiguous(memory_format=layout)
 
 
+@pytest.mark.each(2)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("settings", [((1, 1), (0, 0)), ((2, 1), (2, 1))])
@@ -88,6 +90,7 @@ def test_few_small_images(settings, bias, layout, monkeypatch) -> None:
     torch.testing.assert_close(pulled, of_input.float(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("space", [(3,), (2, 3), (2, 1, 3), (1, 1)])

@@ -90,6 +90,7 @@ def test_derivatives() -> None:
             torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("body, index", [("linear", 0), ("linear", 1), ("conv2d", 0)])
 @pytest.mark.parametrize("parts, samples", [(3, 3), (6, 3), (6, 1), (3, 2)])
 def test_factors_over_samples(body: str, index: int, parts: int, samples: int) -> None:

@@ -78,6 +78,7 @@ def test_multihead_attention(need_weights: bool, batch_first: bool) -> None:
     check(net, random(4, 3, 4), {f"attention.{name}": LINEAR for name in attention.state_dict()})
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("frozen", [(), ("layers.0",), ("layers.1",)])
 def test_transformer_encoder(norm_first: bool, frozen: tuple[str, ...]) -> None:
@@ -119,6 +120,7 @@ def test_transformer_decoder() -> None:
     check(net, random(4, 3, 4), {f"layer.{name}": word for name, word in words.items()})
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize(
     "rnn",

@@ -139,6 +139,7 @@ def sorted_input(m: int, seed: int) -> Tensor:
     return x
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("differentiable", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_of_data_in_any_order(way: Any, differentiable: bool) -> None:
@@ -206,6 +207,7 @@ def test_one_position_of_each_datum_is_known_by_the_graph(is_own: bool) -> None:
     assert_rows(linearization.rows(vectors), rows(jacobian(net, weights, x), vectors))
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("estimator", ["ntk-N-C", "full-N-C", "blockdiag-N-C", "diag-N-C"])
 @pytest.mark.parametrize("network", ["packed", "experts"])
 def test_micro_batches_do_not_matter(network: str, estimator: str) -> None:
@@ -258,6 +260,7 @@ MIXING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("case", MIXING)
 @pytest.mark.parametrize("size", [3, None])
 def test_data_that_mix_in_some_batches(case: str, size: int | None) -> None:

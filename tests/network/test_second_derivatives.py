@@ -176,6 +176,7 @@ class Words(nn.Module):
 INDICES = torch.tensor([[0, 0, 1], [2, 2, 2], [3, 4, 4], [5, 5, 0], [1, 2, 2], [0, 3, 3]])
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("estimator", ["ntk-N-C", "kfac-N-C", "diag-N-C"])
 @pytest.mark.parametrize("flag", ["scale_grad_by_freq", "sparse"])
 def test_flags_of_an_embedding_change_nothing(flag: str, estimator: str) -> None:

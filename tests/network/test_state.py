@@ -85,6 +85,7 @@ def run(model: nn.Module, x: Tensor, differentiable: bool) -> None:
             torch.autograd.grad(value, targets, allow_unused=True)
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("differentiable", [False, True])
 @pytest.mark.parametrize(
     "case", ["batch-norm", "lstm", "gru", "parametrized", "transformer", "talkative"]

@@ -22,6 +22,7 @@ def products(model: nn.Module, x: Any, way: int, *, graph: bool = False) -> Tens
         return Linearization(model, weights, x, plan(model, weights, x), graph).times(vectors)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", list(CASES))
 def test_both_ways_agree(name: str) -> None:
     model, x = CASES[name].build(4)

@@ -124,6 +124,7 @@ EDITS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("held", ["0.weight", "3.weight", "1.running_mean"])
 def test_kept_passes_notice_every_write_in_place(held: str, edit: str) -> None:
@@ -156,6 +157,7 @@ HOOKS: dict[str, Callable[[nn.Sequential], Any]] = {
 }
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("averaged", [False, True])
 @pytest.mark.parametrize("kind", HOOKS)
 @pytest.mark.filterwarnings("ignore:The training loss would learn")
@@ -177,6 +179,7 @@ def test_backward_hooks_of_modules_are_refused(kind: str, averaged: bool) -> Non
         assert evidence.estimate(x, y).log_det == pytest.approx(expected.log_det)
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize(
     "structure", [name for name in STRUCTURES if not STRUCTURES[name].keeps_rows]
 )
@@ -251,6 +254,7 @@ class Branching(nn.Module):
         return self.head(h)
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("structure", ["ntk", "full"])
 @pytest.mark.parametrize("size", [None, 1, 3])
 def test_contraction_gives_way_to_rows_where_uses_depend_on_the_data(
@@ -330,6 +334,7 @@ def test_rounds_on_all_data_draw_transforms_anew() -> None:
     assert isinstance(error, float) and error > 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", LIKELIHOODS)
 def test_two_pass_gradients_of_precisions_alone_equal_the_twin(name: str) -> None:
     """What is summarised and condensed, against what is not."""

@@ -84,6 +84,7 @@ def assert_follows(estimator: str, likelihood: Likelihood, **settings: Any) -> N
 CHOICES = ["N-C", "N-1", "4-1", "4-2", "4-C", "4-1-iid", "7-rows"]
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize(
     ("structure", "choice"),  # three structures of each
     [
@@ -189,6 +190,7 @@ def assert_refused(evidence: Evidence, words: str, y: Tensor | None = None) -> N
     evidence.backward(block)  # the data themselves are fine
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("estimator", ["kfac-N-C", "kfac-4-2", "diag-4-1-iid"])
 @pytest.mark.parametrize("noise", [[0.5, 1.0, 2.0], [0.5, 0.5, 0.5]])
 def test_sums_over_outputs_cannot_follow_a_noise_of_each(

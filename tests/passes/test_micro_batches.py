@@ -129,6 +129,7 @@ def test_out_of_memory_halves_and_goes_on() -> None:
     assert max(SEEN) == 3  # it remembers
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("estimator", [f"ntk-{M}-1", f"kfac-{M}-1", f"ntk-{M}-2-mc"])
 @pytest.mark.parametrize("place", ["collect", "inner", "grad"])
 def test_out_of_memory_in_the_middle_of_a_micro_batch(

@@ -82,6 +82,7 @@ ESTIMATORS = [f"{structure}-{M}-1" for structure in STRUCTURES]
 BFLOAT16 = 0.1
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("learned", [False, True], ids=["precisions", "invariances"])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_bfloat16_passes_are_near_float32(estimator: str, learned: bool) -> None:
@@ -144,6 +145,7 @@ def test_noise_beside_bfloat16_weights_is_learned_as_beside_float32_ones() -> No
     assert noises[0] == pytest.approx(noises[1], rel=0.01)
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("learned", [False, True], ids=["precisions", "invariances"])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_channels_last_changes_nothing(estimator: str, learned: bool) -> None:
@@ -228,6 +230,7 @@ def test_small_precisions_are_right_in_float32_without_a_word(estimator):
             torch.testing.assert_close(parameter.grad.double(), gradient, rtol=1e-2, atol=1e-6)
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("estimator", SMALL)
 @pytest.mark.parametrize("kept", [False, True])
 def test_where_float32_stays_a_warning_says_by_how_many_nats(estimator, kept):
@@ -287,6 +290,7 @@ def trained() -> nn.Sequential:
     return network
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("estimator", [f"{structure}-{M}-C" for structure in STRUCTURES])
 def test_usual_precisions_need_no_float64(

@@ -98,6 +98,7 @@ def test_outputs_that_the_pairs_leave_out(structure: str, outputs: str, root: st
     assert_twins(model, Categorical(), x, f"{structure}-{M}-{outputs}", root=root)
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("name", ["conv1d", "conv2d", "linear-leading"])
 def test_both_kinds_of_sharing(name: str, sharing: str) -> None:
@@ -151,6 +152,7 @@ def batches_of(x: Tensor, y: Tensor, size: int = 3) -> list[tuple[Tensor, Tensor
     return list(zip(x.split(size), y.split(size), strict=True))
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("estimator", ["ntk-N-1", "kfac-N-C", "ntk-N-1-iid"])
 @pytest.mark.parametrize("kind", ["list", "iterator"])
 def test_all_the_data_in_batches(estimator: str, kind: str) -> None:

@@ -153,7 +153,7 @@ def covering(factors: dict[str, Sequence[Any]]) -> list[dict[str, Any]]:
     while missing:
         first = dict(min(missing))
         best, gain = None, -1
-        for _ in range(60):
+        for _ in range(20):
             trial = {name: first.get(name, source.choice(sizes[name])) for name in names}
             if not is_allowed({name: factors[name][i] for name, i in trial.items()}):
                 continue
@@ -169,26 +169,37 @@ def covering(factors: dict[str, Sequence[Any]]) -> list[dict[str, Any]]:
 DESIGN = covering(FACTORS)
 
 
-def words(case: dict[str, Any]) -> str:
-    return "-".join(
-        value.name if isinstance(value, Likelihood) else str(value) for value in case.values()
-    )
-
-
-@pytest.mark.parametrize("case", DESIGN, ids=words)
-def test_pairs(case: dict[str, Any]) -> None:
-    model, x = NETWORKS[case["network"]]()
-    with patch.object(ntk, "is_cheaper", lambda *_: case["by_rows"]):
+@pytest.mark.each(1)  # `make check-long` runs all pairs
+@pytest.mark.parametrize(
+    tuple(FACTORS),
+    [tuple(case.values()) for case in DESIGN],
+    ids=lambda value: value.name if isinstance(value, Likelihood) else str(value),
+)
+def test_pairs(
+    structure: str,
+    rows: str,
+    root: str,
+    likelihood: Likelihood,
+    prior: str,
+    network: str,
+    micro_batch: int | None,
+    temperature: float,
+    log_det_weight: float,
+    by_rows: bool,
+) -> None:
+    model, x = NETWORKS[network]()
+    estimator = f"{structure}-{rows}"
+    with patch.object(ntk, "is_cheaper", lambda *_: by_rows):
         assert_twins(
             model,
-            case["likelihood"],
+            likelihood,
             x,
-            f"{case['structure']}-{case['rows']}",
-            (case["micro_batch"],),
-            root=case["root"],
-            prior=case["prior"],
-            temperature=case["temperature"],
-            log_det_weight=case["log_det_weight"],
+            estimator,
+            (micro_batch,),
+            root=root,
+            prior=prior,
+            temperature=temperature,
+            log_det_weight=log_det_weight,
         )
 
 

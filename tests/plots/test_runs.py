@@ -96,6 +96,7 @@ def test_a_panel_without_data_is_left_out():
 LONG = "model.encoder.layers.{}.self_attention.out_projection.weight"
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("title", ["prior precision", "prior precision, " + "a long name " * 5])
 @pytest.mark.parametrize(
     ("groups", "name", "width"),

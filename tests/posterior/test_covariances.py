@@ -206,6 +206,7 @@ def test_a_model_that_draws_has_the_same_draws_in_every_call():
         assert torch.equal(one.mean, two.mean) and torch.equal(one.covariance, two.covariance)
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("axis", (None, 0, 1))
 @pytest.mark.parametrize("transposed", (False, True))
 @pytest.mark.parametrize(("wide", "high"), ((40, 3), (4, 30), (40, 30)))

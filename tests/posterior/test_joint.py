@@ -45,6 +45,7 @@ def identity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "randn", lambda shape, **_: torch.eye(*shape).double())
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("likelihood", ("gaussian", "categorical"))
 def test_moments_and_draws_are_those_of_dense_matrices(likelihood, structure, monkeypatch):

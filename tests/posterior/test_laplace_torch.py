@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from late import needs
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils.data import DataLoader, TensorDataset
@@ -16,7 +17,7 @@ from evigrad import Evidence, Posterior
 from evigrad.likelihoods import Categorical, Gaussian, Likelihood
 from evigrad.priors import GaussianPrior
 
-pytest.importorskip("laplace")
+pytestmark = needs("laplace")
 
 NUM_DATA, OUTPUTS, PRECISION, NOISE, TEMPERATURE = 60, 3, 0.7, 0.4, 0.5
 # Weights and matrix by the names of laplace-torch.
@@ -43,6 +44,7 @@ def _float64() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:laplace", "ignore::DeprecationWarning")
+@pytest.mark.each(2)
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("task", ["classification", "regression"])
 @pytest.mark.parametrize("network", NETWORKS)

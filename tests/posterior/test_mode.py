@@ -31,6 +31,7 @@ def expected(of: Case) -> float:
     return 0.5 * float(g @ torch.linalg.solve(matrix, g))
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_exact_structures_agree_with_a_dense_newton_step(likelihood, temperature):
@@ -195,6 +196,7 @@ def test_a_hessian_that_depends_on_targets_has_the_posterior_of_its_scores():
         of.evidence.mode_gap(of.train, rows=3)
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("estimator", ["kfac-N-1-ef", "diag-4-2-mc"])
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_every_structure_has_a_posterior_of_scores(structure, estimator):

@@ -93,6 +93,7 @@ def test_settings_that_do_not_exist_or_fit():
         )
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
 def test_a_subset_can_count_as_all_data(likelihood, structure):

@@ -198,6 +198,7 @@ def test_quantiles_invert_probabilities(name: str, q: float, size: float) -> Non
                                    atol=1e-11)  # fmt: skip
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("link", ["monte-carlo", "plug-in"])
 @pytest.mark.parametrize("name", CASES)
 def test_sampled_targets_have_the_probabilities(name: str, link: str) -> None:

@@ -62,6 +62,7 @@ def check(value: Callable[[Tensor], Tensor], x: Tensor) -> None:
     torch.testing.assert_close((gradient * direction).sum(), difference, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("likelihood", ("gaussian", "categorical", "custom"))
 def test_gradients_for_inputs_are_those_of_differences(likelihood, structure):

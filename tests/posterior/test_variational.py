@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given as for_any
-from hypothesis import settings
 from hypothesis import strategies as st
 from posterior.cases import Case, case
+from properties import examples
 from torch import Tensor, nn
 
 import evigrad
@@ -65,6 +65,7 @@ def dense_solution(
     return bound.detach(), shift, sigma
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli"])
 @pytest.mark.parametrize("structure", ["full", "ntk", "last-layer", "diag"])
 @pytest.mark.usefixtures("to_convergence")
@@ -88,6 +89,7 @@ def test_the_fit_is_the_fixed_point_of_dense_matrices(likelihood, structure, mon
     assert torch.allclose(prediction.covariance, rows @ sigma @ rows.mT, atol=1e-6)
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("structure", ["full", "ntk", "last-layer", "kfac", "diag"])
 @pytest.mark.parametrize("likelihood", ["categorical", "poisson"])
 def test_the_bound_never_falls(likelihood, structure):
@@ -154,7 +156,7 @@ def test_precisions_along_an_axis_are_scales_of_the_inputs(structure: str):
     torch.testing.assert_close(along.covariance, scaled.covariance, rtol=1e-6, atol=1e-7)
 
 
-@settings(deadline=None, max_examples=12)
+@examples(6)
 @for_any(
     st.lists(st.tuples(st.floats(-4, 4), st.floats(-4, 4), st.booleans()), min_size=1, max_size=6),
     st.floats(-3, 3),

@@ -75,7 +75,13 @@ CASES |= {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# Every second number of outputs is long.
+LONG = [name for name in list(CASES)[1::2] if name[-1].isdigit()]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(n, marks=[pytest.mark.long] if n in LONG else []) for n in CASES]
+)
 def test_every_likelihood(case: str) -> None:
     likelihood, y, num_outputs = CASES[case]()
     check_likelihood(likelihood, random(len(y), num_outputs, seed=len(case)), y)

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from likelihood_zoo import LIKELIHOODS, targets
 from passes.test_two_pass import evidence_of
+from properties import examples
 from torch import Tensor, nn
 from zoo import OUTPUTS
 
@@ -90,7 +91,7 @@ def with_data(block: Block, data: Any) -> Block:
     precision=st.floats(1e-3, 1e3),
     data=st.data(),
 )
-@settings(max_examples=12)  # each builds networks and plans their passes
+@examples(6)  # each builds networks and plans their passes
 def test_a_bound_whatever_the_anchors_and_the_partition(
     seed: int,
     num_data: int,
@@ -144,7 +145,7 @@ def test_a_bound_whatever_the_anchors_and_the_partition(
     num_rows=st.integers(1, 36),
     grouped=st.booleans(),
 )
-@settings(max_examples=12)
+@examples(6)
 @pytest.mark.usefixtures("by_h")
 def test_a_bound_of_many_classes_whose_unlikely_ones_are_drawn(
     num_data: int, classes: int, seed: int, gain: float, num_rows: int, grouped: bool
@@ -183,7 +184,7 @@ def test_a_bound_of_many_classes_whose_unlikely_ones_are_drawn(
     num_rows=st.integers(1, 40),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=60)
+@examples(25)
 def test_every_row_of_the_tail_is_in_one_block(
     num_data: int, columns: int, behind: int, num_rows: int, seed: int
 ) -> None:
@@ -254,6 +255,7 @@ def dense(
     return -(log_likelihood + log_prior - 0.5 * total) / len(x)
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize(
     ("root", "micro_batch", "learned"),  # each pair of them
     [
@@ -323,7 +325,7 @@ def test_all_draws_have_the_value_and_the_gradient_of_the_bound_for_their_mean(
     grouped=st.floats(0.0, 1.0),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=60)
+@examples(25)
 def test_every_row_is_an_anchor_or_in_one_block(
     num_data: int, outputs: int, num_rows: int, share: float, grouped: float, seed: int
 ) -> None:
@@ -375,6 +377,7 @@ def test_every_row_is_an_anchor_or_in_one_block(
             assert columns.shape == (stop - start, int(counts[start]))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", LIKELIHOODS)
 def test_two_passes_are_one_graph(name: str) -> None:
     likelihood = LIKELIHOODS[name](OUTPUTS)
@@ -446,7 +449,7 @@ UNKEPT = {"own", "known noise", "negative binomial", "ordinal"}
     rows=st.integers(2, 9),
     data=st.data(),
 )
-@settings(max_examples=12)
+@examples(6)
 def test_draws_that_share_a_pass_are_those_of_passes_of_their_own(
     seed: int,
     num_data: int,

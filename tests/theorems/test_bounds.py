@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from likelihood_zoo import LIKELIHOODS, targets
+from properties import examples
 from torch import Tensor, nn
 
 from evigrad import Evidence
@@ -16,8 +17,8 @@ from evigrad.blocks import Block
 from evigrad.likelihoods import Categorical
 from evigrad.priors import GaussianPrior
 
-# An example builds networks and plans their passes: half as many as elsewhere.
-few = settings(max_examples=12)
+# An example builds networks and plans their passes: fewer than elsewhere.
+few = examples(6)
 # Rounding of a float64 log-determinant of a few dozen rows.
 SLACK = 1e-8
 

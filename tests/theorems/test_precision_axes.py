@@ -107,6 +107,7 @@ def check(evidence: Evidence, pair: tuple[Tensor, Tensor]) -> None:
             )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", LAYERS)
 def test_layers_agree_with_dense_matrices(case: str) -> None:
     model, x = CASES[case].build(M)
@@ -119,6 +120,7 @@ def test_layers_agree_with_dense_matrices(case: str) -> None:
     )
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("micro_batch", [None, 2])
 @pytest.mark.parametrize("case", ["linear", "conv2d", "tied-embedding", "attention", "positions"])
 def test_scaled_products_and_grams_agree_with_dense_matrices(case, micro_batch, monkeypatch):
@@ -143,6 +145,7 @@ def test_scaled_products_and_grams_agree_with_dense_matrices(case, micro_batch, 
         check(evidence, (x, targets(Categorical(), M)))
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("likelihood", ["gaussian", "categorical"])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_ties_between_axes_of_weights(estimator: str, likelihood: str) -> None:
@@ -153,6 +156,7 @@ def test_ties_between_axes_of_weights(estimator: str, likelihood: str) -> None:
     check(evidence, (x, targets(density, M)))
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("case", ["conv1d", "conv2d"])  # the second has channel groups
 def test_kronecker_factors_along_an_axis(case: str, axis: int) -> None:

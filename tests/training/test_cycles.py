@@ -131,6 +131,7 @@ def test_a_run_ends_when_it_has_settled(
     assert "settled after epoch 6 of at most 40" in capsys.readouterr().err
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("last", [2, 4, 5, 6])
 def test_a_run_resumes_in_any_cycle(
     last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -114,6 +114,7 @@ def test_a_data_set_that_reads_batches_is_asked_for_batches():
 
 
 @pytest.mark.filterwarnings(CHANGES)
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("estimator", ["ntk-20-1", "ntk-20-rows-anchored"])
 def test_random_items_are_the_same_after_an_interruption(tmp_path, estimator):
     settings = SMALL | {"estimator": estimator, "test": Augmented(1)}

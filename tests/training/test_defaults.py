@@ -111,6 +111,7 @@ def test_there_are_two_starts_if_any_noise_is_learned():
         assert plan_optimization(Optimization(), likelihood, "layerwise").start_decay == starts
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("name", ["ntk-400-rows", "ntk-36-rows-anchored", "ntk-400-rows-anchored"])
 @pytest.mark.parametrize("likelihood", [Categorical, Gaussian])
 def test_more_rows_than_there_are_is_all_of_them(name: str, likelihood: type[Likelihood]):
@@ -131,6 +132,7 @@ def test_more_rows_than_there_are_is_all_of_them(name: str, likelihood: type[Lik
     torch.testing.assert_close(*values_and_gradients, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("epochs", [1, 5])
 def test_the_default_estimator_is_exact_on_few_data_and_learns_in_few_epochs(epochs: int):
     default, exact = (

@@ -239,6 +239,7 @@ def test_a_cholesky_that_fails_is_repeated_in_float64_then_with_jitter_and_a_wor
         linalg.log_det_identity_plus(matrix)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", ["ntk", "anchored", "prior blocks", "kfac, full batch"])
 def test_a_cholesky_that_keeps_failing_ends_training_with_a_message(case, blobs, tmp_path):
     eigenvalues = patch.object(
@@ -278,6 +279,7 @@ def test_a_pass_that_does_not_fit_is_halved_and_says_so(allocator, micro_batch, 
         assert last[name] == pytest.approx(expected_last[name], rel=1e-4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("allocator", ALLOCATORS)
 def test_memory_that_never_suffices_ends_training_with_what_is_cheaper(allocator, blobs, tmp_path):
     error = ALLOCATORS[allocator]
@@ -317,6 +319,7 @@ def test_an_evaluation_that_does_not_fit_takes_half_of_the_data(blobs, make_net)
 # ------------------------------------------------------------ files
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", ["ntk", "anchored"])
 def test_a_damaged_checkpoint_costs_its_epochs_and_changes_no_result(case, blobs, tmp_path):
     train(case, blobs, tmp_path / "whole")

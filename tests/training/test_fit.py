@@ -400,6 +400,7 @@ def test_any_form_of_the_data(blobs, make_net):
         assert torch.equal(state_of(fit(make_net(), data, **grouped(SMALL))), state_of(pair))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("precision", [1e-3, 1e3])
 def test_learning_raises_the_log_evidence(blobs, make_net, precision):
     # From a precision that is far too small and one that is far too large.

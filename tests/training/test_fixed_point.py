@@ -81,6 +81,7 @@ def traces(evidence: Evidence, x: Tensor, temperature: float = 1.0) -> Tensor:
     return sums_by_group(evidence, (h @ torch.linalg.inv(h + p0)).diagonal().detach())
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("prior", PRIORS, ids=str)
 @pytest.mark.parametrize("estimator", ["full-N-C", "ntk-N-C"])
 def test_gamma_is_the_trace_of_each_group(estimator: str, prior: Any) -> None:
@@ -132,6 +133,7 @@ ESTIMATORS = ["ntk-N-C", "full-N-C", "blockdiag-N-C", "kfac-N-C", "diag-N-C"]
 PAIRS = [(e, p) for e in ESTIMATORS for p in PRIORS if (e, p) != ("kfac-N-C", "diagonal")]
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize(
     ("estimator", "prior", "precision"),  # from below and from above, by turns
     [(*pair, (1e-3, 1e3)[i % 2]) for i, pair in enumerate(PAIRS)],

@@ -26,6 +26,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:The model has normalization")
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", ["map", "ntk", "anchored", "learned model", "batch normalisation"])
 def test_a_run_of_fit_is_filled_into_a_network(case, blobs, tmp_path):
     result = train(case, blobs, tmp_path / "run")

@@ -41,6 +41,7 @@ def whole(blobs, tmp_path_factory) -> Callable[[str], Path]:
 MOMENTS = [(Evidence, "map_loss", 11), (Evidence, "_add_gradients", 2)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", CASES)
 def test_what_was_killed_while_it_computed_ends_the_same(case, blobs, tmp_path, whole):
     # The weights of other seeds: a state that is incomplete would show.

@@ -79,6 +79,7 @@ def test_whether_a_pass_can_be_kept_is_no_exception(make_net, regression):
         is_keepable(evidence, x, ["prior", "noise"])
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("update", ["adam", "fixed_point"])
 @pytest.mark.parametrize("estimator", ["ntk-20-1", "kfac-20-C", "full-20-1"])
 def test_steps_on_kept_blocks_are_steps_on_their_data(

@@ -46,6 +46,7 @@ def weights_of(result: FitResult) -> Tensor:
     return nn.utils.parameters_to_vector(result.model.parameters())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("decays", [(0.01, 1.0), (1.0, 0.01), (1.0, 0.01, 3.0)])
 def test_the_best_start_continues_as_if_it_were_alone(decays):
     several, alone = train(*decays), train(0.01)
@@ -89,6 +90,7 @@ def test_callbacks_and_files_have_the_rows_of_the_best_start(tmp_path):
 
 
 # Two starts in some order, and moments in the first trial, in the second one, and after the choice.
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("decays", "moments"), [((0.01, 1.0), (5, 13, 26)), ((1.0, 0.01), (9, 20, 40))]
 )

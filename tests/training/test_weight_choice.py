@@ -205,6 +205,7 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
         assert torch.equal(value, other.state_dict()[name]), name
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["tensors", "items", "given", "prequential"])
 def test_training_with_a_chosen_weight_is_training_with_that_weight(
     kind: str, monkeypatch: pytest.MonkeyPatch

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 from torch import Tensor, nn
 
 from evigrad import Evidence
@@ -152,7 +153,7 @@ def entropy(kernel: Tensor, rows: list[int]) -> float:
     count=st.integers(1, 8),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=60)
+@examples(25)
 def test_each_pivot_adds_the_most(num_rows: int, rank: int, count: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     a = 3 * torch.randn(num_rows, rank, generator=generator, dtype=torch.float64)

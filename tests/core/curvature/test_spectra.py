@@ -51,6 +51,7 @@ def steps(evidence: evigrad.Evidence, arguments: list) -> Iterator[tuple[float, 
         yield estimate.log_evidence, slope.clone()
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("limit", [2**30, 0])
 @pytest.mark.parametrize("estimator, structure, m", CASES)
 def test_values_and_gradients_are_those_of_factorisations(
@@ -68,6 +69,7 @@ def test_values_and_gradients_are_those_of_factorisations(
             torch.testing.assert_close(slope, right_slope, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("limit", [2**30, 0])
 @pytest.mark.parametrize("estimator, structure, m", CASES)
 def test_later_steps_factorise_nothing(
