@@ -17,10 +17,10 @@ For images, ``auroc`` tells how well the entropy of the prediction separates tes
 same images turned by 90 degrees: 0.5 is chance, 1 is perfect.
 
 ``seconds`` are the process time until the first prediction of a posterior, or of all trainings of a
-row. The rule was fixed before the first run: a posterior becomes the
-default of classifiers if its log likelihood is level with ``MAP`` within one standard error of the
-differences on every set, and ahead by more than one on half of them. The script stores every
-finished run and resumes where it was stopped.
+row. The rule was fixed before the first run: a posterior becomes the default of classifiers if its
+log likelihood is level with ``MAP`` within one standard error of the differences on every set, and
+ahead by more than one on half of them. The script stores every finished run and resumes where it
+was stopped.
 
     python benchmarks/classifiers.py --sets digits breast_cancer wine --results docs/results
     python benchmarks/classifiers.py --sets mnist --data-dir DIR --results docs/results \
