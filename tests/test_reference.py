@@ -121,7 +121,7 @@ def assert_equal(evidence: Evidence, pair: tuple[Tensor, Tensor], **settings: An
 def test_every_name(structure: str, subset: str, split: str, modifier: str) -> None:
     """Each with one of the roots and likelihoods by turns; ``test_every_root`` has each root."""
     name = joined(structure, subset, split, modifier)
-    number = WORDS.index((structure, subset, split, modifier))
+    number = [joined(*words) for words in WORDS].index(name)
     root = ("subblock", "fisher", "eigen")[number % 3]
     if "anchored" in name and root == "subblock":
         root = "eigen"

@@ -54,7 +54,8 @@ def checks() -> Iterator[Any]:
     seen: set[str] = set()
     for estimator in (EvidenceRegressor(**SHORT), EvidenceClassifier(**SHORT)):
         names = set()
-        for _, check in estimator_checks_generator(estimator):
+        pairs: Any = estimator_checks_generator(estimator)
+        for _, check in pairs:
             name = "-".join([check.func.__name__, *map(str, check.keywords.values())])
             names.add(name)
             marks = [pytest.mark.long] if name in seen else []
