@@ -5,7 +5,7 @@ and takes 10 gradients from it. Both kinds of precisions run in turns on the sam
 multilayer perceptron has two hidden layers of 256 units, and MiniNet is the paper's. Times do not
 depend on the data, which are random.
 
-    python benchmarks/axes_cost.py --csv docs/results/axes_cost.csv --pages benchmarks/README.md
+    python benchmarks/axes_cost.py --csv docs/results/axes_cost.csv
 """
 
 import argparse
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import machine, paired, pass_checks, show, write_csv
+from measure import machine, paired, pass_checks, write_csv
 from torch import nn
 
 from evigrad import Evidence
@@ -80,26 +80,12 @@ def measure(name: str, estimator: str, repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
-def table_of(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as a table."""
-    heads = ("network", "precisions", "estimator", "work", "one per tensor", "one per unit")
-    lines = [f"| {' | '.join(heads)} | ratio |", "|---" * 7 + "|"]
-    for row in rows:
-        seconds = [
-            f"{1e3 * float(row[f'{kind}_seconds']):.0f} ms" for kind in ("layerwise", "units")
-        ]
-        cells = [str(row[key]) for key in heads[:4]]
-        lines.append(f"| {' | '.join([*cells, *seconds, row['ratio']])} |")
-    return "\n".join([*lines, "", f"*{rows[0]['machine']}.*"])
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--estimators", nargs="+", default=list(ESTIMATORS))
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--csv", type=Path)
-    parser.add_argument("--pages", nargs="*", type=Path, default=[])
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     rows = []
@@ -108,7 +94,6 @@ def main(arguments: list[str] | None = None) -> None:
             rows += measure(name, estimator, options.repeats)
             if options.csv:
                 write_csv(options.csv, rows)
-    show("axes", table_of(rows), options.pages)
 
 
 if __name__ == "__main__":

@@ -169,8 +169,8 @@ def main(arguments: list[str] | None = None) -> None:
             if results.has(f"{name}: ensemble of {MEMBERS}", seed):  # the last row
                 continue
             task = task_of(name, seed, options.data_dir)
+            y = task.data.test[1]
             for row, columns, log_probs in rows_of(task):
-                y = task.data.test[1]
                 judged = metrics(log_probs[: len(y)], y)
                 run = {key: judged[key] for key in KEYS} | columns
                 run["auroc"] = auroc(log_probs, len(y))

@@ -70,6 +70,17 @@ def prior_steps(rows: Sequence[Row]) -> str:
     return markdown(header, lines)
 
 
+def axes_cost(rows: Sequence[Row]) -> str:
+    """Return times for one precision per tensor and per unit, one line for each case."""
+    lines = []
+    for r in rows:
+        times = [f"{1e3 * float(r[f'{kind}_seconds']):.0f} ms" for kind in ("layerwise", "units")]
+        named = [r["network"], r["precisions"], r["estimator"], r["work"]]
+        lines.append([*named, *times, f"{r['ratio']} ×"])
+    header = ["network", "precisions", "estimator", "work", "one per tensor", "one per unit"]
+    return markdown([*header, "ratio"], lines)
+
+
 def peers(rows: Sequence[Row]) -> str:
     """Return the times of evigrad and of another package, one line for each case."""
     lines = []
@@ -89,6 +100,7 @@ TABLES: dict[str, tuple[str, Mapping[str, str], Callable[[Sequence[Row]], str]]]
     "sequences": ("step_cost_sequences", {}, step_cost_of_models),
     "memory": ("memory", {}, memory),
     "prior steps": ("prior_steps*", {}, prior_steps),
+    "axes": ("axes_cost", {}, axes_cost),
     "laplace-torch": ("peers", {}, peers),
     "paper": ("peers_paper", {}, peers),
 }

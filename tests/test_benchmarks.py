@@ -276,11 +276,12 @@ def test_classifiers(monkeypatch, tmp_path, capsys):
 
 
 def test_cost_of_axes(monkeypatch, tmp_path):
-    script = load_script("axes_cost", monkeypatch)
-    (page := tmp_path / "page.md").write_text("<!-- axes -->\n<!-- end axes -->\n")
+    script, file = load_script("axes_cost", monkeypatch), tmp_path / "axes.csv"
     common = ["--networks", "mininet", "--estimators", "ntk-10-1", "--repeats", "1"]
-    script.main([*common, "--csv", str(tmp_path / "axes.csv"), "--pages", str(page)])
-    assert page.read_text().count("\n| mininet | 132 | ntk-10-1 | ") == 2
+    script.main([*common, "--csv", str(file)])
+    performance = load_script("performance", monkeypatch)
+    table = performance.axes_cost(performance.read(file))
+    assert table.count("\n| mininet | 132 | ntk-10-1 | ") == 2
 
 
 def test_tables_of_a_package(monkeypatch, tmp_path):

@@ -147,11 +147,10 @@ class ProductRows(Rows):
     def differentiable_gram(self, like: Tensor, precision: Tensor) -> Float[Tensor, "R R"]:
         if precision.numel() == 1:
             return self.gram(like) * precision.to(like).reciprocal()
-        root, is_first = self._root(precision.to(like))
-        scales_inputs = is_first == self.transposed
         if not self._has_one_position:
             return self.gram(like, precision)
-        return _ScaledGram.apply(root, *self._factors(like, scales_inputs))
+        root, is_first = self._root(precision.to(like))
+        return _ScaledGram.apply(root, *self._factors(like, is_first == self.transposed))
 
     @property
     def _has_one_position(self) -> bool:
@@ -188,10 +187,10 @@ class ProductRows(Rows):
     def _scaled(self, a: Tensor, g: Tensor, precision: Tensor) -> tuple[Tensor, Tensor]:
         """Return a use's pair with the factor that the precision belongs to times P0^{-1/2}."""
         root, is_first = self._root(precision.to(g))
-        if is_first and not a.is_floating_point():  # one precision for each row that is looked up
-            return a, g * root[a][:, None, :, None]
-        scales_inputs = root.ndim > 0 and a.is_floating_point() and is_first == self.transposed
-        return (a * root, g) if scales_inputs else (a, g * root)
+        if a.is_floating_point():
+            return (a * root, g) if is_first == self.transposed else (a, g * root)
+        # The first axis has one precision for each row that is looked up.
+        return a, g * (root[a][:, None, :, None] if is_first else root)
 
     def _root(self, precision: Tensor) -> tuple[Float[Tensor, "*n"], bool]:
         """Return P0^{-1/2} of one factor, and whether it is along the parameter's first axis."""

@@ -265,7 +265,9 @@ class Ntk(Curvature[NtkStatistic]):
         with torch.no_grad():
             for names in self._cached.values():
                 total.cached_gram(names, self._like, self._axes)
-        scaled = {name: total.rows[name].stored(self._store) for name in self._scaled}
+        scaled = {name: total.rows[name] for name in self._scaled}
+        if before is None:  # the rows were not stored above
+            scaled = {name: deferred.stored(self._store) for name, deferred in scaled.items()}
         return replace(total, rows=scaled)
 
     def rescaled(
