@@ -21,7 +21,7 @@ from evigrad.core.curvature import (
     inner_product,
 )
 from evigrad.core.curvature.linalg import psd_eigenvalues
-from evigrad.core.protocols import Purpose
+from evigrad.core.protocols import LOG_DETS, Purpose
 from evigrad.fast.contraction import (
     MatrixUse,
     contracted,
@@ -78,12 +78,14 @@ def test_the_cotangent_is_written_over_the_rows() -> None:
 
 @pytest.mark.parametrize("purpose", Purpose)
 @pytest.mark.parametrize("sizes", [(), (2,)])
-def test_rows_are_dropped_after_the_last_of_them(purpose: Purpose, sizes: Sequence[int]) -> None:
-    """If only log-determinants follow."""
+def test_gram_matrices_replace_all_rows(purpose: Purpose, sizes: Sequence[int]) -> None:
+    """If only log-determinants follow. The last of several micro-batches is released before."""
     fake, root = linear_fake(), roots(True)
     structure = ntk_of(fake)
     statistic = accumulated(structure, fake, root, sizes, structure.empty(purpose, M))
-    assert bool(statistic.rows) == (purpose in (Purpose.DIFFERENTIATE, Purpose.ROWS))
+    assert bool(statistic.rows) == (bool(sizes) or purpose not in LOG_DETS)
+    structure.log_det(statistic, precisions_of()[0])
+    assert bool(statistic.rows) == (purpose not in LOG_DETS)
     assert structure.collect(structure.empty(purpose, M + 1), fake, root).rows
 
 

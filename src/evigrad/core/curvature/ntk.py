@@ -59,7 +59,7 @@ class NtkStatistic(Statistic):
         scale: One number for each row, or None for 1.
         present: Which rows (m_i, k) of each micro-batch are not padding. ``rows`` and ``scale``
             contain only these.
-        awaited: Number of examples after which Gram matrices may replace the rows, or infinity.
+        awaited: Number of examples after which each Gram matrix replaces its rows, or infinity.
         grams: A cache of Gram matrices, filled by ``cached_gram``.
         spectra: A cache of the eigenvalues of the Gram matrices.
     """
@@ -111,21 +111,24 @@ class NtkStatistic(Statistic):
     ) -> Float[Tensor, "*G R R"]:
         """Return the sum of the Gram matrices of these parameters, computed once and cached.
 
-        The rows must have no graph. ``axes`` contains an axis and the shape of parameters that
-        have a Gram matrix for each position along the axis.
+        The rows must have no graph. If no examples are awaited, the Gram matrix replaces them.
+        ``axes`` contains an axis and the shape of parameters that have a Gram matrix for each
+        position along the axis.
         """
         # Other structures may read this statistic with other groups or another dtype.
         key = (*((name, axes.get(name)) for name in names), like.dtype)
         if key not in self.grams:
+            rows = {name: self.rows[name] for name in names}
             gram, *others = (
-                self.rows[name].dense().grams_along(*axes[name], like)
-                if name in axes
-                else self.rows[name].gram(like)
-                for name in names
+                part.dense().grams_along(*axes[name], like) if name in axes else part.gram(like)
+                for name, part in rows.items()
             )
             for other in others:
                 gram += other
             self.grams[key] = gram
+            if not self.awaited:
+                for name in names:
+                    del self.rows[name]
         return self.grams[key]
 
     def taken_gram(self, names: Sequence[str], like: Tensor) -> Float[Tensor, "R R"]:
@@ -245,30 +248,29 @@ class Ntk(Curvature[NtkStatistic]):
     def collect(
         self, statistic: NtkStatistic | None, linearization: Linearization, root: RootRows
     ) -> NtkStatistic:
-        """Return all rows so far. After the last rows, return Gram matrices if these suffice."""
+        """Return all rows so far, or Gram matrices if these suffice and this batch has all rows."""
         present = _present(root)
         rows = linearization.deferred_rows(root, list(self._numel), self.contracted)
         total = NtkStatistic(rows, _present_scale(root, present), (present,))
         before = None if statistic is None or not statistic.present else statistic
         awaited = (math.inf if statistic is None else statistic.awaited) - len(present)
-        sums_grams = not awaited and not self._varying and not root.vectors.requires_grad
-        if sums_grams:
+        if not awaited:
             num_rows = total.num_rows + (0 if before is None else before.num_rows)
-            sums_grams = self._caches_grams(num_rows)
-        # A micro-batch with all rows needs the rows of only one parameter at a time.
-        if before is not None or not sums_grams:
+            sums_grams = not self._varying and not root.vectors.requires_grad
+            awaited = 0 if sums_grams and self._caches_grams(num_rows) else math.inf
+        is_whole = before is None and not awaited
+        if not is_whole:
             stored = {name: deferred.stored(self._store) for name, deferred in rows.items()}
-            total = replace(total, rows=stored, awaited=awaited)
-            total = total if before is None else before + total
-        if not sums_grams or total.carries_graph:
-            return total
-        with torch.no_grad():
-            for names in self._cached.values():
-                total.cached_gram(names, self._like, self._axes)
-        scaled = {name: total.rows[name] for name in self._scaled}
-        if before is None:  # the rows were not stored above
-            scaled = {name: deferred.stored(self._store) for name, deferred in scaled.items()}
-        return replace(total, rows=scaled)
+            total = replace(total, rows=stored)
+        total = replace(total if before is None else before + total, awaited=awaited)
+        if is_whole:
+            # A micro-batch with all rows needs the rows of only one parameter at a time.
+            with torch.no_grad():
+                for names in self._cached.values():
+                    total.cached_gram(names, self._like, self._axes)
+            for name in self._scaled:
+                total.rows[name] = total.rows[name].stored(self._store)
+        return total
 
     def rescaled(
         self,
