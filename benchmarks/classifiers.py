@@ -1,9 +1,10 @@
 r"""Compare predictions of classifiers: MAP, Laplace, variational, and calibrated on held-out data.
 
-The sets are the images of ``rivals.py`` and the tables of ``sklearn_tables.py``
-(random 80/20 splits). Each seed trains one network by ``fit`` with its defaults. The images
-have the networks of ``rivals.py``, and the tables have two hidden layers of 50. All rows predict
-with this network, except:
+The sets are the images of ``rivals.py``, the tables of ``sklearn_tables.py`` (random 80/20 splits),
+the fine-tuning of ``transfer.py`` (one precision per tensor, around the pretrained weights) and the
+lines of text of ``examples/text.py``. Each seed trains one network by ``fit`` with its defaults, or
+with the schedule of the other script. The tables have networks with two hidden layers of 50. All
+rows predict with this network, except:
 
 * ``temperature scaling``: trained on 90 % of the data. The rest chooses the scale of the logits.
 * ``ensemble of 3``: mean probabilities of three networks from different initial weights.
@@ -14,7 +15,8 @@ mean weights. ``laplace-torch`` is its default posterior (last layer, Kronecker 
 prior precision of its marginal likelihood and its default prediction (generalized linear, probit).
 
 For images, ``auroc`` tells how well the entropy of the prediction separates test images from the
-same images turned by 90 degrees: 0.5 is chance, 1 is perfect.
+same images turned by 90 degrees: 0.5 is chance, 1 is perfect. In fine-tuning, it separates
+them from test images of the classes of the pretraining.
 
 ``seconds`` are the process time until the first prediction of a posterior, or of all trainings of a
 row. The rule was fixed before the first run: a posterior becomes the default of classifiers if its
@@ -25,14 +27,20 @@ was stopped.
     python benchmarks/classifiers.py --sets digits breast_cancer wine --results docs/results
     python benchmarks/classifiers.py --sets mnist --data-dir DIR --results docs/results \
         --pages benchmarks/README.md
+
+``text`` needs ``export PYTHONPATH=.``.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+import transfer
 from learning import Result, Results, make_parser, parse
 from measure import Clock, mean_and_error, show, spans, with_error
 from rivals import (
@@ -40,6 +48,8 @@ from rivals import (
     IMAGES,
     MEMBERS,
     OTHER_MEMBER,
+    Fitted,
+    Pair,
     Task,
     best_scale,
     make_task,
@@ -48,23 +58,70 @@ from rivals import (
 )
 from sklearn.metrics import roc_auc_score
 from sklearn_tables import CLASSES
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from transfer import Transfer
 
+from evigrad import Schedule
 from evigrad.data import DataSet
 from evigrad.data.dataset import Scaling, stratified_split
+from evigrad.training.plan import planned
 
 TABLES = ("breast_cancer", "wine", "chile", "mortgages", "deaths")
-SETS, STRUCTURES = (*TABLES, *IMAGES), ("last-layer", "kfac")
+FINE_TUNING = {f"fine-tuning-{size}": size for size in transfer.SIZES}
+SETS, STRUCTURES = (*TABLES, *IMAGES, *FINE_TUNING, "text"), ("last-layer", "kfac")
 HELD_OUT, TEST, SAMPLES = 0.1, 0.2, 1000
 KEYS = ("log_likelihood", "accuracy", "ece")
 COLUMNS = ("row", "seed", *KEYS, "auroc", "seconds", "bound", "steps")
 
 
-def task_of(name: str, seed: int, data_dir: str | None) -> Task:
-    """Return the split of a seed with its network."""
-    if name not in TABLES:
-        return make_task(name, seed, data_dir)
+@dataclass(frozen=True)
+class Text(Task):
+    """Lines of code and words as characters, for the transformer of ``examples/text.py``."""
+
+    def network(self, seed: int | None = None) -> nn.Module:
+        """Return the network with the initial weights of a seed."""
+        from examples.text import Reader
+
+        class Characters(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.reader = Reader()
+
+            def forward(self, ids: Tensor) -> Tensor:
+                return self.reader(ids, ids > 0)
+
+        torch.manual_seed(self.seed if seed is None else seed)
+        return Characters()
+
+
+def text_task(seed: int) -> Text:
+    """Return 600 lines of five modules, and 600 test lines of four others."""
+    from examples.text import KINDS, LENGTH, TEST, TRAIN, snippets
+
+    def part(modules: Sequence[ModuleType], seed: int) -> tuple[Tensor, Tensor]:
+        (inputs, labels), _ = snippets(modules, 300, seed)
+        return inputs["ids"], labels
+
+    zero, one = torch.zeros(()), torch.ones(())
+    parts = part(TRAIN, seed), part(TEST, seed + 1)
+    data = DataSet("text", *parts, len(KINDS), (LENGTH,), "categorical", KINDS, zero, one)
+    return Text(data, "", seed, {}, Schedule(epochs=60, batch_size=50, eval_every=0))
+
+
+def task_of(name: str, seed: int, data_dir: str | None, backbone: Path) -> tuple[Task, Tensor]:
+    """Return the split of a seed with its network, and inputs unlike the training data."""
+    if name == "text":
+        task = text_task(seed)
+        return task, task.data.test[0][:0]
+    if name in FINE_TUNING:
+        data = transfer.read(data_dir)
+        old, new = (transfer.of_classes(data, old) for old in (True, False))
+        weights = transfer.pretrained(old, backbone)
+        return transfer.make_task(new, FINE_TUNING[name], seed, weights), old.test[0]
+    if name in IMAGES:
+        task = make_task(name, seed, data_dir)
+        return task, task.data.test[0].rot90(1, (2, 3))
     features, targets = CLASSES[name]()
     names, numbers = np.unique(targets, return_inverse=True)
     x, y = torch.from_numpy(features).float(), torch.from_numpy(numbers)
@@ -74,7 +131,16 @@ def task_of(name: str, seed: int, data_dir: str | None) -> Task:
     classes, shape = tuple(map(str, names)), tuple(x.shape[1:])
     kind, mean, std = "categorical", scaling.mean, scaling.std
     data = DataSet(name, train_part, test_part, len(classes), shape, kind, classes, mean, std)
-    return Task(data, "mlp", seed, {"hidden": HIDDEN})
+    return Task(data, "mlp", seed, {"hidden": HIDDEN}), x[:0]
+
+
+def fitted_by(task: Task, part: Pair | None = None, seed: int | None = None) -> Fitted:
+    """Return a training by ``fit``, with precisions around the pretrained weights if any."""
+    options: dict[str, Any] = {}
+    if isinstance(task, Transfer):
+        schedule = replace(planned(task.schedule), prior_blocks=1)
+        options = {"prior": transfer.learned_prior("layerwise"), "schedule": schedule}
+    return train(task, part, seed=seed, **options)
 
 
 def of_laplace_torch(
@@ -91,15 +157,11 @@ def of_laplace_torch(
         return torch.cat([posterior(part) for part in x.split(1000)]).log()
 
 
-def rows_of(task: Task) -> Iterator[tuple[str, Result, Tensor]]:
-    """Yield name, columns and log probabilities (or logits) of each row.
-
-    Test images are followed by the same images, turned by 90 degrees.
-    """
-    data, (x, _) = task.data, task.data.test
-    x = torch.cat([x, x.rot90(1, (2, 3))]) if x.ndim == 4 else x
+def rows_of(task: Task, x: Tensor) -> Iterator[tuple[str, Result, Tensor]]:
+    """Yield name, columns and log probabilities (or logits) of ``x`` for each row."""
+    data = task.data
     with Clock() as clock:
-        fitted = train(task)
+        fitted = fitted_by(task)
     yield "MAP", {"seconds": clock.seconds}, fitted.outputs(x)
     assert fitted.evidence is not None
     for structure in STRUCTURES:
@@ -120,11 +182,12 @@ def rows_of(task: Task) -> Iterator[tuple[str, Result, Tensor]]:
     yield "laplace-torch", {"seconds": of_rival.seconds}, log_probs
     with Clock() as of_scaled:
         part, (held_x, held_y) = data.split_validation(HELD_OUT, task.seed)
-        smaller = train(task, part)
+        smaller = fitted_by(task, part)
         scale = best_scale(smaller.outputs(held_x), held_y)
     yield "temperature scaling", {"seconds": of_scaled.seconds}, scale * smaller.outputs(x)
     with Clock() as of_others:
-        others = [train(task, seed=task.seed + OTHER_MEMBER * i) for i in range(1, MEMBERS)]
+        seeds = [task.seed + OTHER_MEMBER * i for i in range(1, MEMBERS)]
+        others = [fitted_by(task, seed=seed) for seed in seeds]
     seconds = {"seconds": clock.seconds + of_others.seconds}
     members = torch.stack([n.outputs(x).double().softmax(1) for n in (fitted, *others)])
     yield f"ensemble of {MEMBERS}", seconds, members.mean(0).log()
@@ -162,15 +225,16 @@ def main(arguments: list[str] | None = None) -> None:
     """Run what is missing, then print the table and insert it into the pages."""
     parser = make_parser(__doc__)
     parser.add_argument("--sets", nargs="*", choices=SETS, default=list(SETS))
+    parser.add_argument("--backbone", type=Path, default=Path("results/transfer.pt"))
     options = parse(parser, arguments)
     results = Results(options.results / "classifiers.csv", COLUMNS)
     for name in options.sets:
         for seed in options.seeds:
             if results.has(f"{name}: ensemble of {MEMBERS}", seed):  # the last row
                 continue
-            task = task_of(name, seed, options.data_dir)
-            y = task.data.test[1]
-            for row, columns, log_probs in rows_of(task):
+            task, others = task_of(name, seed, options.data_dir, options.backbone)
+            x, y = task.data.test
+            for row, columns, log_probs in rows_of(task, torch.cat([x, others])):
                 judged = metrics(log_probs[: len(y)], y)
                 run = {key: judged[key] for key in KEYS} | columns
                 run["auroc"] = auroc(log_probs, len(y))

@@ -275,6 +275,13 @@ def test_classifiers(monkeypatch, tmp_path, capsys):
     assert page.read_text().count("\n| wine: ") == len(rows)
 
 
+def test_text_for_classifiers(monkeypatch, tmp_path):
+    task, others = load_script("classifiers", monkeypatch).task_of("text", 0, None, tmp_path)
+    x, _ = task.data.test
+    assert len(others) == 0 and len(x) == 600
+    assert task.network()(x[:3]).shape == (3, task.data.num_outputs)
+
+
 def test_cost_of_axes(monkeypatch, tmp_path):
     script, file = load_script("axes_cost", monkeypatch), tmp_path / "axes.csv"
     common = ["--networks", "mininet", "--estimators", "ntk-10-1", "--repeats", "1"]

@@ -294,9 +294,10 @@ class _Fitter:
             if is_kernel:
                 return {name: (*sums[name], term) for name, term in terms.items()}
             for name, t in terms.items():
-                is_dense = name in self._dense
-                square = t.mT.to(sites) @ t.to(sites) if is_dense else t.norm(dim=0).square()
-                terms[name] = sums[name] + square
+                if name in self._dense:
+                    terms[name] = sums[name] + t.mT.to(sites) @ t.to(sites)
+                else:
+                    terms[name] = sums[name] + torch.linalg.vecdot(t, t, dim=0)
             return terms
 
         sums = self._over_rows(add, dict.fromkeys(groups, () if is_kernel else sites.new_zeros(())))
