@@ -8,11 +8,10 @@ one thread per observation, for the model and for the acquisition function.
   adds the others in closed form.
 * ``gp``: BoTorch's ``SingleTaskGP``, fitted after every observation.
 * ``laplace-bayesopt``: ``LaplaceBoTorch`` with the same network, trained after every observation as
-  its authors do, for 1,000 epochs. It is in constraints-laplace.txt. It is slow, so it has only 3
-  seeds by default.
+  its authors do, for 1,000 epochs. It is in constraints-laplace.txt.
 
 Each run has a process of its own, which is stopped after ``--limit`` seconds. A run that fails is
-reported, and runs again next time. Everything takes about an hour of one core.
+reported, and runs again next time. Everything takes about three hours of one core.
 
     python benchmarks/bayesian_optimization.py --results docs/results --pages benchmarks/README.md
 """
@@ -142,14 +141,12 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     parser.add_argument("--methods", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--steps", type=int, help="fewer observations, for a trial")
     parser.add_argument("--limit", type=float, default=1800, help="seconds of a run")
-    parser.add_argument("--laplace-seeds", type=int, default=3, help="seeds of laplace-bayesopt")
     options = parse(parser, arguments)
     warnings.simplefilter("ignore")
     results = Results(options.results / "bayesian_optimization.csv", COLUMNS)
     for seed, function, method in product(options.seeds, options.functions, options.methods):
         row = f"{function} {method}"
-        is_extra = method == "laplace-bayesopt" and seed >= options.laplace_seeds
-        if is_extra or results.has(row, seed):
+        if results.has(row, seed):
             continue
         with multiprocessing.get_context("fork").Pool(1) as pool:
             try:
