@@ -7,6 +7,8 @@ with the schedule of the other script. The tables have networks with two hidden 
 rows predict with this network, except:
 
 * ``temperature scaling``: trained on 90 % of the data. The rest chooses the scale of the logits.
+* ``calibrated``: the posterior of this network, with two scales that the rest chooses
+  (``Posterior.calibrate``).
 * ``ensemble of 3``: mean probabilities of three networks from different initial weights.
 
 ``MAP`` is the plug-in prediction. ``laplace, STRUCTURE`` and ``variational, STRUCTURE`` are
@@ -34,6 +36,8 @@ was stopped.
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -157,40 +161,77 @@ def of_laplace_torch(
         return torch.cat([posterior(part) for part in x.split(1000)]).log()
 
 
-def rows_of(task: Task, x: Tensor) -> Iterator[tuple[str, Result, Tensor]]:
-    """Yield name, columns and log probabilities (or logits) of ``x`` for each row."""
-    data = task.data
-    with Clock() as clock:
-        fitted = fitted_by(task)
-    yield "MAP", {"seconds": clock.seconds}, fitted.outputs(x)
-    assert fitted.evidence is not None
-    for structure in STRUCTURES:
+Predictions = Iterator[tuple[str, Result, Tensor]]  # name, columns, and log probabilities or logits
+
+
+class Rows:
+    """The rows of a task, with predictions for ``x``."""
+
+    def __init__(self, task: Task, x: Tensor) -> None:
+        self.task, self.x = task, x
+
+    @cached_property
+    def trained(self) -> tuple[Fitted, float]:
+        """Return a training on all data and its process time."""
+        with Clock() as clock:
+            fitted = fitted_by(self.task)
+        return fitted, clock.seconds
+
+    def of_posteriors(self) -> Predictions:
+        """Yield the MAP prediction and all posteriors."""
+        (fitted, seconds), x, train_data = self.trained, self.x, self.task.data.train
+        yield "MAP", {"seconds": seconds}, fitted.outputs(x)
+        assert fitted.evidence is not None
+        for structure in STRUCTURES:
+            for inference in ("laplace", "variational"):
+                with Clock() as clock:
+                    posterior = fitted.evidence.posterior(
+                        train_data, structure=structure, inference=inference
+                    )
+                    posterior(x[:1])
+                columns: Result = {"seconds": clock.seconds}
+                if inference == "variational":
+                    columns |= {"bound": posterior.bound, "steps": len(posterior.bounds) - 1}
+                prediction = posterior(x, num_samples=SAMPLES)
+                yield f"{inference}, {structure}", columns, prediction.probabilities.log()
+            yield f"variational mean, {structure}", columns, prediction.outputs
+        with Clock() as clock:
+            log_probs = of_laplace_torch(fitted.model, train_data, x)
+        yield "laplace-torch", {"seconds": clock.seconds}, log_probs
+
+    def of_held_out_data(self) -> Predictions:
+        """Yield the predictions that 10 % of the data calibrate."""
+        with Clock() as clock:
+            part, held_out = self.task.data.split_validation(HELD_OUT, self.task.seed)
+            fitted = fitted_by(self.task, part)
+            scale = best_scale(fitted.outputs(held_out[0]), held_out[1])
+        yield "temperature scaling", {"seconds": clock.seconds}, scale * fitted.outputs(self.x)
+        assert fitted.evidence is not None
         for inference in ("laplace", "variational"):
             with Clock() as of_posterior:
                 posterior = fitted.evidence.posterior(
-                    data.train, structure=structure, inference=inference
-                )
-                posterior(x[:1])
-            columns: Result = {"seconds": of_posterior.seconds}
-            if inference == "variational":
-                columns |= {"bound": posterior.bound, "steps": len(posterior.bounds) - 1}
-            prediction = posterior(x, num_samples=SAMPLES)
-            yield f"{inference}, {structure}", columns, prediction.probabilities.log()
-        yield f"variational mean, {structure}", columns, prediction.outputs
-    with Clock() as of_rival:
-        log_probs = of_laplace_torch(fitted.model, data.train, x)
-    yield "laplace-torch", {"seconds": of_rival.seconds}, log_probs
-    with Clock() as of_scaled:
-        part, (held_x, held_y) = data.split_validation(HELD_OUT, task.seed)
-        smaller = fitted_by(task, part)
-        scale = best_scale(smaller.outputs(held_x), held_y)
-    yield "temperature scaling", {"seconds": of_scaled.seconds}, scale * smaller.outputs(x)
-    with Clock() as of_others:
-        seeds = [task.seed + OTHER_MEMBER * i for i in range(1, MEMBERS)]
-        others = [fitted_by(task, seed=seed) for seed in seeds]
-    seconds = {"seconds": clock.seconds + of_others.seconds}
-    members = torch.stack([n.outputs(x).double().softmax(1) for n in (fitted, *others)])
-    yield f"ensemble of {MEMBERS}", seconds, members.mean(0).log()
+                    part, structure="last-layer", inference=inference
+                ).calibrate(*held_out)
+            seconds = {"seconds": clock.seconds + of_posterior.seconds}
+            log_probs = posterior(self.x, num_samples=SAMPLES).probabilities.log()
+            yield f"calibrated {inference}, last-layer", seconds, log_probs
+
+    def of_ensemble(self) -> Predictions:
+        """Yield the mean probabilities of several networks."""
+        (fitted, seconds), seed = self.trained, self.task.seed
+        with Clock() as clock:
+            seeds = [seed + OTHER_MEMBER * i for i in range(1, MEMBERS)]
+            others = [fitted_by(self.task, seed=seed) for seed in seeds]
+        members = torch.stack([n.outputs(self.x).double().softmax(1) for n in (fitted, *others)])
+        yield f"ensemble of {MEMBERS}", {"seconds": seconds + clock.seconds}, members.mean(0).log()
+
+
+# The last row of each training.
+LAST_ROWS = {
+    "laplace-torch": Rows.of_posteriors,
+    "calibrated variational, last-layer": Rows.of_held_out_data,
+    f"ensemble of {MEMBERS}": Rows.of_ensemble,
+}
 
 
 def auroc(log_probs: Tensor, num_test: int) -> float | None:
@@ -230,11 +271,13 @@ def main(arguments: list[str] | None = None) -> None:
     results = Results(options.results / "classifiers.csv", COLUMNS)
     for name in options.sets:
         for seed in options.seeds:
-            if results.has(f"{name}: ensemble of {MEMBERS}", seed):  # the last row
+            missing = [last for last in LAST_ROWS if not results.has(f"{name}: {last}", seed)]
+            if not missing:
                 continue
             task, others = task_of(name, seed, options.data_dir, options.backbone)
             x, y = task.data.test
-            for row, columns, log_probs in rows_of(task, torch.cat([x, others])):
+            rows = Rows(task, torch.cat([x, others]))
+            for row, columns, log_probs in chain(*(LAST_ROWS[last](rows) for last in missing)):
                 judged = metrics(log_probs[: len(y)], y)
                 run = {key: judged[key] for key in KEYS} | columns
                 run["auroc"] = auroc(log_probs, len(y))

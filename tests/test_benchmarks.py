@@ -260,7 +260,7 @@ def test_classifiers(monkeypatch, tmp_path, capsys):
     pytest.importorskip("laplace")
     script = load_script("classifiers", monkeypatch)
     short = partial(script.train, schedule=Schedule(epochs=2, eval_every=0))
-    for name, value in {"train": short, "STRUCTURES": ("last-layer",), "MEMBERS": 2}.items():
+    for name, value in {"train": short, "STRUCTURES": ("last-layer",)}.items():
         monkeypatch.setattr(script, name, value)
     (page := tmp_path / "page.md").write_text("<!-- classifiers -->\n<!-- end classifiers -->\n")
     common = ["--sets", "wine", "--seeds", "0", "--results", str(tmp_path), "--pages", str(page)]
@@ -268,7 +268,8 @@ def test_classifiers(monkeypatch, tmp_path, capsys):
         script.main(common)
     runs = runs_of(tmp_path / "classifiers.csv")
     rows = ("MAP", "laplace, last-layer", "variational, last-layer", "variational mean, last-layer")
-    rows = (*rows, "laplace-torch", "temperature scaling", "ensemble of 2")
+    rows = (*rows, "laplace-torch", "temperature scaling", "calibrated laplace, last-layer")
+    rows = (*rows, "calibrated variational, last-layer", "ensemble of 3")
     assert list(runs) == [(f"wine: {row}", 0) for row in rows]
     values = {row: float(run["log_likelihood"]) for (row, _), run in runs.items()}
     assert all(value < 0 for value in values.values()) and len(set(values.values())) == len(rows)
