@@ -222,6 +222,9 @@ def parts_of_evidence() -> None:
     same(estimate.log_likelihood, la.log_likelihood)
     same(-2.0 * estimate.log_prior, la.scatter)
     same(estimate.log_det, la.log_det_ratio)
+    precisions, weights = both.evidence().prior.precisions(), dict(both.model.named_parameters())
+    of_prior = sum(precisions[name].log() * w.numel() for name, w in weights.items())
+    same(estimate.log_det + of_prior, la.log_det_posterior_precision)
 
 
 def optimized_precision() -> None:
@@ -249,6 +252,9 @@ def moments_of_targets() -> None:
     (mean, covariance), prediction = both.theirs()(both.test), both.ours()(both.test)
     same(prediction.mean, mean)
     same(prediction.covariance, covariance)
+    la = both.theirs()
+    jacobians, _ = la.backend.jacobians(both.test)
+    same(prediction.covariance, la.functional_variance(jacobians))
     diagonal = both.theirs()(both.test, diagonal_output=True)[1]
     same(both.ours()(both.test, correlated=False).covariance, diagonal)
 
@@ -323,8 +329,10 @@ def variances_of_weights() -> None:
     both = Both()
     vector = {name: torch.randn_like(w) for name, w in both.model.named_parameters()}
     flat = torch.cat([part.flatten() for part in vector.values()])
-    expected = flat @ both.theirs().posterior_covariance @ flat
-    same(both.ours().variance_of(vector), expected)
+    la, variance = both.theirs(), both.ours().variance_of(vector)
+    same(variance, flat @ la.posterior_covariance @ flat)
+    same(variance, flat @ torch.linalg.solve(la.posterior_precision, flat))
+    same(variance, (flat @ la.posterior_scale).square().sum())
 
 
 def states() -> None:

@@ -13,7 +13,15 @@ from torch.utils.checkpoint import checkpoint
 
 from evigrad import Posterior, Predictive
 from evigrad.errors import ConfigurationError
-from evigrad.likelihoods import Gaussian, Likelihood
+from evigrad.likelihoods import (
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+    NegativeBinomial,
+    Ordinal,
+    Poisson,
+    StudentT,
+)
 from evigrad.posterior import STRUCTURES
 
 STEP = 1e-5
@@ -88,6 +96,77 @@ def test_moments_of_targets_have_gradients(likelihood):
     check(lambda x: posterior(x).mean, small_case.test)
     check(lambda x: posterior(x).std, small_case.test)
     check(lambda x: posterior(x).log_prob(small_case.train[1][:5]), small_case.test)
+
+
+# Three outputs and the layers' widths are those of ``case``.
+DENSITIES: dict[str, tuple[Likelihood, Callable[[Tensor], Tensor], int]] = {
+    "gaussian": (Gaussian(0.5), lambda y: y, 3),
+    "student-t": (StudentT(0.5, degrees=4.0), lambda y: y, 3),
+    "heteroscedastic": (HeteroscedasticGaussian(), lambda y: y[:, :1], 2),
+    "ordinal": (Ordinal(3), lambda y: y[:, 0].clamp(0, 2).round().long(), 1),
+    "poisson": (Poisson(), lambda y: y.exp().floor(), 3),
+    "negative-binomial": (NegativeBinomial(), lambda y: y.exp().floor(), 3),
+}
+
+
+@pytest.mark.parametrize("link", ["monte-carlo", "plug-in"])
+@pytest.mark.parametrize("name", DENSITIES)
+def test_probabilities_and_quantiles_have_gradients(name, link):
+    likelihood, targets, num_outputs = DENSITIES[name]
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, num_outputs))
+    small_case = case(likelihood, model, structure="scalar")
+    x, y = small_case.train
+    y = targets(y)
+    posterior = small_case.evidence.posterior((x, y), structure="diag")
+    torch.manual_seed(0)
+    check(lambda x: posterior(x, link=link, num_samples=5).cdf(y[:5]), small_case.test)
+    leaf = small_case.test.clone().requires_grad_()
+    if likelihood.has_whole_targets:  # constant almost everywhere
+        assert not posterior(leaf, link=link, num_samples=5).quantile(0.3).requires_grad
+    else:
+        quantiles = (0.1, 0.5, 0.99)
+        check(lambda x: posterior(x, link=link, num_samples=5).quantile(quantiles), small_case.test)
+    for prediction in (posterior(leaf), posterior.joint(leaf)):
+        with pytest.raises(ConfigurationError, match="Drawn targets have no derivative"):
+            prediction.sample_targets(2)
+        with torch.no_grad():
+            assert not prediction.sample_targets(2).requires_grad
+
+
+@pytest.mark.parametrize("likelihood", ("categorical", "poisson"))
+@pytest.mark.filterwarnings("ignore:The mean or the noise")
+def test_results_that_were_first_read_without_a_graph_have_one(likelihood):
+    small_case = case(likelihood)
+    posterior = small_case.evidence.posterior(small_case.train, structure="diag")
+    leaf, gradients = small_case.test.clone().requires_grad_(), list[Tensor]()
+
+    def values_of(p: Predictive) -> list[Tensor]:
+        is_counted = likelihood == "poisson"
+        return [p.sample(2), *([p.mean, p.std] if is_counted else [p.probabilities])]
+
+    for is_read in (True, False):
+        prediction = posterior(leaf)
+        if is_read:
+            with torch.no_grad():
+                values_of(prediction)
+        total = torch.stack([values.square().sum() for values in values_of(prediction)]).sum()
+        gradients += torch.autograd.grad(total, leaf)
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_cdf_without_a_derivative_raises_an_error():
+    class Detached(StudentT):
+        def cdf(self, f: Tensor, y: Tensor) -> Tensor:
+            return super().cdf(f.detach(), y)
+
+    small_case = case(Detached(0.5, degrees=4.0))
+    posterior = small_case.evidence.posterior(small_case.train, structure="diag")
+    prediction = posterior(small_case.test.clone().requires_grad_(), num_samples=5)
+    for method, argument in ((prediction.cdf, 0.0), (prediction.quantile, 0.5)):
+        with pytest.raises(ConfigurationError, match="cdf of Detached has no derivative"):
+            method(argument)
+        with torch.no_grad():
+            method(argument)
 
 
 def test_samples_have_gradients_if_eigenvalues_are_equal_or_zero():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from evigrad import Evidence, Memory, Posterior
 from evigrad.errors import ConfigurationError, InputError, NotPositiveDefiniteError
-from evigrad.likelihoods import Gaussian, KnownNoise, Likelihood, Weighted
+from evigrad.likelihoods import Gaussian, Joint, KnownNoise, Likelihood, Weighted
 from evigrad.posterior import STRUCTURES
 from evigrad.priors import GaussianPrior
 
@@ -80,6 +80,22 @@ def test_an_update_is_the_posterior_of_all_data(structure):
     posterior = part.posterior((x[:5], y[:5]), structure=structure).update(x[5:], y[5:])
     expected = whole.evidence.posterior((x, y), structure=structure)
     assert_close(posterior(whole.test).covariance, expected(whole.test).covariance, 1e-10)
+
+
+def test_heads_with_gaussian_noise_can_be_updated():
+    heads = Joint({"one": (1, Gaussian(0.5)), "two": (2, Gaussian([1.0, 2.0]))})
+    posteriors = [
+        case(likelihood).evidence.posterior(case("gaussian").train, structure="full")
+        for likelihood in (heads, Gaussian(NOISE))
+    ]
+    x, y = torch.randn(3, 1, 4).double(), torch.randn(3, OUTPUTS).double()
+    test = case("gaussian").test
+    mean, covariance = (
+        [getattr(p.update(x, y)(test), name) for p in posteriors]
+        for name in ("outputs", "covariance")
+    )
+    assert_close(*mean)
+    assert_close(*covariance)
 
 
 @pytest.fixture(scope="module")

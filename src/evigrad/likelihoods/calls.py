@@ -248,7 +248,12 @@ def cumulative(likelihood: Likelihood, f: Tensor, y: Tensor, shape: tuple[int, .
         raise ConfigurationError(
             f"cdf of {name} must return one number per target, {shape}, got {tuple(values.shape)}."
         )
-    return values.detach()
+    if torch.is_grad_enabled() and f.requires_grad and not values.requires_grad:
+        raise ConfigurationError(
+            f"cdf of {name} has no derivative with respect to f, but the inputs of the prediction"
+            " require a gradient. Predict under torch.no_grad(), or make cdf differentiable."
+        )
+    return of_outputs(values, f)
 
 
 def sampled_targets(likelihood: Likelihood, f: Tensor, generator: torch.Generator) -> Tensor:

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from evigrad.core.roots import RootRows, check_root, checked_rows
 from evigrad.errors import ConfigurationError, InputError, nearest
 from evigrad.likelihoods.base import Likelihood, Metric
+from evigrad.likelihoods.calls import noise_variance
 from evigrad.likelihoods.targets import as_numbers, check_whole_labels, like, total
 from evigrad.likelihoods.weighted import Weighted, unweighted
 
@@ -298,6 +299,12 @@ class Joint(Likelihood):
             scale = torch.where(where, factor, scale)
         vectors = torch.stack([root.vectors for root in roots]).sum(0)
         return RootRows(vectors, scale if has_scale else None)
+
+    def noise_variance(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"] | None:
+        """Return the noise of all heads side by side, or None if one is not Gaussian."""
+        variances = [noise_variance(unweighted(h.likelihood), f[:, h.outputs]) for h in self._parts]
+        known = [variance for variance in variances if variance is not None]
+        return torch.cat(known, 1) if len(known) == len(variances) else None
 
     def moments(self, *arguments: Any, **named: Any) -> None:
         """Raise an error, because only single heads have means, probabilities and quantiles.

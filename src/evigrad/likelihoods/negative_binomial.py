@@ -5,10 +5,11 @@ import math
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
 
 from evigrad.errors import ConfigurationError
 from evigrad.likelihoods.poisson import Counts, log_normal_moments
-from evigrad.likelihoods.special import betainc
+from evigrad.likelihoods.special import betainc, with_derivative
 from evigrad.likelihoods.targets import precisely
 
 
@@ -112,8 +113,11 @@ class NegativeBinomial(Counts):
         f, y = self._with_means(f, y)
         last, log_d = y.to(f).floor(), self.log_dispersion.to(f)
         odds, counts = f + log_d, last.clamp(min=0.0)  # the logarithm of d μ
-        p = betainc((-log_d).exp(), counts + 1.0, (-odds).sigmoid(), odds.sigmoid())
-        return torch.where(last < 0, 0.0, p)
+        a, b = (-log_d).exp(), counts + 1.0
+        p = betainc(a, b, (-odds).sigmoid(), odds.sigmoid())
+        scale = torch.lgamma(a + b) - torch.lgamma(a) - torch.lgamma(b)
+        derivative = -(scale + a * logsigmoid(-odds) + b * logsigmoid(odds)).exp()
+        return torch.where(last < 0, 0.0, with_derivative(odds, p, derivative))
 
     def _diagonal_root(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:
         f = self.log_means(f)

@@ -10,7 +10,7 @@ from torch import Tensor
 from evigrad.core.roots import RootRows
 from evigrad.errors import ConfigurationError
 from evigrad.likelihoods.noisy import Noisy
-from evigrad.likelihoods.special import betainc
+from evigrad.likelihoods.special import betainc, with_derivative
 
 
 class StudentT(Noisy):
@@ -67,11 +67,14 @@ class StudentT(Noisy):
         return ", ".join(part for part in parts if part)
 
     def log_prob(self, f: Float[Tensor, "m C"], y: Float[Tensor, "m C"]) -> Float[Tensor, " m"]:
-        nu, log_noise = self.degrees, self.log_noise.to(f)
+        log_noise = self.log_noise.to(f)
         standardized = (self._filled(f, y) - f) * (-log_noise).exp()
+        return self._masked(self._log_density(standardized) - log_noise, y).sum(dim=1)
+
+    def _log_density(self, standardized: Tensor) -> Tensor:
+        nu = self.degrees
         constant = math.lgamma((nu + 1) / 2) - math.lgamma(nu / 2) - 0.5 * math.log(nu * math.pi)
-        tails = 0.5 * (nu + 1) * (standardized.square() / nu).log1p()
-        return self._masked(constant - log_noise - tails, y).sum(dim=1)
+        return constant - 0.5 * (nu + 1) * (standardized.square() / nu).log1p()
 
     def hessian(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C C"]:
         """Return the Fisher information, differentiable in ``log_noise``."""
@@ -103,7 +106,8 @@ class StudentT(Noisy):
         standardized = (y.to(f) - f) * (-self.log_noise.to(f)).exp()
         share = standardized.square() / self.degrees  # may be infinite
         tail = 0.5 * betainc(0.5 * self.degrees, 0.5, 1 / (1 + share), 1 / (1 + 1 / share))
-        return torch.where(standardized > 0, 1.0 - tail, tail)
+        value = torch.where(standardized > 0, 1.0 - tail, tail)
+        return with_derivative(standardized, value, self._log_density(standardized).exp())
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Float[Tensor, "m C"]:
         """Draw targets f + σ·ε, where ε follows Student's t distribution."""

@@ -60,7 +60,7 @@ class JointPredictive:
 
     @property
     def mean(self) -> Float[Tensor, "*b q C"]:
-        """Return the outputs of the trained network."""
+        """Return the outputs at the mean weights."""
         return self._moments[0]
 
     @property
@@ -118,7 +118,8 @@ class JointPredictive:
             Targets in their units without a graph: numbers (n, b..., q, D), or labels (n, b..., q).
 
         Raises:
-            ConfigurationError: As for ``sample``, or if the likelihood has no ``sample``.
+            ConfigurationError: As for ``sample``, or if the likelihood has no ``sample``, or the
+                inputs require a gradient.
         """
         generator = as_generator(self._query.seed if generator is None else generator)
         f = self.sample(n, generator)

@@ -2,10 +2,10 @@
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, wraps
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Shaped
@@ -28,7 +28,7 @@ from evigrad.likelihoods.positions import is_batch, targets_at
 from evigrad.likelihoods.targets import as_numbers, like, precisely
 from evigrad.likelihoods.weighted import unweighted
 from evigrad.passes.checks import as_generator, check_count
-from evigrad.posterior.quantiles import smallest
+from evigrad.posterior.quantiles import smallest, with_graph
 
 LINKS = ("monte-carlo", "probit", "bridge", "bridge-norm", "plug-in")
 # Number of sampled outputs at once, 128 MiB in float64.
@@ -36,6 +36,20 @@ _NUMBERS_AT_ONCE = 2**24
 # Half of the mean of a log-normal distribution comes from values above exp(f + variance). At a
 # variance of 1, only 16 % of the posterior lies there, and the mean is 1.65 times exp(f).
 _WIDE_LOG = 1.0
+
+
+Result = TypeVar("Result")
+
+
+def _with_graph(method: Callable[["Predictive"], Result]) -> Callable[["Predictive"], Result]:
+    """Return a method whose result has the graph of the outputs, also under ``no_grad``."""
+
+    @wraps(method)
+    def wrapped(self: "Predictive") -> Result:
+        with torch.set_grad_enabled(self.outputs.requires_grad):
+            return method(self)
+
+    return wrapped
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,6 +202,7 @@ class Predictive:
         return self.variance.sqrt()
 
     @cached_property
+    @_with_graph
     def _moments(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return mean, epistemic variance and noise, of the targets or of the outputs."""
         f = self.outputs.flatten(0, -2)
@@ -224,7 +239,7 @@ class Predictive:
             " then determine the average, which can be far too large. Use prediction.plug_in, which"
             " ignores the uncertainty of the weights. log_prob(y) is not affected.",
             EvigradWarning,
-            stacklevel=5,  # the caller of mean
+            stacklevel=6,  # the caller of mean
         )
 
     @property
@@ -239,6 +254,7 @@ class Predictive:
         return self.covariance.dim() > self.outputs.dim()
 
     @cached_property
+    @_with_graph
     def probabilities(self) -> Float[Tensor, "m ... K"]:
         """Return the probability of each class.
 
@@ -342,7 +358,8 @@ class Predictive:
             ``Joint.split`` separates the targets of heads.
 
         Raises:
-            ConfigurationError: If ``n`` is not positive, or the likelihood has no ``sample``.
+            ConfigurationError: If ``n`` is not positive, the likelihood has no ``sample``, or the
+                inputs require a gradient.
         """
         check_count("n", n)
         flat = self._flat
@@ -362,8 +379,7 @@ class Predictive:
             y: One number, or numbers in the shape of the targets without conditions.
 
         Returns:
-            Probabilities in the shape of the targets, with NaN for targets of NaN. They have a
-            graph only if the noise is Gaussian.
+            Probabilities in the shape of the targets, with NaN for targets of NaN.
 
         Raises:
             ConfigurationError: If targets have no order, or a custom likelihood has no ``cdf``.
@@ -389,7 +405,8 @@ class Predictive:
 
         Returns:
             Quantiles in the units of the targets, (m, ..., D), or (m, ...) for ordered classes. The
-            first dimension counts several probabilities. Only Gaussian noise has a graph.
+            first dimension counts several probabilities. Counts and classes have no graph, because
+            their quantiles are constant almost everywhere.
 
         Raises:
             ConfigurationError: If targets have no order, or a custom likelihood has no ``cdf``.
@@ -405,9 +422,12 @@ class Predictive:
         if (normal := flat._normal) is not None:
             values = normal[0] + normal[1] * torch.special.ndtri(rows)
         else:
-            values = torch.zeros_like(rows + form)
-            for part in (flat.plug_in, flat) if flat.link == "monte-carlo" else (flat,):
-                values = smallest(part._cdf, rows, values, flat.likelihood.has_whole_targets)
+            values, is_whole = torch.zeros_like(rows + form), flat.likelihood.has_whole_targets
+            with torch.no_grad():
+                for part in (flat.plug_in, flat) if flat.link == "monte-carlo" else (flat,):
+                    values = smallest(part._cdf, rows, values, is_whole)
+            if torch.is_grad_enabled() and flat.outputs.requires_grad and not is_whole:
+                values = with_graph(flat._cdf, values)
         values = values.to(form.dtype).unflatten(1, self.outputs.shape[:-1])
         return values if levels.ndim else values[0]
 
@@ -450,15 +470,15 @@ class Predictive:
         is_sampled, values, m = self.link == "monte-carlo", list(y), y.shape[1]
         if isinstance(self.likelihood, Conditional):
             values = [self.likelihood.combined(part, self.outputs) for part in y]
-        total = torch.zeros_like(y, dtype=precisely(self.outputs).dtype)
+        totals = list(torch.zeros_like(y, dtype=precisely(self.outputs).dtype))
         for f in self._samples(self.num_samples, self.seed) if is_sampled else [self._one_output()]:
             rows = precisely(f).reshape(-1, f.shape[-1])
             times = len(rows) // m
-            for part, value in zip(total, values, strict=True):
+            for i, value in enumerate(values):
                 repeated = value.repeat(times, *[1] * (value.ndim - 1))
                 p = cumulative(self.likelihood, rows, repeated, (len(rows), *y.shape[2:]))
-                part += p.unflatten(0, (times, m)).sum(0)
-        return total / (self.num_samples if is_sampled else 1)
+                totals[i] = totals[i] + p.unflatten(0, (times, m)).sum(0)
+        return torch.stack(totals) / (self.num_samples if is_sampled else 1)
 
     def _one_output(self) -> Tensor:
         """Return the outputs of the links without samples."""
@@ -507,6 +527,7 @@ class Predictive:
             yield self.outputs + moved.to(self.outputs)
 
     @cached_property
+    @_with_graph
     def _root(self) -> Float[Tensor, "m C C"]:
         return symmetric_root(precisely(self.covariance))
 
@@ -555,6 +576,11 @@ def targets_of(
     likelihood: Likelihood, f: Float[Tensor, "n m C"], generator: torch.Generator
 ) -> Shaped[Tensor, "n m ..."]:
     """Draw a target for each output of each drawn function, under the likelihood's conditions."""
+    if torch.is_grad_enabled() and f.requires_grad:
+        raise ConfigurationError(
+            "Drawn targets have no derivative, but the inputs require a gradient. Call"
+            " sample_targets under torch.no_grad(), or add noise to the outputs of sample(n)."
+        )
     if isinstance(likelihood, Conditional):
         conditions = likelihood.reference_targets(f[0])[0]
         likelihood = likelihood.at(conditions.repeat(len(f), 1))

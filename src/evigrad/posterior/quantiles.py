@@ -1,4 +1,4 @@
-"""Find quantiles of targets from their cumulative probabilities."""
+"""Find quantiles of targets from their cumulative probabilities, and differentiate them."""
 
 from collections.abc import Callable
 
@@ -56,3 +56,13 @@ def smallest(
         y, at_y = torch.where(is_better, x, y), torch.where(is_better, at_x, at_y)
         was_low = is_low
     return high if is_whole else y
+
+
+def with_graph(cdf: Callable[[Tensor], Tensor], quantiles: Tensor) -> Tensor:
+    """Return quantiles y of real numbers with a graph to what ``cdf`` depends on.
+
+    The derivative of cdf(y) = level is cdf′(y) ∂y + ∂cdf(y) = 0.
+    """
+    p = cdf(quantiles)
+    (density,) = torch.autograd.grad(cdf(y := quantiles.detach().requires_grad_()).sum(), y)
+    return quantiles - (p - p.detach()) / density

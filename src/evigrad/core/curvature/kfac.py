@@ -385,7 +385,7 @@ def _refuse(varying: Iterable[str]) -> None:
         raise ConfigurationError(
             f"The prior precision varies within the Kronecker blocks of {names}, but KFAC needs one"
             " precision per tensor, or precisions along one axis. Use a prior such as 'layerwise',"
-            " or the structure 'diag', 'blockdiag' or 'ntk'."
+            " or the structure 'diag' or 'ntk'."
         )
 
 
