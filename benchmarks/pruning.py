@@ -13,19 +13,19 @@ step) and keeps at least one channel in each group of layers. The criteria are:
 * ``magnitude``: Torch-Pruning's default, squared weights of each channel and of the weights that
   read it, as a mean over layers, relative to the mean of the group.
 * ``norm``: squared weights and bias of each channel.
-* ``damage``: the posterior damage of ``evigrad.pruning``, summed over each channel.
-* ``damage, 10 %``: the same, from the curvature of a random tenth of the training data.
-* ``effective``: the effective number of parameters of each channel.
+* ``damage``: the posterior damage of ``evigrad.pruning``, summed over each channel. A random tenth
+  of the training data determines the curvature.
+* ``damage, all data``: the same, from the curvature of all training data.
+* ``effective``: the effective number of parameters of each channel, from a tenth of the data.
 
 All pruned networks are trained again for two epochs with weight decay 5e-4 and one learning rate.
-``removed`` is the share of output channels removed, over
-all layers but the last, and ``weights`` the share of weights left. Rows ``weights`` remove single
-weights with ``torch.nn.utils.prune`` instead.
+``removed`` is the share of channels removed, of those that Torch-Pruning can remove. ``weights`` is
+the share of weights left. Rows ``weights`` remove single weights with ``torch.nn.utils.prune``.
 
 Equal accuracy is one percentage point below the network trained with weight decay, without pruning.
 Between two sparsities, the accuracy is interpolated. ``seconds`` are the process time of a training
 (empty if it was resumed) or of a curvature. ``kfac, all data`` is one gradient of the evidence by
-Kronecker factors of all data, with which SpaM learns its precisions at each of its rounds.
+Kronecker factors of all data, as in each of SpaM's rounds (first seed only).
 
 The script stores every finished case and resumes where it was stopped. Trained networks are in
 ``--runs``.
@@ -63,13 +63,16 @@ from evigrad.priors import GaussianPrior
 from evigrad.pruning import UnitImportance, importances
 
 NUM_DATA, SHARE = 10_000, 0.1
-SETS = {"mnist": Schedule(epochs=40, eval_every=0), "cifar10": Schedule(epochs=30, eval_every=0)}
+SETS = {
+    "mnist": Schedule(epochs=40, every=2, eval_every=0),
+    "cifar10": Schedule(epochs=30, every=2, eval_every=0),
+}
 TITLES = {"mnist": "MiniNet, 10,000 MNIST digits", "cifar10": "ResNet, 10,000 CIFAR-10 images"}
 CHANNELS = 8
 ESTIMATOR = "kfac-400-1"
 UNITS, DECAY = "unit precisions", "weight decay"
-RATIOS = (0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-WEIGHT_RATIOS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
+RATIOS = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9)
+WEIGHT_RATIOS = (0.5, 0.8, 0.9, 0.95, 0.98)
 BATCH, EPOCHS, LR = 100, 2, 1e-3
 POINT = 0.01  # of accuracy
 COLUMNS = ("row", "seed", "set", "case", "ratio", "removed", "weights", "accuracy")
@@ -78,7 +81,7 @@ ALL_KFAC = "kfac, all data"
 # Network and criterion of each row.
 CASES = {
     f"damage, {UNITS}": (UNITS, "damage"),
-    f"damage, 10 %, {UNITS}": (UNITS, "damage, 10 %"),
+    f"damage, all data, {UNITS}": (UNITS, "damage, all data"),
     f"effective, {UNITS}": (UNITS, "effective"),
     f"magnitude, {UNITS}": (UNITS, "magnitude"),
     f"damage, {DECAY}": (DECAY, "damage"),
@@ -89,8 +92,8 @@ WEIGHT_CASES = {f"weights: {case}": CASES[case] for case in (f"damage, {UNITS}",
     f"weights: magnitude, {UNITS}": (UNITS, "norm"),
     f"weights: magnitude, {DECAY}": (DECAY, "norm"),
 }
-SHOWN = 3  # position of the ratio with accuracy and log likelihood in the table
-SHOWN_CASES = [case for case in CASES if "10 %" not in case]
+SHOWN = 2  # position of the ratio with accuracy and log likelihood in the table
+SHOWN_CASES = [case for case in CASES if "all data" not in case]
 SHOWN_METRICS = (("accuracy", 100, "accuracy, %"), ("log_likelihood", 1, "log likelihood"))
 FIGURE = "images/pruning.png"
 
@@ -144,11 +147,6 @@ def retrain(model: nn.Module, data: DataSet, seed: int) -> None:
             schedule.step()
 
 
-def num_channels(model: nn.Module) -> int:
-    """Return the number of output channels of all convolutions."""
-    return sum(m.out_channels for m in model.modules() if isinstance(m, nn.Conv2d))
-
-
 def num_weights(model: nn.Module) -> int:
     """Return the number of weights, without those that are removed by a mask."""
     total = sum(w.numel() for w in model.parameters())
@@ -164,8 +162,10 @@ def keeping_one(importance: Callable[[Any], Any], group: Any) -> Tensor | None:
     return None if scores is None else scores.index_fill(0, scores.argmax(), math.inf)
 
 
-def without_channels(model: nn.Module, scores: Scores | None, ratio: float, x: Tensor) -> nn.Module:
-    """Return a copy without a share of the channels. Without scores, by Torch-Pruning's default."""
+def without_channels(
+    model: nn.Module, scores: Scores | None, ratio: float, x: Tensor
+) -> tuple[nn.Module, float]:
+    """Return a copy without some channels, and their share. None is Torch-Pruning's default."""
     model = copy.deepcopy(model).train()
     default = tp.importance.GroupMagnitudeImportance()
     importance = default if scores is None else UnitImportance(model, scores)
@@ -179,8 +179,11 @@ def without_channels(model: nn.Module, scores: Scores | None, ratio: float, x: T
             pruning_ratio=ratio,
             ignored_layers=[model.get_submodule("output")],
         )
-        pruner.step()
-    return model
+        removed = 0
+        for group in pruner.step(interactive=True):
+            removed += len(group[0].idxs)
+            group.prune()
+    return model, removed / pruner.initial_total_channels
 
 
 def without_weights(model: nn.Module, scores: Scores, ratio: float) -> nn.Module:
@@ -240,13 +243,13 @@ class Networks:
         if criterion == "norm":
             return {n: w.detach().square() for n, w in fitted.model.named_parameters()}
         evidence, name = fitted.evidence, "posterior-damage"
-        if criterion.endswith("%"):
+        if not criterion.endswith("all data"):
             chosen = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
             chosen = chosen[: int(SHARE * len(x))]
             share = len(chosen) / len(x)
             x, y = x[chosen], y[chosen]
             evidence = evidence.with_estimator("diag-N-C", num_data=len(x), temperature=share)
-        elif criterion == "effective":
+        if criterion == "effective":
             name = "effective-parameters"
         with Clock() as clock:
             scores = importances(evidence, (x, y), criterion=name)
@@ -281,22 +284,19 @@ def run_set(name: str, seed: int, options: argparse.Namespace, results: Results)
         return
     data = load(name, options.data_dir, subset=NUM_DATA, seed=seed)
     networks = Networks(name, seed, data, options.runs, add)
-    if not results.has(f"{name}: {ALL_KFAC}", seed):
+    if seed == options.seeds[0] and not results.has(f"{name}: {ALL_KFAC}", seed):
         networks.time_all_data()
     for case, ratio in missing:
         kind, criterion = (CASES | WEIGHT_CASES)[case]
         whole, scores = networks.fitted[kind].model, networks.scores(kind, criterion)
         if case in CASES:
-            model = without_channels(whole, scores, ratio, data.train[0])
+            model, removed = without_channels(whole, scores, ratio, data.train[0])
         else:
             assert scores is not None
-            model = without_weights(whole, scores, ratio)
+            model, removed = without_weights(whole, scores, ratio), ratio
         retrain(model, data, seed)
-        columns = judged(model, data)
-        columns["removed"] = 1 - num_channels(model) / num_channels(whole)
+        columns = judged(model, data) | {"removed": removed}
         columns["weights"] = num_weights(model) / num_weights(whole)
-        if case in WEIGHT_CASES:
-            columns["removed"] = 1 - columns["weights"]
         add(case, columns, ratio)
 
 
