@@ -116,8 +116,8 @@ def test_torch_pruning_removes_the_least_important_units():
     for name in ("conv1", "conv2", "conv3"):
         units = scores[f"{name}.weight"].flatten(1).sum(1) + scores[f"{name}.bias"]
         kept = units.argsort()[len(units) // 2 :].sort().values
-        weight = model.get_submodule(name).weight
-        assert torch.equal(pruned.get_submodule(name).weight, weight[kept][:, inputs])
+        weight = model.get_parameter(f"{name}.weight")
+        assert torch.equal(pruned.get_parameter(f"{name}.weight"), weight[kept][:, inputs])
         inputs = kept
     with pytest.raises(ConfigurationError, match="'conv3.weight' must have the weight's shape"):
         removed_by(pruned, x, scores, 0.5)
@@ -136,9 +136,9 @@ def test_residual_layers_share_their_units():
     pruned = removed_by(model, x, scores, 0.25)
     assert pruned(x).shape == (2, 5)
     kept = torch.tensor([0, 1, 3])
-    assert torch.equal(pruned.conv1.weight, model.conv1.weight[kept])
-    widths = [pruned.get_submodule(name).out_channels for name in stream]
-    assert widths == [3, 3, 7] and pruned.output.in_features == 7
+    assert torch.equal(pruned.get_parameter("conv1.weight"), model.conv1.weight[kept])
+    widths = [len(pruned.get_parameter(f"{name}.weight")) for name in stream]
+    assert widths == [3, 3, 7] and pruned.get_parameter("output.weight").shape[1] == 7
 
 
 @torch_pruning
