@@ -76,7 +76,7 @@ def test_pytorch_removes_the_least_important_weights_of_all_layers():
     case = small_case()
     model = case.evidence.model
     scores = importances(case.evidence, case.train)
-    layers = {"0.weight": (model[0], "weight"), "3.weight": (model[3], "weight")}
+    layers = {f"{name}.weight": (model.get_submodule(name), "weight") for name in "03"}
     prune.global_unstructured(
         list(layers.values()),
         pruning_method=prune.L1Unstructured,
