@@ -39,6 +39,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -213,13 +214,14 @@ class Networks:
             model, folder = make_network(name, data, seed), runs / f"{name}-{seed}-{kind[:4]}"
             is_new, learns = not folder.exists(), kind == UNITS
             prior = unit_prior(model) if learns else fixed_prior(USUAL, len(data.train[0]))
+            schedule = SETS[name] if learns else replace(SETS[name], every=None)
             with Clock() as clock:
                 fitted = evigrad.fit(
                     model,
                     data.train,
                     estimator=ESTIMATOR if learns else None,
                     prior=prior,
-                    schedule=SETS[name],
+                    schedule=schedule,
                     seed=seed,
                     run_dir=folder,
                     resume=True,
