@@ -15,6 +15,7 @@ import torch
 from evigrad import Evidence, Schedule
 from evigrad.blocks.anchors import Anchoring
 from evigrad.likelihoods import Categorical
+from evigrad.models import make_model
 from evigrad.priors import GaussianPrior
 
 pytest.importorskip("sklearn")
@@ -483,3 +484,52 @@ def test_checks_of_a_gpu_run_on_a_cpu(monkeypatch, tmp_path, capsys):
     assert step["value"] == "1.00 steps" and len(gradients) == 2
     assert all(row["value"].endswith(" steps") and row["device"] for row in gradients)
     assert "linear: kfac-10-1" in capsys.readouterr().out
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::evigrad.EvigradWarning")
+def test_pruning(monkeypatch, tmp_path):
+    pytest.importorskip("torch_pruning")
+    script = load_script("pruning", monkeypatch)
+    data = script.load("digits", subset=60, seed=0).with_test_subset(20)
+    monkeypatch.setattr(script, "load", lambda *_, **__: data)
+    monkeypatch.setattr(
+        script, "make_network", lambda *_: make_model("digitsnet", (1, 8, 8), 10, 0)
+    )
+    for name, value in {
+        "SETS": {"mnist": Schedule(epochs=2, eval_every=0)},
+        "ESTIMATOR": "kfac-20-1",
+        "SHARE": 0.5,
+        "BATCH": 20,
+        "RATIOS": (0.5, 0.9),
+        "WEIGHT_RATIOS": (0.5,),
+        "SHOWN": 0,
+    }.items():
+        monkeypatch.setattr(script, name, value)
+    (page := tmp_path / "page.md").write_text("<!-- pruning -->\n<!-- end pruning -->\n")
+    common = ["--sets", "mnist", "--seeds", "0", "--results", str(tmp_path / "results")]
+    common += ["--runs", str(tmp_path / "runs"), "--pages", str(page)]
+    script.main(common)
+    path = tmp_path / "results" / "pruning.csv"
+    runs, text = runs_of(path), path.read_text()
+    for case in script.CASES:
+        removed = [float(runs[f"mnist: {case}, {ratio}", 0]["removed"]) for ratio in (0.5, 0.9)]
+        assert removed == pytest.approx([0.5, 0.9], abs=0.05)
+    assert page.read_text().count("\n| mnist: ") == len(script.CASES | script.WEIGHT_CASES)
+    assert (tmp_path / "images" / "pruning.png").stat().st_size > 1000
+    path.write_text("".join(text.splitlines(keepends=True)[:-1]))
+    script.main(common)  # runs only the case that is missing
+    assert path.read_text() == text
+
+
+def test_accuracy_is_interpolated(monkeypatch):
+    pytest.importorskip("torch_pruning")
+    script = load_script("pruning", monkeypatch)
+    runs = [
+        {"ratio": ratio, "removed": ratio, "weights": 1 - ratio, "accuracy": accuracy}
+        for ratio, accuracy in ((0.5, 0.96), (0.75, 0.92))
+    ]
+    assert script.at_accuracy(runs, 0.97, 0.95, "removed") == pytest.approx(0.5625)
+    assert script.at_accuracy(runs, 0.97, 0.95, "weights") == pytest.approx(0.4375)
+    assert script.at_accuracy(runs, 0.97, 0.9, "removed") == 0.75
+    assert script.at_accuracy(runs, 0.9, 0.97, "removed") == 0.0

@@ -33,7 +33,8 @@ SHOWN = """
     likelihoods.Joint likelihoods.Likelihood likelihoods.NaturalGaussian
     likelihoods.NegativeBinomial likelihoods.Ordinal likelihoods.Poisson likelihoods.StudentT
     likelihoods.Weighted likelihoods.make_likelihood lightning.EvidenceCallback models.Choices
-    plots.learning_curves plots.precision_paths priors.GaussianPrior priors.NormalHyperprior
+    plots.learning_curves plots.precision_paths pruning.UnitImportance pruning.importances
+    priors.GaussianPrior priors.NormalHyperprior
     sklearn.EvidenceClassifier sklearn.EvidenceRegressor
     transformers.EvidenceCallback
     Anchoring Evidence JointPredictive Laplace Learner Memory Optimization Outputs Posterior
@@ -44,7 +45,7 @@ SHOWN = """
 # Packages whose public names have guides.
 GUIDED = [
     *("", "data", "errors", "invariances", "likelihoods", "models", "plots", "priors", "sklearn"),
-    *("botorch", "lightning", "testing", "transformers"),
+    *("botorch", "lightning", "pruning", "testing", "transformers"),
 ]
 # Public names without a guide: types, colors, and functions for other modules.
 WITHOUT_GUIDE = """

@@ -376,6 +376,7 @@ def test_the_blocks_on_the_posterior_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("botorch")
+    pytest.importorskip("torch_pruning")
     monkeypatch.chdir(tmp_path)
     short = "evigrad.Schedule(epochs=2, burn_in=1, every=1, steps=1)"
     changes = {"data.train, progress": f"data.train, schedule={short}, progress"}

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = "likelihoods priors invariances errors botorch sklearn lightning transformers".split()
-PACKAGES += "data models plots testing".split()
+PACKAGES += "data models plots pruning testing".split()
 
 
 class Page(html.parser.HTMLParser):
