@@ -138,6 +138,8 @@ def main(arguments: list[str] | None = None) -> None:
     results = Results(options.results / "relevance.csv", COLUMNS)
     warnings.simplefilter("ignore", EvigradWarning)  # training ends before it has settled
     with threadpool_limits(options.threads):
+        if options.seeds:  # the first training imports modules, which takes seconds
+            EvidenceRegressor((), epochs=2, random_state=0).fit(*make_table("linear", 0)[:2])
         for seed in options.seeds:
             for name in options.tables:
                 for method in METHODS:

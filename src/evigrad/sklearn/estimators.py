@@ -54,7 +54,8 @@ from evigrad.sklearn.targets import (
     in_columns,
 )
 from evigrad.training import FitResult, fit
-from evigrad.training.settings import GROUPS, grouped
+from evigrad.training.plan import plan_schedule, planned
+from evigrad.training.settings import GROUPS, Schedule, grouped
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -73,8 +74,9 @@ _OWN = {
     "seed": "random_state=...",
     "progress": "verbose=...",
 }
-# Rounds if each column has a precision. With rare rounds of many steps, the log evidence is lower.
-_ROUNDS = {"every": 4, "steps": 2}
+# Number of rounds and steps per round if each column has a precision. With fewer rounds of more
+# steps, irrelevant columns keep more of their weight.
+_ROUNDS, _STEPS = 75, 2
 # Number of rows that are predicted at once.
 _AT_ONCE = 8192
 
@@ -375,7 +377,10 @@ class EvidenceEstimator(BaseEstimator):
         prior, rounds = copy.deepcopy(self.prior), {}  # because fit binds it to the network
         if self.relevance and self.estimator is not None and prior == "layerwise":
             prior = column_groups(model, x.shape[1], settings.get("hyperparameters", []))
-            rounds = {} if _ROUNDS.keys() & settings else _ROUNDS
+            if not {"every", "steps"} & settings.keys():
+                schedule = Schedule(epochs=self.epochs, batch_size=self.batch_size)
+                epochs = planned(plan_schedule(schedule, len(x)).epochs)
+                rounds = {"every": max(1, epochs // _ROUNDS), "steps": _STEPS}
         options = {
             "estimator": self.estimator,
             "prior": prior,

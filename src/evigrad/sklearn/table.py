@@ -325,9 +325,9 @@ def importances(
 ) -> np.ndarray:
     """Return the importance of each column (d,), normalized to the sum 1.
 
-    The square of an importance is the mean of Σ_k g_kᵀ C g_k over the rows. g_k is the gradient of
-    output k with respect to the inputs of the column, and C is the covariance of these inputs. In a
-    linear model, this is the variance of what the column adds to the outputs.
+    The square of an importance is the mean over the rows of Σ g_kᵀ C g_k, a sum over outputs k. The
+    gradient g_k is with respect to the inputs of the column, and C is their covariance. In a linear
+    model, this is the variance of what the column adds to the outputs.
     """
     rows = torch.ones(len(x), device="cpu") if weights is None else torch.from_numpy(weights)
     rows, products = rows.to(x), x.new_zeros(x.shape[1], x.shape[1])
