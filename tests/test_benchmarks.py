@@ -256,6 +256,20 @@ def test_sklearn_tables(monkeypatch, tmp_path, capsys):
     assert path.read_text() == whole
 
 
+def test_relevance(monkeypatch, tmp_path):
+    pytest.importorskip("pandas")
+    script = load_script("relevance", monkeypatch)
+    monkeypatch.setattr(script, "EPOCHS", 2)
+    (page := tmp_path / "page.md").write_text("<!-- relevance -->\n<!-- end relevance -->\n")
+    common = ["--tables", "linear", "--seeds", "0", "--results", str(tmp_path)]
+    script.main([*common, "--pages", str(page)])
+    runs = runs_of(tmp_path / "relevance.csv")
+    assert list(runs) == [(f"linear: {method}", 0) for method in script.METHODS]
+    assert float(runs["linear: lasso path", 0]["auc"]) > 0.9
+    assert all(len(json.loads(run["importances"])) == 20 for run in runs.values())
+    assert page.read_text().count("\n| linear | 300 × 20 | ") == 3
+
+
 @pytest.mark.filterwarnings("ignore")  # of other packages
 def test_classifiers(monkeypatch, tmp_path, capsys):
     pytest.importorskip("laplace")

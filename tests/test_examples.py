@@ -134,11 +134,11 @@ def test_a_length_is_learned_by_its_gradient() -> None:
         assert (trainings[1.0].length != 1.0) == bool(learned)
 
 
-def test_relevance_is_shown_for_each_column(capsys: pytest.CaptureFixture[str]) -> None:
+def test_importance_is_shown_for_each_column(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("pandas")
     script = load_script("relevance")
-    relevances = script.main("--folds 2 --epochs 2".split())
-    assert len(relevances) == 13 and set(script.RANDOM) < set(relevances)
+    importances = script.main("--folds 2 --epochs 2".split())
+    assert len(importances) == 13 and set(script.RANDOM) < set(importances)
     assert capsys.readouterr().out.count("#") > 13
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 import evigrad
 from evigrad.data import Scaling
+from evigrad.invariances import InputScale
 from evigrad.likelihoods import Gaussian
 from evigrad.models import make_model
 from evigrad.priors import GaussianPrior
@@ -98,15 +99,55 @@ def made(rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def trained() -> EvidenceRegressor:
-    settings = {"burn_in": 100, "every": 20}
+    settings = {"burn_in": 100}
     estimator = EvidenceRegressor((32, 32), epochs=300, settings=settings, random_state=0)
     return estimator.fit(*made(250, 0))
 
 
-def test_relevance_finds_the_columns_that_matter(trained: EvidenceRegressor) -> None:
-    relevance = trained.relevance_
-    assert relevance.shape == (10,) and relevance.max() == 1.0
-    assert relevance[:5].min() > 2.0 * relevance[5:].max()
+def test_importances_find_the_columns_that_matter(trained: EvidenceRegressor) -> None:
+    importances = trained.feature_importances_
+    assert importances.shape == (10,) and importances.sum() == pytest.approx(1.0)
+    assert importances[:5].min() > 3.0 * importances[5:].max()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ten_irrelevant_columns_are_switched_off(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    X = draw.normal(size=(200, 20))
+    y = np.tanh(X[:, :5]).sum(1) + X[:, 5:10].sum(1) + 0.5 * draw.normal(size=200)
+    settings = {"burn_in": 8, "every": 4, "steps": 2}
+    fitted = EvidenceRegressor(
+        (16,), epochs=50, learning_rate=0.02, settings=settings, random_state=seed
+    ).fit(X, y)
+    importances = fitted.feature_importances_
+    assert importances[:10].min() > 3 * importances[10:].max()
+    precisions = fitted.result_.evidence.prior.precisions()["linear1.weight"][0].detach()
+    assert precisions[10:].min() > 3 * precisions[:10].max()
+
+
+def test_the_importance_of_a_linear_model_is_what_a_column_adds() -> None:
+    """The share of the standard deviations, also of a category and of weighted rows."""
+    X, y = table(60)
+    weights = np.tile([0.5, 1.5], 30)
+    linear = EvidenceRegressor((), epochs=20, settings=SHORT["settings"], random_state=0)
+    fitted = linear.fit(X, y, sample_weight=weights)
+    slopes = fitted.result_.model.get_submodule("output").weight.detach().numpy()[0]
+    parts = fitted.inputs(X).numpy() * slopes
+    added = [parts[:, place].sum(1) for place in ([0], [1], [2, 3, 4], [5, 6, 7])]
+    deviations = np.sqrt(np.cov(added, aweights=weights, ddof=0).diagonal())
+    np.testing.assert_allclose(fitted.feature_importances_, deviations / deviations.sum())
+
+
+def test_importances_of_a_network_are_of_its_derivatives() -> None:
+    X, y = made(30, 7)
+    module = nn.Sequential(nn.Dropout(0.5), nn.Linear(10, 4), nn.Tanh(), nn.Linear(4, 2))
+    with torch.no_grad():
+        fitted = EvidenceRegressor(**OWN, module=module).fit(X, np.stack([y, y**2], 1))
+    model = fitted.result_.model.eval()
+    x = fitted.inputs(X)
+    jacobians = torch.func.vmap(torch.func.jacrev(model))(x).detach()
+    norms = (jacobians.square().sum((0, 1)).sqrt() * x.std(0, correction=0)).numpy()
+    np.testing.assert_allclose(fitted.feature_importances_, norms / norms.sum(), rtol=1e-4)
 
 
 def test_the_noise_is_that_of_the_targets(trained: EvidenceRegressor) -> None:
@@ -123,7 +164,7 @@ def test_intervals_hold_what_they_say_or_somewhat_more(trained: EvidenceRegresso
 
 
 def test_a_classifier_is_not_made_sure_by_relevances() -> None:
-    """Scales without a limit take a tenth of wrong labels for right ones, at −3 nats."""
+    """Scales of columns without a limit take a tenth of wrong labels for right ones, at −3 nats."""
     X, y = make_classification(
         1150, 10, n_informative=4, n_redundant=0, flip_y=0.1, class_sep=1.0, random_state=3
     )
@@ -136,15 +177,6 @@ def test_a_classifier_is_not_made_sure_by_relevances() -> None:
 # ---------------------------------------------------------------- what it computes
 
 
-class Relevances(nn.Module):
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.raw = nn.Parameter(torch.full((count,), 2.0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.raw.sigmoid()
-
-
 def test_a_regressor_is_a_fit_of_the_standardised_table() -> None:
     X, y = made(50, 2)
     regressor = EvidenceRegressor(**SHORT).fit(X, y)
@@ -152,15 +184,15 @@ def test_a_regressor_is_a_fit_of_the_standardised_table() -> None:
     order = np.lexsort([*X.T, y])
     x, targets = torch.tensor(X[order]), torch.tensor(y[order])[:, None]
     inputs, outputs = Scaling.of(x), Scaling.of(targets)
-    network = make_model("mlp", (10,), 1, seed=0, hidden=[8]).double()
-    model = nn.Sequential(Relevances(10).double(), network)
+    model = make_model("mlp", (10,), 1, seed=0, hidden=[8]).double()
+    others = ("linear1.bias", "output.weight", "output.bias")
     result = evigrad.fit(
         model,
         (inputs(x), outputs(targets)),
         likelihood=Gaussian(),
-        hyperparameters=["0"],
+        prior={"columns": {"linear1.weight": 1}, **{name: name for name in others}},
         schedule=evigrad.Schedule(epochs=6, burn_in=1, every=3, steps=1),
-        optimization=evigrad.Optimization(lr=0.05, hyper_lr=0.2, hyper_lr_min=0.02),
+        optimization=evigrad.Optimization(lr=0.05),
         progress=False,
     )
     evidence, pair = result.evidence, (inputs(x), outputs(targets))
@@ -176,8 +208,6 @@ def test_a_regressor_is_a_fit_of_the_standardised_table() -> None:
     assert regressor.log_evidence_ == pytest.approx(exact)
     learned = {name: value.detach() for name, value in evidence.hyperparameters().items()}
     assert regressor.noise_ == pytest.approx(unit * float(learned["likelihood.log_noise"].exp()))
-    scales = learned["model.0.raw"].sigmoid()
-    np.testing.assert_allclose(regressor.relevance_, scales / scales.max())
 
 
 def test_units_change_units_alone() -> None:
@@ -253,7 +283,7 @@ def test_frames_with_categories_in_a_pipeline() -> None:
     assert pipeline.score(X[100:], y[100:]) > 0.95
     assert list(fitted.feature_names_in_) == ["length", "count", "word", "kind"]
     assert fitted.inputs(filled.fit_transform(X)).shape == (150, 2 + 3 + 3)
-    assert fitted.relevance_.argmax() == 2
+    assert fitted.feature_importances_.argmax() == 2
 
 
 def test_unknown_and_missing_categories() -> None:
@@ -361,7 +391,7 @@ def test_columns_that_are_the_same_in_all_rows_are_left_out() -> None:
     X, y = table(30)
     with pytest.warns(EvigradWarning, match="omitted from the features.*: land, year"):
         fitted = EvidenceRegressor(**SHORT).fit(X.assign(land="CH", year=2026), y)
-    assert fitted.relevance_[-2:].tolist() == [0.0, 0.0]
+    assert fitted.feature_importances_[-2:].tolist() == [0.0, 0.0]
     expected = fitted.predict(X.assign(land="CH", year=2026))
     np.testing.assert_array_equal(fitted.predict(X.assign(land="CH", year=1)), expected)
     with pytest.raises(InputError, match=r"must have a column that varies.*30 rows"):
@@ -519,6 +549,17 @@ def test_a_classifier_of_words() -> None:
     assert fitted.posterior_ is None and fitted.log_evidence_ < 0
 
 
+class Squares(nn.Module):
+    """A network without a linear layer of its inputs."""
+
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.slopes = nn.Parameter(torch.ones(inputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.square() @ self.slopes)[:, None]
+
+
 def test_modules_of_ones_own() -> None:
     X, y = made(30, 5)
     torch.manual_seed(0)
@@ -529,7 +570,14 @@ def test_modules_of_ones_own() -> None:
     assert regressor.inputs(X).dtype == torch.float32
     function = EvidenceRegressor(**OWN, module=nn.Linear, relevance=False).fit(X, y)
     assert isinstance(function.result_.model, nn.Linear)
-    assert not hasattr(function, "relevance_")
+    assert function.result_.evidence.prior.precisions()["weight"].shape == ()
+    by_column = EvidenceRegressor(**OWN, module=nn.Linear).fit(X, y)
+    assert by_column.result_.evidence.prior.precisions()["weight"].shape == (1, 10)
+    scaled = nn.Sequential(InputScale(10), nn.Linear(10, 1))
+    own: dict[str, Any] = OWN | {"settings": {**OWN["settings"], "hyperparameters": ["0"]}}
+    learned = EvidenceRegressor(**own, module=scaled).fit(X, y).result_.evidence
+    assert "model.0.log_scale" in learned.hyperparameters()
+    assert learned.prior.group_names == ["1.weight", "1.bias"]
     again: Any = clone(function)
     np.testing.assert_array_equal(again.fit(X, y).predict(X), function.predict(X))
     refused: list[tuple[Any, str]] = [
@@ -537,6 +585,7 @@ def test_modules_of_ones_own() -> None:
         (lambda *sizes: sizes, r"got \(10, 1\)"),
         ("mlp", "got 'mlp'"),
         (nn.Identity(), "must have parameters to train"),
+        (lambda inputs, outputs: Squares(inputs), "relevance=True needs a module .* 10 inputs"),
     ]
     for wrong, words in refused:
         with pytest.raises(ConfigurationError, match=words):
@@ -546,14 +595,14 @@ def test_modules_of_ones_own() -> None:
 def test_settings() -> None:
     X, y = made(30, 6)
     grid = GridSearchCV(EvidenceRegressor(**SHORT), {"hidden_layer_sizes": [4, (4, 4)]}, cv=2)
-    assert grid.fit(X, y).best_estimator_.relevance_.shape == (10,)
+    assert grid.fit(X, y).best_estimator_.feature_importances_.shape == (10,)
     prior = GaussianPrior("scalar")
     scalar = EvidenceRegressor(**SHORT, prior=prior)
     assert scalar.fit(X, y).fit(X, y).result_.evidence.prior.group_names == ["all"]
     assert prior.log_precision is None
     short: dict[str, Any] = SHORT | {"settings": None, "estimator": None}
     fixed = EvidenceRegressor(**short).fit(X, y)
-    assert np.isnan(fixed.log_evidence_) and np.ptp(fixed.relevance_) == 0
+    assert np.isnan(fixed.log_evidence_) and fixed.feature_importances_.min() > 0
     with pytest.raises(NotFittedError):
         EvidenceRegressor().predict(X, return_std=True)
     for wrong, words in (
@@ -582,7 +631,9 @@ def test_help_describes_all_arguments(kind: Any) -> None:
     described = re.findall(r"^    (\w+):", arguments, re.MULTILINE)
     assert sorted(described) == sorted(kind._get_param_names())
     attributes = text.partition("Attributes:")[2].partition("Examples:")[0]
-    assert {"relevance_", "result_"} < set(re.findall(r"^    (\w+):", attributes, re.MULTILINE))
+    assert {"feature_importances_", "result_"} < set(
+        re.findall(r"^    (\w+):", attributes, re.MULTILINE)
+    )
 
 
 @pytest.mark.parametrize("kind", [EvidenceClassifier, EvidenceRegressor])
@@ -596,7 +647,7 @@ def test_a_share_of_the_rows_chooses_the_weight(kind: Any, monkeypatch: pytest.M
     assert choice.num_held_out == 10 and choice.weight != 1
     settings = {**SHORT["settings"], "log_det_weight": choice.weight}
     fixed = kind(**{**SHORT, "settings": settings}).fit(X, y, weights)
-    np.testing.assert_array_equal(chosen.relevance_, fixed.relevance_)
+    np.testing.assert_array_equal(chosen.feature_importances_, fixed.feature_importances_)
     # Rows are not repeated, because copies could be on both sides.
     chosen.fit(X, y, np.full(40, 2.0))
     assert chosen.result_.weight_choice.num_held_out == 10

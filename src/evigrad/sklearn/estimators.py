@@ -3,7 +3,6 @@
 import copy
 import re
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import wraps
@@ -37,8 +36,9 @@ from evigrad.priors import GaussianPrior
 from evigrad.sklearn.table import (
     Columns,
     Encoding,
-    Relevance,
     check_constants,
+    column_groups,
+    importances,
     in_order,
     is_frame,
     refuse_numbers,
@@ -54,7 +54,8 @@ from evigrad.sklearn.targets import (
     in_columns,
 )
 from evigrad.training import FitResult, fit
-from evigrad.training.settings import GROUPS, grouped
+from evigrad.training.plan import plan_schedule, planned
+from evigrad.training.settings import GROUPS, Schedule, grouped
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -70,10 +71,12 @@ _OWN = {
     "model": "module=...",
     "train": "fit(X, y)",
     "likelihood": "likelihood=...",
-    "hyperparameters": "relevance=...",
     "seed": "random_state=...",
     "progress": "verbose=...",
 }
+# Number of rounds and steps per round if each column has a precision. With fewer rounds of more
+# steps, irrelevant columns keep more of their weight.
+_ROUNDS, _STEPS = 75, 2
 # Number of rows that are predicted at once.
 _AT_ONCE = 8192
 
@@ -97,9 +100,9 @@ class EvidenceEstimator(BaseEstimator):
     """Base class of ``EvidenceClassifier`` and ``EvidenceRegressor``, which share these arguments.
 
     Numbers are standardized, and categories of a ``pandas.DataFrame`` (dtype ``category``,
-    ``string`` or ``object``) are one-hot encoded. The prior precision of each layer's weights and
-    the relevance of each column are learned by maximizing the marginal likelihood of the training
-    table. You need no validation split and no hyperparameter search.
+    ``string`` or ``object``) are one-hot encoded. The prior precisions of each column and layer are
+    learned by maximizing the marginal likelihood of the training table. You need no validation
+    split and no hyperparameter search.
 
     Args:
         hidden_layer_sizes: Number of units of each hidden layer. An empty sequence makes the
@@ -113,7 +116,8 @@ class EvidenceEstimator(BaseEstimator):
             needs outputs (n, targets), or (n, 2 × targets) if the network predicts the noise. You
             can also pass a function that makes a module from the numbers of inputs and outputs. A
             copy of the module is trained, with the module's data type and on its device.
-        relevance: Whether the evidence learns a scale for each column, in front of the network.
+        relevance: Whether a layerwise prior has a precision for each input in the first layer, so
+            that the evidence can switch off columns. Other priors stay as they are.
         estimator: Name of the evidence estimator. None learns only the weights.
         prior: Which weights share a precision: layerwise, scalar, diagonal or a ``GaussianPrior``.
         posterior: Structure of the posterior: kfac, last-layer, diag, full or ntk.
@@ -132,9 +136,9 @@ class EvidenceEstimator(BaseEstimator):
         verbose: Whether to show the progress of training.
 
     Attributes:
-        relevance_: Learned scale of each column of the table, relative to the largest scale, (d,).
-            The network hardly uses columns with scales near 0. Exists only if ``relevance`` is
-            True.
+        feature_importances_: Importance of each column of the table, (d,). The sum is 1. It is the
+            root mean square derivative of the network's outputs with respect to the column, times
+            the column's standard deviation.
         log_evidence_: Estimate of the log evidence of the training table, in nats for all rows, for
             targets in their own units. NaN without an estimator. With randomly drawn rows, it is a
             lower bound on average. A weight that ``validation_fraction`` chose counts here too.
@@ -364,28 +368,33 @@ class EvidenceEstimator(BaseEstimator):
                 f"module must have outputs of shape ({num_outputs},) per row, got {output_shape}."
                 " Change its last layer."
             )
-        scales = Relevance(self._encoding.feature_of, numbers.shape[1]).to(x)
-        if self.relevance:
-            model = nn.Sequential(OrderedDict(relevance=scales, network=model))
         y = torch.as_tensor(targets, device="cpu").to(x.device)
         y = y.to(x.dtype) if y.is_floating_point() else y
         if weights is not None:
             likelihood = Weighted(likelihood)
             y = likelihood.targets(y, torch.as_tensor(weights, device="cpu")).to(x)
+        settings = self._checked_settings()
+        prior, rounds = copy.deepcopy(self.prior), {}  # because fit binds it to the network
+        if self.relevance and self.estimator is not None and prior == "layerwise":
+            prior = column_groups(model, x.shape[1], settings.get("hyperparameters", []))
+            if not {"every", "steps"} & settings.keys():
+                schedule = Schedule(epochs=self.epochs, batch_size=self.batch_size)
+                epochs = planned(plan_schedule(schedule, len(x)).epochs)
+                rounds = {"every": max(1, epochs // _ROUNDS), "steps": _STEPS}
         options = {
             "estimator": self.estimator,
-            "prior": copy.deepcopy(self.prior),  # because fit binds it to the network
+            "prior": prior,
             "epochs": self.epochs,
             "batch_size": self.batch_size,
             "lr": self.learning_rate,
             "validation_fraction": self.validation_fraction,
-            **self._checked_settings(),
+            **rounds,
+            **settings,
         }
         self.result_: FitResult = fit(
             model,
             (x, y),
             likelihood=likelihood,
-            hyperparameters=["relevance"] if self.relevance else [],
             seed=int(state),
             progress=bool(self.verbose),
             **grouped(options),
@@ -395,10 +404,9 @@ class EvidenceEstimator(BaseEstimator):
         if self.result_.estimator is not None:
             blocks = evidence.blocks((x, y)).round(_BLOCKS)
             self.log_evidence_ = fmean(evidence.estimate(block).log_evidence for block in blocks)
-        if self.relevance:
-            learned = scales.values.detach().double().cpu().numpy()
-            learned[self._encoding.is_constant] = 0.0
-            self.relevance_ = learned / learned.max()
+        self.feature_importances_ = importances(
+            self.result_.model, x, self._encoding.feature_of, weights
+        )
         self.posterior_: Posterior | None = None
         if posterior is not None:
             self.posterior_ = evidence.posterior((x, y), structure=posterior)
@@ -534,7 +542,7 @@ class EvidenceClassifier(ClassifierMixin, EvidenceEstimator):
         return rows * weights_of_classes(self.class_weight, classes, labels, rows)[labels]
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Train the network and learn the prior precisions and the relevance of each column.
+        """Train the network and learn the prior precisions of columns and layers.
 
         Args:
             X: Table (n, d) of numbers, or a ``pandas.DataFrame`` of numbers and categories.
@@ -660,7 +668,7 @@ class EvidenceRegressor(RegressorMixin, EvidenceEstimator):
     def fit(
         self, X: Any, y: Any, sample_weight: Any = None, noise: Any = None, exposure: Any = None
     ) -> Self:
-        """Train the network and learn the prior precisions, the columns' relevances and the noise.
+        """Train the network and learn the prior precisions of columns and layers, and the noise.
 
         Args:
             X: Table (n, d) of numbers, or a ``pandas.DataFrame`` of numbers and categories.

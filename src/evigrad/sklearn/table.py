@@ -24,10 +24,10 @@ from evigrad.data.columns import (
     refuse,
     words_of_constants,
 )
-from evigrad.errors import EvigradWarning, InputError, listed
+from evigrad.errors import ConfigurationError, EvigradWarning, InputError, listed
+from evigrad.network.modes import evaluation_mode, model_run
+from evigrad.passes.parameters import select, trainable
 
-# Relevances start here, before the sigmoid: at 0.88.
-_START = 2.0
 _LEAVE_OUT = "remove the column"
 
 
@@ -297,28 +297,47 @@ def check_constants(is_constant: np.ndarray, names: Iterable[Hashable], num_rows
         warnings.warn(f"Columns {words_of_constants(constant)}", EvigradWarning, stacklevel=4)
 
 
-class Relevance(nn.Module):
-    """A learnable scale between 0 and 1 for each feature, shared by all inputs of the feature.
+def column_groups(
+    model: nn.Module, num_inputs: int, hyperparameters: Sequence[str]
+) -> dict[str, str | dict[str, int]]:
+    """Return prior groups: each input of the first layer, and each other parameter tensor.
 
-    A scale of 0 switches a feature off. A scale above 1 could saturate the softmax of a classifier,
-    regardless of the prior on the weights. A saturated softmax has no curvature, which would
-    increase the linearized evidence.
-
-    ``feature_of`` contains the index of the feature, 0 … d − 1, for each input.
+    Raises:
+        ConfigurationError: If the model has no linear layer of the inputs.
     """
+    weights = trainable(model, select(model, hyperparameters))
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    over_inputs = {id(layer.weight) for layer in layers if layer.in_features == num_inputs}
+    first = next((name for name, weight in weights.items() if id(weight) in over_inputs), None)
+    if first is None:
+        raise ConfigurationError(
+            "relevance=True needs a module with a trainable nn.Linear of the inputs, got none with"
+            f" {num_inputs} inputs. Use relevance=False."
+        )
+    return {name: {name: 1} if name == first else name for name in weights}
 
-    feature_of: Tensor
 
-    def __init__(self, feature_of: np.ndarray, num_features: int) -> None:
-        super().__init__()
-        self.raw = nn.Parameter(torch.full((num_features,), _START, device="cpu"))
-        self.register_buffer("feature_of", torch.as_tensor(feature_of, device="cpu"))
+def importances(
+    model: nn.Module,
+    x: Float[Tensor, "n inputs"],
+    feature_of: np.ndarray,
+    weights: np.ndarray | None,
+) -> np.ndarray:
+    """Return the importance of each column (d,), normalized to the sum 1.
 
-    @property
-    def values(self) -> Float[Tensor, " d"]:
-        """Return the scale of each feature, with a graph."""
-        return self.raw.sigmoid()
-
-    def forward(self, x: Float[Tensor, "m inputs"]) -> Float[Tensor, "m inputs"]:
-        """Return the inputs, each multiplied by the scale of its feature."""
-        return x * self.values[self.feature_of]
+    The square of an importance is the mean over the rows of Σ g_kᵀ C g_k, a sum over outputs k. The
+    gradient g_k is with respect to the inputs of the column, and C is their covariance. In a linear
+    model, this is the variance of what the column adds to the outputs.
+    """
+    rows = torch.ones(len(x), device="cpu") if weights is None else torch.from_numpy(weights)
+    rows, products = rows.to(x), x.new_zeros(x.shape[1], x.shape[1])
+    generator = torch.Generator().manual_seed(0)
+    with evaluation_mode(model, generator), model_run(model), torch.enable_grad():
+        x = x.detach().requires_grad_()
+        for output in model(x).sum(0):
+            (g,) = torch.autograd.grad(output, x, retain_graph=True, materialize_grads=True)
+            products += g.T @ (rows[:, None] * g)
+    squares = (torch.cov(x.detach().T, correction=0, aweights=rows) * products).double().cpu()
+    columns = np.where(feature_of == feature_of[:, None], squares.numpy(), 0.0).sum(1)
+    values = np.sqrt(np.bincount(feature_of, columns).clip(min=0.0))
+    return values / (values.sum() or 1.0)
