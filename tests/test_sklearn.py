@@ -574,8 +574,8 @@ def test_modules_of_ones_own() -> None:
     by_column = EvidenceRegressor(**OWN, module=nn.Linear).fit(X, y)
     assert by_column.result_.evidence.prior.precisions()["weight"].shape == (1, 10)
     scaled = nn.Sequential(InputScale(10), nn.Linear(10, 1))
-    own: dict[str, Any] = OWN | {"settings": {**OWN["settings"], "hyperparameters": ["0"]}}
-    learned = EvidenceRegressor(**own, module=scaled).fit(X, y).result_.evidence
+    learning: dict[str, Any] = OWN | {"settings": {**OWN["settings"], "hyperparameters": ["0"]}}
+    learned = EvidenceRegressor(**learning, module=scaled).fit(X, y).result_.evidence
     assert "model.0.log_scale" in learned.hyperparameters()
     assert learned.prior.group_names == ["1.weight", "1.bias"]
     again: Any = clone(function)

@@ -303,8 +303,8 @@ class Joint(Likelihood):
     def noise_variance(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"] | None:
         """Return the noise of all heads side by side, or None if one is not Gaussian."""
         variances = [noise_variance(unweighted(h.likelihood), f[:, h.outputs]) for h in self._parts]
-        known = [variance for variance in variances if variance is not None]
-        return torch.cat(known, 1) if len(known) == len(variances) else None
+        numbers = [variance for variance in variances if variance is not None]
+        return torch.cat(numbers, 1) if len(numbers) == len(variances) else None
 
     def moments(self, *arguments: Any, **named: Any) -> None:
         """Raise an error, because only single heads have means, probabilities and quantiles.
