@@ -84,7 +84,9 @@ def test_pytorch_removes_the_least_important_weights_of_all_layers():
         amount=20,
     )
     flat = torch.cat([scores[name].flatten() for name in layers])
-    removed = torch.cat([layer.weight.flatten() == 0 for layer, _ in layers.values()])
+    removed = torch.cat(
+        [layer.get_buffer("weight_mask").flatten() == 0 for layer, _ in layers.values()]
+    )
     assert removed.sum() == 20 and flat[removed].max() < flat[~removed].min()
 
 

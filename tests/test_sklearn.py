@@ -131,7 +131,7 @@ def test_the_importance_of_a_linear_model_is_what_a_column_adds() -> None:
     weights = np.tile([0.5, 1.5], 30)
     linear = EvidenceRegressor((), epochs=20, settings=SHORT["settings"], random_state=0)
     fitted = linear.fit(X, y, sample_weight=weights)
-    slopes = fitted.result_.model.get_submodule("output").weight.detach().numpy()[0]
+    slopes = fitted.result_.model.state_dict()["output.weight"].numpy()[0]
     parts = fitted.inputs(X).numpy() * slopes
     added = [parts[:, place].sum(1) for place in ([0], [1], [2, 3, 4], [5, 6, 7])]
     deviations = np.sqrt(np.cov(added, aweights=weights, ddof=0).diagonal())
@@ -190,7 +190,7 @@ def test_a_regressor_is_a_fit_of_the_standardised_table() -> None:
         model,
         (inputs(x), outputs(targets)),
         likelihood=Gaussian(),
-        prior={"columns": {"linear1.weight": 1}, **{name: name for name in others}},
+        prior=GaussianPrior({"columns": {"linear1.weight": 1}, **{name: name for name in others}}),
         schedule=evigrad.Schedule(epochs=6, burn_in=1, every=3, steps=1),
         optimization=evigrad.Optimization(lr=0.05),
         progress=False,
