@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from peak_bytes import PeakBytes
 from posterior.cases import OUTPUTS, Case, case
 from posterior.test_covariances import kronecker
+from posterior.test_query import Cubic
 from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 from torch.func import functional_call, vmap
@@ -47,9 +48,12 @@ def identity(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.each(1)
 @pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("likelihood", ("gaussian", "categorical"))
+@pytest.mark.parametrize(
+    "likelihood", ("gaussian", "categorical", "bernoulli", "poisson", "custom")
+)
 def test_moments_and_draws_are_those_of_dense_matrices(likelihood, structure, monkeypatch):
-    small_case = case(likelihood, memory=Memory(micro_batch=2))
+    chosen = Cubic() if likelihood == "custom" else likelihood
+    small_case = case(chosen, memory=Memory(micro_batch=2))
     x = small_case.test
     posterior = small_case.evidence.posterior(small_case.train, structure=structure)
     names, joint = posterior.parameters, posterior.joint(x)
@@ -70,7 +74,7 @@ def test_moments_and_draws_are_those_of_dense_matrices(likelihood, structure, mo
     prediction = posterior(x)
     blocks = torch.stack([joint.covariance[i, :, i] for i in range(len(x))])
     torch.testing.assert_close(blocks, prediction.covariance, rtol=1e-12, atol=1e-12)
-    assert torch.equal(joint.mean, prediction.mean)
+    assert torch.equal(joint.mean, prediction.outputs)
     if likelihood == "gaussian":
         torch.testing.assert_close(joint.noise, prediction.noise_variance)
     else:
@@ -146,8 +150,9 @@ class Words(nn.Module):
         return self.out(h.tanh())
 
 
-@pytest.mark.parametrize("structure", ("full", "ntk"))
-def test_positions_of_trees_count_as_inputs(structure):
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_positions_of_trees_count_as_inputs(structure, monkeypatch):
     model = Words().double()
     small_case = case("gaussian", model=model)
     values, shift = torch.randn(9, 4).double(), torch.randn(9).double()
@@ -168,8 +173,23 @@ def test_positions_of_trees_count_as_inputs(structure):
         for f in outputs
         for gradients in [torch.autograd.grad(f, list(weights.values()), retain_graph=True)]
     ])  # fmt: skip
-    precision = reference.vector(evidence.prior.precisions(), weights).detach()
-    covariance = rows @ torch.linalg.solve(rows.mT @ rows / 0.25 + precision.diag(), rows.mT)
+    if structure in ("full", "ntk"):
+        precision = reference.vector(evidence.prior.precisions(), weights).detach()
+        of_weights = torch.linalg.inv(rows.mT @ rows / 0.25 + precision.diag())
+    else:  # of the weights that are drawn
+        with monkeypatch.context() as patch:
+            identity(patch)
+            drawn = posterior.sample_weights(posterior._covariance.width)
+        last = posterior.parameters[-1]
+        parts = [
+            (drawn[name] - w).flatten(1)
+            if name in drawn
+            else w.new_zeros(len(drawn[last]), w.numel())
+            for name, w in weights.items()
+        ]
+        root = torch.cat(parts, 1).detach()
+        of_weights = root.mT @ root
+    covariance = rows @ of_weights @ rows.mT
     for batch in range(2):
         span = slice(16 * batch, 16 * (batch + 1))
         ours = joint.covariance[batch].flatten(0, 2).flatten(1)

@@ -497,9 +497,11 @@ class Likelihood(nn.Module, ABC):
             return RootRows(hessian_rows(curvature, columns, kind))
         check_finite_root(curvature.detach())
         diagonal = curvature.diagonal(dim1=1, dim2=2)
-        is_alone = f.shape[1] == 1
+        has_one_output = f.shape[1] == 1
         words = f"The Hessian of {type(self).__name__}"
-        if not is_alone and _differ(curvature.detach(), diagonal.detach().diag_embed(), words):
+        if not has_one_output and _differ(
+            curvature.detach(), diagonal.detach().diag_embed(), words
+        ):
             raise ConfigurationError(
                 f"{words} has off-diagonal entries, but"
                 " couples_outputs is False. Set couples_outputs = True."

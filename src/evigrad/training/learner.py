@@ -167,20 +167,20 @@ class Learner:
             check_burn_in(schedule.burn_in, schedule.epochs)
             device = next(iter(evidence.weights().values())).device
             self.evidence = evidence
-            is_alone = not isinstance(data, RunData)  # fit and callbacks check their settings
-            self.data = RunData(data, device, seed) if is_alone else data
+            in_custom_loop = not isinstance(data, RunData)  # fit and callbacks check their settings
+            self.data = RunData(data, device, seed) if in_custom_loop else data
             optimization = optimization or Optimization()
             chosen = (schedule, optimization)
-            if is_alone:
+            if in_custom_loop:
                 words = "in a Learner, because your own loop trains the weights"
                 refuse(chosen, [(OF_FIT, words, "Set it in your loop")])
                 refuse(chosen, of_one_start(optimization))
             alike.update(shared_settings({**vars(schedule), **vars(optimization), "seed": seed}))
-            if evidence.ranks.count > 1 and is_alone:
+            if evidence.ranks.count > 1 and in_custom_loop:
                 alike["data"] = self.data.fingerprint()
             self.schedule = plan_schedule(schedule, evidence.num_data)
             optimization = plan_optimization(optimization, evidence.likelihood, evidence.prior)
-            if is_alone:
+            if in_custom_loop:
                 refuse(chosen, of_learner(self.schedule, optimization, evidence))
             self.hyper_optimizer = make_hyper_optimizer(hyperparameters, optimization)
             self.step_groups = step_groups(self.schedule, hyperparameters)
