@@ -115,8 +115,11 @@ class NegativeBinomial(Counts):
         odds, counts = f + log_d, last.clamp(min=0.0)  # the logarithm of d μ
         a, b = (-log_d).exp(), counts + 1.0
         p = betainc(a, b, (-odds).sigmoid(), odds.sigmoid())
-        scale = torch.lgamma(a + b) - torch.lgamma(a) - torch.lgamma(b)
-        derivative = -(scale + a * logsigmoid(-odds) + b * logsigmoid(odds)).exp()
+
+        def derivative() -> Tensor:
+            scale = torch.lgamma(a + b) - torch.lgamma(a) - torch.lgamma(b)
+            return -(scale + a * logsigmoid(-odds) + b * logsigmoid(odds)).exp()
+
         return torch.where(last < 0, 0.0, with_derivative(odds, p, derivative))
 
     def _diagonal_root(self, f: Float[Tensor, "m C"]) -> Float[Tensor, "m C"]:

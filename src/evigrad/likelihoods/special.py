@@ -1,6 +1,7 @@
 """A special function that PyTorch lacks, and values with known derivatives."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ class _WithDerivative(torch.autograd.Function):
         return gradients[0] * ctx.saved_tensors[0], None, None
 
 
-def with_derivative(x: Tensor, value: Tensor, derivative: Tensor) -> Tensor:
-    """Return the value of a function of x entry by entry, with its derivative for autograd."""
-    result = _WithDerivative.apply(x, value.detach(), derivative.detach())
+def with_derivative(x: Tensor, value: Tensor, derivative: Callable[[], Tensor]) -> Tensor:
+    """Return the value of a function of x entry by entry, with its derivative if x has a graph."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return value
+    result = _WithDerivative.apply(x, value.detach(), derivative().detach())
     assert isinstance(result, Tensor)
     return result
 

@@ -107,7 +107,7 @@ class StudentT(Noisy):
         share = standardized.square() / self.degrees  # may be infinite
         tail = 0.5 * betainc(0.5 * self.degrees, 0.5, 1 / (1 + share), 1 / (1 + 1 / share))
         value = torch.where(standardized > 0, 1.0 - tail, tail)
-        return with_derivative(standardized, value, self._log_density(standardized).exp())
+        return with_derivative(standardized, value, lambda: self._log_density(standardized).exp())
 
     def sample(self, f: Float[Tensor, "m C"], generator: torch.Generator) -> Float[Tensor, "m C"]:
         """Draw targets f + σ·ε, where ε follows Student's t distribution."""

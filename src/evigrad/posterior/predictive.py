@@ -28,7 +28,7 @@ from evigrad.likelihoods.positions import is_batch, targets_at
 from evigrad.likelihoods.targets import as_numbers, like, precisely
 from evigrad.likelihoods.weighted import unweighted
 from evigrad.passes.checks import as_generator, check_count
-from evigrad.posterior.quantiles import smallest, with_graph
+from evigrad.posterior.quantiles import differentiable, smallest
 
 LINKS = ("monte-carlo", "probit", "bridge", "bridge-norm", "plug-in")
 # Number of sampled outputs at once, 128 MiB in float64.
@@ -427,7 +427,7 @@ class Predictive:
                 for part in (flat.plug_in, flat) if flat.link == "monte-carlo" else (flat,):
                     values = smallest(part._cdf, rows, values, is_whole)
             if torch.is_grad_enabled() and flat.outputs.requires_grad and not is_whole:
-                values = with_graph(flat._cdf, values)
+                values = differentiable(flat._cdf, values)
         values = values.to(form.dtype).unflatten(1, self.outputs.shape[:-1])
         return values if levels.ndim else values[0]
 

@@ -58,7 +58,7 @@ def smallest(
     return high if is_whole else y
 
 
-def with_graph(cdf: Callable[[Tensor], Tensor], quantiles: Tensor) -> Tensor:
+def differentiable(cdf: Callable[[Tensor], Tensor], quantiles: Tensor) -> Tensor:
     """Return quantiles y of real numbers with a graph to what ``cdf`` depends on.
 
     The derivative of cdf(y) = level is cdf′(y) ∂y + ∂cdf(y) = 0.

@@ -34,6 +34,7 @@ from evigrad.passes.checks import check_choice
 from evigrad.posterior import DEFAULT_STRUCTURE, STRUCTURES, Posterior, Predictive
 from evigrad.priors import GaussianPrior
 from evigrad.sklearn.table import (
+    AT_ONCE,
     Columns,
     Encoding,
     check_constants,
@@ -77,8 +78,6 @@ _OWN = {
 # Number of rounds and steps per round if each column has a precision. With fewer rounds of more
 # steps, irrelevant columns keep more of their weight.
 _ROUNDS, _STEPS = 75, 2
-# Number of rows that are predicted at once.
-_AT_ONCE = 8192
 
 
 class ParameterError(ConfigurationError, TypeError):
@@ -437,7 +436,7 @@ class EvidenceEstimator(BaseEstimator):
 
     def _in_parts(self, X: Any, function: Callable[[Tensor], Tensor]) -> np.ndarray:
         """Return the values of a row-wise function of the network's inputs, part by part."""
-        outputs = [function(part) for part in self.inputs(X).split(_AT_ONCE)]
+        outputs = [function(part) for part in self.inputs(X).split(AT_ONCE)]
         return torch.cat(outputs).double().cpu().numpy()
 
 
@@ -766,7 +765,7 @@ class EvidenceRegressor(RegressorMixin, EvidenceEstimator):
         x = self.inputs(X)
         exposures = self._exposures(exposure, len(x))
         parts = list[Tensor]()
-        for rows in torch.arange(len(x), device=x.device).split(_AT_ONCE):
+        for rows in torch.arange(len(x), device=x.device).split(AT_ONCE):
             prediction = self._prediction(x[rows], return_std or quantiles is not None)
             if exposures is not None:
                 unit = torch.as_tensor(exposures[rows.cpu()] * self._units.rate, device="cpu")

@@ -28,6 +28,8 @@ from evigrad.errors import ConfigurationError, EvigradWarning, InputError, liste
 from evigrad.network.modes import evaluation_mode, model_run
 from evigrad.passes.parameters import select, trainable
 
+# Number of rows that the network processes at once, outside of training.
+AT_ONCE = 8192
 _LEAVE_OUT = "remove the column"
 
 
@@ -333,10 +335,11 @@ def importances(
     rows, products = rows.to(x), x.new_zeros(x.shape[1], x.shape[1])
     generator = torch.Generator().manual_seed(0)
     with evaluation_mode(model, generator), model_run(model), torch.enable_grad():
-        x = x.detach().requires_grad_()
-        for output in model(x).sum(0):
-            (g,) = torch.autograd.grad(output, x, retain_graph=True, materialize_grads=True)
-            products += g.T @ (rows[:, None] * g)
+        for part, row_weights in zip(x.split(AT_ONCE), rows.split(AT_ONCE), strict=True):
+            leaf = part.detach().requires_grad_()
+            for output in model(leaf).sum(0):
+                (g,) = torch.autograd.grad(output, leaf, retain_graph=True, materialize_grads=True)
+                products += g.T @ (row_weights[:, None] * g)
     squares = (torch.cov(x.detach().T, correction=0, aweights=rows) * products).double().cpu()
     columns = np.where(feature_of == feature_of[:, None], squares.numpy(), 0.0).sum(1)
     values = np.sqrt(np.bincount(feature_of, columns).clip(min=0.0))

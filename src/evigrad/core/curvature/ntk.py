@@ -92,7 +92,7 @@ class NtkStatistic(Statistic):
             pairs = zip(scales, sizes, strict=True)
             scale = torch.cat([scale.new_ones(n) if s is None else s for s, n in pairs])
         rows = {name: rows + other.rows[name] for name, rows in self.rows.items()}
-        return NtkStatistic(rows, scale, self.present + other.present, other.awaited)
+        return NtkStatistic(rows, scale, self.present + other.present)
 
     def tensors(self) -> list[Tensor]:
         tensors = [t for rows in self.rows.values() for t in rows.tensors()]
