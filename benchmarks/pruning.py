@@ -55,7 +55,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import evigrad
-from evigrad import Schedule
+from evigrad import Memory, Schedule
 from evigrad.data import DataSet, load
 from evigrad.models import make_model
 from evigrad.models.residual import Block, ResNet
@@ -75,6 +75,7 @@ UNITS, DECAY = "unit precisions", "weight decay"
 RATIOS = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9)
 WEIGHT_RATIOS = (0.5, 0.8, 0.9, 0.95, 0.98)
 BATCH, EPOCHS, LR = 100, 2, 1e-3
+MICRO_BATCH = 250
 POINT = 0.01  # of accuracy
 COLUMNS = ("row", "seed", "set", "case", "ratio", "removed", "weights", "accuracy")
 COLUMNS = (*COLUMNS, "log_likelihood", "seconds", "rounds")
@@ -244,7 +245,7 @@ class Networks:
             return None
         if criterion == "norm":
             return {n: w.detach().square() for n, w in fitted.model.named_parameters()}
-        evidence, name = fitted.evidence, "posterior-damage"
+        evidence, name = self._in_parts(kind, "diag-N-C"), "posterior-damage"
         if not criterion.endswith("all data"):
             chosen = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
             chosen = chosen[: int(SHARE * len(x))]
@@ -258,9 +259,14 @@ class Networks:
         self._add(f"curvature: {criterion}, {kind}", {"seconds": clock.seconds})
         return scores
 
+    def _in_parts(self, kind: str, estimator: str) -> evigrad.Evidence:
+        """Return an evidence of all data that needs little memory."""
+        evidence = self.fitted[kind].evidence
+        return evidence.with_estimator(estimator, memory=Memory(micro_batch=MICRO_BATCH))
+
     def time_all_data(self) -> None:
         """Measure a gradient of the evidence by Kronecker factors of all data."""
-        evidence = self.fitted[UNITS].evidence.with_estimator("kfac-N-C")
+        evidence = self._in_parts(UNITS, "kfac-N-C")
         with Clock() as clock:
             evidence.backward(*self.data.train)
         self._add(ALL_KFAC, {"seconds": clock.seconds})
