@@ -69,6 +69,8 @@ from evigrad.posterior import (
 )
 from evigrad.priors import GaussianPrior, not_a_prior
 
+# Number of examples whose curvature shapes a g-prior.
+_SHAPE_DATA = 1000
 # Settings that may differ between ranks, because they change no result. All others must be equal.
 _OF_A_RANK = ("micro_batch", "memory_budget", "rows_device")
 
@@ -199,7 +201,8 @@ class Evidence:
             ranks,
         )
         self._begin_together(anchoring)
-        warn_of_normalisation(model)
+        if prior.shape == "equal":
+            warn_of_normalisation(model)
         warn_of_averaged(model, self._weights)
         self._decay = DecayWatch(self._weights.values())
         self._positions: PositionSource | None = None  # that anchors and kept outputs refer to
@@ -589,6 +592,30 @@ class Evidence:
             splits = self.problem.splits(source.plan)
             partition = self.problem.partition(source.plan)
             return BlockStream(partition, source, self.generator, self.ranks, splits)
+
+    def shape_prior(self, data: Any) -> None:
+        """Set the shape of a g-prior from the curvature of up to 1,000 random examples.
+
+        ``fit`` and ``Learner`` call this method before each round. The learned precisions change
+        such that the prior's part of ``map_loss`` does not change. If no precision is learned, it
+        changes.
+
+        Args:
+            data: All N examples, in a form that ``blocks`` takes.
+
+        Raises:
+            ConfigurationError: If the prior does not have ``shape="g-prior"``.
+            InputError: If the data are invalid for the model or the likelihood.
+        """
+        size, rows = min(self.num_data, _SHAPE_DATA), "C"
+        if not self.likelihood.defines_hessian and self.spec.curvature != "ggn":
+            rows = f"{self.spec.outputs}-{self.spec.curvature}"
+        other = self.with_estimator(f"diag-{size}-{rows}", generator=self.generator)
+        statistic = other.collect(next(iter(other.blocks(data))), wrt=()).statistic
+        curvature = {
+            n: h.view_as(self._weights[n]) / self.num_data for n, h in statistic.blocks.items()
+        }
+        self.prior.set_shape(curvature, self._weights)
 
     def collect(
         self, x: Data, y: Tensor | None = None, *, wrt: str | Sequence[str] | None = None

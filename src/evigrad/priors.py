@@ -24,8 +24,12 @@ from evigrad.errors import ConfigurationError, listed, nearest
 __all__ = ["MEANS", "STRUCTURES", "GaussianPrior", "NormalHyperprior"]
 
 STRUCTURES = ("scalar", "layerwise", "diagonal")
+SHAPES = ("equal", "g-prior")
 MEANS = ("zero", "initial")
 SCALAR_GROUP = "all"
+# Least curvature in a g-prior, relative to the mean of the tensor and to the mean of all tensors. A
+# weight without curvature, as in a dead unit, would have no prior.
+_LEAST_OF_TENSOR, _LEAST_OF_ALL = 1e-3, 1e-6
 # The pattern of all weights that no other pattern matches.
 REMAINING = "*"
 # What to do instead of a covariance matrix in the prior.
@@ -115,6 +119,15 @@ class GaussianPrior(nn.Module):
             shape. The key ``"*"`` stands for all weights that no other key names. Without it, these
             weights have mean zero. The ``state_dict`` contains the mean, and loading a state
             replaces it.
+        shape: ``"equal"`` (default): all weights of a group have its precision. ``"g-prior"``: a
+            weight has the precision of its group times its curvature per example (the diagonal of
+            the Gauss-Newton matrix, divided by N). The precision of a group is then the number of
+            examples that its prior counts for. ``fit`` and ``Learner`` update the curvature before
+            each round, and in other loops, ``Evidence.shape_prior`` does. Before the first update,
+            all weights of a group have its precision. (Sources: A. Zellner, 1986, *On Assessing
+            Prior Distributions and Bayesian Regression Analysis with g-Prior Distributions*; J.
+            Antorán et al., 2023, *Sampling-based Inference for Large Linear Models, with
+            Application to Linearised Laplace*, ICLR.)
 
     Attributes:
         log_precision: Log precisions of the learned groups, (G,), or of all groups if none is
@@ -125,8 +138,9 @@ class GaussianPrior(nn.Module):
         group_of: Index into ``group_names`` for each weight tensor.
 
     Raises:
-        ConfigurationError: If the structure or the mean is unknown, a precision is not positive, or
-            ``learnable`` is neither a bool nor a mapping from names of groups to bools.
+        ConfigurationError: If the structure, the mean or the shape is unknown, a precision is not
+            positive, or ``learnable`` is neither a bool nor a mapping from names of groups to
+            bools. Also if the shape of a diagonal prior is not ``"equal"``.
 
     Examples:
         >>> import torch
@@ -160,6 +174,7 @@ class GaussianPrior(nn.Module):
         learnable: bool | Mapping[str, bool] = True,
         hyperprior: Callable[[Tensor], Tensor] | None = None,
         mean: str | Mapping[str, str | Tensor] = "zero",
+        shape: str = "equal",
     ) -> None:
         super().__init__()
         if isinstance(structure, Mapping):
@@ -191,6 +206,12 @@ class GaussianPrior(nn.Module):
             )
         self.hyperprior = hyperprior
         self._mean = _checked_mean(mean)
+        if shape not in SHAPES or (shape == "g-prior" and self.structure == "diagonal"):
+            raise ConfigurationError(
+                "shape must be 'equal' or 'g-prior', and 'equal' for a diagonal prior, got"
+                f" {shape!r} for the structure '{self.structure}'.{nearest(str(shape), SHAPES)}"
+            )
+        self.shape = shape
         self.register_parameter("log_precision", None)
         # If some groups are fixed: log precisions of all (outdated for the learned ones, which
         # ``log_precision`` has), and the positions of the learned ones. A state has the log
@@ -202,7 +223,8 @@ class GaussianPrior(nn.Module):
         # number of weights of each entry.
         self.register_buffer("_entries", no_index, persistent=False)
         self.register_buffer("_counts", no_index, persistent=False)
-        # Fixed factors of the precisions of all weights, concatenated, from ``from_posterior``.
+        # Fixed factors of the precisions of all weights, concatenated, from ``from_posterior`` or
+        # of a g-prior.
         self.register_buffer("_factors", None)
         # The nonzero means, concatenated, of the weights in ``_mean_of``.
         self.register_buffer("_means", None)
@@ -303,7 +325,10 @@ class GaussianPrior(nn.Module):
             name: weights[name].detach() if isinstance(value, str) else value
             for name, value in self._assigned_means(shapes, names, group_of).items()
         }
-        if self._factors is not None and list(self._mean) != list(shapes):
+        if self.shape == "g-prior":
+            numel = sum(map(math.prod, shapes.values()))
+            self._factors = torch.ones(numel, device=device, dtype=dtype)
+        elif self._factors is not None and list(self._mean) != list(shapes):
             raise ConfigurationError(
                 "A prior from a posterior must be bound to the posterior's weights"
                 f" {listed(list(self._mean))}, got {listed(list(shapes))}. Use the same model."
@@ -510,6 +535,41 @@ class GaussianPrior(nn.Module):
         pairs = zip(self._shapes.items(), parts, strict=True)
         return {name: part.view(shape) for (name, shape), part in pairs}
 
+    @torch.no_grad()
+    def set_shape(self, curvature: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+        """Set the fixed factors of a g-prior.
+
+        The learned precisions change such that (w − w₀)ᵀ P0 (w − w₀) does not change in any group.
+
+        Args:
+            curvature: Curvature per example of each weight by name, in the weights' shapes.
+            weights: The current weights by name.
+
+        Raises:
+            ConfigurationError: If the prior is not a g-prior.
+        """
+        if self.shape != "g-prior" or (log_precision := self.log_precision) is None:
+            raise ConfigurationError(
+                "Only a bound prior with shape='g-prior' takes a curvature, got"
+                f" {'an unbound prior' if self.log_precision is None else repr(self.shape)}. Use"
+                " GaussianPrior(shape='g-prior') in an Evidence."
+            )
+        before, factors = self.square_norms(weights), self._factors
+        assert factors is not None
+        means = {name: curvature[name].double().mean() for name in self._shapes}
+        least = _LEAST_OF_ALL * torch.stack(list(means.values())).mean()
+        if least == 0:  # no output depends on any weight
+            return
+        flat = [
+            (curvature[name] + (_LEAST_OF_TENSOR * means[name] + least)).flatten()
+            for name in self._shapes
+        ]
+        factors.copy_(torch.cat(flat))
+        if log_precision.requires_grad:
+            ratio = before / self.square_norms(weights)
+            change = torch.where(before > 0, ratio.log(), 0.0)
+            log_precision += change.to(log_precision)
+
     def _squares(self, weights: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Return the sum of (w − w₀)² for each of ``_entries``, with the fixed factors."""
         means, sums = self.means(), list[Tensor]()
@@ -636,6 +696,7 @@ class GaussianPrior(nn.Module):
             return None
         return {
             "structure": self.structure,
+            "shape": self.shape,
             "group_names": list(self.group_names),
             "group_of": dict(self.group_of),
             "axes": {name: list(axes) for name, axes in self._varies.items() if axes},
@@ -655,6 +716,11 @@ class GaussianPrior(nn.Module):
                 raise ConfigurationError(
                     f"The saved prior must have this prior's structure, {self.structure}, got"
                     f" {saved['structure']}. Create this prior with the saved structure."
+                )
+            if (saved_shape := saved.get("shape", "equal")) != self.shape:
+                raise ConfigurationError(
+                    f"The saved prior must have this prior's shape, {self.shape}, got"
+                    f" {saved_shape}. Create this prior with shape={saved_shape!r}."
                 )
             shapes = {name: torch.Size(shape) for name, shape in saved["shapes"].items()}
             if self.log_precision is None:
@@ -691,6 +757,8 @@ class GaussianPrior(nn.Module):
                 self._mean_of = mean_of
                 if mean_of:
                     self._means = torch.empty_like(state_dict[f"{prefix}_means"]).flatten()
+                if self.shape == "g-prior":
+                    self._factors = torch.empty_like(state_dict[f"{prefix}_factors"])
         key = f"{prefix}log_precision"
         values = state_dict.get(key)
         has_learned = len(self._learned_index) > 0
@@ -712,7 +780,8 @@ class GaussianPrior(nn.Module):
         groups = f", groups={self.group_names}" if self.structure == "groups" else ""
         means = ", ".join(f"{key!r}: {_in_words(setting)}" for key, setting in self._mean.items())
         mean = f", mean={{{means}}}" if any(m is not None for m in self._mean.values()) else ""
-        return f"structure={self.structure!r}{groups}, learnable={self.learnable}{mean}"
+        shape = "" if self.shape == "equal" else f", shape={self.shape!r}"
+        return f"structure={self.structure!r}{groups}, learnable={self.learnable}{mean}{shape}"
 
 
 def not_a_prior(requirement: str, value: object) -> str:

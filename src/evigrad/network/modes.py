@@ -151,7 +151,7 @@ def warn_of_normalisation(model: nn.Module) -> None:
     warnings.warn(
         f"The model has normalization layers ({named}), which undo the scale of the preceding"
         " weights. Train as usual, but judge the network by its predictions, not by the"
-        " precisions of these weights.",
+        " precisions of these weights. A prior with shape='g-prior' does not depend on the scale.",
         EvigradWarning,
         stacklevel=3,  # the caller of Evidence
     )

@@ -102,8 +102,8 @@ class FixedPoint:
             pretrained: Precision of groups with a nonzero prior mean.
         """
         prior, log_precision = self.evidence.prior, self._log_precision()
-        if prior.factors():  # a posterior counts fully until the new data are seen
-            return
+        if prior.factors() and prior.shape == "equal":
+            return  # a posterior counts fully until the new data are seen
         with torch.no_grad():
             log_precision.fill_(math.log(zero))
             log_precision[prior.has_mean()] = math.log(pretrained)

@@ -273,6 +273,8 @@ class Learner:
         with self.evidence.ranks.together():
             self.data.epoch = epoch
             try:
+                if self.evidence.prior.shape == "g-prior":
+                    self.evidence.shape_prior(self.data)
                 for group, blocks in zip(self.step_groups, self._blocks, strict=True):
                     if group.is_due(epoch):
                         hyper_round = self._round(group, blocks, hyper_round)
