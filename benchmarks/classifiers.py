@@ -107,7 +107,7 @@ def text_task(seed: int) -> Text:
     from examples.text import KINDS, LENGTH, TEST, TRAIN, snippets
 
     def part(modules: Sequence[ModuleType], seed: int) -> tuple[Tensor, Tensor]:
-        (inputs, labels), _ = snippets(modules, 300, seed)
+        inputs, labels = snippets(modules, 300, seed)
         return inputs["ids"], labels
 
     zero, one = torch.zeros(()), torch.ones(())

@@ -3,7 +3,7 @@
 The sets are:
 
 * ``text``: the transformer of ``examples/text.py`` (LayerNorm) on 600 lines of text.
-* ``digits, normalized``: 300 of scikit-learn's digits, two hidden layers of 50 with LayerNorm.
+* ``digits, normalized``: 500 of scikit-learn's digits, two hidden layers of 50 with LayerNorm.
 * ``mnist, normalized``: 1,000 MNIST digits, three convolutions with GroupNorm.
 * ``digits``: the network of ``digits, normalized`` without LayerNorm.
 
@@ -76,7 +76,7 @@ def task_of(name: str, seed: int, data_dir: str | None) -> tuple[Any, Pair, Pair
         task = text_task(seed)
         return task.network, task.data.train, task.data.test, task.schedule
     if name.startswith("digits"):
-        data = load("digits", subset=300, seed=seed)
+        data = load("digits", subset=500, seed=seed)
         assert data.test is not None
         return partial(dense_network, "normalized" in name), data.train, data.test, None
     data = load("mnist", data_dir, subset=1000, seed=seed)

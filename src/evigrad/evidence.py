@@ -607,14 +607,13 @@ class Evidence:
             ConfigurationError: If the prior does not have ``shape="g-prior"``.
             InputError: If the data are invalid for the model or the likelihood.
         """
-        size, rows = min(self.num_data, _SHAPE_DATA), "C"
+        size, rows, settings = min(self.num_data, _SHAPE_DATA), "C", self.problem.settings
         if not self.likelihood.defines_hessian and self.spec.curvature != "ggn":
             rows = f"{self.spec.outputs}-{self.spec.curvature}"
-        other = self.with_estimator(f"diag-{size}-{rows}", generator=self.generator)
-        statistic = other.collect(next(iter(other.blocks(data))), wrt=()).statistic
-        curvature = {
-            n: h.view_as(self._weights[n]) / self.num_data for n, h in statistic.blocks.items()
-        }
+        memory = Memory(settings.micro_batch or "auto", settings.memory_budget)
+        other = self.with_estimator(f"diag-{size}-{rows}", generator=self.generator, memory=memory)
+        blocks = other.collect(next(iter(other.blocks(data))), wrt=()).statistic.blocks
+        curvature = {n: blocks[n].view_as(w) / self.num_data for n, w in self._weights.items()}
         self.prior.set_shape(curvature, self._weights)
 
     def collect(

@@ -136,6 +136,7 @@ class GaussianPrior(nn.Module):
         group_names: Names of the groups. In a diagonal prior, each weight tensor is a group along
             all of its axes.
         group_of: Index into ``group_names`` for each weight tensor.
+        shape: The argument ``shape``.
 
     Raises:
         ConfigurationError: If the structure, the mean or the shape is unknown, a precision is not
