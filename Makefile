@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Without --no-compile pip compiles every module of every package, although few are imported.
 INSTALL := $(PIP) install --no-compile -c constraints.txt
 SETTINGS := pyproject.toml constraints.txt
-PATHS := $(wildcard src tests benchmarks examples experiments docs/*.py)
+PATHS := $(wildcard src tests benchmarks examples experiments docs/*.py docs/tutorials)
 # One thread per test process: several threads per core slow each other down.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Without bytecode on disk every process of the tests compiles PyTorch anew, 3 s instead of 1 s.

@@ -1,12 +1,14 @@
-"""Add to the site what is not a page: formulas, API reference, changelog, files, redirects.
+"""Add to the site what is not a page: formulas, API reference, tutorials, changelog, redirects.
 
 MkDocs calls these functions (``hooks`` in mkdocs.yml). Formulas are written as on GitHub, ``$x$``
 or a fenced block ``math``. They become MathML, which browsers show without a script. The pages of
-the API reference are generated from the lists ``__all__``, so no public name is missing. Addresses
-of pages and sections that have moved lead to their new place.
+the API reference are generated from the lists ``__all__``, so no public name is missing. Tutorials
+are notebooks with their outputs, and become pages without being run. Addresses of pages and
+sections that have moved lead to their new place.
 """
 
 import ast
+import base64
 import json
 import re
 from html import escape
@@ -23,7 +25,8 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parent.parent
 # Pages that are files of the checkout.
 WITHIN = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
-LINK = re.compile(r"\[([^\]\[]*)\]\(\.\./([^)#\s]+)([^)]*)\)")
+LINK = re.compile(r"\[([^\]\[]*)\]\(((?:\.\./)+)([^)#\s]+)([^)]*)\)")
+NOTEBOOK = re.compile(r"(\]\([^)#\s]+)\.ipynb(?=[)#])")
 # How docstrings name a guide.
 GUIDE = re.compile(r"\bdocs/(\w+)\.md\b")
 # Not a dollar of a price or of a variable in a shell: no space inside, no digit or letter outside.
@@ -105,7 +108,11 @@ MOVED = {
         "fine-tune-lora-adapters": "gallery#more-scripts",
         "lora-adapters": "gallery#more-scripts",
         "more": "gallery#more-scripts",
+        "relevant-columns-of-tabular-data": "tutorials/error_bars#see-which-columns-matter",
         "segmentation": "gallery#more-scripts",
+        "tables-and-which-of-their-columns-matter": (
+            "tutorials/error_bars#see-which-columns-matter"
+        ),
     },
     "glossary": {"": "supported#glossary", "notation": "supported#notation"},
     "index": {
@@ -344,6 +351,27 @@ def name_page(name: str) -> str:
     return f'<a id="evigrad.{name}"></a>\n\n::: {module}.{name}\n{options}'
 
 
+def tutorial(notebook: File) -> tuple[str, list[bytes]]:
+    """Return the cells of a notebook with their outputs as Markdown, and its figures."""
+    name, parts, figures = Path(notebook.name).stem, [], []
+    for cell in json.loads(notebook.content_string)["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+            continue
+        parts.append(f"```python\n{source}\n```")
+        # A cell may print in several pieces.
+        if printed := "".join("".join(output.get("text", "")) for output in cell["outputs"]):
+            parts.append(f"```text\n{printed.rstrip()}\n```")
+        for output in cell["outputs"]:
+            if image := output.get("data", {}).get("image/png"):
+                figures.append(base64.b64decode(image))
+                titles = re.findall(r"^#+ (.*)", "\n".join(parts), re.MULTILINE)
+                parts.append(f"![{titles[-1]}]({name}-{len(figures)}.png)")
+    parts.append(f'<a href="{name}.ipynb" download>Download this notebook</a>')
+    return "\n\n".join(parts), figures
+
+
 def packages(config: MkDocsConfig) -> list[str]:
     """Return the packages in the API reference of the navigation, at whatever depth it is."""
 
@@ -358,12 +386,18 @@ def packages(config: MkDocsConfig) -> list[str]:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the reference, the changelog, and files outside of docs/ that pages link to."""
+    """Add the reference, tutorials, changelog, and files outside of docs/ that pages link to."""
     for package in packages(config):
         page = reference_page(package)
         files.append(File.generated(config, page_of(package), content=page))
     for name in public_names("evigrad"):
         files.append(File.generated(config, page_of("evigrad", name), content=name_page(name)))
+    for notebook in [file for file in files if file.src_uri.endswith(".ipynb")]:
+        page, figures = tutorial(notebook)
+        place = notebook.src_uri.removesuffix(".ipynb")
+        files.append(File.generated(config, f"{place}.md", content=page))
+        for number, figure in enumerate(figures, start=1):
+            files.append(File.generated(config, f"{place}-{number}.png", content=figure))
     # Its links to files start at the root of the checkout.
     changelog = re.sub(r"\]\((?!\w+:|#)", "](../", (ROOT / "CHANGELOG.md").read_text())
     changelog = changelog.replace("](../docs/", "](")
@@ -374,7 +408,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.append(File.generated(config, f"{page}.html", content=gone))
     linked = {new for moved in MOVED.values() for new in moved.values() if new.endswith(".md")}
     for file in files.documentation_pages():
-        linked |= {name for _, name, _ in LINK.findall(file.content_string)}
+        out = "../" * len(PurePosixPath(file.src_uri).parts)
+        linked |= {name for _, up, name, _ in LINK.findall(file.content_string) if up == out}
     for name in sorted(linked - set(WITHIN)):
         if (path := ROOT / name).is_file():
             files.append(File.generated(config, f"source/{name}.txt", content=path.read_text()))
@@ -382,17 +417,19 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links out of docs/ to copies in the site; replace links to folders by their text."""
+    """Point links to pages of notebooks and to copies of files; links to folders become text."""
     del config, files
     up = "../" * (len(PurePosixPath(page.file.src_uri).parts) - 1)
 
     def moved(match: re.Match[str]) -> str:
-        words, name, anchor = match.groups()
+        words, out, name, anchor = match.groups()
+        if out != f"../{up}":
+            return match[0]
         if (ROOT / name).is_dir():
             return words
         return f"[{words}]({up}{WITHIN.get(name, f'source/{name}.txt')}{anchor})"
 
-    return LINK.sub(moved, markdown)
+    return LINK.sub(moved, NOTEBOOK.sub(r"\1.md", markdown))
 
 
 def redirects(page: str) -> dict[str, str]:

@@ -107,7 +107,6 @@ GALLERY = {
     "length_scale": "--lengths 0.3 1 --epochs 3",
     "rare_classes": "--num-train 300 --epochs 2",
     "ratings": "--data synthetic --num-train 60 --epochs 2 --seeds 0",
-    "relevance": "--folds 2 --epochs 1",
     "rotations": "--subset 100 --epochs 2",
     "text": "--each 20 --epochs 2 --estimators kfac-10-1",
     "two_heads": "--epochs 4",
@@ -119,8 +118,6 @@ GALLERY = {
 def test_gallery(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Each script runs, prints, and draws a figure of a size that may be committed."""
     pytest.importorskip("matplotlib")
-    if name == "relevance":
-        pytest.importorskip("pandas")
     figure = tmp_path / "figure.png"
     assert load_script(name).main([*GALLERY[name].split(), "--figure", str(figure)])
     assert 10_000 < figure.stat().st_size < 300_000
@@ -132,14 +129,6 @@ def test_a_length_is_learned_by_its_gradient() -> None:
     for learned in ("", "--learn"):
         trainings = script.main(f"--lengths 1 --epochs 8 {learned}".split())
         assert (trainings[1.0].length != 1.0) == bool(learned)
-
-
-def test_importance_is_shown_for_each_column(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("pandas")
-    script = load_script("relevance")
-    importances = script.main("--folds 2 --epochs 2".split())
-    assert len(importances) == 13 and set(script.RANDOM) < set(importances)
-    assert capsys.readouterr().out.count("#") > 13
 
 
 def test_the_probabilities_of_ratings_sum_to_one() -> None:
