@@ -69,7 +69,7 @@ patch("os.fsync", os.fstat).start()
 
 # The same examples in every run, and no deadline: a slow machine is not a wrong result.
 settings.register_profile(
-    "evigrad", derandomize=True, deadline=None, max_examples=10, print_blob=True
+    "evigrad", derandomize=True, deadline=None, max_examples=5, print_blob=True
 )
 settings.register_profile("long", settings.get_profile("evigrad"), max_examples=100)
 settings.load_profile("evigrad")
