@@ -172,6 +172,7 @@ def test_what_is_no_decay():
             Optimization(start_decay=decay)
 
 
+@pytest.mark.long
 def test_a_run_that_has_not_converged_warns_and_a_longer_one_does_not():
     x, _ = sinusoid()
     y = 2 * x + 0.3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
