@@ -8,7 +8,8 @@ import inspect
 import itertools
 import os
 import random
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -118,6 +119,19 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Compute the mode gap of ``fit`` only in tests with the mark ``converges`` or ``long``.
+
+    It and its warning take a third of a training of few epochs, and hardly a test looks at them.
+    """
+    trainer = sys.modules.get("evigrad.training.trainer")
+    if trainer is None or {"converges", "long"} & set(item.keywords):
+        return (yield)
+    with patch.object(trainer, "mode_gap", lambda *_: None):
+        return (yield)
 
 
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -42,6 +42,7 @@ from evigrad.invariances import AdditiveNoise, Averaged, InputScale
 from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.priors import GaussianPrior
 
+pytestmark = pytest.mark.converges
 N, SIZE, OUTPUTS, DRAWS = 11, 3, 3, 36
 STEPS = 1  # that are compared
 
