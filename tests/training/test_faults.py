@@ -125,6 +125,7 @@ def test_the_mean_loss_is_that_of_the_batches_that_count(blobs, tmp_path):
     assert [row["loss"] for row in trained.history] == losses[:1]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("changes", [{}, {"batch_size": 60}])
 def test_more_than_a_tenth_of_the_batches_ends_training(changes, blobs, tmp_path):
     words = r"diverged in epoch 2 of 5: in \d of \d batches.*Lower lr.*The metrics up to epoch 1"
