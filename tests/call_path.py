@@ -112,8 +112,12 @@ def path_of(estimator: str) -> tuple[CallPath, int]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if sys.argv[1] == "--names":
-        print(json.dumps(path_of(sys.argv[2])[0].names()))
-    else:
-        paths = {name: path_of(name) for name in sys.argv[1:]}
-        print(json.dumps({name: (*path.counts(), reads) for name, (path, reads) in paths.items()}))
+    paths = {name: path_of(name) for name in sys.argv[1:]}
+    print(
+        json.dumps(
+            {
+                name: {"counts": (*path.counts(), reads), "names": path.names()}
+                for name, (path, reads) in paths.items()
+            }
+        )
+    )

@@ -8,7 +8,8 @@ import inspect
 import itertools
 import os
 import random
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -69,7 +70,7 @@ patch("os.fsync", os.fstat).start()
 
 # The same examples in every run, and no deadline: a slow machine is not a wrong result.
 settings.register_profile(
-    "evigrad", derandomize=True, deadline=None, max_examples=10, print_blob=True
+    "evigrad", derandomize=True, deadline=None, max_examples=5, print_blob=True
 )
 settings.register_profile("long", settings.get_profile("evigrad"), max_examples=100)
 settings.load_profile("evigrad")
@@ -118,6 +119,19 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Compute the mode gap of ``fit`` only in tests with the mark ``converges`` or ``long``.
+
+    It and its warning take a third of a training of few epochs, and hardly a test looks at them.
+    """
+    trainer = sys.modules.get("evigrad.training.trainer")
+    if trainer is None or {"converges", "long"} & set(item.keywords):
+        return (yield)
+    with patch.object(trainer, "mode_gap", lambda *_: None):
+        return (yield)
 
 
 REPOSITORY = Path(__file__).resolve().parent.parent

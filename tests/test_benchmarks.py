@@ -33,6 +33,12 @@ def load_script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+def test_every_script_is_imported(monkeypatch):
+    for file in sorted(BENCHMARKS.glob("*.py")):
+        if file.stem not in ("bayesian_optimization", "pruning"):  # those need other packages
+            assert load_script(file.stem, monkeypatch).__doc__
+
+
 def runs_of(path):
     with path.open(newline="") as file:
         return {(run["row"], int(run["seed"])): run for run in csv.DictReader(file)}
@@ -88,6 +94,7 @@ def short_rivals(monkeypatch):
     return script
 
 
+@pytest.mark.long
 def test_rivals(monkeypatch, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     script = short_rivals(monkeypatch)
@@ -123,6 +130,7 @@ def test_rivals(monkeypatch, tmp_path, capsys):
         script.main(["--results", str(tmp_path / "none"), "--table"])
 
 
+@pytest.mark.long
 def test_rivals_on_a_table(monkeypatch, tmp_path, capsys):
     script = short_rivals(monkeypatch)
     generator = torch.Generator().manual_seed(0)
@@ -161,6 +169,7 @@ def test_metrics_of_rivals(monkeypatch):
     assert script.best_scale(3 * f, y) == pytest.approx(1 / 3, rel=0.1)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # of other packages
 @pytest.mark.parametrize("row, package", [("tpe-12", "optuna"), ("laplace-torch", "laplace")])
 def test_rivals_of_other_packages(monkeypatch, tmp_path, capsys, row, package):
@@ -177,6 +186,7 @@ def test_rivals_of_other_packages(monkeypatch, tmp_path, capsys, row, package):
     assert methods == (["tpe-12", "tpe-36"] if row == "tpe-12" else [row])
 
 
+@pytest.mark.long
 def test_posterior(monkeypatch, tmp_path, capsys):
     script = load_script("posterior", monkeypatch)
     short = {"estimator": None, "precision": 1.0, "schedule": Schedule(epochs=1)}
@@ -226,6 +236,7 @@ def test_tightness(monkeypatch, tmp_path, capsys):
         script.main(["--results", str(tmp_path / "none"), "--table"])
 
 
+@pytest.mark.long
 def test_sklearn_tables(monkeypatch, tmp_path, capsys):
     pytest.importorskip("pandas")
     script = load_script("sklearn_tables", monkeypatch)
@@ -256,6 +267,7 @@ def test_sklearn_tables(monkeypatch, tmp_path, capsys):
     assert path.read_text() == whole
 
 
+@pytest.mark.long
 def test_relevance(monkeypatch, tmp_path):
     pytest.importorskip("pandas")
     script = load_script("relevance", monkeypatch)
@@ -270,6 +282,7 @@ def test_relevance(monkeypatch, tmp_path):
     assert page.read_text().count("\n| linear | 300 × 20 | ") == 3
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # of other packages
 def test_classifiers(monkeypatch, tmp_path, capsys):
     pytest.importorskip("laplace")
@@ -291,6 +304,7 @@ def test_classifiers(monkeypatch, tmp_path, capsys):
     assert page.read_text().count("\n| wine: ") == len(rows)
 
 
+@pytest.mark.long
 def test_text_for_classifiers(monkeypatch, tmp_path):
     task, others = load_script("classifiers", monkeypatch).task_of("text", 0, None, tmp_path)
     x, _ = task.data.test
@@ -298,6 +312,7 @@ def test_text_for_classifiers(monkeypatch, tmp_path):
     assert task.network()(x[:3]).shape == (3, task.data.num_outputs)
 
 
+@pytest.mark.long
 def test_cost_of_axes(monkeypatch, tmp_path):
     script, file = load_script("axes_cost", monkeypatch), tmp_path / "axes.csv"
     common = ["--networks", "mininet", "--estimators", "ntk-10-1", "--repeats", "1"]
@@ -477,6 +492,7 @@ def test_recorded_numbers_are_compared(monkeypatch, tmp_path, capsys):
     assert script.difference([[1.0, math.nan]], [[1.0, 2.0]]) == math.inf
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["regression", "classification"])
 def test_large_data_have_a_known_truth(monkeypatch, kind):
     """No network is better on many test data than the distribution that they come from."""

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ LIMITS = {
 
 
 @pytest.fixture(scope="module")
-def counts() -> dict[str, tuple[int, int, int, int]]:
+def paths() -> dict[str, Any]:
     script = Path(__file__).parent / "call_path.py"
     done = subprocess.run(
         [sys.executable, script, *LIMITS], capture_output=True, text=True, check=True
@@ -27,26 +28,23 @@ def counts() -> dict[str, tuple[int, int, int, int]]:
 
 
 @pytest.mark.parametrize("estimator", LIMITS)
-def test_a_warm_backward_visits_no_more(estimator, counts):
+def test_a_warm_backward_visits_no_more(estimator, paths):
     for what, count, limit in zip(
-        ("functions", "files", "frames", "reads"), counts[estimator], LIMITS[estimator], strict=True
+        ("functions", "files", "frames", "reads"),
+        paths[estimator]["counts"],
+        LIMITS[estimator],
+        strict=True,
     ):
         assert count <= limit, f"{estimator}: {count} {what}, at most {limit}."
         assert count > limit / 3, f"{estimator}: {count} {what} are too few to be counted rightly."
 
 
-def test_the_walk_on_the_page_is_the_way_that_a_gradient_takes() -> None:
+def test_the_walk_on_the_page_is_the_way_that_a_gradient_takes(paths) -> None:
     tests = Path(__file__).parent
     page = (tests.parent / "docs/architecture.md").read_text()
     steps = re.findall(r"^\| .* \| `([a-z_/]+\.py)` \| `(\w+)` \|$", page, re.MULTILINE)
     assert len(steps) > 15
-    done = subprocess.run(
-        [sys.executable, tests / "call_path.py", "--names", "ntk-100-1"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    visited = [tuple(pair) for pair in json.loads(done.stdout)]
+    visited = [tuple(pair) for pair in paths["ntk-100-1"]["names"]]
     missing = [step for step in steps if step not in visited]
     assert not missing
     order = [visited.index(step) for step in steps]

@@ -1,11 +1,15 @@
 """The code that the documentation shows runs to its end, and what it promises holds."""
 
+import ast
+import inspect
+import operator
 import re
 import tomllib
 import warnings
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +17,9 @@ import torch
 from torch import distributed
 
 ROOT = Path(__file__).parent.parent
+# Functions whose keywords are checked on every page.
+CHECKED = ("evigrad.fit", "evigrad.Evidence", "evigrad.Schedule", "evigrad.Optimization")
+CHECKED += ("evigrad.Memory", "evigrad.load", "evigrad.tune", "evigrad.Learner")
 
 pytest.importorskip("sklearn")
 
@@ -81,6 +88,7 @@ def test_every_extra_is_on_the_page_of_the_installation() -> None:
     assert listed == set(extras["optional-dependencies"])
 
 
+@pytest.mark.long
 def test_the_first_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("mlxtend")
     short = "schedule=evigrad.Schedule(epochs=2, burn_in=1, every=1, steps=1)"
@@ -105,6 +113,7 @@ def test_the_inequalities_on_theory_hold(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_the_blocks_on_choosing_run(capsys: pytest.CaptureFixture[str]) -> None:
     short = "schedule=evigrad.Schedule(epochs=6, burn_in=1, every=1, steps=1)"
     fraction = "validation_fraction=0.5"
@@ -126,6 +135,7 @@ def test_the_example_on_the_marginal_likelihood_agrees_with_test_data(
     assert capsys.readouterr().out in page
 
 
+@pytest.mark.long
 def test_the_blocks_on_layers_and_structures_run(capsys: pytest.CaptureFixture[str]) -> None:
     from evigrad.network.layers import RULES
 
@@ -212,6 +222,7 @@ def run_short(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[
     return run_blocks(page, SHORT[page])
 
 
+@pytest.mark.one_in(len(SHORT))
 @pytest.mark.parametrize("page", SHORT)
 def test_the_blocks_of_the_guides_run(
     page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -270,6 +281,7 @@ def test_the_blocks_of_the_guides_converge(
     assert capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_the_blocks_on_scale_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,6 +310,26 @@ def test_the_blocks_on_scale_run(
 
 def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_what_blocks_import_and_call_exists() -> None:
+    """Names and keywords, also on pages whose blocks are long."""
+    import evigrad
+
+    for page in [*pages(), ROOT / "src/evigrad/network/README.md"]:
+        code = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+        imported: dict[str, Any] = {"evigrad": evigrad}
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("evigrad"):
+                names = [alias.name for alias in node.names]
+                module = pytest.importorskip(node.module or "")
+                imported |= {name: getattr(module, name) for name in names}
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in CHECKED:
+                function = operator.attrgetter(name)(SimpleNamespace(**imported))
+                known = inspect.signature(function).parameters
+                named = {keyword.arg for keyword in node.keywords} - {None}
+                assert named <= set(known), f"{page.name}: {ast.unparse(node)}"
 
 
 def title(page: Path) -> str:
@@ -372,6 +404,7 @@ def test_links_lead_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+@pytest.mark.long
 def test_the_blocks_on_the_posterior_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,6 +430,7 @@ def test_the_numbers_are_those_of_laplace_torch(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_the_blocks_on_scikit_learn_run(capsys: pytest.CaptureFixture[str]) -> None:
     short = {"epochs": 4, "settings": {"burn_in": 1, "every": 3, "steps": 1}}
     names = run_blocks(
@@ -415,6 +449,7 @@ def test_the_blocks_on_scikit_learn_run(capsys: pytest.CaptureFixture[str]) -> N
     assert "kfac-N-C" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_the_blocks_on_other_trainers_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

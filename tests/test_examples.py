@@ -29,6 +29,14 @@ def load_script(name: str) -> ModuleType:
     return module
 
 
+def test_every_script_is_imported() -> None:
+    """Also those that only `make check-long` runs to their ends."""
+    for file in EXAMPLES.glob("*.py"):
+        if file.stem not in ("bayesian_optimization", "lora"):  # those need other packages
+            assert callable(load_script(file.stem).main)
+
+
+@pytest.mark.long
 def test_sequences(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     script = load_script("sequences")
@@ -45,6 +53,7 @@ def test_sequences(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         assert all(abs(math.log(w.precision)) > 1e-4 for w in result.evidence.describe())
 
 
+@pytest.mark.long
 def test_bayesian_optimization(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("botorch")
     script = load_script("bayesian_optimization")
@@ -56,8 +65,7 @@ def test_bayesian_optimization(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(best) == 3 and best == sorted(best)
 
 
-def test_active_learning(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+def test_a_batch_asks_each_of_two_equal_questions_once() -> None:
     script = load_script("active_learning")
     # Two pairs of equal questions: a batch asks each of them once.
     outputs = 4 * torch.randn(500, 2, 3, generator=torch.Generator().manual_seed(0)).double()
@@ -65,6 +73,12 @@ def test_active_learning(tmp_path: Path) -> None:
     is_free, generator = torch.ones(4, dtype=torch.bool), torch.Generator().manual_seed(0)
     assert {i // 2 for i in script.best_alone(p, is_free, 2)} != {0, 1}
     assert {i // 2 for i in script.best_together(p, is_free, 2, generator)} == {0, 1}
+
+
+@pytest.mark.long
+def test_active_learning(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    script = load_script("active_learning")
     figure = tmp_path / "figure.png"
     short = "--first 8 --last 12 --batch 2 --epochs 1 --seeds 0"
     curves = script.main([*short.split(), "--figure", str(figure)])
@@ -72,12 +86,14 @@ def test_active_learning(tmp_path: Path) -> None:
     assert 10_000 < figure.stat().st_size < 300_000
 
 
+@pytest.mark.long
 def test_fine_tuning(capsys: pytest.CaptureFixture[str]) -> None:
     results = load_script("fine_tuning").main("--epochs 2 --old-epochs 1 --subset 30".split())
     assert capsys.readouterr().out.count("initial ") == 4
     assert all(math.isfinite(value) for values in results.values() for value in values)
 
 
+@pytest.mark.long
 def test_censored(capsys: pytest.CaptureFixture[str]) -> None:
     script = load_script("censored")
     results = script.main("--epochs 2 --seeds 0 1".split())
@@ -86,12 +102,14 @@ def test_censored(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count(" censored ") == 3
 
 
+@pytest.mark.long
 def test_segmentation(capsys: pytest.CaptureFixture[str]) -> None:
     results = load_script("segmentation").main("--images 1 --epochs 1".split())
     printed = capsys.readouterr().out
     assert all(printed.count(f"\n{name} ") == 1 for name in results)
 
 
+@pytest.mark.long
 def test_lora(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("peft")
     short = "--subset 20 --old-epochs 1 --epochs 2 --rank 2 --estimator ntk-10-1"
@@ -114,6 +132,7 @@ GALLERY = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", GALLERY)
 def test_gallery(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Each script runs, prints, and draws a figure of a size that may be committed."""
@@ -124,6 +143,7 @@ def test_gallery(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_length_is_learned_by_its_gradient() -> None:
     script = load_script("length_scale")
     for learned in ("", "--learn"):

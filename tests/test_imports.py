@@ -42,6 +42,14 @@ assert evigrad.invariances.Averaged and evigrad.likelihoods.Categorical and evig
 from evigrad import *
 assert all(globals()[name] is getattr(evigrad, name) for name in evigrad.__all__)
 assert fit.__module__ == "evigrad.training.fit" and "fit" in vars(evigrad)
+assert "sklearn" not in sys.modules and "pandas" not in sys.modules
+sys.modules["sklearn"] = None
+try:
+    import evigrad.sklearn
+except evigrad.EvigradError as error:
+    assert "pip install 'evigrad[sklearn]'" in str(error)
+else:
+    raise AssertionError
 """
     run_fresh(code)
 

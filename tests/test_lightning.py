@@ -131,6 +131,7 @@ def test_it_learns_what_a_plain_loop_learns(accumulate: int) -> None:
     assert [row["hyper_steps"] for row in learned.history] == [2, 4, 6]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("every", [2, 3])
 def test_a_run_from_a_checkpoint_gives_the_same_numbers(tmp_path: Path, every: int) -> None:
     """From the middle of an epoch, and from its end."""

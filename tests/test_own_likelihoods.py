@@ -232,6 +232,7 @@ def test_scales_that_depend_on_outputs_and_a_learned_parameter(
             evidence.collect(x, y)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("estimator", ["kfac-N-C", "kfac-4-1", "ntk-N-C"])
 def test_such_a_likelihood_is_learned(estimator: str) -> None:
     result = fit(

@@ -137,6 +137,7 @@ def assert_same(one: evigrad.Evidence, data: Any, other: evigrad.Evidence, other
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_positions_are_data(estimator: str) -> None:
     x, y = text()
@@ -390,6 +391,7 @@ def test_another_label_for_no_target() -> None:
     assert "9" in repr(likelihood)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("estimator", ["ntk-6-1", "ntk-8-rows-anchored", None])
 def test_fit(estimator: str | None, tmp_path: Path) -> None:
     x, y = text()

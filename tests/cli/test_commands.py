@@ -34,6 +34,7 @@ def run(*arguments, code=0):
     assert main([str(argument) for argument in arguments]) == code
 
 
+@pytest.mark.converges
 def test_train_compares_and_leaves_a_whole_run_directory(capsys, tmp_path):
     same = ("--start-decay", 5e-4)  # the burn-in has the weight decay of MAP
     run("train", *QUICK, *same, "--compare-map", "--eval-every", 2, "--run-dir", tmp_path / "run")

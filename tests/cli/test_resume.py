@@ -65,7 +65,7 @@ MOMENTS: dict[str, tuple[Any, str, int]] = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_every_part_of_a_command_can_be_killed(moment, tmp_path, whole):
     folder = tmp_path / "run"
@@ -175,7 +175,8 @@ def send(number: signal.Signals, epoch: int, times: int = 1) -> Callable[..., An
     return interrupted
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_the_epoch_and_says_how_to_go_on(
     number, code, capfd, monkeypatch, tmp_path, whole
 ):

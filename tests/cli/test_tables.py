@@ -50,7 +50,7 @@ def rmse_of(words: str) -> float:
     return float(re.findall(rf"evigrad (?:\S+ ){{{before}}}(\S+)", words)[0])
 
 
-@pytest.mark.each(1)
+@pytest.mark.each(1, "suffix", "column")
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 @pytest.mark.parametrize(
     ("target", "options", "column"),
@@ -108,6 +108,7 @@ def test_counts_keep_their_units(houses, tmp_path, capsys):
     assert "test RMSE" in words and "standardized" not in words
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("likelihood", "names"),
     [("negative-binomial", ["likelihood/dispersion"]), ("student-t", ["noise"])],

@@ -46,6 +46,7 @@ def trainings(name: str, preset: str = PAPER) -> list[Mapping[str, Any]]:
     return [job.training for job in read_experiment(name, preset).jobs() if job.kind == "train"]
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize(
     ("pareto", "kind"), [("fig1", "invariance"), ("fig_pareto_prior", "prior")]

@@ -1,4 +1,4 @@
-"""Hostile cases: a few hundred in every run of the tests, thousands in those of the long ones."""
+"""Hostile cases: a few dozen in every run of the tests, thousands in those of the long ones."""
 
 import warnings
 from collections.abc import Callable

@@ -61,7 +61,7 @@ def network(outputs: int) -> nn.Module:
         return nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, outputs))
 
 
-@hostile(problems(), 100, 6_000)
+@hostile(problems(), 30, 6_000)
 def test_estimates_are_finite_or_refused(tmp_path: Path, problem: Any) -> None:
     x, y, likelihood, name = problem
     with errors_of_ours():
@@ -83,7 +83,7 @@ def test_estimates_are_finite_or_refused(tmp_path: Path, problem: Any) -> None:
                 assert not isinstance(estimate, float) or np.isfinite(estimate)
 
 
-@hostile(problems(), 40, 1_500)
+@hostile(problems(), 10, 1_500)
 def test_fit_ends_with_finite_weights_or_refuses(tmp_path: Path, problem: Any) -> None:
     x, y, likelihood, name = problem
     with errors_of_ours():

@@ -123,7 +123,7 @@ def written(folder: Path, state: Any = None, content: bytes | None = None) -> Pa
 _BYTES = st.deferred(lambda: mutated((RUN["folder"] / "checkpoint.pt").read_bytes()))
 
 
-@hostile(_BYTES, 80, 8_000)
+@hostile(_BYTES, 20, 8_000)
 def test_bytes(tmp_path: Path, content: bytes) -> None:
     """The state that was written, or an error; beside an older one: one of both, never a third."""
     path = written(tmp_path, content=content)
@@ -137,7 +137,7 @@ def test_bytes(tmp_path: Path, content: bytes) -> None:
         assert str(state) in (str(RUN["state"]), str(RUN["before"])) or state["format"] != 4
 
 
-@hostile(st.tuples(st.integers(0, 10**6), _CHANGES), 40, 4_000, 0.1)
+@hostile(st.tuples(st.integers(0, 10**6), _CHANGES), 15, 4_000, 0.1)
 def test_entries(tmp_path: Path, case: tuple[int, Any]) -> None:
     """Sealed by a digest that fits: what was changed on purpose is refused by name, or harmless."""
     number, change = case

@@ -98,7 +98,7 @@ def test_mutated_files(tmp_path: Path, content: bytes) -> bool:
     return read(tmp_path, content)
 
 
-@hostile(st.dictionaries(st.sampled_from(OPTIONS), values(), max_size=3), 60, 4_000, 0.05)
+@hostile(st.dictionaries(st.sampled_from(OPTIONS), values(), max_size=3), 20, 4_000, 0.05)
 def test_options_of_any_value(tmp_path: Path, options: dict[str, Any]) -> bool:
     begins = read(tmp_path, json.dumps(options).encode())
     with errors_of_ours():
@@ -109,7 +109,7 @@ def test_options_of_any_value(tmp_path: Path, options: dict[str, Any]) -> bool:
 
 @hostile(
     st.lists(st.one_of(texts(), st.sampled_from(["--data", "--lr", "=", "--no-", "--"]))),
-    100,
+    30,
     3_000,
     0.01,
 )

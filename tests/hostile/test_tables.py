@@ -59,14 +59,14 @@ def check(data: DataSet) -> None:
         assert x.shape[1:] == data.input_shape
 
 
-@hostile(mutated(as_parquet(TABLE)), 80, 5_000, 0.04)
+@hostile(mutated(as_parquet(TABLE)), 25, 5_000, 0.04)
 def test_bytes_of_a_table(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "table.parquet").write_bytes(content)
     with errors_of_ours():
         check(load(str(tmp_path / "table.parquet"), target="y"))
 
 
-@hostile(mutated(as_parquet(IMAGES)), 80, 5_000, 0.03)
+@hostile(mutated(as_parquet(IMAGES)), 25, 5_000, 0.03)
 def test_bytes_of_images(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "shades_train.parquet").write_bytes(content)
     (tmp_path / "shades_test.parquet").write_bytes(as_parquet(IMAGES))
@@ -74,7 +74,7 @@ def test_bytes_of_images(tmp_path: Path, content: bytes) -> None:
         check(load("shades", data_dir=tmp_path))
 
 
-@hostile(mutated(CSV), 80, 5_000, 0.07)
+@hostile(mutated(CSV), 25, 5_000, 0.07)
 def test_bytes_of_a_text(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "table.csv").write_bytes(content)
     with errors_of_ours():
@@ -133,7 +133,7 @@ def tables(draw: Any, names: list[str]) -> pa.Table:
     return table.replace_schema_metadata(draw(st.sampled_from(kinds)))
 
 
-@hostile(st.tuples(tables(["a", "y"]), st.sampled_from(["y", None, "a"])), 80, 5_000)
+@hostile(st.tuples(tables(["a", "y"]), st.sampled_from(["y", None, "a"])), 25, 5_000)
 def test_columns_of_any_kind(tmp_path: Path, case: tuple[pa.Table, str | None]) -> None:
     table, target = case
     (tmp_path / "table.parquet").write_bytes(as_parquet(table))
@@ -141,7 +141,7 @@ def test_columns_of_any_kind(tmp_path: Path, case: tuple[pa.Table, str | None]) 
         check(load(str(tmp_path / "table.parquet"), target=target))
 
 
-@hostile(tables(["image", "label"]), 60, 4_000)
+@hostile(tables(["image", "label"]), 20, 4_000)
 def test_image_sets_of_any_kind(tmp_path: Path, table: pa.Table) -> None:
     (tmp_path / "shades_train.parquet").write_bytes(as_parquet(table))
     (tmp_path / "shades_test.parquet").write_bytes(as_parquet(IMAGES))
@@ -149,7 +149,7 @@ def test_image_sets_of_any_kind(tmp_path: Path, table: pa.Table) -> None:
         check(load("shades", data_dir=tmp_path))
 
 
-@hostile(texts(), 60, 4_000)
+@hostile(texts(), 20, 4_000)
 def test_names(tmp_path: Path, name: str) -> None:
     before = os.listdir(tmp_path)
     for spelling in (name, f"digits:{name}", f"{name}:rotated90", f"../{name}", f"~{name}.csv"):

@@ -278,6 +278,7 @@ def test_conditions_at_positions() -> None:
     assert values[0] == pytest.approx(values[1], rel=1e-9)
 
 
+@pytest.mark.long
 def test_the_rest_of_the_noise_is_learned() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(200, 1, generator=generator)

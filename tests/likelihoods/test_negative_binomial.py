@@ -55,6 +55,7 @@ def test_samples_and_predicted_moments() -> None:
     assert float(y.var()) == pytest.approx(total, rel=0.05)
 
 
+@pytest.mark.long
 def test_the_dispersion_is_learned() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(300, 2, generator=generator)

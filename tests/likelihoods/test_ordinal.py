@@ -294,10 +294,14 @@ def test_weights_repeat_examples() -> None:
 # ------------------------------------------------------------------ settings and training
 
 
-def test_thresholds_start_at_equal_classes_and_are_learned() -> None:
+def test_thresholds_start_at_equal_classes() -> None:
     for num_classes in (2, 3, 7):
         p = Ordinal(num_classes).probabilities(torch.zeros(1, 1))
         torch.testing.assert_close(p.detach(), torch.full((1, num_classes), 1 / num_classes))
+
+
+@pytest.mark.long
+def test_thresholds_are_learned() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(500, 2, generator=generator)
     y = Ordinal(K, thresholds=THRESHOLDS).sample(2 * x[:, :1], generator)

@@ -85,6 +85,7 @@ def test_all_rows_are_the_exact_number(name: str) -> None:
     assert bounds.blocks == 1
 
 
+@pytest.mark.long
 def test_some_blocks_estimate_the_bound_of_all_with_the_error_that_is_told() -> None:
     """Over many seeds, as each has a partition of its own; all of them have nearly one bound."""
     evidence, pair = evidence_of(Categorical()), data(Categorical())

@@ -151,6 +151,7 @@ def assert_known_by_the_graph(network: Network) -> None:
         assert all(map(linearization.is_closed, network.plan.uses)) and not linearization.may_mix
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 @pytest.mark.parametrize("case", CASES)
 def test_every_module(case: str) -> None:

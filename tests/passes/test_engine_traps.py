@@ -334,7 +334,7 @@ def test_rounds_on_all_data_draw_transforms_anew() -> None:
     assert isinstance(error, float) and error > 0
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", LIKELIHOODS)
 def test_two_pass_gradients_of_precisions_alone_equal_the_twin(name: str) -> None:
     """What is summarised and condensed, against what is not."""

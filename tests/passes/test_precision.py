@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from copy import deepcopy
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -212,7 +213,7 @@ def tolerated(log_det: float) -> float:
 @pytest.mark.parametrize("estimator", SMALL)
 def test_small_precisions_are_right_in_float32_without_a_word(estimator):
     evidence, x, y = small(estimator, torch.float32)
-    for precision in (1e-4, 1e-6, 1e-8):
+    for precision in (1e-4, 1e-8):
         exact_log_det, gradients = exact(estimator, precision)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -239,7 +240,7 @@ def test_where_float32_stays_a_warning_says_by_how_many_nats(estimator, kept):
     put(evidence, 1.0)
     kept_pass = evidence.collect(x, y)
     scale = POINTS / len(x) * (3 if estimator.endswith("-1") else 1)  # of the block to all data
-    for precision in (1e-2, 1e-4, 1e-6, 1e-8):
+    for precision in (1e-2, 1e-4, 1e-8):
         exact_log_det, _ = exact(estimator, precision)
         put(evidence, precision)
         with warnings.catch_warnings(record=True) as caught:
@@ -280,6 +281,7 @@ def test_eigenvalues_that_round_too_much_are_repeated_and_not_the_passes(
     torch.testing.assert_close(parameter.grad.double(), gradient, rtol=1e-2, atol=1e-6)
 
 
+@cache
 def trained() -> nn.Sequential:
     network, (x, y) = convolutional(), data()
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
@@ -306,9 +308,9 @@ def test_usual_precisions_need_no_float64(
         raise AssertionError("the estimate was computed again")
 
     x, y = data()
-    evidence = make(estimator, trained(), learned)
+    evidence = make(estimator, deepcopy(trained()), learned)
     monkeypatch.setattr(Problem, "curvature", refuse)
     monkeypatch.setattr("evigrad.core.curvature.kfac.kronecker_rounding", refuse)
-    for precision in (100.0, 1.0, 0.1, 0.01):
+    for precision in (100.0, 0.01):
         put(evidence, precision)
         evidence.backward(x, y)

@@ -129,7 +129,15 @@ for _sharing in ("expand", "reduce"):
         CASES[f"kfac, {_sharing}, {_limit}"] = (_kfac, None, None)
 
 
-@pytest.mark.parametrize("name", CASES)
+# Each structure once; further partitions by rows, and the other limit of kfac, are long.
+FURTHER = ["ntk of some varying precisions", "tensor by rows", "groups", "groups by rows"]
+FURTHER += ["module by rows", "kfac, expand, 100", "kfac, reduce, 100"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] * (name in FURTHER)) for name in CASES],
+)
 def test_every_structure(name: str) -> None:
     curvature, log_det, precisions = CASES[name]
     check_curvature(curvature, NET, X, precisions=precisions, log_det=log_det)

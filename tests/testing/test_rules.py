@@ -20,6 +20,7 @@ from evigrad.testing.comparison import random
 FUNCTIONS = {rule.name: function for function, rule in reversed(RULES.items())}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_rule(name: str) -> None:
     function = FUNCTIONS[name]

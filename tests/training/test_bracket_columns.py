@@ -10,6 +10,7 @@ from evigrad.training.progress import summary
 from evigrad.training.settings import grouped
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("estimator", [None, "kfac-20-1", "ntk-20-rows-anchored"])
 def test_bounds_on_the_evidence_of_any_run(blobs, estimator, monkeypatch):
     monkeypatch.setattr(history, "BRACKET_ROWS", 60)

@@ -130,6 +130,7 @@ def test_a_fixed_prior_has_no_changes():
     assert list(changes_at_mode(trainer.evidence, trainer.data)) == ["noise"]
 
 
+@pytest.mark.converges
 def test_warnings_name_the_line_that_calls_fit():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(200, 3, generator=generator)

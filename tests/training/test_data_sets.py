@@ -223,6 +223,7 @@ def warnings_of(read: Callable[[], Any]) -> list[str]:
     return [str(w.message) for w in caught if "of the data set change" in str(w.message)]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("reader", READERS)
 def test_each_use_of_changing_items_warns_once(reader):
     evidence, read = small_evidence(), READERS[reader]

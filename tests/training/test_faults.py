@@ -85,7 +85,8 @@ def counts(result: Any) -> dict[str, list[Any]]:
 # ------------------------------------------------------------ numbers that are not finite
 
 
-@pytest.mark.parametrize("fault", [spoil, spoil_gradient])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("fault", [spoil_gradient, spoil])
 def test_a_batch_without_a_finite_loss_or_gradient_is_skipped_and_counted(fault, blobs, tmp_path):
     """The weights are those of an epoch that never had this batch."""
     with (
@@ -124,6 +125,7 @@ def test_the_mean_loss_is_that_of_the_batches_that_count(blobs, tmp_path):
     assert [row["loss"] for row in trained.history] == losses[:1]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("changes", [{}, {"batch_size": 60}])
 def test_more_than_a_tenth_of_the_batches_ends_training(changes, blobs, tmp_path):
     words = r"diverged in epoch 2 of 5: in \d of \d batches.*Lower lr.*The metrics up to epoch 1"
@@ -157,6 +159,7 @@ def test_infinite_buffers_that_are_meant_to_be_so_are_none_of_our_business(blobs
     fit(model, blobs[0], **grouped(without_estimator(SMALL)))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("update", ["adam", "fixed_point"])
 def test_an_estimate_that_is_not_finite_ends_its_round_and_is_counted(update, blobs, tmp_path):
     """Precisions stay those of the step before; the next round learns again."""
@@ -239,7 +242,7 @@ def test_a_cholesky_that_fails_is_repeated_in_float64_then_with_jitter_and_a_wor
         linalg.log_det_identity_plus(matrix)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", ["ntk", "anchored", "prior blocks", "kfac, full batch"])
 def test_a_cholesky_that_keeps_failing_ends_training_with_a_message(case, blobs, tmp_path):
     eigenvalues = patch.object(
@@ -257,6 +260,7 @@ def test_a_cholesky_that_keeps_failing_ends_training_with_a_message(case, blobs,
 # ------------------------------------------------------------ memory
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("allocator", "micro_batch"), [("GPU", None), ("CPU", 20), ("CPU", "auto")]
 )

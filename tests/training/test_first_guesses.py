@@ -36,6 +36,7 @@ def test_a_field_of_a_group_names_the_group() -> None:
         untyped.fit(net(), table(), epoch=3)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_arrays_and_single_targets(dtype: torch.dtype) -> None:
     x, y = (part.to(dtype) for part in table())

@@ -266,6 +266,7 @@ def test_how_an_estimate_computes_changes_no_result_and_is_recorded(blobs, make_
     assert state["evidence"]["micro_batches"] == chosen
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["rows_dtype", "autocast"])
 def test_types_by_name_and_as_types(blobs, make_net, tmp_path, name):
     settings: dict[str, Any] = small(micro_batch=7)  # of one micro-batch no rows are kept
@@ -361,6 +362,7 @@ def test_wrong_settings_fail_before_anything_is_written(
     assert all(torch.equal(w, b) for w, b in zip(net.parameters(), before, strict=True))
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("part", ["train", "test"])
 @pytest.mark.parametrize("estimator", ["ntk-20-1", None])
 def test_wrong_data_fail_before_the_first_step(blobs, make_net, tmp_path, part, estimator):

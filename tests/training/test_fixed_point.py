@@ -146,6 +146,7 @@ def test_the_gradient_vanishes_at_the_fixed_point(
     assert float(settle(evidence, evidence.collect(*data())).abs().max()) < 1e-10
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("structure", PRIORS, ids=str)
 def test_under_a_mean_it_is_where_the_deviations_have_their_number(structure: Any) -> None:
     """δ ‖w − w₀‖² = γ for each group, by dense traces."""

@@ -43,6 +43,7 @@ def parameters_of(evidence: Evidence) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in named.values()]
 
 
+@pytest.mark.each(1)
 @pytest.mark.parametrize("own_loss", [False, True])
 @pytest.mark.parametrize("update", ["adam", "fixed_point"])
 def test_a_loop_by_hand_is_fit(blobs, make_net, update, own_loss):
@@ -201,6 +202,7 @@ def test_accumulated_and_scaled_gradients(blobs, make_net):
     torch.testing.assert_close(steps[0], steps[1])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("estimator", ["ntk-20-1", "ntk-20-rows-anchored"])
 def test_a_loop_that_is_resumed_gives_the_same_numbers(blobs, make_net, estimator):
     x, y = blobs[0]

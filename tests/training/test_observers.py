@@ -36,6 +36,7 @@ class Recorder(Observer):
         EVENTS.append("complete" if is_complete else "stopped")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("decays", [(1.0, 0.01), (0.01, 1.0)])
 def test_observers_hear_of_trials_and_of_the_end(
     decays: tuple[float, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

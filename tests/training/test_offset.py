@@ -112,6 +112,7 @@ def test_without_precisions_to_learn_there_is_no_warning(estimator):
     trained(net(bias=False), targets(5.0), "gaussian", estimator=estimator, prior=prior)
 
 
+@pytest.mark.long
 def test_groups_get_the_precision_of_centered_targets():
     """A common shift of the embeddings must not count as their spread."""
 

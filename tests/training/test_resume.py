@@ -41,7 +41,7 @@ def whole(blobs, tmp_path_factory) -> Callable[[str], Path]:
 MOMENTS = [(Evidence, "map_loss", 11), (Evidence, "_add_gradients", 2)]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("case", CASES)
 def test_what_was_killed_while_it_computed_ends_the_same(case, blobs, tmp_path, whole):
     # The weights of other seeds: a state that is incomplete would show.
@@ -57,6 +57,7 @@ def test_what_was_killed_while_it_computed_ends_the_same(case, blobs, tmp_path, 
     assert deaths == (1 if case.startswith("map") else 2)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("estimator", "update"), [("ntk-20-1", "adam"), ("kfac-N-C", "fixed_point")]
 )
@@ -83,7 +84,8 @@ def test_groups_that_are_not_learned_keep_their_precision(estimator, update, blo
     assert_same_runs(tmp_path / "cut", tmp_path / "whole")
 
 
-@pytest.mark.parametrize("update", ["adam", "fixed_point"])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("update", ["fixed_point", "adam"])
 def test_a_mean_of_initial_weights_is_that_of_the_beginning(update, blobs, tmp_path):
     def run(folder: Path, mean: Any = None, **changes: Any) -> FitResult:
         options = {"prior": GaussianPrior(mean=mean or {"0": "initial"}), "prior_update": update}
@@ -137,6 +139,7 @@ def test_a_run_by_the_former_name_map_noise_goes_on(blobs, tmp_path):
     assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("every", [1, 2])
 def test_every_moment_at_which_a_file_changes(every, blobs, tmp_path):
     def run(folder: Path, **changes: Any) -> FitResult:
@@ -153,20 +156,6 @@ def test_every_moment_at_which_a_file_changes(every, blobs, tmp_path):
         left = {p.name for p in folder.iterdir()}
         assert left == {"config.json", "metrics.csv", "checkpoint.pt"}, none.what[moment]
         assert_same_runs(folder, tmp_path / "whole")
-
-
-def test_dying_again_and_again(blobs, tmp_path, whole):
-    folder = tmp_path / "run"
-    deaths = 0
-    with dying_at_call(Evidence, "map_loss", 4):
-        killed(lambda: train("ntk", blobs, folder, resume=True))
-    for _ in range(30):
-        with dying_at_call(Evidence, "map_loss", 5):
-            if not killed(lambda: train("ntk", blobs, folder, seed=4, resume=True)):
-                break
-        deaths += 1
-    assert deaths >= 3
-    assert_same_runs(folder, whole("ntk"))
 
 
 def test_the_result_of_a_run_that_is_complete_is_read(blobs, tmp_path, capsys):

@@ -148,6 +148,7 @@ def test_one_pass_where_every_block_is_the_same(make_net, regression, monkeypatc
     assert (hyperparameters_of(trainer) != before).all()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("estimator", ["ntk-N-C", "full-N-C"])
 def test_steps_on_one_precision_share_one_eigendecomposition(
     make_net, blobs, monkeypatch, estimator
@@ -167,6 +168,7 @@ def test_steps_on_one_precision_share_one_eigendecomposition(
     assert (len(seen), len(calls)) == (1, 1)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("estimator", ["ntk-N-C", "blockdiag-N-C", "full-N-C"])
 def test_a_single_step_keeps_no_pass(make_net, regression, monkeypatch, estimator):
     """Keeping one would factor its matrices twice: for a trial that no later step needs."""
@@ -275,6 +277,7 @@ def test_a_later_pass_that_does_not_fit_is_cut_too(make_net, regression, monkeyp
     assert tried == [8, 4, 4, 2, 2]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("prior_blocks", [None, 3])
 def test_all_steps_share_one_pass_where_all_rows_are_anchors(
     make_net, regression, monkeypatch, prior_blocks
@@ -288,6 +291,7 @@ def test_all_steps_share_one_pass_where_all_rows_are_anchors(
     assert trainer.evidence.estimate(seen[0]).log_det == pytest.approx(exact, rel=1e-4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("prior_blocks", [None, 5])
 def test_ratios_are_learned_from_rounds_as_from_single_blocks(blobs, make_net, prior_blocks):
     """What is expected of blocks settles, and draws do not get wilder from round to round."""
@@ -424,6 +428,7 @@ def test_the_rate_of_the_fixed_point_follows_its_cosine(make_net, blobs, monkeyp
     assert rates == pytest.approx([cosine(s / 9, FIRST_RATE, LAST_RATE) for s in range(9)])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("start", [0.1, 1.0])
 def test_the_fixed_point_finds_what_adam_finds(make_net, blobs, start):
     """All data in one block, trained for long: both end at the same precisions."""

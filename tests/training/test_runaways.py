@@ -85,6 +85,7 @@ def test_a_first_call_and_a_posterior_name_the_hyperparameter_too() -> None:
         fresh.posterior((X, Y))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("estimator", ["ntk-10-1", "kfac-10-1", "ntk-20-rows-anchored"])
 def test_steps_on_overflown_inputs_are_skipped_and_a_second_round_ends_by_name(estimator) -> None:
     learner = learner_of(estimator=estimator)

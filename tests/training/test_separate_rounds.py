@@ -201,6 +201,7 @@ def test_full_batch_rounds_of_a_model_that_draws_see_other_draws_in_each_step(im
     assert calls == [("backward", {"prior"})] * 4 + [("backward", {"model"})] * 3
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("estimator", ["kfac-N-C", "kfac-N-1", "ntk-N-1"])
 def test_a_full_batch_round_in_micro_batches_is_the_one_graph_gradient(images, estimator):
     """One step of plain gradient on all the data, prior and ranges together."""

@@ -46,7 +46,7 @@ def weights_of(result: FitResult) -> Tensor:
     return nn.utils.parameters_to_vector(result.model.parameters())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("decays", [(0.01, 1.0), (1.0, 0.01), (1.0, 0.01, 3.0)])
 def test_the_best_start_continues_as_if_it_were_alone(decays):
     several, alone = train(*decays), train(0.01)
@@ -172,6 +172,7 @@ def test_what_is_no_decay():
             Optimization(start_decay=decay)
 
 
+@pytest.mark.long
 def test_a_run_that_has_not_converged_warns_and_a_longer_one_does_not():
     x, _ = sinusoid()
     y = 2 * x + 0.3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))

@@ -153,6 +153,7 @@ def test_an_epoch_is_plain_gradient_descent_on_the_map_loss(blobs, make_net):
     assert torch.equal(log_precision_of(trainer).detach(), before)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("outputs", [1, 3])
 def test_steps_of_the_weights_are_as_long_however_small_the_noise_becomes(blobs, make_net, outputs):
     # A round may divide the noise by ten, and the gradients of the likelihood grow a hundredfold.

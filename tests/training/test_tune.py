@@ -61,6 +61,7 @@ def best_precisions(model: nn.Module, x: Tensor) -> Tensor:
     return log_precisions.detach()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("update", "error"), [("fixed_point", 1e-4), ("adam", 0.02)])
 def test_precisions_reach_the_optimum_and_the_weights_stay(trained, update, error):
     model, data = trained
