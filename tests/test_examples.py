@@ -14,7 +14,9 @@ from late import needs
 from torch import Tensor, nn
 
 import evigrad
+from evigrad.inputs import as_inputs
 from evigrad.priors import GaussianPrior
+from evigrad.training.rotation import RankRotation
 
 pytestmark = needs("sklearn")
 
@@ -110,13 +112,25 @@ def test_segmentation(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.long
-def test_lora(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lora(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prior pairs the ranks of each adapter, and rotations keep the outputs."""
     pytest.importorskip("peft")
-    short = "--subset 20 --old-epochs 1 --epochs 2 --rank 2 --estimator ntk-10-1"
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    is_enabled = torch.backends.mha.get_fastpath_enabled()
     script = load_script("lora")
-    learned = script.main(short.split())[script.LEARNED]
-    assert all("lora" in name for name in learned.evidence.weights())
-    assert capsys.readouterr().out.count(" precision ") == len(learned.evidence.describe())
+    try:
+        fits = script.main(
+            "--each 10 --old-epochs 1 --epochs 2 --rank 3 --estimator kfac-10-1".split()
+        )
+        evidence = fits[script.PER_RANK].evidence
+        optimizer = torch.optim.Adam(evidence.weights().values())
+        probe, _ = script.snippets(script.TEST, 4, 0)
+        rotation = RankRotation(evidence, optimizer, as_inputs(probe))
+        rotation.rotate()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(is_enabled)
+    assert len(rotation.pairs) == 4
+    assert capsys.readouterr().out.count("\n") == 2 + len(fits)
 
 
 GALLERY = {
