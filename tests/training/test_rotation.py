@@ -133,7 +133,6 @@ def rank_norms(seed: int, **options: Any) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:Training has not converged")
-@pytest.mark.long
 def test_two_of_eight_ranks_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = Schedule(epochs=150, max_epochs=150, burn_in=20, every=5, steps=5)
     norms = rank_norms(0, estimator="kfac-N-C", schedule=schedule)
