@@ -283,6 +283,24 @@ def test_relevance(monkeypatch, tmp_path):
 
 
 @pytest.mark.long
+def test_g_prior(monkeypatch, tmp_path):
+    script = load_script("g_prior", monkeypatch)
+    x = torch.randn(400, 3)
+    data = x, (x[:, 0] > 0).long()
+    make = partial(make_model, "mlp", (3,), 2, seed=0)
+    task = make, data, data, Schedule(epochs=3)
+    monkeypatch.setattr(script, "task_of", lambda *_: task)
+    (page := tmp_path / "page.md").write_text("<!-- g-prior -->\n<!-- end g-prior -->\n")
+    common = ["--sets", "text", "--seeds", "0", "--results", str(tmp_path), "--pages", str(page)]
+    script.main(common)
+    runs = runs_of(tmp_path / "g_prior.csv")
+    assert list(runs) == [(f"text: {method}", 0) for method in script.METHODS]
+    learned = [float(run["log_likelihood"]) for run in runs.values()]
+    assert len(set(learned)) == len(learned)  # each method learned something else
+    assert page.read_text().count("\n| text: ") == len(script.METHODS)
+
+
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # of other packages
 def test_classifiers(monkeypatch, tmp_path, capsys):
     pytest.importorskip("laplace")
