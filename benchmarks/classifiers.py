@@ -18,8 +18,8 @@ prior precision of its marginal likelihood and its default prediction (generaliz
 
 For images, ``auroc`` tells how well the entropy of the prediction separates test images from the
 same images turned by 90 degrees: 0.5 is chance, 1 is perfect. In fine-tuning, it separates
-them from test images of the classes of the pretraining. CIFAR-10 and fine-tuning use the first
-1,000 images of both kinds.
+them from test images of the classes of the pretraining. Fine-tuning and ``cifar10-10000`` use the
+first 1,000 images of both kinds.
 
 ``seconds`` are the process time until the first prediction of a posterior, or of all trainings of a
 row. The rule was fixed before the first run: a posterior becomes the default of classifiers if its
@@ -77,7 +77,7 @@ FINE_TUNING = {f"fine-tuning-{size}": size for size in transfer.SIZES}
 SETS, STRUCTURES = (*TABLES, *IMAGES, *FINE_TUNING, "text"), ("last-layer", "kfac")
 HELD_OUT, TEST, SAMPLES = 0.1, 0.2, 1000
 # Of the test images and of the others, the first images for large networks.
-SLOW, MOST_IMAGES = (*FINE_TUNING, "cifar10", "cifar10-10000"), 1000
+SLOW, MOST_IMAGES = (*FINE_TUNING, "cifar10-10000"), 1000
 KEYS = ("log_likelihood", "accuracy", "ece")
 COLUMNS = ("row", "seed", *KEYS, "auroc", "seconds", "bound", "steps")
 
