@@ -4,7 +4,7 @@ The sets are:
 
 * ``text``: the transformer of ``examples/text.py`` (LayerNorm) on 600 lines of text.
 * ``digits, normalized``: 500 of scikit-learn's digits, two hidden layers of 50 with LayerNorm.
-* ``mnist, normalized``: 1,000 MNIST digits, three convolutions with GroupNorm.
+* ``mnist, normalized``: 1,000 MNIST digits, three convolutions with GroupNorm (not measured yet).
 * ``digits``: the network of ``digits, normalized`` without LayerNorm.
 
 All methods train the same network from the same initial weights, with the schedule of ``fit`` or of

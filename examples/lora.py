@@ -36,6 +36,7 @@ from evigrad import Schedule
 from evigrad.errors import require
 from evigrad.likelihoods import Categorical
 from evigrad.measure import evaluate
+from evigrad.priors import GaussianPrior
 from evigrad.training import FitResult
 
 OLD = (argparse, inspect, logging)
@@ -98,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
     fixed = {f"rank {r}, fixed": r for r in (1, 2, 4, 8)}
     for name in (*fixed, "precision per matrix", PER_RANK):
         torch.manual_seed(options.seed)
-        rank = fixed.get(name, options.rank)
+        rank = int(fixed.get(name, options.rank))
         lora = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["linear1", "linear2"])
         model: Any = peft.get_peft_model(copy.deepcopy(pretrained), lora)
         # A rank is a row (axis 0) of A and a column (axis 1) of B.
@@ -107,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, FitResult]:
             model,
             new,
             test=test,
-            prior=ranks if name == PER_RANK else "layerwise",
+            prior=GaussianPrior(ranks) if name == PER_RANK else "layerwise",
             estimator=None if name in fixed else options.estimator,
             # The decay times the number of lines.
             precision=2 * options.each * options.decay if name in fixed else None,

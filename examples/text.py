@@ -11,7 +11,12 @@ on the scale of weights before normalization layers.
     python examples/text.py
     python examples/text.py --estimators kfac-400-1 kfac-150-1 --seed 1
 
-@@
+It takes four minutes of process time on one core. With the library of Python 3.11, the test log
+likelihood is −0.41 with the g-prior, −0.56 with `kfac-400-1` and −1.17 with weight decay 5e-4. The
+accuracies are 85, 82 and 83 %. The posteriors reach −0.40, −0.44 and −0.58.
+
+The tighter `ntk-400-rows-anchored` ends at −1.37: it mistakes growing overconfidence for a better
+explanation of the data, and its precisions fall. Its posterior reaches −0.50.
 """
 
 import argparse

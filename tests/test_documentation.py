@@ -327,9 +327,9 @@ def test_what_blocks_import_and_call_exists() -> None:
         for node in ast.walk(ast.parse(code)):
             if isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in CHECKED:
                 function = operator.attrgetter(name)(SimpleNamespace(**imported))
-                known = inspect.signature(function).parameters
+                parameters = inspect.signature(function).parameters
                 named = {keyword.arg for keyword in node.keywords} - {None}
-                assert named <= set(known), f"{page.name}: {ast.unparse(node)}"
+                assert named <= set(parameters), f"{page.name}: {ast.unparse(node)}"
 
 
 def title(page: Path) -> str:

@@ -126,8 +126,7 @@ class GaussianPrior(nn.Module):
             each round, and in other loops, ``Evidence.shape_prior`` does. Before the first update,
             all weights of a group have its precision. (Sources: A. Zellner, 1986, *On Assessing
             Prior Distributions and Bayesian Regression Analysis with g-Prior Distributions*; J.
-            Antorán et al., 2023, *Sampling-based Inference for Large Linear Models, with
-            Application to Linearised Laplace*, ICLR.)
+            Antorán et al., 2023, *Sampling-based Inference for Large Linear Models*, ICLR.)
 
     Attributes:
         log_precision: Log precisions of the learned groups, (G,), or of all groups if none is
