@@ -238,3 +238,13 @@ def test_what_a_g_prior_cannot_do_is_said() -> None:
         ConfigurationError, match=re.escape("Create this prior with shape='g-prior'")
     ):
         GaussianPrior().load_state_dict(shaped)
+
+
+def test_a_shape_needs_no_new_plan_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    evidence, (x, y) = evidence_of(network()), data()
+    evidence.estimate(x, y)
+    monkeypatch.setattr("evigrad.network.network.plan", None)
+    evidence.shape_prior((x, y))
+    torch.testing.assert_close(
+        flat(evidence.prior.factors()), dense_factors(evidence, x), rtol=1e-10, atol=0
+    )

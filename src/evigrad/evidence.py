@@ -67,6 +67,7 @@ from evigrad.posterior import (
     make_posterior,
     mode_gap,
 )
+from evigrad.posterior.posterior import defined_name
 from evigrad.priors import GaussianPrior, not_a_prior
 
 # Number of examples whose curvature shapes a g-prior.
@@ -607,11 +608,11 @@ class Evidence:
             ConfigurationError: If the prior does not have ``shape="g-prior"``.
             InputError: If the data are invalid for the model or the likelihood.
         """
-        size, rows, settings = min(self.num_data, _SHAPE_DATA), "C", self.problem.settings
-        if not self.likelihood.defines_hessian and self.spec.curvature != "ggn":
-            rows = f"{self.spec.outputs}-{self.spec.curvature}"
+        settings, size = self.problem.settings, min(self.num_data, _SHAPE_DATA)
         memory = Memory(settings.micro_batch or "auto", settings.memory_budget)
-        other = self.with_estimator(f"diag-{size}-{rows}", generator=self.generator, memory=memory)
+        name = defined_name(self.problem, f"diag-{size}-C")
+        other = self.with_estimator(name, generator=self.generator, memory=memory)
+        other.problem = replace(other.problem, network=self.problem.network)  # with its plans
         blocks = other.collect(next(iter(other.blocks(data))), wrt=()).statistic.blocks
         curvature = {n: blocks[n].view_as(w) / self.num_data for n, w in self._weights.items()}
         self.prior.set_shape(curvature, self._weights)

@@ -676,17 +676,23 @@ def posterior_problem(
 
 def _estimator(problem: Problem, structure: str, rows: int | None) -> Estimator:
     """Return the estimator whose statistic the structure uses."""
-    name, curvature = STRUCTURES[structure], curvature_of_posterior(problem)
+    if rows is None:
+        return Estimator.parse(defined_name(problem, STRUCTURES[structure]))
+    if curvature_of_posterior(problem) == "ggn":
+        return Estimator.parse(f"ntk-{rows}-rows-anchored")
+    raise ConfigurationError(
+        f"rows needs the Gauss-Newton matrix, got rows={rows} for"
+        f" {problem.model.estimator.name} and a {type(problem.model.likelihood).__name__}"
+        " without hessian(f). Omit rows, or define hessian(f)."
+    )
+
+
+def defined_name(problem: Problem, name: str) -> str:
+    """Return an estimator's name that ends with C, with a curvature that the likelihood defines."""
+    curvature = curvature_of_posterior(problem)
     if curvature == "ggn":
-        return Estimator.parse(name if rows is None else f"ntk-{rows}-rows-anchored")
-    if rows is not None:
-        raise ConfigurationError(
-            f"rows needs the Gauss-Newton matrix, got rows={rows} for"
-            f" {problem.model.estimator.name} and a {type(problem.model.likelihood).__name__}"
-            " without hessian(f). Omit rows, or define hessian(f)."
-        )
-    outputs = problem.model.estimator.outputs
-    return Estimator.parse(f"{name.removesuffix('C')}{outputs}-{curvature}")
+        return name
+    return f"{name.removesuffix('C')}{problem.model.estimator.outputs}-{curvature}"
 
 
 def curvature_of_posterior(problem: Problem) -> str:
