@@ -4,7 +4,6 @@ The sets are:
 
 * ``text``: the transformer of ``examples/text.py`` (LayerNorm) on 600 lines of text.
 * ``digits, normalized``: 500 of scikit-learn's digits, two hidden layers of 50 with LayerNorm.
-* ``mnist, normalized``: 1,000 MNIST digits, three convolutions with GroupNorm (not measured yet).
 * ``digits``: the network of ``digits, normalized`` without LayerNorm.
 
 All methods train the same network from the same initial weights, with the schedule of ``fit`` or of
@@ -13,13 +12,13 @@ All methods train the same network from the same initial weights, with the sched
 * ``weight decay``: 5e-4.
 * ``default``, ``kfac-400-1``, ``diag-N-C``: ``fit`` with this estimator, and one precision per
   tensor.
-* ``…, g-prior``: the same with ``GaussianPrior(shape="g-prior")``.
+* ``diag-N-C, g-prior``: the same with ``GaussianPrior(shape="g-prior")``.
 
 ``seconds`` are the process time of a training. The test set is only evaluated. The script stores
 every finished run and resumes where it was stopped.
 
     export PYTHONPATH=.
-    python benchmarks/g_prior.py --data-dir DIR --results docs/results --pages benchmarks/README.md
+    python benchmarks/g_prior.py --results docs/results --pages benchmarks/README.md
 """
 
 import warnings
@@ -39,55 +38,35 @@ from evigrad.data import load
 from evigrad.errors import EvigradWarning
 from evigrad.priors import GaussianPrior
 
-SETS = ("text", "digits, normalized", "mnist, normalized", "digits")
+SETS = ("text", "digits, normalized", "digits")
 DECAY, BASE = "weight decay", "diag-N-C"
 ESTIMATORS = {"default": "ntk-400-rows-anchored", "kfac-400-1": "kfac-400-1", BASE: BASE}
-METHODS = (DECAY, *ESTIMATORS, f"{BASE}, g-prior", "default, g-prior")
+METHODS = (DECAY, *ESTIMATORS, f"{BASE}, g-prior")
 KEYS = ("log_likelihood", "accuracy", "ece")
 COLUMNS = ("row", "seed", *KEYS, "seconds")
-GROUPS, TEST_SIZE = 2, 2000
-
-
-def block(layer: nn.Module, norm: nn.Module | None) -> list[nn.Module]:
-    """Return a layer with its normalization, if any, and a ReLU."""
-    return [layer, *([] if norm is None else [norm]), nn.ReLU()]
 
 
 def dense_network(is_normalized: bool) -> nn.Module:
     """Return a network for digits with two hidden layers of 50."""
     layers = list[nn.Module]()
     for size in (64, 50):
-        layers += block(nn.Linear(size, 50), nn.LayerNorm(50) if is_normalized else None)
+        layers += [nn.Linear(size, 50), *([nn.LayerNorm(50)] if is_normalized else []), nn.ReLU()]
     return nn.Sequential(nn.Flatten(), *layers, nn.Linear(50, 10))
 
 
-def convolutional_network() -> nn.Module:
-    """Return a network for MNIST with three convolutions."""
-    layers = list[nn.Module]()
-    for old, new in ((1, 8), (8, 16), (16, 16)):
-        convolution = nn.Conv2d(old, new, 3, stride=2, padding=1)
-        layers += block(convolution, nn.GroupNorm(GROUPS, new))
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(256, 10))
-
-
-def task_of(name: str, seed: int, data_dir: str | None) -> tuple[Any, Pair, Pair, Schedule | None]:
+def task_of(name: str, seed: int) -> tuple[Any, Pair, Pair, Schedule | None]:
     """Return a function that makes the network, the data, and a schedule if it is not the usual."""
     if name == "text":
         task = text_task(seed)
         return task.network, task.data.train, task.data.test, task.schedule
-    if name.startswith("digits"):
-        data = load("digits", subset=500, seed=seed)
-        assert data.test is not None
-        return partial(dense_network, "normalized" in name), data.train, data.test, None
-    data = load("mnist", data_dir, subset=1000, seed=seed)
+    data = load("digits", subset=500, seed=seed)
     assert data.test is not None
-    x, y = data.test
-    return convolutional_network, data.train, (x[:TEST_SIZE], y[:TEST_SIZE]), None
+    return partial(dense_network, "normalized" in name), data.train, data.test, None
 
 
-def run_row(name: str, method: str, seed: int, data_dir: str | None) -> Result:
+def run_row(name: str, method: str, seed: int) -> Result:
     """Return the columns of a training."""
-    make, train, (x, y), schedule = task_of(name, seed, data_dir)
+    make, train, (x, y), schedule = task_of(name, seed)
     estimator, _, shape = method.partition(", ")
     is_learned = method != DECAY
     prior = (
@@ -145,7 +124,7 @@ def main(arguments: list[str] | None = None) -> None:
             for method in options.methods:
                 row = f"{name}: {method}"
                 if not results.has(row, seed):
-                    run = run_row(name, method, seed, options.data_dir)
+                    run = run_row(name, method, seed)
                     results.add({"row": row, "seed": seed} | run)
                     print(row, seed, run, flush=True)
     show("g-prior", table_of(results.read()), options.pages)

@@ -253,7 +253,7 @@ class Networks:
             return None
         if criterion == "norm":
             return {n: w.detach().square() for n, w in fitted.model.named_parameters()}
-        evidence, name = self._in_parts(kind, "diag-N-C"), "posterior-damage"
+        evidence, name = fitted.evidence, "posterior-damage"
         if not criterion.endswith("all data"):
             chosen = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
             chosen = chosen[: int(SHARE * len(x))]
@@ -267,14 +267,10 @@ class Networks:
         self._add(f"curvature: {criterion}, {kind}", {"seconds": clock.seconds})
         return scores
 
-    def _in_parts(self, kind: str, estimator: str) -> evigrad.Evidence:
-        """Return an evidence of all data that needs little memory."""
-        evidence = self.fitted[kind].evidence
-        return evidence.with_estimator(estimator, memory=Memory(micro_batch=MICRO_BATCH))
-
     def time_all_data(self) -> None:
         """Measure a gradient of the evidence by Kronecker factors of all data."""
-        evidence = self._in_parts(UNITS, "kfac-N-C")
+        memory = Memory(micro_batch=MICRO_BATCH)
+        evidence = self.fitted[UNITS].evidence.with_estimator("kfac-N-C", memory=memory)
         with Clock() as clock:
             evidence.backward(*self.data.train)
         self._add(ALL_KFAC, {"seconds": clock.seconds})
