@@ -158,6 +158,21 @@ def test_every_moment_at_which_a_file_changes(every, blobs, tmp_path):
         assert_same_runs(folder, tmp_path / "whole")
 
 
+@pytest.mark.long
+def test_dying_again_and_again(blobs, tmp_path, whole):
+    folder = tmp_path / "run"
+    deaths = 0
+    with dying_at_call(Evidence, "map_loss", 4):
+        killed(lambda: train("ntk", blobs, folder, resume=True))
+    for _ in range(30):
+        with dying_at_call(Evidence, "map_loss", 5):
+            if not killed(lambda: train("ntk", blobs, folder, seed=4, resume=True)):
+                break
+        deaths += 1
+    assert deaths >= 3
+    assert_same_runs(folder, whole("ntk"))
+
+
 def test_the_result_of_a_run_that_is_complete_is_read(blobs, tmp_path, capsys):
     seen: list[int] = []
     first = train("dropout", blobs, tmp_path / "run")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given
@@ -261,11 +262,13 @@ def test_trials_predict_the_examples_at_positions() -> None:
     x, y = data()
     x[40:, 0] *= -1  # other data than the rest
     mask = torch.arange(60) >= 40
-    by_mask = fit(network(), (x, y), validation=mask.numpy()).weight_choice
+    by_mask, by_position = (
+        fit(network(), (x, y), validation=fold).weight_choice for fold in (mask, np.arange(40, 60))
+    )
     part = fit(network(), (x[:40], y[:40]), validation=(x[40:], y[40:])).weight_choice
-    assert by_mask is not None and part is not None
-    assert by_mask.trials == part.trials
-    assert by_mask.num_held_out == 20
+    assert by_mask is not None and by_position is not None and part is not None
+    assert by_mask.trials == by_position.trials == part.trials
+    assert by_mask.num_held_out == by_position.num_held_out == 20
 
 
 @pytest.mark.long
