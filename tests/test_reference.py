@@ -54,7 +54,7 @@ LIKELIHOODS: dict[str, Callable[[], Likelihood]] = {
 }
 STRUCTURES = ("ntk", "full", "blockdiag", "kfac", "diag")
 SUBSETS, SPLITS = ("2", "N"), ("1", "2", "C", "rows")
-MODIFIERS = ("", "iid", "grouped", "anchored", "ef")
+MODIFIERS = ("", "iid", "grouped", "anchored", "scaled", "ef")
 
 
 def joined(*words: str) -> str:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 
 from evigrad.blocks.anchors import Anchoring
 from evigrad.blocks.samplers import check_sampler
-from evigrad.core.names import DEFAULT_ESTIMATOR
+from evigrad.core.names import AUTO
 from evigrad.errors import ConfigurationError, nearest, require
 from evigrad.hosted import HostedCallback, as_pair, loader_of_pairs
 from evigrad.likelihoods import Likelihood
@@ -99,7 +99,7 @@ class EvidenceCallback(HostedCallback, pl.Callback):
         *,
         loss: Literal["nll", "mse"] = "nll",
         likelihood: str | Likelihood = "categorical",
-        estimator: str = DEFAULT_ESTIMATOR,
+        estimator: str = AUTO,
         prior: str | GaussianPrior = "layerwise",
         hyperparameters: Sequence[str] = (),
         laplace: Laplace | None = None,

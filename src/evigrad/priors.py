@@ -527,6 +527,12 @@ class GaussianPrior(nn.Module):
         sums = values.new_zeros(len(self._counts)).index_add(0, self._entries, values)
         return sums[self._learned_index] if len(self._learned_index) else sums
 
+    @property
+    def varies(self) -> bool:
+        """Whether each weight of a tensor has a separate precision."""
+        is_shaped = self._factors is not None or self.shape != "equal"
+        return is_shaped or self.structure == "diagonal"
+
     def factors(self) -> dict[str, Tensor]:
         """Return the fixed factors of precisions by name, or an empty dict if all are 1."""
         if self._factors is None:

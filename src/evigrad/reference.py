@@ -327,7 +327,11 @@ def log_evidence(
     if evidence.root != "subblock" and likelihood.couples_outputs:  # a diagonal Λ has one root
         softmax = isinstance(likelihood, Categorical)
         root = softmax_root(f, evidence.root) if softmax else matrix_root(whole, evidence.root)
-    precision = vector(precisions, weights)
+    precision, scale = vector(precisions, weights), block.scale
+    if spec.scaled:  # the curvature of the block is multiplied, not its log-determinant
+        precisions = {name: value / scale for name, value in precisions.items()}
+        scale = 1.0
+    scaled_precision = vector(precisions, weights)
     kfac = spec.structure == "kfac" and custom_log_det is None
     jac = None if kfac else jacobian(evidence.model, weights, x)
 
@@ -337,14 +341,14 @@ def log_evidence(
         if jac is None:
             return kfac_log_det(evidence.model, weights, x, kept, precisions, sharing)
         if custom_log_det is not None:
-            return custom_log_det(ggn(jac, kept), precision)
+            return custom_log_det(ggn(jac, kept), scaled_precision)
         if spec.structure == "ntk":
-            return kernel_log_det(jac, kept, precision)
+            return kernel_log_det(jac, kept, scaled_precision)
         partition = parameter_partition(spec.structure, weights, groups)
-        return log_det(ggn(jac, kept), precision, partition)
+        return log_det(ggn(jac, kept), scaled_precision, partition)
 
     if block.anchored is None or columns is None:
-        determinant = block.scale * entropy(columns)
+        determinant = scale * entropy(columns)
     else:
         determinant = anchored_log_det(
             entropy, columns, block.anchored.labels, block.anchored.weights

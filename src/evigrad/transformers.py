@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from evigrad.blocks.anchors import Anchoring
-from evigrad.core.names import DEFAULT_ESTIMATOR
+from evigrad.core.names import AUTO
 from evigrad.errors import ConfigurationError, EvigradWarning, require
 from evigrad.evidence import Evidence
 from evigrad.files import replacing
@@ -113,7 +113,7 @@ class EvidenceCallback(HostedCallback, _transformers.TrainerCallback):
         *,
         loss: Literal["nll", "mse"] = "nll",
         likelihood: str | Likelihood = "categorical",
-        estimator: str = DEFAULT_ESTIMATOR,
+        estimator: str = AUTO,
         prior: str | GaussianPrior = "layerwise",
         hyperparameters: Sequence[str] = (),
         laplace: Laplace | None = None,

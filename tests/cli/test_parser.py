@@ -59,7 +59,7 @@ def test_the_help_is_one_screen_of_options_that_exist(capsys, command):
     # A default in parentheses ends the description of its option.
     of_option = r"^  (--[a-z-]+)(?:(?!^  --|\n\n)[\s\S])*\(([a-z0-9-]+)\)$"
     defaults = dict(re.findall(of_option, text, re.MULTILINE))
-    assert defaults["--data"] == "digits" and defaults["--estimator"] == "ntk-400-rows-anchored"
+    assert defaults["--data"] == "digits" and defaults["--estimator"] == "auto"
     for name, value in defaults.items():
         assert value in (str(DEFAULTS[name[2:].replace("-", "_")]), "all"), name
 
@@ -164,7 +164,7 @@ def test_options_after_a_file_replace_what_it_says(capsys, tmp_path):
     options = yaml.safe_load(capsys.readouterr().out)
     assert options["schedule"]["epochs"] == 7 and options["compare_map"] is True
     assert (options["optimization"]["lr"], options["optimization"]["lr_min"]) == (0.5, 0.1)
-    assert options["estimator"] == "ntk-400-rows-anchored"
+    assert options["estimator"] == "auto"
 
 
 def test_several_starts_and_numbers_of_bytes(tmp_path):
@@ -206,7 +206,7 @@ def test_several_starts_and_numbers_of_bytes(tmp_path):
         ("train --data digit", "Did you mean 'digits'?"),
         ("train --model digitnet", "Did you mean 'digitsnet'?"),
         ("train --estimator nkt-100-1", "Did you mean 'ntk-100-1'?"),
-        ("train --estimator auto", "Use the default 'ntk-400-rows-anchored'"),
+        ("train --estimator ntk-auto-1", "Use 'ntk-400-rows-anchored'"),
         ("train --evaluate-with nkt-100-1", "Did you mean 'ntk-100-1'?"),
         ("train --likelihood categoricl", "Did you mean 'categorical'?"),
         ("train --likelihood gaussian", "--likelihood is only for tables"),

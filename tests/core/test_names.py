@@ -20,9 +20,11 @@ flags = st.booleans()
 structures = st.sampled_from(list(STRUCTURES))
 
 
-def is_valid(structure, subset, outputs, rows, iid, curvature, anchored=False):
+def is_valid(structure, subset, outputs, rows, iid, curvature, anchored=False, scaled=False):
     """The combination rules, as a table of what is allowed."""
     if anchored and not (rows and STRUCTURES[structure].keeps_rows):
+        return False
+    if scaled and (anchored or (subset is None and outputs is None)):
         return False
     if rows:
         return subset is not None and outputs is None and not iid and curvature == "ggn"
@@ -40,11 +42,12 @@ def is_valid(structure, subset, outputs, rows, iid, curvature, anchored=False):
     flags,
     flags,
     flags,
+    flags,
     st.sampled_from(CURVATURES),
 )
-def test_names_round_trip(structure, subset, outputs, iid, grouped, anchored, curvature):
-    arguments = (structure, subset, outputs, False, iid, grouped, anchored, curvature)
-    if not is_valid(structure, subset, outputs, False, iid, curvature, anchored):
+def test_names_round_trip(structure, subset, outputs, iid, grouped, anchored, scaled, curvature):
+    arguments = (structure, subset, outputs, False, iid, grouped, anchored, scaled, curvature)
+    if not is_valid(structure, subset, outputs, False, iid, curvature, anchored, scaled):
         with pytest.raises(ConfigurationError):
             Estimator(*arguments)
         return
@@ -147,7 +150,8 @@ def test_bad_names_say_what_and_how_to_mend_it():
 def test_a_spec_made_by_hand_is_checked_as_well():
     for arguments, word in [
         (("nkt", 1, 1), "Did you mean 'ntk'?"),
-        (("ntk", 1, 1, False, False, False, False, "gnn"), "Did you mean 'ggn'?"),
+        (("ntk", 1, 1, False, False, False, False, False, "gnn"), "Did you mean 'ggn'?"),
+        (("kfac", None, None, False, False, False, False, True), "integer SUBSET or OUTPUTS"),
         (("ntk", 3, 1, True), "either 'rows' or a number"),
     ]:
         with pytest.raises(ConfigurationError, match=word):
@@ -190,10 +194,10 @@ def test_the_default_root_is_the_papers_but_for_rows():
     assert Estimator.parse("ntk-5-rows").default_root == "eigen"
 
 
-def test_automatic_names_are_gone_and_the_default_is_named():
+def test_auto_is_no_name_and_the_default_is_named():
     for name in ["auto", "ntk-auto-1", "kfac-auto-C", "ntk-auto"]:
         with pytest.raises(
-            ConfigurationError, match="'auto' is not allowed.*'ntk-400-rows-anchored'"
+            ConfigurationError, match="only fit .* accept 'auto'.*'ntk-400-rows-anchored'"
         ):
             Estimator.parse(name)
         assert Estimator.parse(DEFAULT_ESTIMATOR).name == DEFAULT_ESTIMATOR

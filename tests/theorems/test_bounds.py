@@ -189,6 +189,34 @@ def test_theorem_3_kernel_and_parametric_forms(problem: Problem) -> None:
     )
 
 
+@few
+@given(
+    problem=problems,
+    root=bounding_roots,
+    structure=st.sampled_from(["ntk", "full", "blockdiag", "diag"]),
+    size=st.sampled_from(["1-C", "2-C", "2-1", "3-rows"]),
+)
+def test_scaling_the_curvature_turns_the_bound_around(
+    problem: Problem, root: str, structure: str, size: str
+) -> None:
+    """Over the blocks of a partition, the mean of ℓ(M B) is at most ℓ(I), and that of M ℓ(B) not.
+
+    log|I + S| is concave in S, so Jensen's inequality holds for each block of parameters, too.
+    """
+    evidence, x, y = problem.build(f"{structure}-N-C", root=root)
+    exact = evidence.estimate(x, y).log_det
+    means = []
+    for modifier in ("-scaled", ""):
+        evidence, x, y = problem.build(f"{structure}-{size}{modifier}", root=root)
+        estimates = [evidence.estimate(block) for block in evidence.blocks((x, y)).epoch()]
+        means.append(sum(e.log_det for e in estimates) / len(estimates))
+        assert all(e.is_bound == (not modifier) for e in estimates)
+    scaled, plain = means
+    tolerance = SLACK * max(1, exact)
+    assert scaled <= exact + tolerance
+    assert exact <= plain + tolerance
+
+
 class TwoLogits(nn.Module):
     """(z, −z) of one weight: the counterexample of the paper's sub-blocks."""
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evigrad import Evidence, Schedule
+from evigrad import Anchoring, Evidence, Schedule
 from evigrad.errors import ConfigurationError, EvigradError
 from evigrad.likelihoods import Categorical, Gaussian, Joint, Likelihood, Weighted
 from evigrad.priors import GaussianPrior
 from evigrad.training import FitResult, fit
-from evigrad.training.plan import plan_optimization, plan_schedule
+from evigrad.training.plan import plan_estimator, plan_optimization, plan_schedule
 from evigrad.training.settings import Optimization, Settings, grouped
 
 Data = tuple[Tensor, Tensor]
@@ -53,6 +53,44 @@ def test_arguments_become_the_settings_of_the_same_name(function: str, lacking: 
     assert settings - parameters.keys() == lacking
     defaults = {name: parameters[name].default for name in settings - lacking}
     assert Settings.of(defaults) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("prior", "sizes", "expected"),
+    [
+        ("layerwise", (40_000, 1, 20_000), "kfac-400-C-scaled"),
+        ("layerwise", (40_000, 99, 20_000), "kfac-101-C-scaled"),
+        ("layerwise", (40_000, 999, 20_000), "kfac-100-C-scaled"),
+        ("scalar", (500, 9, 499), "kfac-400-C-scaled"),
+        (GaussianPrior({"all": ["*"]}), (40_000, 1, 20_000), "kfac-400-C-scaled"),
+        ("layerwise", (90, 99, 401), "ntk-400-rows-anchored"),
+        ("layerwise", (500, 9, 500), "ntk-400-rows-anchored"),  # they can be memorized
+        ("layerwise", (4000, 1, 1000), "ntk-400-rows-anchored"),
+        ("layerwise", (40_000, 1, 400), "ntk-400-rows-anchored"),
+        ("diagonal", (40_000, 1, 20_000), "ntk-400-rows-anchored"),
+        (GaussianPrior(shape="g-prior"), (40_000, 1, 20_000), "ntk-400-rows-anchored"),
+    ],
+)
+def test_the_estimator_depends_on_the_sizes(
+    prior: Any, sizes: tuple[int, int, int], expected: str
+) -> None:
+    assert plan_estimator(Settings(prior=prior), *sizes) == expected
+    anchored = Settings(prior=prior, anchoring=Anchoring())
+    assert plan_estimator(anchored, *sizes) == "ntk-400-rows-anchored"
+
+
+def test_fit_chooses_the_estimator() -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 80), nn.Tanh(), nn.Linear(80, 1))
+    schedule = Schedule(epochs=2, batch_size=1000)
+    x = torch.randn(4001, 4, generator=torch.Generator().manual_seed(0))
+    data = x, x[:, :1] + 0.1 * torch.randn(4001, 1, generator=torch.Generator().manual_seed(1))
+    result = fit(model, data, likelihood="gaussian", schedule=schedule, progress=False)
+    assert result.estimator == result.evidence.spec.name == "kfac-400-C-scaled"
+    few = data[0][:400], data[1][:400]
+    result = fit(model, few, likelihood="gaussian", schedule=schedule, progress=False)
+    assert result.estimator == "ntk-400-rows-anchored"
 
 
 def regression(num_data: int = 12, **options: Any) -> FitResult:

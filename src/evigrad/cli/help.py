@@ -42,7 +42,8 @@ parentheses.
 
 {_PROBLEM}
   --estimator NAME   Estimator of the log evidence, such as ntk-400-rows-anchored or kfac-400-1, or
-                     none for training with a fixed weight decay (ntk-400-rows-anchored)
+                     none for training with a fixed weight decay. The default depends on the sizes
+                     of the data and the network (auto)
 
 training and results:
   --epochs N         Number of passes over the data (enough for 2,000 steps, and at least 100)
@@ -66,7 +67,7 @@ take compared with a plain training step. Nothing is trained, and nothing is wri
 in parentheses.
 
 {_PROBLEM}
-  --estimator NAME   Estimator of the log evidence, such as kfac-400-1 (ntk-400-rows-anchored)
+  --estimator NAME   Estimator of the log evidence, such as kfac-400-1 (auto)
 
 general:
 {_GENERAL}

@@ -139,6 +139,8 @@ def log_evidence(block_pass: Pass) -> tuple[Estimate, Tensor]:
     """Return the estimate of the log evidence for the current hyperparameters, and the loss."""
     model = block_pass.model
     statistic, precisions = block_pass.statistic, model.prior.precisions()
+    if model.estimator.scaled:
+        precisions = _divided(precisions, block_pass.block.scale)
     log_likelihood = block_pass.log_likelihood
     if block_pass.outputs:  # use the current parameters of the likelihood
         scale, parameters = _scale(block_pass), list(model.likelihood.parameters())
@@ -156,6 +158,11 @@ def log_evidence(block_pass: Pass) -> tuple[Estimate, Tensor]:
     estimate, factor = _estimate(block_pass, log_likelihood, log_det, log_prior, log_hyperprior)
     value = log_likelihood + log_prior - factor * log_det.value
     return estimate, -(value + log_hyperprior) / model.num_data
+
+
+def _divided(precisions: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """Return precisions P0/M, for which ℓ is log|I + M P0⁻¹ H|."""
+    return {name: precision / scale for name, precision in precisions.items()}
 
 
 def _scale(block_pass: Pass) -> Tensor | None:
@@ -211,6 +218,8 @@ def two_passes(
     with torch.no_grad():
         first = run_pass(model, curvature, sweep)
     precisions = model.prior.precisions()
+    if model.estimator.scaled:
+        precisions = _divided(precisions, first.block.scale)
     differential = curvature.differentiate(
         first.statistic, precisions, prior_parameters, first.conditioning
     )
@@ -282,7 +291,8 @@ def _estimate(
     log_hyperprior: Tensor,
 ) -> tuple[Estimate, float]:
     """Return the estimate, and the factor of ℓ in it without the sign."""
-    model, scale = block_pass.model, block_pass.block.scale
+    model = block_pass.model
+    scale = 1.0 if model.estimator.scaled else block_pass.block.scale
     weight = 0.5 * model.log_det_weight
     terms = (log_likelihood, log_prior, scale * log_det.value, log_hyperprior)
     # On a GPU, each read of a number waits for all operations before it, so read all at once.

@@ -22,7 +22,7 @@ from evigrad.errors import ConfigurationError, nearest
 STRUCTURES: dict[str, type[Curvature[Any]]] = {
     kind.name: kind for kind in (Ntk, Full, BlockDiagonal, Kfac, Diagonal)
 }
-MODIFIERS = ("iid", "grouped", "anchored", "ef", "mc")
+MODIFIERS = ("iid", "grouped", "anchored", "scaled", "ef", "mc")
 # The curvature of the outputs: exact, from the targets, or from sampled labels.
 CURVATURES = ("ggn", "ef", "mc")
 
@@ -40,6 +40,8 @@ GRAMMAR = _grammar(list(STRUCTURES), "kfac", "ntk")
 
 # docs/choosing.md describes when another estimator is better.
 DEFAULT_ESTIMATOR = "ntk-400-rows-anchored"
+# The default of ``fit``: an estimator that depends on the sizes of data and model.
+AUTO = "auto"
 
 # ASCII without leading zeros, so that every estimator has one spelling. 18 digits fit into int64.
 _INTEGER = re.compile(r"0|[1-9][0-9]{0,17}")
@@ -59,6 +61,8 @@ class Estimator:
         iid: Whether each example of a block draws its own outputs.
         grouped: Whether blocks are filled class by class.
         anchored: Whether blocks are conditioned on anchors, which are rows that all blocks share.
+        scaled: Whether the curvature of a block, instead of its log-determinant, is multiplied by
+            the number of blocks.
         curvature: ``ggn`` (generalized Gauss-Newton), ``ef`` (empirical Fisher) or ``mc`` (sampled
             Fisher).
         custom: A custom curvature, whose name is `structure`.
@@ -74,6 +78,7 @@ class Estimator:
     iid: bool = False
     grouped: bool = False
     anchored: bool = False
+    scaled: bool = False
     curvature: str = "ggn"
     custom: Curvature[Any] | None = field(default=None, repr=False)
 
@@ -97,6 +102,11 @@ class Estimator:
             raise ConfigurationError(
                 "'anchored' conditions single rows on other rows, so the structure must be 'ntk'"
                 f" and OUTPUTS must be 'rows', as in 'ntk-{self.subset or 400}-rows-anchored'."
+            )
+        if self.scaled and (self.anchored or self.is_full_batch):
+            raise ConfigurationError(
+                "'scaled' scales the curvature of a random block, so it needs an integer SUBSET or"
+                " OUTPUTS, and it excludes 'anchored'. Omit 'scaled'."
             )
         if self.iid and (self.outputs is None or self.curvature != "ggn"):
             raise ConfigurationError(
@@ -151,8 +161,9 @@ class Estimator:
             _check_custom(name, custom)
         if "auto" in name.split("-"):
             raise ConfigurationError(
-                f"Estimator name {name!r}: 'auto' is not allowed in an estimator name. Use the"
-                f" default '{DEFAULT_ESTIMATOR}', or a number instead of 'auto'. {GRAMMAR}"
+                f"Estimator name {name!r}: only fit and what builds on it accept 'auto', which"
+                f" chooses by the size of the data. Use '{DEFAULT_ESTIMATOR}', or a number instead"
+                f" of 'auto'. {GRAMMAR}"
             )
         try:
             return cls._read(name, custom)
@@ -198,7 +209,8 @@ class Estimator:
         """The canonical name, with modifiers in the order of `MODIFIERS`."""
         subset = "N" if self.subset is None else str(self.subset)
         outputs = "rows" if self.rows else "C" if self.outputs is None else str(self.outputs)
-        chosen = {self.curvature, *(m for m in ("iid", "grouped", "anchored") if getattr(self, m))}
+        flags = [m for m in MODIFIERS if m not in CURVATURES and getattr(self, m)]
+        chosen = {self.curvature, *flags}
         modifiers = [modifier for modifier in MODIFIERS if modifier in chosen]
         return "-".join([self.structure, subset, outputs, *modifiers])
 
@@ -258,7 +270,7 @@ class Estimator:
             raise ConfigurationError(
                 f"root must be one of {', '.join(ROOTS)}, got {root!r}.{nearest(root, ROOTS)}"
             )
-        if self.structure_type.log_det_is == "approximate" or self.curvature == "mc":
+        if self.structure_type.log_det_is == "approximate" or self.scaled or self.curvature == "mc":
             return False
         if self.curvature == "ef":
             return True

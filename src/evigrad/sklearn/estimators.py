@@ -18,7 +18,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from evigrad.core.names import DEFAULT_ESTIMATOR
+from evigrad.core.names import AUTO
 from evigrad.data.dataset import stratified_split
 from evigrad.errors import ConfigurationError, InputError, nearest
 from evigrad.likelihoods import Likelihood, Ordinal, Weighted
@@ -158,7 +158,7 @@ class EvidenceEstimator(BaseEstimator):
         likelihood: str | Likelihood = "gaussian",
         module: Module | None = None,
         relevance: bool = True,
-        estimator: str | None = DEFAULT_ESTIMATOR,
+        estimator: str | None = AUTO,
         prior: str | GaussianPrior = "layerwise",
         posterior: str | None = None,
         epochs: int | None = None,
@@ -514,7 +514,7 @@ class EvidenceClassifier(ClassifierMixin, EvidenceEstimator):
         likelihood: str | Likelihood = "categorical",
         module: Module | None = None,
         relevance: bool = True,
-        estimator: str | None = DEFAULT_ESTIMATOR,
+        estimator: str | None = AUTO,
         prior: str | GaussianPrior = "layerwise",
         posterior: str | None = None,
         calibrate: float | None = None,

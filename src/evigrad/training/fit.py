@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from evigrad.blocks.anchors import Anchoring
 from evigrad.blocks.positions import by_target
-from evigrad.core.names import DEFAULT_ESTIMATOR
+from evigrad.core.names import AUTO
 from evigrad.distributed import Group, Ranks, check_whole
 from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.evidence import Evidence
@@ -32,7 +32,7 @@ from evigrad.training.data import RunData, stream
 from evigrad.training.data_checks import check_data, learns_likelihood, warn_of_data
 from evigrad.training.effects import refuse, refuse_idle, refuse_without_estimator
 from evigrad.training.observers import Callback
-from evigrad.training.plan import plan, planned
+from evigrad.training.plan import plan, plan_estimator, planned
 from evigrad.training.run_directory import RunDirectory
 from evigrad.training.settings import Laplace, Optimization, Schedule, Settings, explains_groups
 from evigrad.training.trainer import FitResult, Trainer
@@ -47,7 +47,7 @@ def fit(
     train: Any,
     *,
     likelihood: str | Likelihood = "categorical",
-    estimator: str | None = DEFAULT_ESTIMATOR,
+    estimator: str | None = AUTO,
     prior: str | GaussianPrior = "layerwise",
     precision: float | None = None,
     hyperparameters: Sequence[str] = (),
@@ -94,8 +94,10 @@ def fit(
             are a mean and a log variance per target. natural-gaussian is more robust on small data
             sets.
         estimator: Evidence estimator, named STRUCTURE-SUBSET-OUTPUTS, such as ntk-100-1 or
-            kfac-N-C. ntk-400-rows-anchored is exact if the data have at most 400 Jacobian rows.
-            None trains by plain MAP, without hyperparameter steps.
+            kfac-N-C. Default: "auto", which is kfac-400-C-scaled if there are more examples than
+            weights and over 4,000 Jacobian rows, and ntk-400-rows-anchored otherwise. The latter is
+            exact for at most 400 Jacobian rows. None trains by plain MAP, without hyperparameter
+            steps.
         prior: Which weights share a prior precision (weight decay): scalar (all weights), layerwise
             (the weights of each parameter tensor) or diagonal (none). Use a ``GaussianPrior`` for
             other groups, a hyperprior, or a nonzero mean (``mean="initial"`` for fine-tuning).
@@ -241,7 +243,7 @@ def prepare_evidence(
     place = place_of(model)
     if strict and settings.estimator is None:
         refuse_without_estimator(settings)
-    trainable(model, {})  # raises for lazy and frozen models before a pass
+    weights = trainable(model, {})  # raises for lazy and frozen models before a pass
     x, y = data.first(PROBE_SIZE)
     check_inputs(x, place)
     likelihood = make_likelihood(settings.likelihood)
@@ -249,6 +251,10 @@ def prepare_evidence(
     shape = probe_outputs(model, x).shape[1:]
     data.is_column = lacks_a_column(likelihood, shape, y)
     num_data = len(by_target(data, likelihood, shape))
+    if settings.estimator == AUTO:
+        size = sum(weight.numel() for weight in weights.values())
+        name = plan_estimator(settings, len(data), likelihood.num_rows(shape[-1]), size)
+        settings = replace(settings, estimator=name)
     chosen, settings = settings, plan(settings, num_data, len(data))
     evidence = make_evidence(model, num_data, settings, process_group)
     if strict and settings.estimator is not None:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import TypeVar
 
+from evigrad.core.names import DEFAULT_ESTIMATOR
 from evigrad.errors import ConfigurationError
 from evigrad.likelihoods import Likelihood, Ordinal, make_likelihood
 from evigrad.likelihoods.noisy import noisy_parts
@@ -44,6 +45,13 @@ FEWEST_EPOCHS_OF_MANY = 10
 # With few data, training goes on until it has settled. The first cycle may end far from that
 # (benchmarks/README.md).
 FEW_DATA, MORE = 2000, 4
+# If there are more examples than weights, anchored rows overestimate the effective parameters, and
+# the decay is too strong. The curvature of some examples, scaled to all data, predicts better. If
+# there are fewer, networks can memorize their data, and it is much too weak (benchmarks/README.md).
+# With as few rows or weights as these, anchored rows are nearly exact.
+FEW_ROWS, FEW_WEIGHTS = 4000, 400
+# Examples in a block of scaled curvature, and rows, unless the examples are too few for factors.
+MOST_EXAMPLES, MOST_BLOCK_ROWS, FEWEST_EXAMPLES = 400, 10_000, 100
 # Share of the epochs before the first round.
 BURN_IN = 0.1
 ROUNDS = 20
@@ -70,6 +78,26 @@ def plan(settings: Settings, num_data: int, num_items: int | None = None) -> Set
         schedule=schedule,
         optimization=plan_optimization(settings.optimization, likelihood, settings.prior),
     )
+
+
+def plan_estimator(settings: Settings, num_data: int, num_rows: int, num_weights: int) -> str:
+    """Return the estimator for which ``AUTO`` stands.
+
+    Args:
+        settings: Settings of the run. Kronecker factors need precisions that are constant along
+            the inputs or the outputs of a tensor, and have no anchors.
+        num_data: Number of items of the data set.
+        num_rows: Number of Jacobian rows of an example.
+        num_weights: Number of weights that training changes.
+    """
+    prior = settings.prior
+    varies = prior.varies if isinstance(prior, GaussianPrior) else prior == "diagonal"
+    is_nearly_exact = num_data * num_rows <= FEW_ROWS or num_weights <= FEW_WEIGHTS
+    needs_rows = varies or settings.anchoring is not None
+    if num_data <= num_weights or is_nearly_exact or needs_rows:
+        return DEFAULT_ESTIMATOR
+    size = max(FEWEST_EXAMPLES, min(MOST_EXAMPLES, MOST_BLOCK_ROWS // num_rows))
+    return f"kfac-{size}-C-scaled" if size < num_data else "kfac-N-C"
 
 
 def plan_schedule(schedule: Schedule, num_data: int, num_items: int | None = None) -> Schedule:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from evigrad.blocks.anchors import Anchoring
-from evigrad.core.names import DEFAULT_ESTIMATOR
+from evigrad.core.names import AUTO
 from evigrad.errors import ConfigurationError, nearest
 from evigrad.likelihoods import Likelihood
 from evigrad.passes.settings import Memory
@@ -261,7 +261,7 @@ class Settings:
     """
 
     likelihood: str | Likelihood = "categorical"
-    estimator: str | None = DEFAULT_ESTIMATOR
+    estimator: str | None = AUTO
     prior: str | GaussianPrior = "layerwise"
     precision: float | None = None
     prior_mean: Literal["zero", "initial"] = "zero"

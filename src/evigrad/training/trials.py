@@ -357,7 +357,7 @@ def _trial_settings(
     most = schedule.max_epochs and min(schedule.max_epochs, 2 * planned(schedule.epochs))
     estimator = Estimator.parse(planned(settings.estimator))
     if estimator.exceeds(num_data):
-        estimator = replace(estimator, subset=None)
+        estimator = replace(estimator, subset=None, scaled=False)
     if optimization.prior_update == "fixed_point":
         optimization = replace(optimization, start_decay=optimization.start_decays[0])
     return replace(

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from evigrad.blocks.anchors import Anchoring
-from evigrad.core.names import DEFAULT_ESTIMATOR
+from evigrad.core.names import AUTO
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import Likelihood
@@ -55,7 +55,7 @@ def tune(
     data: Any,
     *,
     likelihood: str | Likelihood = "categorical",
-    estimator: str = DEFAULT_ESTIMATOR,
+    estimator: str = AUTO,
     prior: str | GaussianPrior = "layerwise",
     precision: float | None = None,
     hyperparameters: Sequence[str] = (),
