@@ -1,0 +1,191 @@
+"""Compare ``fit`` with fixed decays on 1,000 images up to all of MNIST and CIFAR-10.
+
+``mnist`` trains MiniNet, and ``cifar10`` a Fixup Wide ResNet of depth 10 without augmentation
+(77,387 weights). The seed draws the training images, the initial weights and the order of training.
+All methods train for the same number of epochs with batches of 100 and the other defaults of
+``fit``. Decays, epochs and methods were fixed before the first run:
+
+* ``weight decay 5e-4``, ``weight decay 1e-4``, ``weight decay 5e-3``: one decay for all weights.
+* ``evigrad``: the defaults of ``fit``. ``evigrad, scalar`` learns one decay for all weights. The
+  others use another estimator: anchored rows (the default for few data), or the paper's.
+* ``early stopping``: no decay, from the best epoch by the log likelihood of 10 % held-out data.
+
+All predictions are MAP predictions for 10,000 test images, which are only evaluated. ``seconds``
+are the process time of training. A training writes checkpoints to ``--runs``, and the script
+resumes it where it was stopped. It stores every finished run.
+
+    python benchmarks/large_images.py --data-dir DIR --results docs/results \
+        --pages benchmarks/README.md
+"""
+
+import copy
+import math
+import time
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from learning import Result, Results, make_parser, parse
+from measure import show, summaries, with_error
+from rivals import NO_DECAY, Fitted, fixed_prior, metrics
+
+import evigrad
+from evigrad import FitResult, Schedule
+from evigrad.data import DataSet, load
+from evigrad.models import make_model
+
+NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mnist": ("mininet", {}),
+    "cifar10": ("wide_resnet", {"depth": 10, "widen_factor": 1}),
+}
+SIZES = {"mnist": (1000, 3000, 10_000, 60_000), "cifar10": (1000, 10_000, 50_000)}
+EPOCHS = {1000: 100, 3000: 60, 10_000: 30, 50_000: 15, 60_000: 12}
+HELD_OUT, BATCH = 0.1, 100
+KEYS = ("log_likelihood", "accuracy", "ece", "train_log_likelihood", "log_evidence", "seconds")
+COLUMNS = ("row", "seed", *KEYS, "decay", "epochs", "num_data", "num_weights")
+# Options of ``fit``. A decay needs the number of examples.
+METHODS: dict[str, Mapping[str, Any]] = {
+    "weight decay 5e-4": {"decay": 5e-4},
+    "evigrad": {},
+    "evigrad, scalar": {"prior": "scalar"},
+    "weight decay 1e-4": {"decay": 1e-4},
+    "weight decay 5e-3": {"decay": 5e-3},
+    "early stopping": {"decay": NO_DECAY},
+    **{
+        f"evigrad, {name}": {"estimator": name}
+        for name in ("ntk-400-rows-anchored", "ntk-1600-rows-anchored", "kfac-400-1")
+    },
+}
+SETS = {f"{name}-{size}": (name, size) for name, sizes in SIZES.items() for size in sizes}
+
+
+class ProcessTime:
+    """A callback that adds up the process time of a training, also over resumed processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "process_seconds.txt"
+        self._before = float(self._file.read_text()) if self._file.exists() else 0.0
+        self._start = time.process_time()
+
+    @property
+    def seconds(self) -> float:
+        """Return the process time so far."""
+        return self._before + time.process_time() - self._start
+
+    def __call__(self, _: object) -> None:
+        """Store the time after an epoch."""
+        self._file.write_text(str(self.seconds))
+
+
+@lru_cache(maxsize=1)
+def read(name: str, seed: int, data_dir: str | None) -> DataSet:
+    """Return the images of a seed."""
+    data, size = SETS[name]
+    return load(data, data_dir, subset=None if size == max(SIZES[data]) else size, seed=seed)
+
+
+def run(name: str, method: str, seed: int, data_dir: str | None, runs: Path) -> Result:
+    """Return the columns of a training."""
+    data, (kind, size) = read(name, seed, data_dir), SETS[name]
+    network, settings = NETWORKS[kind]
+    model = make_model(network, data.input_shape, data.num_outputs, seed, **settings)
+    folder = runs / f"{name}-{method}-{seed}".replace(" ", "-").replace(",", "")
+    folder.mkdir(parents=True, exist_ok=True)
+    clock, options = ProcessTime(folder), dict(METHODS[method])
+    callbacks, train, best = [clock], data.train, {"score": -math.inf}
+    if method == "early stopping":
+        train, held_out = data.split_validation(HELD_OUT, seed)
+
+        def keep(_: object) -> None:
+            score = Fitted(model).log_likelihood(held_out)
+            if score > best["score"]:
+                best.update(score=score, weights=copy.deepcopy(model.state_dict()))
+
+        callbacks.append(keep)
+    if "decay" in options:
+        prior = fixed_prior(options.pop("decay"), len(train[0]))
+        options |= {"estimator": None, "prior": prior}
+    result: FitResult = evigrad.fit(
+        model,
+        train,
+        schedule=Schedule(epochs=EPOCHS[size], batch_size=BATCH, eval_every=0),
+        seed=seed,
+        run_dir=folder / "run",
+        resume=(folder / "run").exists(),
+        progress=False,
+        callbacks=callbacks,
+        **options,
+    )
+    seconds = clock.seconds
+    if "weights" in best:
+        model.load_state_dict(best["weights"])
+    fitted, (x, y) = Fitted(result.model), data.test
+    evidences = [row["log_evidence"] for row in result.history if row["log_evidence"] is not None]
+    scores = metrics(fitted.outputs(x), y)
+    return {key: scores[key] for key in ("log_likelihood", "accuracy", "ece")} | {
+        "train_log_likelihood": fitted.log_likelihood(train),
+        "log_evidence": evidences[-1] if evidences else None,
+        "seconds": seconds,
+        "decay": {key: float(d) for key, d in result.evidence.weight_decay().items()},
+        "epochs": EPOCHS[size],
+        "num_data": size,
+        "num_weights": sum(p.numel() for p in model.parameters()),
+    }
+
+
+def table_of(runs: Sequence[Result]) -> str:
+    """Return means of the seeds as Markdown, with the gain over the usual decay, seed by seed."""
+    lines = [
+        "| data set | images | method | test log likelihood | gain over weight decay 5e-4"
+        " | accuracy, % | calibration error | training log likelihood | log evidence | seconds"
+        " | time ratio | seeds |",
+        f"|{'---|' * 12}",
+    ]
+    for name, (kind, size) in SETS.items():
+        rows = [f"{name}: {method}" for method in METHODS]
+        usual = {r["seed"]: r for r in runs if r["row"] == rows[0]}
+        for row in rows:
+            compared = [
+                r
+                | {"gain": r["log_likelihood"] - usual[r["seed"]]["log_likelihood"]}
+                | {"ratio": r["seconds"] / usual[r["seed"]]["seconds"]}
+                for r in runs
+                if r["row"] == row and r["seed"] in usual
+            ]
+            for s in summaries(compared, [row], (*KEYS, "gain", "ratio")):
+                cells = [
+                    with_error(factor * s[key], factor * s[f"{key}_error"], digits)
+                    for key, digits, factor in (
+                        *(("log_likelihood", 4, 1), ("gain", 4, 1), ("accuracy", 2, 100)),
+                        *(("ece", 4, 1), ("train_log_likelihood", 4, 1)),
+                    )
+                ]
+                evidence = "" if math.isnan(s["log_evidence"]) else f"{s['log_evidence']:.3f}"
+                cells += [evidence, f"{s['seconds']:.0f}", f"{s['ratio']:.2f}"]
+                cells = [kind, f"{size:,}", row.partition(": ")[2], *cells, s["seed_spans"]]
+                lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run what is missing, then print the table and insert it into the pages."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--runs", type=Path, default=Path("runs/large_images"))
+    options = parse(parser, arguments)
+    results = Results(options.results / "large_images.csv", COLUMNS)
+    for seed in options.seeds:
+        for name in options.sets:
+            for method in options.methods:
+                row = f"{name}: {method}"
+                if not results.has(row, seed):
+                    columns = run(name, method, seed, options.data_dir, options.runs)
+                    results.add(columns | {"row": row, "seed": seed})
+                    print(row, seed, {key: columns[key] for key in KEYS}, flush=True)
+    show("large_images", table_of(results.read()), options.pages)
+
+
+if __name__ == "__main__":
+    main()
