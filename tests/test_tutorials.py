@@ -18,6 +18,7 @@ FOLDER = ROOT / "docs" / "tutorials"
 # What makes each of them short.
 TUTORIALS = {
     "error_bars": {"epochs=300": "epochs=2", "max_iter=5000": "max_iter=5", "(2300": "(350"},
+    "features": {"epochs=300": "epochs=2"},
     "weight_decay": {"EPOCHS = 200": "EPOCHS = 2", "subset=500": "subset=50"},
 }
 every_tutorial = pytest.mark.parametrize("name", TUTORIALS)
