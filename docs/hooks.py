@@ -76,7 +76,7 @@ MOVED = {
         "what-a-run-leaves": "command_line#resume-a-run",
     },
     "contributing": {"which-script-writes-which-table": "contributing#write-pages"},
-    "criteria": {"": "benchmarks#evidence-and-test-data"},
+    "criteria": {"": "limits#evidence-and-test-data-can-disagree"},
     "custom_loop": {"": "trainers#control-every-hyperparameter-step"},
     "data": {
         "": "fit#tensors-and-data-sets",

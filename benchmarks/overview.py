@@ -1,0 +1,102 @@
+"""Write the first table of the benchmarks: evigrad and the best baseline on every data set.
+
+It reads the CSV files of ``rivals.py``, ``transfer.py``, ``large_tables.py`` and
+``large_images.py``. A baseline is one network with the architecture and the epochs of evigrad, so
+ensembles and gradient boosting are in the other tables only. The best one has the highest mean test
+log likelihood over the seeds that all baselines of a set share. The difference is a mean over the
+seeds that both have. Times include searches, and are divided by the time of one training with a
+fixed weight decay.
+
+    python benchmarks/overview.py --results docs/results --pages docs/benchmarks.md \
+        benchmarks/README.md
+"""
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from learning import Result, Results, make_parser, parse
+from measure import mean_and_error, show, spans, with_error
+from rivals import LABELS
+
+OURS = ("evigrad", "default", "choice", "kfac-400-1", "diag-ef")
+NO_BASELINE = (*OURS, "ensemble", "gradient boosting", "last layer, choice")
+USUAL = ("weight decay 5e-4", "map-5e-4", "map-noise", "usual")
+# Name, file, prefix of the rows, examples, weights, and the row of evigrad.
+POSTERIOR = "default, posterior"
+SETS = (
+    ("yacht", "rivals_yacht", "", 277, 2951, POSTERIOR),
+    ("boston", "rivals_boston", "", 455, 3301, POSTERIOR),
+    ("energy", "rivals_energy", "", 691, 3051, POSTERIOR),
+    ("wine_red", "rivals_wine_red", "", 1439, 3201, POSTERIOR),
+    ("scikit-learn's digits", "rivals_digits", "", 1438, 6090, "default"),
+    ("MNIST", "rivals_mnist", "", 1000, 14_538, "default"),
+    ("CIFAR-10", "rivals_cifar10", "", 1000, 62_006, "default"),
+    ("fine-tuning", "transfer_100", "", 100, 173_845, "default"),
+    ("fine-tuning", "transfer_1000", "", 1000, 173_845, "default"),
+    ("diamonds", "large_tables", "diamonds: ", 43_152, 20_481, "evigrad"),
+    ("movies", "large_tables", "movies: ", 47_030, 18_945, "evigrad"),
+    ("MNIST", "large_images", "mnist-60000: ", 60_000, 14_538, "evigrad"),
+    ("synthetic classes", "large_tables", "classification: ", 160_000, 18_436, "evigrad"),
+    ("flights", "large_tables", "flights: ", 261_877, 37_121, "evigrad"),
+    ("late flights", "large_tables", "late: ", 261_877, 37_250, "evigrad"),
+)
+
+
+def row_of(
+    folder: Path, name: str, file: str, prefix: str, examples: int, weights: int, ours: str
+) -> str:
+    """Return a row of the table."""
+    by_row: dict[str, dict[int, Result]] = {}
+    path = folder / f"{file}.csv"
+    with path.open(newline="") as lines:
+        columns = next(csv.reader(lines))
+    for run in Results(path, columns).read():
+        if run["row"].startswith(prefix):
+            by_row.setdefault(run["row"].removeprefix(prefix), {})[run["seed"]] = run
+    learned = by_row[ours]
+    usual = next(by_row[row] for row in USUAL if row in by_row)
+    most = max(len(by_row[row].keys() & learned.keys()) for row in by_row if row not in NO_BASELINE)
+    rivals = {
+        row: runs
+        for row, runs in by_row.items()
+        if not row.startswith(NO_BASELINE) and len(runs.keys() & learned.keys()) == most
+    }
+
+    def score(runs: dict[int, Result]) -> tuple[float, float]:
+        shared = sorted(runs.keys() & learned.keys())
+        return mean_and_error([runs[seed]["log_likelihood"] for seed in shared])
+
+    best = max(rivals, key=lambda row: score(rivals[row])[0])
+    shared = sorted(rivals[best].keys() & learned.keys())
+    gains = [learned[s]["log_likelihood"] - rivals[best][s]["log_likelihood"] for s in shared]
+    gain, error = mean_and_error(gains)
+    gain = round(gain, 3) + 0.0  # no −0.000
+    ratio = fmean(learned[s]["seconds"] / usual[s]["seconds"] for s in shared if s in usual)
+    cells = (
+        name,
+        f"{examples:,}",
+        f"{weights:,}",
+        f"{LABELS.get(best, best)}: {with_error(*score(rivals[best]), 3)}",
+        with_error(*mean_and_error([learned[s]["log_likelihood"] for s in shared]), 3),
+        f"{'+' if gain > 0 else ''}{with_error(gain, error, 3)}",
+        f"{ratio:.1f}",
+        spans(shared),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table and insert it into the pages."""
+    options = parse(make_parser(__doc__), arguments)
+    lines = [
+        "| Data | Examples | Weights | Best baseline | evigrad | Difference | Time ratio | Seeds |",
+        "|---|---|---|---|---|---|---|---|",
+        *(row_of(options.results, *settings) for settings in SETS),
+    ]
+    show("overview", "\n".join(lines), options.pages)
+
+
+if __name__ == "__main__":
+    main()
