@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 
 from learning import Result, Results, make_parser, parse
-from measure import mean_and_error, show, spans, with_error
+from measure import mean_and_error, show, with_error
 from rivals import LABELS
 
 OURS = ("evigrad", "default", "choice", "kfac-400-1", "diag-ef")
@@ -64,11 +64,10 @@ def row_of(
         if not row.startswith(NO_BASELINE) and len(runs.keys() & learned.keys()) == most
     }
 
-    def score(runs: dict[int, Result]) -> tuple[float, float]:
-        shared = sorted(runs.keys() & learned.keys())
-        return mean_and_error([runs[seed]["log_likelihood"] for seed in shared])
+    def score(row: str) -> float:
+        return fmean(rivals[row][s]["log_likelihood"] for s in rivals[row].keys() & learned.keys())
 
-    best = max(rivals, key=lambda row: score(rivals[row])[0])
+    best = max(rivals, key=score)
     shared = sorted(rivals[best].keys() & learned.keys())
     gains = [learned[s]["log_likelihood"] - rivals[best][s]["log_likelihood"] for s in shared]
     gain, error = mean_and_error(gains)
@@ -78,11 +77,10 @@ def row_of(
         name,
         f"{examples:,}",
         f"{weights:,}",
-        f"{LABELS.get(best, best)}: {with_error(*score(rivals[best]), 3)}",
+        LABELS.get(best, best),
         with_error(*mean_and_error([learned[s]["log_likelihood"] for s in shared]), 3),
         f"{'+' if gain > 0 else ''}{with_error(gain, error, 3)}",
         f"{ratio:.1f}",
-        spans(shared),
     )
     return f"| {' | '.join(cells)} |"
 
@@ -91,8 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table and insert it into the pages."""
     options = parse(make_parser(__doc__), arguments)
     lines = [
-        "| Data | Examples | Weights | Best baseline | evigrad | Difference | Time ratio | Seeds |",
-        "|---|---|---|---|---|---|---|---|",
+        "| Data | Examples | Weights | Best baseline | evigrad | Difference | Time ratio |",
+        "|---|---|---|---|---|---|---|",
         *(row_of(options.results, *settings) for settings in SETS),
     ]
     show("overview", "\n".join(lines), options.pages)
