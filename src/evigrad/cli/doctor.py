@@ -9,14 +9,13 @@ from evigrad.cli.parser import NO_ESTIMATOR, Parser
 from evigrad.cli.ranks import described_ranks, started_ranks
 from evigrad.cli.setup import MACHINE, set_up, set_up_from
 from evigrad.cli.train import add_problem, parts_of
-from evigrad.core.names import AUTO
 from evigrad.errors import ConfigurationError
 from evigrad.evidence import Evidence
 from evigrad.likelihoods import make_likelihood
 from evigrad.measure.judging import median_seconds, step_seconds
 from evigrad.passes.problem import ParameterReport
 from evigrad.priors import GaussianPrior
-from evigrad.training.plan import LEARNED_PRECISION, plan_estimator
+from evigrad.training.plan import LEARNED_PRECISION, plan_estimator, planned
 from evigrad.training.settings import Schedule, Settings, refuse_former_name
 
 _DESCRIPTION = "All options of evigrad doctor."
@@ -46,19 +45,18 @@ def run(parser: Parser, options: Namespace) -> int:
     setup = set_up_from(options)
     data, model = setup.data.train, setup.make_model()
     likelihood = make_likelihood(options.likelihood or setup.data.likelihood)
-    name = options.estimator
-    if name == AUTO:
-        settings = Settings(prior=options.prior, anchoring=parts["anchoring"])
-        rows = likelihood.num_rows(setup.data.num_outputs)
-        size = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        name = plan_estimator(settings, len(data[0]), rows, size)
+    settings = Settings(
+        estimator=options.estimator, prior=options.prior, anchoring=parts["anchoring"]
+    )
+    rows = likelihood.num_rows(setup.data.num_outputs)
+    size = sum(p.numel() for p in model.parameters() if p.requires_grad)
     evidence = Evidence(
         model,
         likelihood,
         GaussianPrior(
             options.prior, options.precision or LEARNED_PRECISION, mean=options.prior_mean
         ),
-        estimator=name,
+        estimator=planned(plan_estimator(settings, len(data[0]), rows, size)),
         num_data=len(data[0]),
         hyperparameters=setup.hyperparameters,
         generator=torch.Generator().manual_seed(setup.seed),

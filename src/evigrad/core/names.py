@@ -209,9 +209,7 @@ class Estimator:
         """The canonical name, with modifiers in the order of `MODIFIERS`."""
         subset = "N" if self.subset is None else str(self.subset)
         outputs = "rows" if self.rows else "C" if self.outputs is None else str(self.outputs)
-        flags = [m for m in MODIFIERS if m not in CURVATURES and getattr(self, m)]
-        chosen = {self.curvature, *flags}
-        modifiers = [modifier for modifier in MODIFIERS if modifier in chosen]
+        modifiers = [m for m in MODIFIERS if m == self.curvature or getattr(self, m, False)]
         return "-".join([self.structure, subset, outputs, *modifiers])
 
     def __str__(self) -> str:

@@ -251,10 +251,9 @@ def prepare_evidence(
     shape = probe_outputs(model, x).shape[1:]
     data.is_column = lacks_a_column(likelihood, shape, y)
     num_data = len(by_target(data, likelihood, shape))
-    if settings.estimator == AUTO:
-        size = sum(weight.numel() for weight in weights.values())
-        name = plan_estimator(settings, len(data), likelihood.num_rows(shape[-1]), size)
-        settings = replace(settings, estimator=name)
+    size = sum(weight.numel() for weight in weights.values())
+    name = plan_estimator(settings, len(data), likelihood.num_rows(shape[-1]), size)
+    settings = replace(settings, estimator=name)
     chosen, settings = settings, plan(settings, num_data, len(data))
     evidence = make_evidence(model, num_data, settings, process_group)
     if strict and settings.estimator is not None:

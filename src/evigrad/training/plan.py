@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import TypeVar
 
-from evigrad.core.names import DEFAULT_ESTIMATOR
+from evigrad.core.names import AUTO, DEFAULT_ESTIMATOR
 from evigrad.errors import ConfigurationError
 from evigrad.likelihoods import Likelihood, Ordinal, make_likelihood
 from evigrad.likelihoods.noisy import noisy_parts
@@ -80,8 +80,10 @@ def plan(settings: Settings, num_data: int, num_items: int | None = None) -> Set
     )
 
 
-def plan_estimator(settings: Settings, num_data: int, num_rows: int, num_weights: int) -> str:
-    """Return the estimator for which ``AUTO`` stands.
+def plan_estimator(
+    settings: Settings, num_data: int, num_rows: int, num_weights: int
+) -> str | None:
+    """Return the estimator of a run, which depends on the sizes if its name is ``AUTO``.
 
     Args:
         settings: Settings of the run. Kronecker factors need precisions that are constant along
@@ -91,6 +93,8 @@ def plan_estimator(settings: Settings, num_data: int, num_rows: int, num_weights
         num_weights: Number of weights that training changes.
     """
     prior = settings.prior
+    if settings.estimator != AUTO:
+        return settings.estimator
     varies = prior.varies if isinstance(prior, GaussianPrior) else prior == "diagonal"
     is_nearly_exact = num_data * num_rows <= FEW_ROWS or num_weights <= FEW_WEIGHTS
     needs_rows = varies or settings.anchoring is not None
