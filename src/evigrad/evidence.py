@@ -782,7 +782,14 @@ class Evidence:
                 self._check_weights()
                 return make_posterior(self.problem, data, structure, rows, inference)
 
-    def mode_gap(self, data: Any, *, structure: str = "ntk", rows: int | None = None) -> float:
+    def mode_gap(
+        self,
+        data: Any,
+        *,
+        structure: str = "ntk",
+        rows: int | None = None,
+        examples: int | None = None,
+    ) -> float:
         """Return the log evidence per example that is lost because the weights are not at the mode.
 
         The log evidence assumes that the weights are at the mode of the log joint density. The gap
@@ -796,13 +803,14 @@ class Evidence:
                 rows and ``full`` are exact.
             rows: Number of rows to keep for ``ntk`` with many examples. The result is then an upper
                 bound on the gap.
+            examples: Number of random examples that represent all examples in H. Default: all.
 
         Returns:
             The gap in nats per example. It is 0 at the mode.
 
         Raises:
             ConfigurationError: If the structure is unknown, or does not support the prior or the
-                model.
+                model, or if ``rows`` or ``examples`` is not positive.
             InputError: If the data are invalid for the model or the likelihood.
             MemoryBudgetError: If the structure would not fit into the free memory.
             NotFiniteError: If the gap or a prior precision is not finite.
@@ -824,7 +832,7 @@ class Evidence:
         with torch.no_grad(), self._failing_by_name():
             with self.ranks.together():
                 self._check_weights()
-                gap = mode_gap(self.problem, data, structure, rows) / self.num_data
+                gap = mode_gap(self.problem, data, structure, rows, examples) / self.num_data
         self.generator.set_state(state)
         return gap
 

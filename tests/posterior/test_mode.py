@@ -61,6 +61,23 @@ def test_fewer_rows_give_an_upper_bound():
     assert gaps[0] > gaps[-1]
 
 
+@pytest.mark.parametrize("structure", ["full", "kfac", "diag"])
+def test_some_examples_represent_all_in_the_curvature_but_not_in_the_gradient(structure):
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1).double()
+    prior = GaussianPrior("layerwise", precision=0.7)
+    x, y = torch.randn(1, 2).double().expand(12, 2), torch.randn(12, 1).double()
+    evidence = Evidence(
+        model, Gaussian(0.4), prior, estimator="full-N-C", num_data=12, temperature=0.5
+    )
+    whole = evidence.mode_gap((x, y), structure=structure)
+    part = evidence.mode_gap((x, y), structure=structure, examples=3)
+    assert part == pytest.approx(whole, rel=1e-9)
+    assert evidence.mode_gap((x, y), structure=structure, examples=99) == whole
+    with pytest.raises(ConfigurationError, match="examples must be a positive integer"):
+        evidence.mode_gap((x, y), structure=structure, examples=0)
+
+
 def test_a_linear_model_gains_what_the_gap_says_and_then_nothing():
     torch.manual_seed(0)
     model = nn.Linear(3, 2).double()

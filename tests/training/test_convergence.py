@@ -10,6 +10,7 @@ from evigrad import Schedule, fit
 from evigrad.errors import EvigradWarning
 from evigrad.likelihoods import Gaussian
 from evigrad.priors import GaussianPrior
+from evigrad.training import convergence
 from evigrad.training.convergence import changes_at_mode, warn_of_mode
 from evigrad.training.fit import prepare
 from evigrad.training.settings import Settings
@@ -96,6 +97,19 @@ def test_weights_near_the_mode_are_not_warned_of():
         warnings.simplefilter("error")
         for gap in (trainer.evidence.mode_gap(trainer.data), None):
             warn_of_mode(trainer.evidence, trainer.data, gap, EPOCHS)
+
+
+def test_some_examples_show_the_gap_and_the_changes(monkeypatch):
+    trainer = grouped(0.7)
+    monkeypatch.setattr(convergence, "_MOST_NUMBERS", 0)  # Kronecker factors
+    gaps, changes = [], []
+    for count in (NUM_DATA, NUM_DATA // 2):
+        monkeypatch.setattr(convergence, "_EXAMPLES", count)
+        gaps.append(convergence.mode_gap(trainer.evidence, trainer.data))
+        changes.append(changes_at_mode(trainer.evidence, trainer.data)["precision/groups.weight"])
+    assert gaps[0] != gaps[1] == pytest.approx(gaps[0], rel=0.5)
+    assert changes[0] != changes[1]
+    assert changes[1] == pytest.approx(changes[0], rel=0.5)
 
 
 class Kink(nn.Module):

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evigrad.blocks.sources import as_source
+from evigrad.blocks.sources import Subset, as_source
 from evigrad.errors import NotFiniteError
 from evigrad.likelihoods.calls import in_columns, log_probabilities
 from evigrad.likelihoods.positions import flattened
 from evigrad.network import model_outputs
 from evigrad.network.modes import evaluation_mode
-from evigrad.passes.checks import check_inputs
+from evigrad.passes.checks import check_count, check_inputs
 from evigrad.passes.memory import in_parts
 from evigrad.passes.problem import Problem
 from evigrad.posterior.posterior import make_posterior
@@ -44,15 +44,22 @@ _SHARES = (1.0, 0.5)
 _REACHED = 0.5
 
 
-def mode_gap(problem: Problem, data: Any, structure: str, rows: int | None = None) -> float:
+def mode_gap(
+    problem: Problem,
+    data: Any,
+    structure: str,
+    rows: int | None = None,
+    examples: int | None = None,
+) -> float:
     """Return ½ gᵀ (H + P0)⁻¹ g in nats, summed over all N training examples.
 
-    H is approximated as in a posterior with this ``structure`` and this number of ``rows``.
+    H is approximated as in a posterior with this ``structure`` and this number of ``rows``. With
+    ``examples``, this many random examples represent all examples in H, but not in g.
 
     Raises:
         NotFiniteError: If the result is NaN or infinite.
     """
-    posterior = make_posterior(problem, data, structure, rows)
+    posterior = make_posterior(*_sampled(problem, data, examples), structure, rows)
     _, gradient = log_joint(problem, data)
     gap = 0.5 * posterior.variance_of({name: gradient[name] for name in posterior.parameters})
     if not math.isfinite(gap):
@@ -66,7 +73,11 @@ def mode_gap(problem: Problem, data: Any, structure: str, rows: int | None = Non
 
 @contextmanager
 def nearer_to_mode(
-    problem: Problem, data: Any, structure: str, rows: int | None = None
+    problem: Problem,
+    data: Any,
+    structure: str,
+    rows: int | None = None,
+    examples: int | None = None,
 ) -> Iterator[None]:
     """Return a context in which the weights are nearer to the mode, if the Newton step leads there.
 
@@ -76,7 +87,7 @@ def nearer_to_mode(
     """
     problem = replace(problem, generator=torch.Generator().manual_seed(0))
     with problem.ranks.together():
-        posterior = make_posterior(problem, data, structure, rows)
+        posterior = make_posterior(*_sampled(problem, data, examples), structure, rows)
     before, gradient = log_joint(problem, data)
     step = posterior._covariance.times(gradient)
     predicted = 0.5 * sum((gradient[name] * change).sum().item() for name, change in step.items())
@@ -98,6 +109,22 @@ def nearer_to_mode(
     finally:
         for name, weight in weights.items():
             weight.copy_(saved[name])
+
+
+def _sampled(problem: Problem, data: Any, examples: int | None) -> tuple[Problem, Any]:
+    """Return n of the N examples, and a problem in which each of them counts as N / n examples.
+
+    A likelihood p raised to the power N / (n T) has N / n times the curvature.
+    """
+    if examples is not None:
+        check_count("examples", examples)
+    source = as_source(data)
+    if examples is None or examples >= len(source):
+        return problem, data
+    chosen = torch.randperm(len(source), generator=torch.Generator().manual_seed(0), device="cpu")
+    temperature = problem.model.temperature * examples / len(source)
+    model = replace(problem.model, num_data=examples, temperature=temperature)
+    return replace(problem, model=model), Subset(source, chosen[:examples].sort().values)
 
 
 def log_joint(

@@ -47,6 +47,9 @@ _RESIDUALS, _FEWEST = 1000, 50
 # Student's t must gain this many nats per number to be worth a warning. On training
 # residuals, it gained 0.16 to 0.20 on heavy noise, and lost 0.02 to 0.03 on normal noise.
 _TAIL_GAIN = 0.05
+# This many examples give the same Kronecker factors up to a few per cent. On 10,000 digits, the gap
+# was 369 nats instead of 372, in a third of the time.
+_EXAMPLES = 2000
 # Beyond this many numbers in the rows, Kronecker factors take less memory.
 _MOST_NUMBERS = 2**27
 
@@ -55,13 +58,13 @@ def mode_gap(evidence: Evidence, data: RunData) -> float | None:
     """Return the mode gap in nats per example, or None if its computation fails.
 
     The gap is exact for small data sets. For larger data sets it is an upper bound, or an estimate
-    with Kronecker factors. Its computation fails for instance if memory runs out.
+    with Kronecker factors of some examples. Its computation fails for instance if memory runs out.
 
     Raises:
         RankError: If another rank fails.
     """
     try:
-        first, *others = approximations(evidence, data)
+        first, *others = map(_from_examples, approximations(evidence, data))
         gap = evidence.mode_gap(data, **first)
         if gap <= _ROUGH:
             return gap
@@ -84,6 +87,12 @@ def approximations(evidence: Evidence, data: RunData) -> list[dict[str, Any]]:
         return [by_factors]
     by_rows = {"structure": "ntk", "rows": rows}
     return [by_rows] if rows is None or num_outputs > _MOST_OUTPUTS else [by_rows, by_factors]
+
+
+def _from_examples(approximation: dict[str, Any]) -> dict[str, Any]:
+    # Fewer examples with rows would not give an upper bound.
+    is_bound = approximation["structure"] == "ntk"
+    return approximation if is_bound else approximation | {"examples": _EXAMPLES}
 
 
 def warn_of_tails(evidence: Evidence, data: RunData) -> None:
@@ -164,7 +173,7 @@ def changes_at_mode(evidence: Evidence, data: RunData) -> dict[str, tuple[float,
     Raises:
         RankError: If another rank fails.
     """
-    approximation = approximations(evidence, data)[-1]
+    approximation = _from_examples(approximations(evidence, data)[-1])
     now, prior = hyperparameter_values(evidence), evidence.prior
     names = prior.learned_groups()
     learns_prior = "prior.log_precision" in evidence.hyperparameters()
