@@ -14,9 +14,10 @@ pytest.importorskip("matplotlib")
 import torch
 
 from evigrad import Evidence
-from evigrad.cli.report import comparison, judge_of
+from evigrad.cli.report import comparison, judge_of, notes_of
 from evigrad.cli.setup import set_up
 from evigrad.likelihoods import Categorical
+from evigrad.measure import EvidenceValue
 from evigrad.priors import GaussianPrior
 
 
@@ -47,8 +48,8 @@ def row(epoch: int, score: float | None, noise: float = 1.0) -> dict[str, Any]:
             {"log_likelihood": -0.27, "squared_error": 0.81},
             [row(1, -0.55), row(2, -23.56, 0.2)],
             "is -0.27 instead of -23.56, and the test RMSE is 2.7 instead of 3. Training took 2.0"
-            " times as long. Fixed weight decay overfits its noise. Its test log likelihood was"
-            " -0.55 after epoch 1, so",
+            " times as long. Fixed weight decay overfits, and its noise is too small. Its test log"
+            " likelihood was -0.55 after epoch 1, so",
         ),
         ({"log_likelihood": -math.inf}, {"log_likelihood": -1.0}, [], ""),
     ],
@@ -63,6 +64,22 @@ def test_the_comparison_gives_values_and_names_a_baseline_that_overfits(
     data = SimpleNamespace(target_std=torch.tensor(3.0))
     sentences = comparison(cast("Any", results), cast("Any", data))
     assert words in sentences and bool(words) == bool(sentences)
+
+
+@pytest.mark.parametrize(("evidences", "disagrees"), [((-0.5, -0.6), True), ((-0.6, -0.5), False)])
+def test_the_notes_explain_a_log_evidence_that_disagrees_with_the_test(evidences, disagrees):
+    results = {
+        name: SimpleNamespace(test_metrics={"log_likelihood": test}, history=[{"epoch": 1}])
+        for name, test in (("MAP", -0.3), ("ntk-10-1", -0.2))
+    }
+    values = {
+        name: EvidenceValue(value, 0.0, value, 0.0, 0.0, "ntk-10-1", 10, True, 1.0)
+        for name, value in zip(results, evidences, strict=True)
+    }
+    data = SimpleNamespace(target_mean=None, target_std=None)
+    notes = notes_of(cast("Any", results), values, cast("Any", data))
+    assert ("if a network memorizes its training data" in notes) == disagrees
+    assert "The log evidence is a lower bound by ntk-10-1." in notes
 
 
 @pytest.mark.parametrize(

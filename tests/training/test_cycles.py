@@ -130,7 +130,7 @@ def test_a_run_ends_when_it_has_settled(
     monkeypatch.setattr(cycles, "NATS", math.inf)
     monkeypatch.setattr(cycles, "NOISE", math.inf)
     assert len(train(max_epochs=40, progress=True).history) == 6
-    assert "settled after epoch 6 of at most 40" in capsys.readouterr().err
+    assert "Training has settled after epoch 6 of at most 40." in capsys.readouterr().err
 
 
 @pytest.mark.one_in(4)

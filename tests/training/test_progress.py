@@ -92,7 +92,11 @@ def test_epochs_that_are_added_are_announced(capsys, monkeypatch):
     lines = lines_of(capsys, schedule=schedule, optimization=Optimization(start_decay=0.01))
     assert "and up to 6 epochs if training has not settled" in lines[0]
     assert "evigrad: Training has not settled. Continuing with epochs 5 to 6." in lines
-    assert "epoch 6/6" in lines[-1]
+    assert "epoch 6/6" in lines[-2] and "  noise 0." in lines[-2]
+    assert lines[-1] == (
+        "evigrad: Training has reached the maximum of 6 epochs. If there is no warning, you can use"
+        " the result."
+    )
 
 
 def test_a_resumed_run_does_not_repeat_its_plan(capsys, tmp_path):

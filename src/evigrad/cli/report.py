@@ -118,9 +118,9 @@ def comparison(results: Results, data: DataSet) -> str:
         first, last = base.history[0], base.history[-1]
         is_learned = any("noise" in name.split("/") and first[name] != last[name] for name in first)
         words += (
-            f" Fixed weight decay overfits{' its noise' if is_learned else ''}. Its test log"
-            f" likelihood was {best_score} after epoch {epoch}, so early stopping is a stronger"
-            " baseline."
+            f" Fixed weight decay overfits{', and its noise is too small' if is_learned else ''}."
+            f" Its test log likelihood was {best_score} after epoch {epoch}, so early stopping is a"
+            " stronger baseline."
         )
     return words
 
@@ -136,6 +136,34 @@ def _draw(results: Results, directory: RunDirectory, learned: str | None) -> Non
 
 
 def _print_results(results: Results, values: Mapping[str, EvidenceValue], data: DataSet) -> None:
+    per_datum = [value.per_datum for value in values.values()]
+    tests = [result.test_metrics["log_likelihood"] for result in results.values()]
+    shown = dict(zip(values, nats(*per_datum), strict=True))
+    scores = nats(*tests)
+    rows = []
+    for (key, result), score in zip(results.items(), scores, strict=True):
+        metric, value = _metric(result, data)
+        noise = result.history[-1].get("noise")
+        row = {
+            "method": label_of(result.estimator),
+            "log evidence": shown.get(key, "–"),
+            "test log lik.": score,
+            metric: value,
+            **({} if noise is None else {"noise": f"{noise:.3f}"}),
+            "seconds": f"{result.seconds:.1f}",
+        }
+        ranges = [  # of the transforms at the end
+            f"{name.removeprefix('range/')} {value:.3g}"
+            for name, value in result.history[-1].items()
+            if "range/" in name
+        ]
+        rows.append(row | ({"ranges": "\n".join(ranges)} if ranges else {}))
+    title = "Trained on the training data only"
+    print_table(title, notes_of(results, values, data), rows, left=("method", "ranges"))
+
+
+def notes_of(results: Results, values: Mapping[str, EvidenceValue], data: DataSet) -> str:
+    """Return what a reader of the table needs to know."""
     judged = "The log evidence could not be evaluated."
     if value := next(iter(values.values()), None):  # all by the same estimator
         what = describe_estimator(value.estimator, value.blocks)
@@ -146,6 +174,13 @@ def _print_results(results: Results, values: Mapping[str, EvidenceValue], data: 
         "Log evidence and test log likelihood are in nats per example, and higher is better.",
         judged,
     ]
+    per_datum = [value.per_datum for value in values.values()]
+    tests = [result.test_metrics["log_likelihood"] for result in results.values()]
+    if len(per_datum) == 2 and (per_datum[0] > per_datum[1]) != (tests[0] > tests[1]):
+        notes.append(
+            "They disagree here, as they can if a network memorizes its training data, because its"
+            " log evidence is then too high."
+        )
     if any("range/" in name for result in results.values() for name in result.history[-1]):
         notes.append(
             "Ranges are in half images (translation), radians (rotation), and natural logarithms of"
@@ -155,29 +190,10 @@ def _print_results(results: Results, values: Mapping[str, EvidenceValue], data: 
         mean, deviation = data.target_mean.item(), data.target_std.item()
         notes.append(
             "The RMSE is in the original units. The other values are of standardized targets (mean"
-            f" {mean:.4g}, standard deviation {deviation:.4g}), and lower by"
-            f" {math.log(deviation):.2f} in the original units."
+            f" {mean:.4g}, standard deviation {deviation:.4g}). In the original units, log evidence"
+            f" and log likelihood are lower by {math.log(deviation):.2f}."
         )
-    shown = dict(zip(values, nats(*(value.per_datum for value in values.values())), strict=True))
-    scores = nats(*(result.test_metrics["log_likelihood"] for result in results.values()))
-    rows = []
-    for (key, result), score in zip(results.items(), scores, strict=True):
-        metric, value = _metric(result, data)
-        row = {
-            "method": label_of(result.estimator),
-            "log evidence": shown.get(key, "–"),
-            "test log lik.": score,
-            metric: value,
-            "seconds": f"{result.seconds:.1f}",
-        }
-        ranges = [  # of the transforms at the end
-            f"{name.removeprefix('range/')} {value:.3g}"
-            for name, value in result.history[-1].items()
-            if "range/" in name
-        ]
-        rows.append(row | ({"ranges": "\n".join(ranges)} if ranges else {}))
-    title = "Trained on the training data only"
-    print_table(title, " ".join(notes), rows, left=("method", "ranges"))
+    return " ".join(notes)
 
 
 def _metric(result: FitResult, data: DataSet) -> tuple[str, str]:

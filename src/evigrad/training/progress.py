@@ -226,10 +226,17 @@ class Progress(Observer):
         self.say(starts.trial() if starts.are_tried else starts.choice(self._run.epochs))
 
     def end(self, is_complete: bool) -> None:
-        """Announce that training has settled before the largest number of epochs."""
-        epoch, most = len(self._run.history), self._run.cycles.most
-        if is_complete and epoch < most:
-            self.say(f"settled after epoch {epoch} of at most {most}")
+        """Tell whether training that may be extended has settled."""
+        epoch, cycles = len(self._run.history), self._run.cycles
+        if not is_complete or cycles.most == cycles.first:
+            return
+        if epoch < cycles.most:
+            self.say(f"Training has settled after epoch {epoch:,} of at most {cycles.most:,}.")
+        else:
+            self.say(
+                f"Training has reached the maximum of {epoch:,} epochs. If there is no warning, you"
+                " can use the result."
+            )
 
     def close(self) -> None:
         """Leave the last state on the screen."""
@@ -292,7 +299,7 @@ class Progress(Observer):
 
 
 def summary(row: Row, decay: float) -> str:
-    """Return the main values of a row as text: loss, log evidence and weight decays.
+    """Return the main values of a row as text: loss, log evidence, weight decays and noise.
 
     Args:
         row: Values by name.
@@ -307,6 +314,7 @@ def summary(row: Row, decay: float) -> str:
         least, most = min(decays), max(decays)
         text = f"{least:.3g}" if most <= least * 1.001 else f"{least:.3g} to {most:.3g}"
         parts.append(f"weight decay {text}")
+    parts.append(_part(row, "noise", "noise"))
     parts.append(_part(row, "test_log_likelihood", "test log lik."))
     return "  ".join(part for part in parts if part)
 
