@@ -17,7 +17,9 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "tutorials"
 # What makes each of them short.
 TUTORIALS = {
+    "augmentation": {'"epochs": 160': '"epochs": 2', "subset=400": "subset=100"},
     "error_bars": {"epochs=300": "epochs=2", "max_iter=5000": "max_iter=5", "(2300": "(350"},
+    "few_images": {"epochs=10)": "epochs=1)", "epochs=120": "epochs=2", "range(3)": "range(1)"},
     "features": {"epochs=300": "epochs=2"},
     "next_experiment": {"14, 20, 4": "4, 2, 4", "range(3)": "range(1)", "range(200)": "range(2)"},
     "weight_decay": {"EPOCHS = 200": "EPOCHS = 2", "subset=500": "subset=50"},
