@@ -438,6 +438,7 @@ def test_the_blocks_on_scikit_learn_run(capsys: pytest.CaptureFixture[str]) -> N
         {
             "EvidenceRegressor(random_state=0)": "EvidenceRegressor(**short)",
             "epochs=60, random_state=0": "**short",
+            "epochs=40, random_state=0": "**short",
             "epochs=80, random_state=0": "**short",
             "epochs=20, random_state=0": "**short",
             "EvidenceClassifier(random_state=0)": "EvidenceClassifier(**short)",

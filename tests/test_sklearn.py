@@ -264,6 +264,21 @@ def test_two_values_are_warned_of_without_standardized_numbers() -> None:
     assert not [warning for warning in caught if "0.9" in str(warning.message)]
 
 
+def test_a_frequent_value_is_shown_in_the_units_of_the_target() -> None:
+    X, y = table(60)
+    y = np.where(y < 11, 2.5, y)
+    with pytest.warns(EvigradWarning, match="Column 0 of the targets has the value") as caught:
+        EvidenceRegressor(**SHORT).fit(X, y)
+    (warning,) = (w for w in caught if "has the value" in str(w.message))
+    share = 100 * np.mean(y == 2.5)
+    assert f"has the value 2.5 in {share:.0f} % of the rows" in str(warning.message)
+    assert warning.filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "Training has not converged")
+        EvidenceRegressor(likelihood="heteroscedastic", **SHORT).fit(X, y)
+
+
 def test_several_targets() -> None:
     X, y = made(40, 4)
     both = np.stack([y, 1e-3 * X[:, 0]], axis=1)
@@ -406,7 +421,18 @@ def test_columns_that_are_the_same_in_all_rows_are_left_out() -> None:
         fitted = EvidenceRegressor(**SHORT).fit(X.assign(land="CH", year=2026), y)
     assert fitted.feature_importances_[-2:].tolist() == [0.0, 0.0]
     expected = fitted.predict(X.assign(land="CH", year=2026))
-    np.testing.assert_array_equal(fitted.predict(X.assign(land="CH", year=1)), expected)
+    for strange in (
+        {"land": "CH", "year": 1},
+        {"land": "DE", "year": np.nan},
+        {"land": None, "year": "1"},
+        {"land": pandas.Timestamp(2026, 1, 1), "year": 2026},
+    ):
+        np.testing.assert_array_equal(fitted.predict(X.assign(**strange)), expected)
+    numbers = X[["length", "count"]].to_numpy()
+    with pytest.warns(EvigradWarning, match="omitted from the features.*: 2"):
+        fitted = EvidenceRegressor(**SHORT).fit(np.c_[numbers, np.ones(30)], y)
+    expected = fitted.predict(np.c_[numbers, np.ones(30)])
+    np.testing.assert_array_equal(fitted.predict(np.c_[numbers, np.full(30, np.nan)]), expected)
     with pytest.raises(InputError, match=r"must have a column that varies.*30 rows"):
         EvidenceRegressor(**SHORT).fit(np.ones((30, 2)), y)
 

@@ -377,8 +377,10 @@ def test_quantiles_of_targets_in_their_own_units(likelihood: str, y: np.ndarray)
         np.testing.assert_allclose(values[:, 2], mean + 1.6448536269514722 * std)
     with pytest.raises(ConfigurationError, match="return_std must be False with quantiles"):
         regressor.predict(X, True, quantiles=0.5)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    with pytest.raises(InputError, match="q must be a probability between 0 and 1"):
+    with pytest.raises(InputError, match="quantiles must be a probability between 0 and 1"):
         regressor.predict(X, quantiles=[0.1, 95.0])
+    with pytest.raises(InputError, match="several of them, got 5\\."):
+        regressor.predict(X, quantiles=5)
 
 
 def test_quantiles_of_several_targets() -> None:

@@ -86,7 +86,8 @@ def test_a_few_nats_in_total_that_change_a_precision_are_warned_of():
     gap = trainer.evidence.mode_gap(trainer.data)
     assert 1 / NUM_DATA < gap < 0.1
     with pytest.warns(
-        EvigradWarning, match=r"has not converged.*precision/groups\.weight from 2 to .*epochs=40"
+        EvigradWarning,
+        match=r"has not converged.*precision/groups\.weight from 2 to .*, such as epochs=40\.",
     ):
         warn_of_mode(trainer.evidence, trainer.data, gap, EPOCHS)
 
@@ -97,6 +98,17 @@ def test_weights_near_the_mode_are_not_warned_of():
         warnings.simplefilter("error")
         for gap in (trainer.evidence.mode_gap(trainer.data), None):
             warn_of_mode(trainer.evidence, trainer.data, gap, EPOCHS)
+
+
+def test_less_than_one_parameter_counts_as_one(monkeypatch):
+    trainer = grouped(0.7)
+    monkeypatch.setattr(convergence, "_sizes", lambda *_: next(sizes))
+    for before, after, change in ((1.4, 1e-6, 1.4), (1.4, 0.7, 1.4), (3.0, 1e-6, 3.0), (4, 8, 0.5)):
+        sizes = iter([{"precision/groups.weight": s} for s in (before, after)])
+        now, then = changes_at_mode(trainer.evidence, trainer.data)["precision/groups.weight"]
+        assert then / now == pytest.approx(change)
+    sizes = iter([{"precision/groups.weight": s} for s in (0.9, 9.0)])
+    assert not changes_at_mode(trainer.evidence, trainer.data)
 
 
 def test_some_examples_show_the_gap_and_the_changes(monkeypatch):

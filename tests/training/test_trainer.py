@@ -290,6 +290,7 @@ def test_an_estimate_that_fails_names_the_epoch(blobs, make_net):
 def test_settings_out_of_range():
     for changes, words in [
         ({"epochs": 0}, "epochs must be an integer of at least 1"),
+        ({"epochs": "10"}, "epochs must be an integer of at least 1, got '10'"),
         ({"batch_size": True}, "batch_size must be an integer"),
         ({"lr": -1.0}, "lr must be a positive number"),
         ({"lr": float("nan")}, "lr must be a positive number"),

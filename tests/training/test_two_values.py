@@ -1,4 +1,4 @@
-"""Yes and no as real numbers: a regression memorizes them, and a warning names Bernoulli."""
+"""Yes and no, or one frequent value, as real numbers: a regression fails, and a warning helps."""
 
 import warnings
 from typing import Any
@@ -16,10 +16,12 @@ from evigrad.likelihoods import (
     Joint,
     KnownNoise,
     Likelihood,
+    StudentT,
     Weighted,
 )
 from evigrad.training import fit, tune
 from evigrad.training.convergence import tail_gain
+from evigrad.training.data import RunData
 from evigrad.training.settings import grouped
 
 N = 60
@@ -117,6 +119,47 @@ def test_a_handful_of_values_and_counts_are_warned_of() -> None:
     assert "whole numbers from 0 to 11" in words and 'likelihood="poisson"' in words
     assert not warnings_of(x, y, "gaussian")  # halves are not counts
     assert not warnings_of(x, torch.randn(N, 1), "gaussian")
+
+
+def of_zeros(share: float, rows: int = 200) -> tuple[Tensor, Tensor]:
+    """Return targets with heavy tails, and zeros in a share of the rows."""
+    x, y = torch.randn(2, rows, 1, generator=torch.Generator().manual_seed(0)).unbind()
+    return x.expand(rows, 3), torch.where(torch.arange(rows)[:, None] % 100 < 100 * share, 0.0, y)
+
+
+@pytest.mark.parametrize("likelihood", [Gaussian(), StudentT(), KnownNoise()], ids=type)
+def test_a_frequent_value_is_warned_of_once(likelihood: Likelihood) -> None:
+    x, y = of_zeros(0.55)
+    y = y**3
+    assert tail_gain(y) > 0.05  # but Student's t is not the advice
+    if isinstance(likelihood, KnownNoise):
+        y = likelihood.targets(y, noise=0.1)
+    (words,) = warnings_of(x, y, likelihood)
+    assert "Column 0 of the targets has the value 0 in 55 % of the rows." in words
+    assert 'likelihood="heteroscedastic"' in words and "student-t" not in words
+
+
+def test_rare_values_and_few_rows_are_left_alone() -> None:
+    x, y = of_zeros(0.55)
+    assert not warnings_of(x, y, "heteroscedastic", 2)
+    assert not warnings_of(x[:15], y[45:60], "gaussian")  # a few rows
+    for share in (0.15, 0.2):
+        assert not warnings_of(*of_zeros(share), "gaussian")
+
+
+def test_all_rows_decide_whether_a_value_is_frequent() -> None:
+    x, y = of_zeros(0.0)
+    data = RunData((x, torch.arange(len(x))[:, None]), torch.device("cpu"), 0)
+    sampled = data.spread(100)[1].flatten()
+    y[sampled[:15]] = 0.25
+    assert not warnings_of(x, y, "gaussian")
+    y[:60] = 0.25
+    y[sampled[15:]] += 1.0
+    assert 0.2 < float((y == 0.25).float().mean())
+    (words,) = warnings_of(x, y, "gaussian")
+    assert "has the value 0.25 in" in words
+    (words,) = warnings_of(*of_zeros(0.97, 500), "gaussian")  # a sample has few other values
+    assert "has the value 0 in 97 % of the rows" in words
 
 
 def test_heads_and_conditional_targets_are_looked_at() -> None:

@@ -28,7 +28,7 @@ from evigrad.likelihoods.positions import is_batch, targets_at
 from evigrad.likelihoods.targets import as_numbers, like, precisely
 from evigrad.likelihoods.weighted import unweighted
 from evigrad.passes.checks import as_generator, check_count
-from evigrad.posterior.quantiles import differentiable, smallest
+from evigrad.posterior.quantiles import check_levels, differentiable, smallest
 
 LINKS = ("monte-carlo", "probit", "bridge", "bridge-norm", "plug-in")
 # Number of sampled outputs at once, 128 MiB in float64.
@@ -412,12 +412,7 @@ class Predictive:
             ConfigurationError: If targets have no order, or a custom likelihood has no ``cdf``.
             InputError: If a probability is not between 0 and 1.
         """
-        flat, form, levels = self._flat, self._form, as_numbers(q)
-        is_inside = (levels > 0) & (levels < 1)
-        if levels.ndim > 1 or not levels.numel() or not bool(is_inside.all()):
-            raise InputError(
-                f"q must be a probability between 0 and 1, or several of them, got {q!r}."
-            )
+        flat, form, levels = self._flat, self._form, check_levels("q", q)
         rows = levels.to(precisely(self.outputs)).view(-1, *[1] * form.ndim)
         if (normal := flat._normal) is not None:
             values = normal[0] + normal[1] * torch.special.ndtri(rows)

@@ -1,11 +1,24 @@
 """Find quantiles of targets from their cumulative probabilities, and differentiate them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from evigrad.errors import ConfigurationError
+from evigrad.errors import ConfigurationError, InputError
+from evigrad.likelihoods.targets import as_numbers
+
+
+def check_levels(name: str, values: Any) -> Tensor:
+    """Return one probability or several of them, or raise InputError."""
+    levels = as_numbers(values)
+    is_inside = (levels > 0) & (levels < 1)
+    if levels.ndim > 1 or not levels.numel() or not bool(is_inside.all()):
+        raise InputError(
+            f"{name} must be a probability between 0 and 1, or several of them, got {values!r}."
+        )
+    return levels
 
 
 def smallest(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from evigrad.core.names import AUTO
 from evigrad.data.dataset import stratified_split
-from evigrad.errors import ConfigurationError, InputError, nearest
+from evigrad.errors import ConfigurationError, EvigradWarning, InputError, nearest
 from evigrad.likelihoods import Likelihood, Ordinal, Weighted
 from evigrad.likelihoods.calls import class_probabilities
 from evigrad.likelihoods.noisy import Noisy
@@ -32,6 +32,7 @@ from evigrad.network.arguments import check_mode
 from evigrad.network.modes import seeded
 from evigrad.passes.checks import check_choice
 from evigrad.posterior import DEFAULT_STRUCTURE, STRUCTURES, Posterior, Predictive
+from evigrad.posterior.quantiles import check_levels
 from evigrad.priors import GaussianPrior
 from evigrad.sklearn.table import (
     AT_ONCE,
@@ -55,6 +56,7 @@ from evigrad.sklearn.targets import (
     in_columns,
 )
 from evigrad.training import FitResult, fit
+from evigrad.training.data_checks import FREQUENT_VALUE, frequent_value
 from evigrad.training.plan import plan_schedule, planned
 from evigrad.training.settings import GROUPS, Schedule, grouped
 
@@ -279,6 +281,7 @@ class EvidenceEstimator(BaseEstimator):
         else:
             numbers = self._columns.numbers(X)
             X = validate_data(self, numbers, dtype=np.float64, reset=False, ensure_all_finite=False)
+            X = np.where(self._encoding.is_constant, 0.0, X)
             refuse_numbers(X)
         return self._tensor(self._encoding(X), self.result_.model)
 
@@ -355,6 +358,7 @@ class EvidenceEstimator(BaseEstimator):
                     " has one per weight. Use posterior='diag' or prior='layerwise'."
                 )
         self._encoding = Encoding(numbers, self._columns.categories, weights)
+        self._columns.ignored = self._encoding.is_constant
         names = getattr(self, "feature_names_in_", range(numbers.shape[1]))
         check_constants(self._encoding.is_constant, names, len(numbers))
         state = self.random_state
@@ -390,14 +394,16 @@ class EvidenceEstimator(BaseEstimator):
             **rounds,
             **settings,
         }
-        self.result_: FitResult = fit(
-            model,
-            (x, y),
-            likelihood=likelihood,
-            seed=int(state),
-            progress=bool(self.verbose),
-            **grouped(options),
-        )
+        with warnings.catch_warnings():  # EvidenceRegressor.fit warns in the units of the targets
+            warnings.filterwarnings("ignore", FREQUENT_VALUE, EvigradWarning)
+            self.result_: FitResult = fit(
+                model,
+                (x, y),
+                likelihood=likelihood,
+                seed=int(state),
+                progress=bool(self.verbose),
+                **grouped(options),
+            )
         evidence = self.result_.evidence
         self.log_evidence_ = float("nan")
         if self.result_.estimator is not None:
@@ -706,6 +712,9 @@ class EvidenceRegressor(RegressorMixin, EvidenceEstimator):
         numbers, columns, weights = in_order(numbers, columns, weights)
         condition = columns[:, num_targets:] if conditions else None
         columns = columns[:, :num_targets]
+        is_noisy = isinstance(likelihood, Noisy)
+        if is_noisy and (words := frequent_value(torch.as_tensor(columns, device="cpu"))):
+            warnings.warn(words, EvigradWarning, stacklevel=2)
         self._units = Units.of(likelihood, columns, condition, weights)
         self._units.fix_noise(likelihood)
         targets = self._units.targets(likelihood, columns, condition).numpy()
@@ -714,7 +723,7 @@ class EvidenceRegressor(RegressorMixin, EvidenceEstimator):
         count = len(columns) if weights is None else weights.sum()
         self.log_evidence_ -= float(count * np.log(self._units.scale).sum())
         vars(self).pop("noise_", None)  # of an earlier fit
-        if isinstance(likelihood, Noisy):
+        if is_noisy:
             learned = likelihood.log_noise.detach().exp().double().cpu().numpy()
             learned = learned * self._units.scale
             self.noise_ = float(learned[0]) if num_targets == 1 else learned
@@ -736,7 +745,9 @@ class EvidenceRegressor(RegressorMixin, EvidenceEstimator):
         """Return the predicted mean of each row's target, or quantiles.
 
         The mean is the prediction of the trained network, without the uncertainty of the weights.
-        For counts, it is the rate times the exposure, and sums over rows predict totals.
+        With a Gaussian likelihood, it equals the 0.5 quantile. With other likelihoods, the two can
+        differ. For counts, the mean is the rate times the exposure, and sums over rows predict
+        totals.
 
         Args:
             X: Table with the columns of the training table.
@@ -762,6 +773,8 @@ class EvidenceRegressor(RegressorMixin, EvidenceEstimator):
             raise ConfigurationError(
                 f"return_std must be False with quantiles, got {quantiles!r}. Call predict twice."
             )
+        if quantiles is not None:
+            check_levels("quantiles", quantiles)
         x = self.inputs(X)
         exposures = self._exposures(exposure, len(x))
         parts = list[Tensor]()

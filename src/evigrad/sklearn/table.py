@@ -48,12 +48,14 @@ class Columns:
     A missing value is a category if the column has missing values in the training table.
 
     ``categories`` maps the position of each such column to its list of categories. If
-    ``ignore_unknown`` is True, values that are in no category are accepted.
+    ``ignore_unknown`` is True, values that are in no category are accepted. ``ignored`` marks
+    columns whose values are not read, once training has found them to be constant.
     """
 
     def __init__(self, X: Any, ignore_unknown: bool) -> None:
         self._ignore_unknown = ignore_unknown
         self.categories: dict[int, list[Hashable]] = {}
+        self.ignored: np.ndarray | None = None
         if not is_frame(X):
             _refuse_texts(X)
             return
@@ -77,8 +79,10 @@ class Columns:
                 )
             _refuse_texts(X)
             return X
-        numbers, problems = np.empty(X.shape), []
+        numbers, problems = np.zeros(X.shape), []
         for position, (name, series) in enumerate(X.infer_objects().items()):
+            if self.ignored is not None and self.ignored[position]:
+                continue
             if position in self.categories:
                 codes, problem = self._positions(name, series, self.categories[position])
             else:

@@ -22,7 +22,7 @@ from evigrad.network.network import PROBE_SIZE
 from evigrad.posterior import nearer_to_mode
 from evigrad.posterior.posterior import curvature_of_posterior
 from evigrad.training.data import RunData
-from evigrad.training.data_checks import are_discrete
+from evigrad.training.data_checks import are_discrete, frequent_value
 
 # A mode gap of at most this many nats, over all examples, changes hyperparameters little. One
 # nat for each effective parameter means that the mode is √2 posterior standard deviations away, in
@@ -102,14 +102,15 @@ def warn_of_tails(evidence: Evidence, data: RunData) -> None:
         return
     x, y = data.spread(_RESIDUALS)
     f, y = flattened(likelihood, probe_outputs(evidence.model, x), y)
-    if len(f) < _FEWEST or are_discrete(y):  # which has its own warning
+    if len(f) < _FEWEST or are_discrete(y) or frequent_value(y):  # with their own warnings
         return
     gain = tail_gain(y.to(f) - f)
     if gain > _TAIL_GAIN:
         warnings.warn(
             "The residuals of the training data have heavy tails: Student's t fits them"
             f" {gain:.2g} nats per residual better than a Gaussian. A Gaussian adapts the network"
-            ' to the largest errors. Use likelihood="student-t" (evigrad.likelihoods.StudentT).',
+            ' to the largest errors. Try likelihood="student-t" (evigrad.likelihoods.StudentT), and'
+            " compare both on held-out data.",
             EvigradWarning,
             stacklevel=5,  # the caller of fit
         )
@@ -156,8 +157,7 @@ def warn_of_mode(evidence: Evidence, data: RunData, gap: float | None, epochs: i
         reason = f"One step toward the mode would already change {' and '.join(changes)}"
     warnings.warn(
         "Training has not converged, so do not use the learned hyperparameters and the log evidence"
-        f" yet. {reason}. Train for more epochs, such as Schedule(epochs="
-        f"{_MORE * epochs}).",
+        f" yet. {reason}. Train for more epochs, such as epochs={_MORE * epochs}.",
         EvigradWarning,
         stacklevel=5,  # the caller of fit
     )
@@ -167,8 +167,9 @@ def changes_at_mode(evidence: Evidence, data: RunData) -> dict[str, tuple[float,
     """Return learned precisions and noise, now and for the weights after a step toward the mode.
 
     A precision is inversely proportional to the squares of its weights, and a noise is proportional
-    to the residuals. Precisions of weights that the data do not determine are omitted. The result
-    is empty if nothing is learned, or if the step cannot be computed.
+    to the residuals. Precisions of weights that the data do not determine, with less than one
+    effective parameter, are omitted. After the step, fewer parameters than one count as one. The
+    result is empty if nothing is learned, or if the step cannot be computed.
 
     Raises:
         RankError: If another rank fails.
@@ -186,12 +187,14 @@ def changes_at_mode(evidence: Evidence, data: RunData) -> dict[str, tuple[float,
         raise
     except EvigradError:
         return {}
-    return {
-        name: (now[name], now[name] * (after[name] / size) ** (0.5 if name == "noise" else -1.0))
-        for name, size in before.items()
-        if name in learned & now.keys() and min(size, after[name]) > 0
-        if name == "noise" or size >= 1.0
-    }
+    changes = dict[str, tuple[float, float]]()
+    for name, size in before.items():
+        if name in learned & now.keys() and min(size, after[name]) > 0:
+            if name == "noise":
+                changes[name] = now[name], now[name] * (after[name] / size) ** 0.5
+            elif size >= 1.0:
+                changes[name] = now[name], now[name] * size / max(after[name], 1.0)
+    return changes
 
 
 def _sizes(evidence: Evidence, data: RunData) -> dict[str, float]:

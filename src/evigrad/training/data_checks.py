@@ -21,6 +21,7 @@ from evigrad.likelihoods import (
     make_likelihood,
 )
 from evigrad.likelihoods.calls import check_targets, log_probabilities, moments, summed_metrics
+from evigrad.likelihoods.noisy import Noisy
 from evigrad.likelihoods.poisson import Counts
 from evigrad.likelihoods.positions import counted, flattened
 from evigrad.measure.metrics import probe_outputs
@@ -29,6 +30,8 @@ from evigrad.training.data import RunData
 
 # Likelihoods of real numbers with normal noise.
 _REAL = (Gaussian, KnownNoise, HeteroscedasticGaussian)
+# All likelihoods of numbers that are checked.
+_NUMBERS = (*_REAL, Noisy, Counts)
 # Number of items of a data set that are checked at once.
 _AT_ONCE = 1000
 # Number of examples that measure the targets' scale, and the factor beyond which we warn.
@@ -38,6 +41,10 @@ _FAR = 10.0
 # columns are looked at.
 _HANDFUL = 5
 _COLUMNS = 20
+# A value in more than this share of a column needs a model of its own, if there are enough rows.
+_FREQUENT, _FEWEST = 0.2, 20
+# The warning about this value, for callers that know the units of the targets.
+FREQUENT_VALUE = r"Column \d+ of .* in \d+ % of the rows"
 # Weights whose mean is this near to 1 change a learned noise by less than estimates do.
 _MEAN_WEIGHT_TOLERANCE = 0.05
 
@@ -105,7 +112,7 @@ def warn_of_data(evidence: Evidence, data: RunData, outputs: Tensor) -> None:
             EvigradWarning,
             stacklevel=6,  # the caller of fit
         )
-    if any(isinstance(part, (*_REAL, Counts)) for part in evidence.likelihood.modules()):
+    if any(isinstance(part, _NUMBERS) for part in evidence.likelihood.modules()):
         _warn_of_real_targets(evidence, data)
 
 
@@ -129,10 +136,10 @@ def _warn_of_real_targets(evidence: Evidence, data: RunData) -> None:
     for part in sample:
         if isinstance(part.likelihood, Counts):
             _warn_of_rates(part.likelihood, part)
-        else:
+        elif isinstance(part.likelihood, _REAL):
             _warn_of_scale(part)
-    sample = [part for part in sample if isinstance(part.likelihood, _REAL)]
-    are_suspicious = [are_discrete(part.y) for part in sample]
+    sample = [part for part in sample if not isinstance(part.likelihood, Counts)]
+    are_suspicious = [are_discrete(p.y) or bool(_frequent(p, is_sample=True)) for p in sample]
     parts = sample
     if data.is_held and (any(are_suspicious) or any(part.weights is not None for part in sample)):
         # A sample may lack rare values.
@@ -162,24 +169,32 @@ def _parts(likelihood: Likelihood, f: Tensor, y: Tensor) -> Iterator[Part]:
         targets, weights = likelihood.split(y)
         for part in _parts(likelihood.likelihood, f, targets):
             yield part._replace(weights=weights if len(weights) == len(part.y) else None)
-    elif isinstance(likelihood, (*_REAL, Counts)) and len(y):
+    elif isinstance(likelihood, _NUMBERS) and len(y):
         yield Part(likelihood.at(y), f, likelihood.plain_targets(y))
 
 
 def _warn_of_discrete(sample: Part, part: Part) -> None:
-    """Warn about targets of a few values, which have them in a sample and in all data."""
-    if _columns_of_two_values(sample.y) and (columns := _columns_of_two_values(part.y)):
-        warnings.warn(
-            f"Column {columns[0]} of {part.words} has only two values. A Gaussian treats them"
-            " as real numbers, so its noise falls toward zero, and the network memorizes them."
-            ' For yes-or-no targets, use likelihood="bernoulli" with targets 0.0 and 1.0'
-            ' (evigrad.likelihoods.Bernoulli). For classes, use likelihood="categorical" or'
-            " evigrad.sklearn.EvidenceClassifier.",
-            EvigradWarning,
-            stacklevel=8,  # the caller of fit
-        )
-    elif words := _discrete_column(part.y, part.words):
+    """Warn about targets of a few values or one frequent value, in a sample and in all data."""
+    words = _frequent(part)
+    if not words and isinstance(part.likelihood, _REAL):
+        if _columns_of_two_values(sample.y) and (columns := _columns_of_two_values(part.y)):
+            words = (
+                f"Column {columns[0]} of {part.words} has only two values. A Gaussian treats them"
+                " as real numbers, so its noise falls toward zero, and the network memorizes them."
+                ' For yes-or-no targets, use likelihood="bernoulli" with targets 0.0 and 1.0'
+                ' (evigrad.likelihoods.Bernoulli). For classes, use likelihood="categorical" or'
+                " evigrad.sklearn.EvidenceClassifier."
+            )
+        else:
+            words = _discrete_column(part.y, part.words)
+    if words:
         warnings.warn(words, EvigradWarning, stacklevel=8)  # the caller of fit
+
+
+def _frequent(part: Part, is_sample: bool = False) -> str:
+    """Return a warning about a frequent value if the noise is the same for all rows, or no text."""
+    has_one_noise = isinstance(part.likelihood, Noisy)
+    return frequent_value(part.y, part.words, is_sample) if has_one_noise else ""
 
 
 def _warn_of_weights(weights: Tensor) -> None:
@@ -232,6 +247,30 @@ def _discrete_column(y: Tensor, what: str) -> str:
                 f"Column {column} of {what} contains whole numbers from"
                 f" {float(values[0]):g} to {float(values[-1]):g}. If they are counts, use"
                 ' likelihood="poisson" (evigrad.likelihoods.Poisson), whose outputs are log rates.'
+            )
+    return ""
+
+
+def frequent_value(y: Tensor, what: str = "the targets", is_sample: bool = False) -> str:
+    """Return a warning about the first column (n, D) with a frequent value, or no text.
+
+    The value can be rarer in a sample than in all data, and most other values can be absent.
+    """
+    share, few = (0.5 * _FREQUENT, 1) if is_sample else (_FREQUENT, _HANDFUL)
+    for column in range(min(y.shape[1], _COLUMNS)):
+        observed = y[:, column][~y[:, column].isnan()]
+        values, times = observed.unique(return_counts=True)
+        if len(values) <= few or len(observed) < _FEWEST:  # _discrete_column has few values
+            continue
+        count, position = times.max(0)
+        if int(count) > share * len(observed):
+            return (
+                f"Column {column} of {what} has the value {float(values[position]):g} in"
+                f" {100 * int(count) / len(observed):.0f} % of the rows. Noise of the same size for"
+                " all rows does not fit such targets, so error bars can be far too narrow or too"
+                " wide. Model separately whether a target has this value (classification) and how"
+                ' large the other targets are, or use likelihood="heteroscedastic". For counts, use'
+                ' likelihood="poisson" or "negative-binomial".'
             )
     return ""
 

@@ -377,7 +377,7 @@ def refuse_former_name(estimator: str | None) -> None:
 def check_integer(name: str, value: object, least: int, most: int | None = _MOST) -> None:
     """Raise ConfigurationError unless a setting is an integer between ``least`` and ``most``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigurationError(f"{name} must be an integer of at least {least}, got {value}.")
+        raise ConfigurationError(f"{name} must be an integer of at least {least}, got {value!r}.")
     if most is not None and value > most:
         raise ConfigurationError(f"{name} must be at most {most}, got {value}.")
 
