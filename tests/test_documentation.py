@@ -200,6 +200,7 @@ SHORT = {
         "NoisyLabels(0.15), progress": f"NoisyLabels(0.15), {BRIEF}, progress",
     },
     "docs/inputs.md": {
+        "Schedule(epochs=2)": "Schedule(epochs=2, steps=2)",
         "epochs=60, batch_size=10": "epochs=2, batch_size=10, burn_in=0, every=1, steps=1",
         "epochs=60, batch_size=30": "epochs=2, batch_size=30, burn_in=0, every=1, steps=1",
         "epochs=60, burn_in=10": "epochs=2, burn_in=1",
@@ -237,6 +238,8 @@ def test_the_blocks_of_the_guides_run(
         case "inputs":
             assert names["angle"] != pytest.approx(0.1)
             assert names["width"] > 1.5
+            rotation = names["model"].invariance.named_ranges()["rotation"]
+            assert names["learner"].hyper_steps == 4 and rotation != pytest.approx(0.1)
         case "fine_tuning":
             assert list(names["tuned"].evidence.prior.means())[-1] == "output.bias"
             assert names["run"].epoch == 2
@@ -467,7 +470,6 @@ def test_the_blocks_on_other_trainers_run(
     short |= {"(own, train, evigrad.Schedule(epochs=20)": "(own, train, evigrad.Schedule(epochs=2)"}
     two = "(epochs=2, burn_in=1, every=1, steps=1), "
     short |= {"(epochs=20), callbacks": f"{two}callbacks", "max_epochs=20": "max_epochs=1"}
-    short |= {"(epochs=10), progress": f"{two}progress"}
     short |= {'"ntk-400-rows-anchored", num': '"ntk-50-1", num', "epochs=30": "epochs=1"}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="lightning")

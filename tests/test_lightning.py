@@ -274,6 +274,24 @@ def test_a_hyperparameter_that_the_optimiser_holds_too() -> None:
     assert "model.scale" in learned.evidence.hyperparameters()
 
 
+def test_a_noise_that_the_optimiser_holds_too() -> None:
+    """The module's own parameters include those of the likelihood."""
+
+    class Noisy(modules.Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.likelihood = Gaussian(0.5)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return -self.likelihood.log_prob(self(batch[0]), batch[1]).mean()
+
+    module, x = Noisy(), data()[0]
+    learned = callback(network="net", likelihood=module.likelihood)
+    train(module, learned, dataset=TensorDataset(x, x[:, :3]))
+    noises = [row["noise"] for row in learned.history]
+    assert noises[0] != 0.5 and len(noises) > 1
+
+
 @pytest.mark.parametrize(
     ("kind", "settings", "trainer", "words"),
     [

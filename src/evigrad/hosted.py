@@ -119,12 +119,11 @@ class HostedLearner:
     def before_step(self) -> None:
         """Add the prior's weight decay to the gradients, and clear hyperparameters' gradients.
 
-        The optimizer may hold hyperparameters of the model, but the training loss must not change
-        them.
+        The optimizer may hold hyperparameters of the model or the likelihood, but the training loss
+        must not change them.
         """
-        for name, parameter in self.evidence.hyperparameters().items():
-            if name.startswith("model."):
-                parameter.grad = None
+        for parameter in self.evidence.hyperparameters().values():
+            parameter.grad = None
         scale, likelihood = 1.0, self.evidence.likelihood
         if self.loss == "mse" and isinstance(likelihood, Gaussian):
             scale = 2 / self._outputs * (2 * likelihood.log_noise.detach()).exp()

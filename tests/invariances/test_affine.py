@@ -286,8 +286,10 @@ def test_learned_and_fixed_ranges() -> None:
     [
         ({"ranges": {"rotate": 1.0}}, "Did you mean 'rotation'"),
         ({"learn": ["scalex"]}, "Did you mean 'scale_x'"),
-        ({"ranges": -0.1}, "between 0 and 2, got -0.1"),
+        ({"ranges": -0.1}, "between 0 and 1, got -0.1"),
         ({"ranges": {"rotation": 3.2}}, "between 0 and 3.142, got 3.2"),
+        ({"ranges": {"translation_y": 1.1}}, "range of translation_y must be between 0 and 1, got"),
+        ({"ranges": {"shear": 2.1}}, "between 0 and 2, got 2.1"),
         ({"ranges": math.nan}, "between 0 and"),
     ],
 )
@@ -350,9 +352,10 @@ def test_the_fill_is_what_lies_beyond_the_borders() -> None:
     torch.testing.assert_close(filled(x, eps), plain(x - fill, eps) + fill, rtol=1e-12, atol=1e-12)
     constant = fill.expand(4, 2, 5, 6)
     torch.testing.assert_close(filled(constant, eps), constant.contiguous())
-    away = AffineInvariance({"translation_x": 2.0}, fill=3.0).double()
-    gone = away(x, torch.ones(4, 6, dtype=torch.float64))
-    torch.testing.assert_close(gone, torch.full_like(x, 3.0))
+    away = AffineInvariance({"translation_x": 1.0}, fill=3.0).double()
+    half = away(x, torch.ones(4, 6, dtype=torch.float64))
+    expected = torch.cat([x[..., 3:], torch.full_like(x[..., 3:], 3.0)], dim=-1)
+    torch.testing.assert_close(half, expected)
 
 
 def test_fills_that_do_not_fit() -> None:

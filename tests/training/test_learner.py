@@ -14,7 +14,8 @@ from torch.nn.functional import cross_entropy
 import evigrad
 from evigrad import Evidence, Learner, Optimization, Schedule
 from evigrad.errors import ConfigurationError
-from evigrad.likelihoods import Categorical
+from evigrad.invariances import InputScale
+from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.priors import GaussianPrior
 from evigrad.training.data import stream
 from evigrad.training.learner import LAST_RATE
@@ -305,3 +306,56 @@ def test_a_state_of_another_schedule_is_refused(blobs, make_net):
     state["hyper_steps"] = [1, 2]
     with pytest.raises(ConfigurationError, match="does not match"):
         Learner(evidence_of(net), blobs[0], parts).load_state_dict(state)
+
+
+def scaled_learner(x: Tensor, **changes: Any) -> tuple[nn.Module, Learner]:
+    """A model with an input scale to learn, and a noise."""
+    torch.manual_seed(0)
+    net = nn.Sequential(InputScale(4), nn.Linear(4, 1))
+    evidence = Evidence(
+        net,
+        Gaussian(),
+        GaussianPrior(),
+        estimator="ntk-20-1",
+        num_data=60,
+        hyperparameters=["0"],
+        generator=0,
+    )
+    return net, Learner(evidence, (x, x[:, :1]), replace(SCHEDULE, **changes))
+
+
+@pytest.mark.parametrize("name", ["model.0.log_scale", "likelihood.log_noise"])
+def test_an_optimizer_that_trains_hyperparameters_is_refused(blobs, name):
+    x = blobs[0][0]
+    learner = scaled_learner(x)[1]
+    evidence = learner.evidence
+    optimizer = torch.optim.Adam([*evidence.weights().values(), evidence.hyperparameters()[name]])
+    for epoch in range(2):
+        evidence.map_loss(x, x[:, :1], wrt=name if epoch else ()).backward()
+        optimizer.step()
+        if epoch == 0:
+            learner.step()  # without a gradient, nothing has changed
+    words = rf"{name} changed from 0 to \S+ before the first round.*evidence.weights\(\).values\(\)"
+    with pytest.raises(ConfigurationError, match=words):
+        learner.step()
+    assert learner.count == 1
+
+
+def test_hyperparameters_may_change_by_rounds_by_checkpoints_and_in_type(blobs):
+    x = blobs[0][0]
+    net, learner = scaled_learner(x)
+    start = copy.deepcopy(net.state_dict())
+    net.double()
+    net.float()
+    rounds = [learner.step() for _ in range(4)]
+    assert [outcome is not None for outcome in rounds] == [False, True, False, True]
+    late, state = copy.deepcopy(net.state_dict()), learner.state_dict()
+    net.load_state_dict(start)  # an earlier network, between two rounds
+    assert learner.step() is None and learner.step() is not None
+    for is_first in (True, False):  # the states of a run that is resumed, in either order
+        net, resumed = scaled_learner(x)
+        if is_first:
+            net.load_state_dict(late)
+        resumed.load_state_dict(state)
+        net.load_state_dict(late)
+        assert resumed.step() is None and resumed.step() is not None

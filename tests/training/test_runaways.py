@@ -55,6 +55,7 @@ def put(learner: Learner, value: float) -> None:
         for name, parameter in learner.evidence.hyperparameters().items():
             if name.startswith("model."):
                 parameter.fill_(value)
+    learner.load_state_dict(learner.state_dict())  # whose model may differ from that at the start
 
 
 @pytest.mark.parametrize("verb", ["estimate", "backward"])
@@ -141,6 +142,43 @@ def test_ranges_are_no_runaways_and_bounded_values_are_reported_inside() -> None
     learner = learner_of(BoundedContrast())
     put(learner, 1.75)
     assert hyperparameter_values(learner.evidence)["model/invariance.c"] == 0.25
+
+
+def images_of(ranges: dict[str, float]) -> Learner:
+    network = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+    evidence = Evidence(
+        Averaged(network, AffineInvariance(ranges), num_samples=2),
+        Categorical(),
+        GaussianPrior(),
+        estimator="kfac-10-1",
+        num_data=N,
+        hyperparameters=["invariance"],
+        generator=0,
+    )
+    return Learner(evidence, (torch.rand(N, 1, 4, 4), Y), Schedule(epochs=9, burn_in=0, every=1))
+
+
+@pytest.mark.parametrize(("name", "value"), [("translation_x", 0.97), ("scale_y", -1.95)])
+def test_a_range_near_its_limit_is_warned_of_once(name: str, value: float) -> None:
+    learner = images_of({name: 0.1})
+    put(learner, value)
+    names = ["model.invariance." + name]
+    words = rf"After epoch 3, {names[0]} is {abs(value)}, near its limit [12]\. .*learnable=False"
+    with pytest.warns(EvigradWarning, match=words):
+        learner._runaways.check(3, names, [])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        learner._runaways.check(4, names, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "value"),
+    [("translation_x", 0.1, 0.9), ("rotation", 0.1, 3.1), ("shear", 2.0, 1.95)],
+)
+def test_a_range_inside_or_of_a_full_circle_or_from_its_limit_is_fine(name, start, value) -> None:
+    learner = images_of({name: start})
+    put(learner, value)
+    learner._runaways.check(3, ["model.invariance." + name], [])
 
 
 def test_a_fall_of_the_training_likelihood_is_warned_of() -> None:

@@ -22,9 +22,16 @@ _MATRICES = {
 }
 GENERATORS = tuple(_MATRICES)
 
-# Upper limits of the ranges. A translation by 2 moves the whole image out of sight, a rotation by
-# ±π is a full circle, and e² is a factor of more than seven.
-LIMITS = {name: math.pi if name == "rotation" else 2.0 for name in GENERATORS}
+# Upper limits of the ranges. A translation by 1 leaves half of the width or height in view, a
+# rotation by ±π is a full circle, and e² is a factor of more than seven.
+LIMITS = {
+    "translation_x": 1.0,
+    "translation_y": 1.0,
+    "rotation": math.pi,
+    "scale_x": 2.0,
+    "scale_y": 2.0,
+    "shear": 2.0,
+}
 
 # The matrix exponential is a Taylor polynomial of the matrix over 2^5, squared five times. The
 # limits keep its 1-norm below 7.2 (rotation, scale and shear in one column), so that the remainder,
@@ -41,11 +48,11 @@ class AffineInvariance(Transform):
     interpolation. Beyond the borders, the value is ``fill``. The origin is the center of the image.
     Rotations do not distort images that are not square.
 
-    Translations are in units of half the image's width or height, and rotations are in radians.
-    Scales and shear are natural logarithms of stretch factors, along the axes for scales and along
-    the diagonals for shear. Each range is a parameter with the generator's name, or a buffer if it
-    is not learned. ``ranges`` returns η, which is the parameter reflected at 0 and at its upper
-    limit in `LIMITS`. The derivative of η is 1 or −1.
+    Translations are in units of half the image's width or height, up to 1, and rotations are in
+    radians, up to π. Scales and shear are natural logarithms of stretch factors, up to 2, along the
+    axes for scales and along the diagonals for shear. Each range is a parameter with the
+    generator's name, or a buffer if it is not learned. ``ranges`` returns η, which is the parameter
+    reflected at 0 and at its upper limit in `LIMITS`. The derivative of η is 1 or −1.
 
     Args:
         ranges: Initial ranges: one number for all generators, or a dictionary by name

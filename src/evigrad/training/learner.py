@@ -5,6 +5,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import nn
+
 from evigrad.blocks import Block
 from evigrad.errors import (
     ConfigurationError,
@@ -96,6 +99,8 @@ class Learner:
     Use ``evidence.map_loss`` as the loss of your loop. If your loop has its own loss (the mean
     negative log likelihood), call ``evidence.add_weight_decay()`` after ``backward`` instead. In
     both cases, set the optimizer's ``weight_decay`` to 0, because the prior is the weight decay.
+    Pass ``evidence.weights().values()`` to the optimizer, so that it does not train
+    hyperparameters.
 
     Args:
         evidence: Evidence whose model your loop trains, and whose hyperparameters are learned. To
@@ -130,7 +135,7 @@ class Learner:
         ...     model, Categorical(), GaussianPrior(), estimator="ntk-50-C", num_data=100
         ... )
         >>> learner = Learner(evidence, train, Schedule(epochs=5))
-        >>> optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        >>> optimizer = torch.optim.Adam(evidence.weights().values(), lr=3e-3)
         >>> for epoch in range(5):
         ...     loss = evidence.map_loss(*train)
         ...     optimizer.zero_grad()
@@ -200,6 +205,8 @@ class Learner:
         self._warned = False  # of precisions that no output depends on
         self._runaways = Runaways(evidence)
         self._idle = 0  # number of rounds without a step since the last step
+        # Until the first round, nothing may change these.
+        self._unlearned = {name: p.detach().clone() for name, p in self._outside_prior().items()}
         self.count = 0
         self.history: list[Row] = []
 
@@ -227,16 +234,41 @@ class Learner:
             The round, or None if no round is due.
 
         Raises:
+            ConfigurationError: If a hyperparameter of the model or the likelihood has changed
+                before the first round, for example because the optimizer of the weights holds it.
             EvigradError: If an estimate fails and its step cannot be skipped (see ``learn``).
         """
+        self._check_unlearned()
         self.count += 1
         self.data.epoch = self.count
         if not self.is_due(self.count):
             return None
         learned = self.learn(self.count)
+        self._unlearned.clear()
         columns = round_columns(self.evidence, learned, self.hyper_steps)
         self.history.append({"step": self.count, **columns})
         return learned
+
+    def _outside_prior(self) -> dict[str, nn.Parameter]:
+        """Return the hyperparameters of the model and the likelihood."""
+        named = self.evidence.hyperparameters().items()
+        return {name: p for name, p in named if not name.startswith("prior.")}
+
+    def _check_unlearned(self) -> None:
+        """Raise an error if a hyperparameter that no round has learned yet has changed."""
+        # Later, checkpoints of the model and copies from other processes may change them.
+        for name, parameter in self._outside_prior().items():
+            value = parameter.detach()
+            start = self._unlearned.get(name, value).to(value)
+            if not torch.equal(value, start):
+                entry = int((value - start).abs().argmax())
+                before, after = (tensor.flatten()[entry].item() for tensor in (start, value))
+                raise ConfigurationError(
+                    f"{name} changed from {before:.4g} to {after:.4g} before the first round. Only"
+                    " rounds may change hyperparameters, but your optimizer seems to train it on"
+                    " the training loss. Pass evidence.weights().values() to your optimizer. If you"
+                    " changed it yourself, do so before you create the Learner."
+                )
 
     def start(self, decay: float) -> None:
         """Set the precisions of the burn-in from a weight decay.
@@ -380,6 +412,7 @@ class Learner:
             self.history = [dict(row) for row in state.get("rounds", [])]
             self._runaways.starts |= state.get("starts", {})
             self._runaways.best = float(state.get("best", self._runaways.best))
+            self._unlearned.clear()  # the model's state may be loaded before or after this one
 
 
 def warn_of_unused(evidence: Evidence) -> None:

@@ -1,4 +1,4 @@
-"""Warnings about hyperparameters that grow without limit, although the network does not improve.
+"""Warnings about hyperparameters that grow although the network does not improve.
 
 Very large inputs make the predictions of a network overconfident. Such predictions have no
 curvature, so the estimated log evidence is high even if the network has learned nothing.
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from evigrad.errors import EvigradWarning
 from evigrad.evidence import Evidence
+from evigrad.invariances.affine import LIMITS, AffineInvariance
 from evigrad.invariances.transform import bounded_values, ranged_modules
 from evigrad.passes.evaluation import Estimate
 
@@ -21,6 +22,8 @@ from evigrad.passes.evaluation import Estimate
 RUNAWAY_FACTOR, LEAST_START = 30.0, 0.1
 # A hyperparameter has also run away if rounds lose this many nats of log likelihood per example.
 LOST_NATS = 0.5
+# A range is near its limit from this share of the limit on.
+NEAR_LIMIT = 0.95
 
 
 class Runaways:
@@ -35,10 +38,13 @@ class Runaways:
         self.starts = {n: p.detach().clone() for n, p in free_hyperparameters(evidence).items()}
         self.best = -math.inf
         self._has_fallen = False  # far below the best, in the last round
-        self._warned_of: set[str] = set()  # hyperparameters, and the log likelihood
+        # Hyperparameters, and the log likelihood. A range may start near its limit.
+        self._warned_of = set(ranges_near_limits(evidence))
 
     def check(self, epoch: int, names: Sequence[str], estimates: Sequence[Estimate]) -> None:
         """Warn about values that have grown too much, and about a log likelihood that stays low.
+
+        A range has grown too much when it comes near its limit.
 
         Args:
             epoch: Number of the epoch before the round.
@@ -49,6 +55,18 @@ class Runaways:
             if name not in self._warned_of and (words := _growth(name, self.starts[name], value)):
                 self._warned_of.add(name)
                 _warn(f"After epoch {epoch}, {name} is {words}.")
+        for name, (value, limit) in ranges_near_limits(self._evidence).items():
+            if name not in self._warned_of:
+                self._warned_of.add(name)
+                warnings.warn(
+                    f"After epoch {epoch}, {name} is {value:.3g}, near its limit {limit:.3g}."
+                    " Loose estimators can reward transforms that make images unrecognizable. Learn"
+                    " fewer ranges (AffineInvariance(learn=...)), or fix the weight decay"
+                    " (GaussianPrior(learnable=False)). Compare the metrics on held-out data with"
+                    " and without the transform.",
+                    EvigradWarning,
+                    stacklevel=4,
+                )
         if not estimates:
             return
         likelihood = mean(e.log_likelihood / e.num_data for e in estimates)
@@ -73,6 +91,23 @@ def free_hyperparameters(evidence: Evidence) -> dict[str, Tensor]:
         name: parameter
         for name, parameter in evidence.hyperparameters().items()
         if name.startswith("model.") and id(parameter) not in held
+    }
+
+
+def ranges_near_limits(evidence: Evidence) -> dict[str, tuple[float, float]]:
+    """Return the learned ranges that are near their limits, and the limits, by name.
+
+    The limit of rotations is the full circle, which data may need, so rotations do not count.
+    """
+    names = {id(parameter): name for name, parameter in evidence.hyperparameters().items()}
+    return {
+        names[id(parameter)]: (value, LIMITS[name])
+        for module in evidence.model.modules()
+        if isinstance(module, AffineInvariance)
+        for name, value in module.named_ranges().items()
+        if id(parameter := getattr(module, name)) in names
+        and name != "rotation"
+        and value >= NEAR_LIMIT * LIMITS[name]
     }
 
 

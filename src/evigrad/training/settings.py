@@ -84,7 +84,7 @@ class Schedule:
             size.
         burn_in: Number of epochs before the first round of hyperparameter steps. Default: a tenth
             of all epochs.
-        every: Number of epochs between rounds. Default: enough for 20 rounds.
+        every: Number of epochs between rounds. Default: enough for 20 to 40 rounds.
         steps: Number of hyperparameter steps per round. Each step uses a new block.
         hyper_every: Number of epochs between rounds for the model's own hyperparameters, such as
             the ranges of an invariance. Default: every.
