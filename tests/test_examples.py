@@ -127,7 +127,6 @@ GALLERY = {
     "length_scale": "--lengths 0.3 1 --epochs 3",
     "rare_classes": "--num-train 300 --epochs 2",
     "ratings": "--data synthetic --num-train 60 --epochs 2 --seeds 0",
-    "rotations": "--subset 100 --epochs 2",
     "text": "--each 20 --epochs 2 --estimators kfac-10-1",
     "two_heads": "--epochs 4",
     "uncertainty": "--epochs 2",
