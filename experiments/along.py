@@ -272,7 +272,7 @@ def _of_kernels(
     for name in estimators:
         one = evidence.with_estimator(name, generator=seed)
         blocks = one.blocks(data).epoch()
-        drawn[name] = one.spec, [replace(block, inputs=None, targets=None) for block in blocks]
+        drawn[name] = one.estimator, [replace(block, inputs=None, targets=None) for block in blocks]
     by_tensor = any(spec.structure == "blockdiag" for spec, _ in drawn.values())
 
     def estimates(dtype: torch.dtype | None = None) -> dict[str, list[float]]:

@@ -221,8 +221,8 @@ def test_another_estimator_of_the_same_model() -> None:
     """It keeps the curvature that its name begins with, and no other."""
     evidence = build(Traces)
     other = evidence.with_estimator("traces-4-C")
-    assert other.spec.custom is evidence.spec.custom
-    assert evidence.with_estimator("diag-N-C").spec.custom is None
+    assert other.estimator.custom is evidence.estimator.custom
+    assert evidence.with_estimator("diag-N-C").estimator.custom is None
     with pytest.raises(ConfigurationError, match="unknown structure 'trace'"):
         evidence.with_estimator("trace-4-C")
 

@@ -171,7 +171,7 @@ def of_one(case: str, count: int) -> dict[str, Any]:
 
     def drawn(stream: Iterator[Block]) -> list[Block]:
         blocks = list(islice(stream, at_once))
-        if evidence.spec.curvature != "mc":  # labels are drawn by the seed of a block
+        if evidence.estimator.curvature != "mc":  # labels are drawn by the seed of a block
             return blocks
         seeds = [torch.randint(2**62, (), generator=evidence.generator) for _ in blocks]
         return [replace(b, seed=int(seed)) for b, seed in zip(blocks, seeds, strict=True)]
@@ -773,7 +773,7 @@ def test_a_step_sends_what_the_formula_says(ran: Any, count: int) -> None:
         numbers = 7 + sum(p.numel() for p in evidence.hyperparameters().values())
         sizes = [w.numel() for w in evidence.weights().values()]
         squares = {"diag": sum(sizes), "full": sum(sizes) ** 2}
-        of_data = 8 * squares.get(evidence.spec.structure, sum(size**2 for size in sizes))
+        of_data = 8 * squares.get(evidence.estimator.structure, sum(size**2 for size in sizes))
         num_bytes = (
             2 * 16 * others + 2 * 8 * numbers * others // count + 2 * of_data * others // count
         )

@@ -101,15 +101,12 @@ def test_the_first_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_inequalities_on_theory_hold(capsys: pytest.CaptureFixture[str]) -> None:
-    names = run_blocks("docs/theory.md", {"epochs=40": "epochs=10"})
+    names = run_blocks("docs/theory.md")
     exact, refined, by_parameters = names["exact"], names["refined"], names["by_parameters"]
     assert refined == sorted(refined) and refined[0] == pytest.approx(exact, rel=1e-12)
     assert by_parameters == sorted(by_parameters)
     assert by_parameters[0] == pytest.approx(exact, rel=1e-9)
     assert min(names["rows"]) > exact
-    means, exact, bracket = names["means"], names["exact_evidence"], names["bracket"]
-    assert means["ntk-100-rows"] < means["ntk-100-rows-anchored"] < exact
-    assert bracket.lower < exact < bracket.upper
     assert capsys.readouterr().out
 
 

@@ -116,7 +116,7 @@ def dense_terms(
     evidence: Evidence, block: Block, x: Tensor, y: Tensor, whole: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(log likelihood, log-determinant) estimates of a block by dense matrices, with a graph."""
-    spec = evidence.spec
+    spec = evidence.estimator
     i = block.indices
     xs, ys = x[i], y[i]
     weights = evidence.weights()
@@ -222,7 +222,7 @@ CASES = [(name, root) for name in NAMES for root in roots_for(name)]
 def test_every_draw_of_a_random_subset(name: str, root: str) -> None:
     num_data = 3
     evidence, x, y = build(name, root, num_data)
-    spec = evidence.spec
+    spec = evidence.estimator
     size = num_data if spec.subset is None else 2
     blocks = list(every_subset(Partition(spec, num_data, C), size))
     # Which blocks there are, and how often, is a matter of the splits and not of a structure or a
@@ -256,7 +256,7 @@ def test_every_block_of_a_partition(name: str, root: str) -> None:
     log_lik, log_det = check_blocks(evidence, blocks, x, y)
     exact_lik, exact_det = full_terms(evidence, x, y)
     assert log_lik == pytest.approx(exact_lik, rel=1e-10)
-    if evidence.spec.is_bound(root, couples_outputs=True):
+    if evidence.estimator.is_bound(root, couples_outputs=True):
         assert log_det >= exact_det - 1e-9
 
 

@@ -66,7 +66,7 @@ def test_what_an_evidence_was_made_with_cannot_be_replaced() -> None:
         ("likelihood", Gaussian()),
         ("prior", GaussianPrior()),
         ("model", nn.Linear(2, 3)),
-        ("spec", "kfac-4-1"),
+        ("estimator", "kfac-4-1"),
         ("generator", torch.Generator()),
         ("ranks", None),
     ]:
@@ -81,7 +81,7 @@ def test_what_an_evidence_was_made_with_cannot_be_replaced() -> None:
 
 def test_the_default_estimator_is_that_of_fit() -> None:
     evidence = Evidence(network(), Categorical(), GaussianPrior(), num_data=N)
-    assert evidence.spec.name == DEFAULT_ESTIMATOR
+    assert evidence.estimator.name == DEFAULT_ESTIMATOR
     assert evidence.estimate(next(iter(evidence.blocks((X, Y))))).num_data == N
 
 

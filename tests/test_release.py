@@ -68,6 +68,15 @@ def test_the_source_distribution_makes_the_same_wheel(
     assert "evigrad/py.typed" in contents(again)
 
 
+def test_the_citation_has_the_software_and_the_paper() -> None:
+    yaml = pytest.importorskip("yaml")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    paper = citation["preferred-citation"]
+    assert (citation["type"], paper["type"]) == ("software", "conference-paper")
+    assert paper["url"] in (ROOT / "README.md").read_text()
+    assert paper["identifiers"][0]["value"].removeprefix("arXiv:") in paper["url"]
+
+
 def test_there_is_one_version(built: dict[str, Path]) -> None:
     citation = (ROOT / "CITATION.cff").read_text()
     assert f"\nversion: {evigrad.__version__}\n" in citation

@@ -225,7 +225,7 @@ class Evidence:
         if self.ranks.count == 1:
             return
         with self.ranks.together() as alike:
-            alike["estimator"], alike["number of data"] = self.spec.name, self.num_data
+            alike["estimator"], alike["number of data"] = self.estimator.name, self.num_data
             alike["names of parameters"] = [list(self._weights), list(self.hyperparameters())]
             alike["root"], alike["temperature"] = self.root, self.temperature
             alike["log_det_weight"] = self.log_det_weight
@@ -264,8 +264,8 @@ class Evidence:
         return self.problem.model.prior
 
     @property
-    def spec(self) -> Estimator:
-        """The estimator's name, parsed into its parts."""
+    def estimator(self) -> Estimator:
+        """The estimator, with the parts of its name. ``estimator.name`` is the whole name."""
         return self.problem.model.estimator
 
     @property
@@ -486,14 +486,14 @@ class Evidence:
         if not at_mode:
             return estimate
         structures = {name: s for s, name in STRUCTURES.items() if s != "last-layer"}
-        if self.spec.name not in structures or y is None:
+        if self.estimator.name not in structures or y is None:
             raise ConfigurationError(
                 f"at_mode=True needs x and y of all data, and one of the estimators"
-                f" {', '.join(structures)}. Here the estimator is {self.spec.name}, and y is"
+                f" {', '.join(structures)}. Here the estimator is {self.estimator.name}, and y is"
                 f" {'missing' if y is None else 'given'}. Pass x and y, and use"
                 " evidence.with_estimator(...). You can also call evidence.mode_gap(data)."
             )
-        gap = self.num_data * self.mode_gap((x, y), structure=structures[self.spec.name])
+        gap = self.num_data * self.mode_gap((x, y), structure=structures[self.estimator.name])
         return replace(estimate, at_mode=estimate.log_evidence + gap)
 
     def backward(
@@ -875,7 +875,7 @@ class Evidence:
             "log_det_weight": self.log_det_weight,
             "memory": sizes,
         }
-        custom = self.spec.custom
+        custom = self.estimator.custom
         if custom is not None and estimator.startswith(f"{custom.name}-"):
             keywords["curvature"] = custom
         keywords |= {name: value for name, value in changes.items() if value is not None}
@@ -903,8 +903,9 @@ class Evidence:
         elif source.positions is None or not self._positions.has_the_places_of(source.positions):
             raise InputError(
                 "The targets are not at the same positions as in the data set from which the"
-                f" anchors of {self.spec.name} were chosen. Pass that data set again, in the same"
-                " order, or call with_estimator(...) to create an evidence for the new data set."
+                f" anchors of {self.estimator.name} were chosen. Pass that data set again, in the"
+                " same order, or call with_estimator(...) to create an evidence for the new data"
+                " set."
             )
 
     # ------------------------------------------------------------ telling and keeping
@@ -931,7 +932,7 @@ class Evidence:
         """
         anchors = {} if self.anchors is None else {"anchors": self.anchors.state_dict()}
         return {
-            "estimator": self.spec.name,
+            "estimator": self.estimator.name,
             "prior": self.prior.state_dict(),
             "likelihood": self.likelihood.state_dict(),
             "generator": self.generator.get_state(),

@@ -301,7 +301,7 @@ def log_evidence(
             without ``custom_log_det``. It is also raised if the likelihood's ``hessian`` is not the
             Hessian of its ``log_prob`` at these targets, and ``curvature`` is not given.
     """
-    spec, likelihood, temperature = evidence.spec, evidence.likelihood, evidence.temperature
+    spec, likelihood, temperature = evidence.estimator, evidence.likelihood, evidence.temperature
     if (spec.custom is None) != (custom_log_det is None):
         raise ConfigurationError(
             f"{spec.name} has {'no' if spec.custom is None else 'a'} custom curvature, so"

@@ -186,7 +186,7 @@ def small(estimator: str, dtype: torch.dtype, **settings: Any) -> tuple[Evidence
     evidence = Evidence(
         network, Categorical(), prior, estimator=estimator, num_data=POINTS, **settings
     )
-    subset = evidence.spec.subset or POINTS
+    subset = evidence.estimator.subset or POINTS
     return evidence, x[:subset], y[:subset]
 
 

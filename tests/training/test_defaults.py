@@ -87,7 +87,7 @@ def test_fit_chooses_the_estimator() -> None:
     x = torch.randn(4001, 4, generator=torch.Generator().manual_seed(0))
     data = x, x[:, :1] + 0.1 * torch.randn(4001, 1, generator=torch.Generator().manual_seed(1))
     result = fit(model, data, likelihood="gaussian", schedule=schedule, progress=False)
-    assert result.estimator == result.evidence.spec.name == "kfac-400-C-scaled"
+    assert result.estimator == result.evidence.estimator.name == "kfac-400-C-scaled"
     few = data[0][:400], data[1][:400]
     result = fit(model, few, likelihood="gaussian", schedule=schedule, progress=False)
     assert result.estimator == "ntk-400-rows-anchored"
@@ -162,7 +162,7 @@ def test_more_rows_than_there_are_is_all_of_them(name: str, likelihood: type[Lik
             model, likelihood(), GaussianPrior(precision=0.3), estimator=estimator, num_data=12
         )
         estimate = evidence.backward(next(iter(evidence.blocks(data))))
-        assert evidence.spec.name == estimator
+        assert evidence.estimator.name == estimator
         named = evidence.hyperparameters().values()
         gradients = [p.grad.flatten() for p in named if p.grad is not None]
         values = (estimate.log_evidence, estimate.log_likelihood, estimate.log_det)

@@ -86,7 +86,7 @@ def _print_parameters(evidence: Evidence, reports: list[ParameterReport]) -> Non
         for report in reports
     ]
     print_table(
-        f"{evidence.spec.name}: {len(reports)} parameter tensors, {total:,} weights",
+        f"{evidence.estimator.name}: {len(reports)} parameter tensors, {total:,} weights",
         "derivatives: how the Jacobian rows are computed. curvature: approximation of the tensor's"
         " curvature block. Tensors of a prior group share a precision.",
         rows,
@@ -125,7 +125,7 @@ def _print_costs(evidence: Evidence, data: tuple[Tensor, Tensor], batch_size: in
         for what, time in seconds.items()
     ]
     print_table(
-        f"Cost of {evidence.spec.name}",
+        f"Cost of {evidence.estimator.name}",
         f"The expected log evidence {bound}.{micro_batches} Times are medians on this machine under"
         " its present load.",
         rows,

@@ -37,7 +37,7 @@ def report(results: Results, setup: Setup, directory: RunDirectory, options: Nam
         _draw(results, directory, label_of(learned[-1].estimator) if learned else None)
     if (directory.path / RESULTS).exists():
         return
-    own_name = learned[-1].evidence.spec.name if learned else None
+    own_name = learned[-1].evidence.estimator.name if learned else None
     name, settings = options.evaluate_with, {}
     if name == "auto":
         name = judge_of(results, setup, own_name)

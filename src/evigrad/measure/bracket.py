@@ -121,7 +121,7 @@ def bracket(
     check_count("rows", rows)
     if blocks is not None:
         check_count("blocks", blocks)
-    check_bracket(evidence.spec)
+    check_bracket(evidence.estimator)
     source = as_source(data)
     x, _ = source.first(PROBE_SIZE)
     rows = min(rows, len(source) * evidence.problem.plan_of(x).num_outputs)

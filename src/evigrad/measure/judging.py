@@ -141,7 +141,7 @@ def evaluate_evidence(
         log_likelihood=fmean(e.log_likelihood / e.num_data for e in estimates),
         log_prior=fmean(e.log_prior / e.num_data for e in estimates),
         log_det_term=fmean(-0.5 * e.log_det_weight * e.log_det / e.num_data for e in estimates),
-        estimator=other.spec.name,
+        estimator=other.estimator.name,
         blocks=len(estimates),
         is_bound=estimates[0].is_bound,
         seconds=time.perf_counter() - start,

@@ -121,15 +121,18 @@ def check_hooks(model: nn.Module) -> None:
     """Raise an error if a module has a backward hook, because the hook may change gradients."""
     # Hooks that only read gradients cannot be distinguished from hooks that change them.
     everywhere = (modules._global_backward_hooks, modules._global_backward_pre_hooks)
-    hook_places = ["all modules"] if any(everywhere) else []
-    hook_places += [
-        f"{name!r}" if name else "the model"
-        for name, module in model.named_modules()
-        if module._backward_hooks or module._backward_pre_hooks
-    ]
-    if hook_places:
+    places = listed(
+        [
+            name or type(model).__name__
+            for name, module in model.named_modules()
+            if module._backward_hooks or module._backward_pre_hooks
+        ]
+    )
+    if any(everywhere):
+        places = "all modules"
+    if places:
         raise ConfigurationError(
-            f"A backward hook on {listed(hook_places)} may change gradients. The curvature would"
+            f"A backward hook on {places} may change gradients. The curvature would"
             " then correspond to a different function. Remove the hook, or register it only for"
             " training steps. Forward hooks are allowed."
         )

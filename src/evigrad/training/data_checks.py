@@ -43,6 +43,9 @@ _HANDFUL = 5
 _COLUMNS = 20
 # A value in more than this share of a column needs a model of its own, if there are enough rows.
 _FREQUENT, _FEWEST = 0.2, 20
+# It must be this many times as frequent as any other value. Ratings, for instance, have a few values
+# that are all frequent.
+_STANDS_OUT = 3
 # The warning about this value, for callers that know the units of the targets.
 FREQUENT_VALUE = r"Column \d+ of .* in \d+ % of the rows"
 # Weights whose mean is this near to 1 change a learned noise by less than estimates do.
@@ -262,11 +265,12 @@ def frequent_value(y: Tensor, what: str = "the targets", is_sample: bool = False
         values, times = observed.unique(return_counts=True)
         if len(values) <= few or len(observed) < _FEWEST:  # _discrete_column has few values
             continue
-        count, position = times.max(0)
-        if int(count) > share * len(observed):
+        second, count = times.sort().values[-2:].tolist()
+        position = int(times.argmax())
+        if count > share * len(observed) and (is_sample or count > _STANDS_OUT * second):
             return (
                 f"Column {column} of {what} has the value {float(values[position]):g} in"
-                f" {100 * int(count) / len(observed):.0f} % of the rows. Noise of the same size for"
+                f" {100 * count / len(observed):.0f} % of the rows. Noise of the same size for"
                 " all rows does not fit such targets, so error bars can be far too narrow or too"
                 " wide. Model separately whether a target has this value (classification) and how"
                 ' large the other targets are, or use likelihood="heteroscedastic". For counts, use'

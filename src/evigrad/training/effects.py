@@ -124,8 +124,8 @@ def of_learner(
             if getattr(schedule, f"hyper_{name}") is not None:
                 other = f"hyper_{name}"
                 yield (name,), words.format(other), f"Set only {other}"
-    if evidence.spec.is_full_batch:
-        words = f"with {evidence.spec.name}, which has only one block"
+    if evidence.estimator.is_full_batch:
+        words = f"with {evidence.estimator.name}, which has only one block"
         yield ("prior_blocks",), words, "Use an estimator with a subset, such as ntk-100-C"
     if "prior" not in kinds:
         words = "if all precisions of the prior are fixed"
@@ -150,7 +150,8 @@ def of_learner(
 
 def _of_root(evidence: Evidence) -> Iterator[Idle]:
     """Yield ``root`` if the estimator and the likelihood make all roots equal."""
-    spec, instead = evidence.spec, "Use an estimator with some of the outputs, such as ntk-100-1"
+    spec = evidence.estimator
+    instead = "Use an estimator with some of the outputs, such as ntk-100-1"
     if spec.curvature != "ggn":
         yield ("root",), f"with {spec.name}, whose rows are scores of labels", instead
     elif not spec.rows and spec.outputs is None:

@@ -228,7 +228,7 @@ def prepare(
             held_out.is_column = data.is_column
             check_data(evidence, held_out, place, len(held_out))
         if settings.schedule.bracket_every:
-            check_bracket(evidence.spec)
+            check_bracket(evidence.estimator)
         return make(evidence, data, settings, held_out, network)
 
 

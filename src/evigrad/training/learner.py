@@ -327,7 +327,7 @@ class Learner:
             # Streams choose anchors as they are iterated, outside of the evidence's own calls.
             with named_in_errors(self.evidence.hyperparameters):
                 block_of_steps, is_shared = blocks.take()
-                name = self.evidence.spec.name
+                name = self.evidence.estimator.name
                 cheaper = "fewer rows in a block, set by the estimator's name"
                 with memory_for(f"an estimate by {name}", cheaper):
                     for block in block_of_steps:

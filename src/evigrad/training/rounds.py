@@ -158,7 +158,7 @@ def shares_anchors(evidence: Evidence, x: Inputs, draws: int) -> bool:
     """
     if evidence.anchors is None or draws < 2:
         return False
-    rows_per_draw = evidence.spec.subset or 0
+    rows_per_draw = evidence.estimator.subset or 0
     anchors = evidence.anchors.anchoring.num_anchors(rows_per_draw)
     rows = anchors + draws * (rows_per_draw - anchors)
     problem = evidence.problem

@@ -250,7 +250,7 @@ class Trainer:
             test_metrics=self.metrics["test"],
             seconds=self.seconds,
             run_dir=None if directory is None else directory.path,
-            estimator=None if self.learner is None else self.evidence.spec.name,
+            estimator=None if self.learner is None else self.evidence.estimator.name,
             starts=self.starts.scores,
             mode_gap=gap,
         )

@@ -46,7 +46,7 @@ class TuneResult:
         rounds = f"{len(self.history)} rounds"
         decay = self.evidence.temperature / self.evidence.num_data
         last = summary(self.history[-1], decay)
-        return f"TuneResult({self.evidence.spec.name}, {rounds}, {last})"
+        return f"TuneResult({self.evidence.estimator.name}, {rounds}, {last})"
 
 
 @explains_groups
