@@ -43,8 +43,8 @@ _HANDFUL = 5
 _COLUMNS = 20
 # A value in more than this share of a column needs a model of its own, if there are enough rows.
 _FREQUENT, _FEWEST = 0.2, 20
-# It must be this many times as frequent as any other value. Ratings, for instance, have a few values
-# that are all frequent.
+# It must be this many times as frequent as any other value. Ratings, for instance, have a few
+# values that are all frequent.
 _STANDS_OUT = 3
 # The warning about this value, for callers that know the units of the targets.
 FREQUENT_VALUE = r"Column \d+ of .* in \d+ % of the rows"
