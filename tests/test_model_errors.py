@@ -315,6 +315,12 @@ def test_a_hidden_state_that_is_kept_is_named(state: str, words: str) -> None:
         assert "batch_first" not in str(caught.value)
 
 
+def test_inputs_of_another_type_are_told_how_to_be_converted() -> None:
+    x, y = torch.randn(8, 4).double(), torch.zeros(8, dtype=torch.long)
+    with pytest.raises(InputError, match=r"same dtype.*to the type of the weights: x.float\(\)"):
+        fit(nn.Linear(4, 2), (x, y), **grouped({"epochs": 1, "progress": False}))
+
+
 @pytest.mark.each(1)
 @pytest.mark.parametrize("verb", ["map_loss", "estimate", "backward", "collect"])
 @pytest.mark.parametrize("likelihood", [Categorical(), Gaussian()])

@@ -28,6 +28,7 @@ _ADVICE = {
         " itself needs a graph: put that part under torch.enable_grad(), call requires_grad_() on"
         " the input there, and pass create_graph=True to torch.autograd.grad."
     ),
+    "must have the same dtype": ". Convert the inputs to the type of the weights: x.float().",
     "Expected hidden": (
         ". If forward keeps a hidden state for the next call, remove this. evigrad calls the model"
         " with different numbers of examples, and the output for an example must not depend on"

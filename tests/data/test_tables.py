@@ -163,6 +163,13 @@ def test_a_plain_table_of_a_real_target(tmp_path: Path, suffix: str) -> None:
     assert set(towns.flatten().tolist()) == {0.0, 1.0} and (towns.sum(1) == 1).all()
 
 
+def test_a_scaling_takes_arrays():
+    values = np.random.default_rng(0).normal(3.0, 2.0, (50, 2))
+    scaling = Scaling.of(values)
+    torch.testing.assert_close(scaling(values), Scaling.of(torch.tensor(values))(values))
+    torch.testing.assert_close(scaling(values).std(0, correction=0), torch.ones(2).double())
+
+
 @pytest.mark.filterwarnings("ignore:.*country:evigrad.errors.EvigradWarning")
 def test_what_a_target_is(tmp_path: Path) -> None:
     file = str(save(tmp_path / "houses.csv", houses()))

@@ -58,7 +58,7 @@ def test_a_plan_comes_first_and_each_start_is_announced(capsys):
     lines = lines_of(capsys, schedule=schedule, optimization=starts)
     assert lines[:3] == [
         "evigrad: 9 epochs of 4 steps, with 2 start decays in epochs 1 to 3, so 48 steps in"
-        " total. Values are in nats per example.",
+        " total. Loss and log evidence are in nats per example.",
         "evigrad: 12 rounds of hyperparameter steps with ntk-400-rows-anchored, the first after"
         " epoch 1.",
         "evigrad: Trying start decay 0.01 (epochs 1 to 3).",
@@ -77,8 +77,8 @@ def test_a_plan_comes_first_and_each_start_is_announced(capsys):
 def test_fixed_weight_decay_has_no_rounds_and_shows_its_decay(capsys):
     lines = lines_of(capsys, estimator=None)
     assert lines[0] == (
-        "fixed weight decay: 20 epochs of 4 steps, so 80 steps in total. Values are in nats per"
-        " example."
+        "fixed weight decay: 20 epochs of 4 steps, so 80 steps in total. Loss and log evidence"
+        " are in nats per example."
     )
     assert lines[1].startswith("fixed weight decay: epoch  2/20  0:0")
     assert lines[-1].startswith("fixed weight decay: epoch 20/20  0:0")
@@ -160,8 +160,8 @@ def test_the_time_is_estimated_within_the_first_epoch(time, capsys):
     shown.epoch({"epoch": 1, "loss": 0.5, "precision/w": 2.0})
     lines = capsys.readouterr().err.splitlines()
     assert lines[:2] == [
-        "evigrad: 4 epochs of 1,600 steps, so 6,400 steps in total. Values are in nats per"
-        " example.",
+        "evigrad: 4 epochs of 1,600 steps, so 6,400 steps in total. Loss and log evidence are"
+        " in nats per example.",
         "evigrad: 2 rounds of hyperparameter steps with ntk-400-1, the first after epoch 2.",
     ]
     assert lines[2] == "evigrad: Estimated time: about 43 min, not counting the rounds."

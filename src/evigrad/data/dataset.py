@@ -173,11 +173,12 @@ class Scaling:
     std: Float[Tensor, "..."]
 
     @classmethod
-    def of(cls, values: Float[Tensor, "n ..."]) -> "Scaling":
+    def of(cls, values: Float[Tensor, "n ..."] | np.ndarray) -> "Scaling":
         """Return the scaling that standardizes these values, apart from missing ones (NaN).
 
         Statistics are computed in float64.
         """
+        values = torch.as_tensor(values)
         exact = values.double()
         missing = exact.isnan()
         if bool(missing.any()):
@@ -191,8 +192,9 @@ class Scaling:
         std = torch.where(least >= most, 1.0, std)
         return cls(mean.to(values), std.to(values))
 
-    def __call__(self, values: Float[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:
+    def __call__(self, values: Float[Tensor, "n ..."] | np.ndarray) -> Float[Tensor, "n ..."]:
         """Return standardized values, one example per row, in the same shape."""
+        values = torch.as_tensor(values)
         return (values - self.mean.to(values)) / self.std.to(values)
 
     def undo(self, values: Float[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:

@@ -263,7 +263,7 @@ class Progress(Observer):
         words += f", so {_counted(self._epochs * steps, 'step')} in total"
         if run.cycles.most > last:
             words += f", and up to {run.cycles.most:,} epochs if training has not settled"
-        lines = [f"{words}. Values are in nats per example."]
+        lines = [f"{words}. Loss and log evidence are in nats per example."]
         if (learner := run.learner) is not None and self._rounds:
             first = next(epoch for epoch in range(1, last + 1) if learner.is_due(epoch))
             lines.append(
