@@ -1,4 +1,4 @@
-"""Choose a length scale by the log evidence, because its gradient does not help.
+"""Choose a length scale by the log evidence of several trainings.
 
 The first layer of the network is fixed: sin(ω x / length + phase) with random ω. The network learns
 60 noisy points, with lengths from 0.3 to 3. Each training learns its weight decay and noise. Its
@@ -6,8 +6,8 @@ exact log evidence measures how well the length explains the points, and no data
 training loss would choose the shortest length.
 
 With ``--learn`` the script learns the length by its gradient. The length then hardly changes: 0.31
-from 0.3, and 2.07 from 2. The gradient holds the weights fixed, and weights trained at one length
-do not fit another. Choose hyperparameters like this one by comparing runs.
+from 0.3, and 2.07 from 2. The gradient is exact only at the mode of the weights. Between rounds, the
+weights of ``fit`` do not follow far enough, so choose such a hyperparameter by comparing runs.
 
     python examples/length_scale.py
     python examples/length_scale.py --learn

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 import evigrad
 from evigrad import Evidence, Learner, Optimization, Schedule
-from evigrad.errors import ConfigurationError
+from evigrad.errors import ConfigurationError, EvigradWarning
 from evigrad.invariances import InputScale
 from evigrad.likelihoods import Categorical, Gaussian
 from evigrad.priors import GaussianPrior
@@ -246,8 +246,8 @@ def test_the_burn_in_of_many_data_has_no_stronger_prior_than_that_of_few(
 def test_the_unit_of_the_schedule_is_a_call(blobs, make_net):
     """Steps of an optimiser, for example; after the last of them the rates stay."""
     learner = Learner(evidence_of(make_net()), blobs[0], Schedule(epochs=50, steps=1))
-    due = [count for count in range(1, 61) if learner.step() is not None]
-    assert due == list(range(5, 61, 2))  # a tenth is burn-in, then 20 rounds
+    due = [count for count in range(1, 51) if learner.step() is not None]
+    assert due == list(range(5, 51, 2))  # a tenth is burn-in, then 20 rounds
     assert learner.fixed_point is not None
     assert learner.fixed_point.rate == pytest.approx(LAST_RATE)
 
@@ -306,6 +306,18 @@ def test_a_state_of_another_schedule_is_refused(blobs, make_net):
     state["hyper_steps"] = [1, 2]
     with pytest.raises(ConfigurationError, match="does not match"):
         Learner(evidence_of(net), blobs[0], parts).load_state_dict(state)
+
+
+def test_a_state_of_other_epochs_is_refused_and_more_calls_are_warned_of(blobs, make_net):
+    learner = Learner(evidence_of(make_net()), blobs[0], SCHEDULE)
+    longer = Learner(evidence_of(make_net()), blobs[0], replace(SCHEDULE, epochs=60))
+    with pytest.raises(ConfigurationError, match="'epochs': 6, .*but this learner has .*: 60"):
+        longer.load_state_dict(learner.state_dict())
+    for _ in range(EPOCHS):
+        learner.step()
+    with pytest.warns(EvigradWarning, match="more than Schedule.epochs=6 times"):
+        learner.step()
+    learner.step()
 
 
 def scaled_learner(x: Tensor, **changes: Any) -> tuple[nn.Module, Learner]:

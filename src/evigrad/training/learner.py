@@ -241,6 +241,14 @@ class Learner:
         self._check_unlearned()
         self.count += 1
         self.data.epoch = self.count
+        if self.count == self.schedule.epochs + 1:  # pyright: ignore[reportOptionalOperand]
+            warnings.warn(
+                f"step() was called more than Schedule.epochs={self.schedule.epochs} times, after"
+                " which the learning rates of the hyperparameters no longer change. Set epochs to"
+                " the number of calls.",
+                EvigradWarning,
+                stacklevel=2,
+            )
         if not self.is_due(self.count):
             return None
         learned = self.learn(self.count)
@@ -376,17 +384,24 @@ class Learner:
         for parameter in self.evidence.hyperparameters().values():
             parameter.grad = None
 
+    @property
+    def _plan(self) -> dict[str, Any]:
+        """Return the settings on which the rounds depend."""
+        return {name: getattr(self.schedule, name) for name in ("epochs", "burn_in", "every")}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the evidence and of the rounds, without the state of the model.
 
-        To resume with identical results, also save the states of the model and of its optimizer,
-        and use the same data.
+        To resume with identical results, also save the states of the model, of its optimizer and
+        learning rate scheduler, and of random generators (``torch.get_rng_state()``), and use the
+        same data.
         """
         return {
             "evidence": self.evidence.state_dict(),
             "hyper_optimizer": self.hyper_optimizer.state_dict(),
             "hyper_steps": [group.taken for group in self.step_groups],
             "count": self.count,
+            "schedule": self._plan,
             "idle": self._idle,
             "rounds": [dict(row) for row in self.history],
             "starts": dict(self._runaways.starts),
@@ -402,6 +417,12 @@ class Learner:
         Raises:
             ConfigurationError: If the state does not match the evidence or the schedule.
         """
+        saved = state.get("schedule", self._plan)
+        if saved != self._plan:
+            raise ConfigurationError(
+                f"The saved state has the schedule {saved}, but this learner has {self._plan}. Use"
+                " the saved schedule."
+            )
         with fitting("The saved state"):
             self.evidence.load_state_dict(state["evidence"])
             load_optimizer(self.hyper_optimizer, state["hyper_optimizer"])
