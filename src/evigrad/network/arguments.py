@@ -121,16 +121,13 @@ def check_hooks(model: nn.Module) -> None:
     """Raise an error if a module has a backward hook, because the hook may change gradients."""
     # Hooks that only read gradients cannot be distinguished from hooks that change them.
     everywhere = (modules._global_backward_hooks, modules._global_backward_pre_hooks)
-    places = listed(
-        [
-            name or type(model).__name__
-            for name, module in model.named_modules()
-            if module._backward_hooks or module._backward_pre_hooks
-        ]
-    )
-    if any(everywhere):
-        places = "all modules"
-    if places:
+    names = [
+        name or type(model).__name__
+        for name, module in model.named_modules()
+        if module._backward_hooks or module._backward_pre_hooks
+    ]
+    if names or any(everywhere):
+        places = "all modules" if any(everywhere) else listed(names)
         raise ConfigurationError(
             f"A backward hook on {places} may change gradients. The curvature would"
             " then correspond to a different function. Remove the hook, or register it only for"
