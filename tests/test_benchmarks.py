@@ -39,6 +39,14 @@ def test_every_script_is_imported(monkeypatch):
             assert load_script(file.stem, monkeypatch).__doc__
 
 
+@pytest.mark.parametrize("page", ["docs/benchmarks.md", "benchmarks/README.md"])
+def test_a_page_begins_with_the_table_of_the_results(monkeypatch, tmp_path, page):
+    script, text = load_script("overview", monkeypatch), (BENCHMARKS.parent / page).read_text()
+    (copy := tmp_path / "page.md").write_text(text)
+    script.main(["--results", str(BENCHMARKS.parent / "docs/results"), "--pages", str(copy)])
+    assert copy.read_text() == text
+
+
 def runs_of(path):
     with path.open(newline="") as file:
         return {(run["row"], int(run["seed"])): run for run in csv.DictReader(file)}
