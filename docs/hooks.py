@@ -105,6 +105,9 @@ MOVED = {
     },
     "fine_tuning": {"when-it-helps": "fine_tuning#fine-tune-a-pretrained-network"},
     "gallery": {
+        "a-hyperparameter-of-the-forward-pass": "gallery#more-scripts",
+        "an-invariance": "tutorials/augmentation",
+        "learn-the-range-of-rotations": "tutorials/augmentation",
         "fine-tune-lora-adapters": "gallery#more-scripts",
         "lora-adapters": "gallery#more-scripts",
         "more": "gallery#more-scripts",
