@@ -152,8 +152,8 @@ def table_of(runs: Sequence[Result]) -> str:
                     *(("ece", 4, 1), ("train_log_likelihood", 4, 1)),
                 )
             ]
-            evidence = "" if math.isnan(s["log_evidence"]) else f"{s['log_evidence']:.3f}"
-            cells += [evidence, f"{s['seconds']:.0f}", f"{s['ratio']:.2f}"]
+            for key, digits in (("log_evidence", 3), ("seconds", 0), ("ratio", 2)):
+                cells.append(with_error(s[key], math.nan, digits))
             cells = [kind, f"{size:,}", s["row"].partition(": ")[2], *cells, s["seed_spans"]]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -323,7 +323,8 @@ def table_of(runs: list[Result]) -> str:
             ):
                 value = with_error(factor * s[key], factor * s[f"{key}_error"], digits)
                 cells.append("" if math.isnan(s[key]) else value)
-            cells += [f"{s['seconds']:.0f}", f"{s['ratio']:.2f}", f"{s['peak']:.0f}"]
+            for key, digits in (("seconds", 0), ("ratio", 2), ("peak", 0)):
+                cells.append(with_error(s[key], math.nan, digits))
             lines.append(f"| {' | '.join([*cells, s['seed_spans']])} |")
     return "\n".join(lines)
 

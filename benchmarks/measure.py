@@ -176,7 +176,9 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 
 def with_error(mean: float, error: float, digits: int) -> str:
-    """Return both as text, or only the mean if there is no error, such as for one seed."""
+    """Return both as text, or only the mean if there is no error, and no text for NaN."""
+    if math.isnan(mean):
+        return ""
     spread = f" ± {error:.{digits}f}" if math.isfinite(error) else ""
     return f"{mean:.{digits}f}{spread}"
 
