@@ -6,8 +6,8 @@ exact log evidence measures how well the length explains the points, and no data
 training loss would choose the shortest length.
 
 With ``--learn`` the script learns the length by its gradient. The length then hardly changes: 0.31
-from 0.3, and 2.07 from 2. The gradient is exact only at the mode of the weights. Between rounds, the
-weights of ``fit`` do not follow far enough, so choose such a hyperparameter by comparing runs.
+from 0.3, and 2.07 from 2. The gradient is exact only at the mode of the weights. Between rounds,
+the weights of ``fit`` do not follow far enough, so choose such a hyperparameter by comparing runs.
 
     python examples/length_scale.py
     python examples/length_scale.py --learn
