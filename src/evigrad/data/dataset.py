@@ -178,7 +178,8 @@ class Scaling:
 
         Statistics are computed in float64.
         """
-        values = torch.as_tensor(values)
+        if isinstance(values, np.ndarray):
+            values = torch.from_numpy(values)
         exact = values.double()
         missing = exact.isnan()
         if bool(missing.any()):
@@ -194,7 +195,8 @@ class Scaling:
 
     def __call__(self, values: Float[Tensor, "n ..."] | np.ndarray) -> Float[Tensor, "n ..."]:
         """Return standardized values, one example per row, in the same shape."""
-        values = torch.as_tensor(values)
+        if isinstance(values, np.ndarray):
+            values = torch.from_numpy(values)
         return (values - self.mean.to(values)) / self.std.to(values)
 
     def undo(self, values: Float[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:
