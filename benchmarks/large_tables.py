@@ -321,8 +321,7 @@ def table_of(runs: list[Result]) -> str:
                 *(("log_likelihood", 4, 1), ("gain", 4, 1), ("accuracy", 2, 100)),
                 *(("rmse", 4, 1), ("coverage", 1, 100)),
             ):
-                value = with_error(factor * s[key], factor * s[f"{key}_error"], digits)
-                cells.append("" if math.isnan(s[key]) else value)
+                cells.append(with_error(factor * s[key], factor * s[f"{key}_error"], digits))
             for key, digits in (("seconds", 0), ("ratio", 2), ("peak", 0)):
                 cells.append(with_error(s[key], math.nan, digits))
             lines.append(f"| {' | '.join([*cells, s['seed_spans']])} |")

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from evigrad.errors import ConfigurationError, InputError
+from evigrad.likelihoods.targets import as_numbers
 
 # Likelihoods whose targets are counts, which are not standardized.
 COUNTS = ("poisson", "negative-binomial")
@@ -178,8 +179,7 @@ class Scaling:
 
         Statistics are computed in float64.
         """
-        if isinstance(values, np.ndarray):
-            values = torch.from_numpy(values)
+        values = as_numbers(values)
         exact = values.double()
         missing = exact.isnan()
         if bool(missing.any()):
@@ -195,8 +195,7 @@ class Scaling:
 
     def __call__(self, values: Float[Tensor, "n ..."] | np.ndarray) -> Float[Tensor, "n ..."]:
         """Return standardized values, one example per row, in the same shape."""
-        if isinstance(values, np.ndarray):
-            values = torch.from_numpy(values)
+        values = as_numbers(values)
         return (values - self.mean.to(values)) / self.std.to(values)
 
     def undo(self, values: Float[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from evigrad.blocks import Block
 from evigrad.errors import (
@@ -206,7 +205,11 @@ class Learner:
         self._runaways = Runaways(evidence)
         self._idle = 0  # number of rounds without a step since the last step
         # Until the first round, nothing may change these.
-        self._unlearned = {name: p.detach().clone() for name, p in self._outside_prior().items()}
+        self._unlearned = {
+            name: parameter.detach().clone()
+            for name, parameter in hyperparameters.items()
+            if not name.startswith("prior.")
+        }
         self.count = 0
         self.history: list[Row] = []
 
@@ -257,17 +260,13 @@ class Learner:
         self.history.append({"step": self.count, **columns})
         return learned
 
-    def _outside_prior(self) -> dict[str, nn.Parameter]:
-        """Return the hyperparameters of the model and the likelihood."""
-        named = self.evidence.hyperparameters().items()
-        return {name: p for name, p in named if not name.startswith("prior.")}
-
     def _check_unlearned(self) -> None:
         """Raise an error if a hyperparameter that no round has learned yet has changed."""
         # Later, checkpoints of the model and copies from other processes may change them.
-        for name, parameter in self._outside_prior().items():
-            value = parameter.detach()
-            start = self._unlearned.get(name, value).to(value)
+        named = self.evidence.hyperparameters() if self._unlearned else {}
+        for name, start in self._unlearned.items():
+            value = named[name].detach()
+            start = start.to(value)
             if not torch.equal(value, start):
                 entry = int((value - start).abs().argmax())
                 before, after = (tensor.flatten()[entry].item() for tensor in (start, value))

@@ -92,9 +92,9 @@ def plan_estimator(
         num_rows: Number of Jacobian rows of an example.
         num_weights: Number of weights that training changes.
     """
-    prior = settings.prior
     if settings.estimator != AUTO:
         return settings.estimator
+    prior = settings.prior
     varies = prior.varies if isinstance(prior, GaussianPrior) else prior == "diagonal"
     is_nearly_exact = num_data * num_rows <= FEW_ROWS or num_weights <= FEW_WEIGHTS
     needs_rows = varies or settings.anchoring is not None
