@@ -65,7 +65,7 @@ from evigrad.posterior import (
     Posterior,
     load_posterior,
     make_posterior,
-    mode_gap,
+    newton_step,
 )
 from evigrad.posterior.posterior import defined_name
 from evigrad.priors import GaussianPrior, not_a_prior
@@ -828,13 +828,11 @@ class Evidence:
             >>> evidence.mode_gap((x, 2 + model(x).detach())) > 0.1
             True
         """
-        state = self.generator.get_state()
         with torch.no_grad(), self._failing_by_name():
             with self.ranks.together():
                 self._check_weights()
-                gap = mode_gap(self.problem, data, structure, rows, examples) / self.num_data
-        self.generator.set_state(state)
-        return gap
+            step = newton_step(self.problem, data, structure, rows, examples)
+        return step.gap / self.num_data
 
     # ------------------------------------------------------------ other views of the same model
 

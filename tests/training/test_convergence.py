@@ -11,7 +11,7 @@ from evigrad.errors import EvigradWarning
 from evigrad.likelihoods import Gaussian
 from evigrad.priors import GaussianPrior
 from evigrad.training import convergence
-from evigrad.training.convergence import changes_at_mode, warn_of_mode
+from evigrad.training.convergence import changes_at_mode, steps_to_mode, warn_of_mode
 from evigrad.training.fit import prepare
 from evigrad.training.settings import Settings
 from evigrad.training.trainer import Trainer
@@ -117,11 +117,25 @@ def test_some_examples_show_the_gap_and_the_changes(monkeypatch):
     gaps, changes = [], []
     for count in (NUM_DATA, NUM_DATA // 2):
         monkeypatch.setattr(convergence, "_EXAMPLES", count)
-        gaps.append(convergence.mode_gap(trainer.evidence, trainer.data))
+        steps = steps_to_mode(trainer.evidence, trainer.data)
+        gaps.append(convergence.mode_gap(trainer.evidence, steps))
         changes.append(changes_at_mode(trainer.evidence, trainer.data)["precision/groups.weight"])
     assert gaps[0] != gaps[1] == pytest.approx(gaps[0], rel=0.5)
     assert changes[0] != changes[1]
     assert changes[1] == pytest.approx(changes[0], rel=0.5)
+
+
+@pytest.mark.parametrize("gap_above", [0.0, 1.0])
+def test_the_warning_uses_the_step_of_the_mode_gap(monkeypatch, gap_above):
+    trainer = grouped(0.7)
+    monkeypatch.setattr(convergence, "_FEW_ROWS", 0)
+    monkeypatch.setattr(convergence, "_ROUGH", gap_above)
+    steps = steps_to_mode(trainer.evidence, trainer.data)
+    assert len(steps) == (1 if gap_above else 2)  # a small gap needs no better approximation
+    expected = changes_at_mode(trainer.evidence, trainer.data)
+    if not gap_above:
+        monkeypatch.setattr(convergence, "newton_step", None)
+    assert changes_at_mode(trainer.evidence, trainer.data, steps) == expected
 
 
 class Kink(nn.Module):

@@ -12,7 +12,7 @@ held-out data. ``mode`` measures how far the weights are from w*, the mode of th
 """
 
 from evigrad.posterior.joint import JointPredictive
-from evigrad.posterior.mode import mode_gap, nearer_to_mode
+from evigrad.posterior.mode import NewtonStep, newton_step
 from evigrad.posterior.posterior import (
     DEFAULT_STRUCTURE,
     STRUCTURES,
@@ -27,10 +27,10 @@ __all__ = [
     "LINKS",
     "STRUCTURES",
     "JointPredictive",
+    "NewtonStep",
     "Posterior",
     "Predictive",
     "load_posterior",
     "make_posterior",
-    "mode_gap",
-    "nearer_to_mode",
+    "newton_step",
 ]

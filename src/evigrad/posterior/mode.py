@@ -11,14 +11,14 @@ order in the Newton step. H and the log-determinant do not change (J. Antorán e
 arXiv:2206.08900, section 4).
 
 A network with kinks, such as ReLU, can be at a mode where g is not zero. The linearized model then
-has a gap, but the Newton step lowers the log joint density of the network. ``nearer_to_mode`` takes
-the step only if the network gains a large part of what the linearized model predicts.
+has a gap, but the Newton step lowers the log joint density of the network. ``NewtonStep.taken``
+takes the step only if the network gains a large part of what the linearized model predicts.
 """
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,78 +37,84 @@ from evigrad.posterior.posterior import make_posterior
 
 # Number of examples per backward pass, halved when memory runs out.
 _AT_ONCE = 1000
-# Lengths of the steps that ``nearer_to_mode`` tries, relative to the Newton step. An approximation
-# of H may lead to a step that is too long.
+# Lengths that ``NewtonStep.taken`` tries, relative to the Newton step. An approximation of H may
+# lead to a step that is too long.
 _SHARES = (1.0, 0.5)
 # Share of the predicted gain that a step must reach. Half of an exact step reaches three quarters.
 _REACHED = 0.5
 
 
-def mode_gap(
+@dataclass(frozen=True)
+class NewtonStep:
+    """A Newton step of the linearized model from the weights toward the mode.
+
+    Attributes:
+        gap: ½ gᵀ (H + P0)⁻¹ g in nats, summed over all N training examples. At the mode of the
+            linearized model, the log joint density is higher by this much.
+    """
+
+    gap: float
+    _problem: Problem
+    _data: Any
+    _log_joint: float
+    _changes: dict[str, Tensor]
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Return a context in which the weights are nearer to the mode, if the step leads there.
+
+        The context takes the Newton step, or half of it, if the network then gains at least half of
+        what the linearized model predicts. Otherwise, the weights do not change.
+        """
+        weights = {name: self._problem.model.weights[name].detach() for name in self._changes}
+        saved = {name: weight.clone() for name, weight in weights.items()}
+
+        def move(share: float) -> None:
+            for name, weight in weights.items():
+                weight.copy_(saved[name] + share * self._changes[name])
+
+        try:
+            for share in _SHARES:
+                move(share)
+                after, _ = log_joint(self._problem, self._data, slope=False)
+                if after - self._log_joint >= _REACHED * self.gap:
+                    break
+            else:
+                move(0.0)
+            yield
+        finally:
+            for name, weight in weights.items():
+                weight.copy_(saved[name])
+
+
+def newton_step(
     problem: Problem,
     data: Any,
     structure: str,
     rows: int | None = None,
     examples: int | None = None,
-) -> float:
-    """Return ½ gᵀ (H + P0)⁻¹ g in nats, summed over all N training examples.
+) -> NewtonStep:
+    """Return the Newton step from the present weights. It does not change the weights.
 
     H is approximated as in a posterior with this ``structure`` and this number of ``rows``. With
     ``examples``, this many random examples represent all examples in H, but not in g.
 
     Raises:
-        NotFiniteError: If the result is NaN or infinite.
+        NotFiniteError: If the gap is NaN or infinite.
     """
-    posterior = make_posterior(*_sampled(problem, data, examples), structure, rows)
-    _, gradient = log_joint(problem, data)
-    gap = 0.5 * posterior.variance_of({name: gradient[name] for name in posterior.parameters})
+    problem = replace(problem, generator=torch.Generator().manual_seed(0))
+    with problem.ranks.together():
+        posterior = make_posterior(*_sampled(problem, data, examples), structure, rows)
+    value, gradient = log_joint(problem, data)
+    changes = posterior._covariance.times(gradient)
+    gap = 0.5 * sum((gradient[name] * change).sum().item() for name, change in changes.items())
     if not math.isfinite(gap):
         raise NotFiniteError(
             f"The gap to the mode is {gap}, because the gradient of the log joint density is too"
             " large. Look for weights, inputs or prior precisions that have diverged, and lower"
             " their learning rates."
         )
-    return gap
-
-
-@contextmanager
-def nearer_to_mode(
-    problem: Problem,
-    data: Any,
-    structure: str,
-    rows: int | None = None,
-    examples: int | None = None,
-) -> Iterator[None]:
-    """Return a context in which the weights are nearer to the mode, if the Newton step leads there.
-
-    H is approximated as for ``mode_gap``. The context takes the Newton step, or half of it, if the
-    network then gains at least half of what the linearized model predicts. Otherwise, the weights
-    do not change.
-    """
-    problem = replace(problem, generator=torch.Generator().manual_seed(0))
-    with problem.ranks.together():
-        posterior = make_posterior(*_sampled(problem, data, examples), structure, rows)
-    before, gradient = log_joint(problem, data)
-    step = posterior._covariance.times(gradient)
-    predicted = 0.5 * sum((gradient[name] * change).sum().item() for name, change in step.items())
-    weights = {name: problem.model.weights[name].detach() for name in step}
-    saved = {name: weight.clone() for name, weight in weights.items()}
-
-    def move(share: float) -> None:
-        for name, weight in weights.items():
-            weight.copy_(saved[name] + share * step[name])
-
-    try:
-        for share in _SHARES:
-            move(share)
-            if log_joint(problem, data, slope=False)[0] - before >= _REACHED * predicted:
-                break
-        else:
-            move(0.0)
-        yield
-    finally:
-        for name, weight in weights.items():
-            weight.copy_(saved[name])
+    return NewtonStep(gap, problem, data, value, changes)
 
 
 def _sampled(problem: Problem, data: Any, examples: int | None) -> tuple[Problem, Any]:

@@ -7,6 +7,7 @@ learned noise grows with them.
 
 import math
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from evigrad.likelihoods.noisy import Noisy
 from evigrad.likelihoods.positions import flattened
 from evigrad.measure.metrics import evaluate, hyperparameter_values, probe_outputs
 from evigrad.network.network import PROBE_SIZE
-from evigrad.posterior import nearer_to_mode
+from evigrad.posterior import NewtonStep, newton_step
 from evigrad.posterior.posterior import curvature_of_posterior
 from evigrad.training.data import RunData
 from evigrad.training.data_checks import are_discrete, frequent_value
@@ -54,25 +55,35 @@ _EXAMPLES = 2000
 _MOST_NUMBERS = 2**27
 
 
-def mode_gap(evidence: Evidence, data: RunData) -> float | None:
-    """Return the mode gap in nats per example, or None if its computation fails.
+def steps_to_mode(evidence: Evidence, data: RunData) -> list[NewtonStep]:
+    """Return Newton steps toward the mode by better and better approximations of the curvature.
 
-    The gap is exact for small data sets. For larger data sets it is an upper bound, or an estimate
-    with Kronecker factors of some examples. Its computation fails for instance if memory runs out.
+    There are several if the first approximation cannot show that the mode gap is small. The list is
+    empty if a step cannot be computed, for instance if memory runs out.
 
     Raises:
         RankError: If another rank fails.
     """
+    steps = list[NewtonStep]()
     try:
-        first, *others = map(_from_examples, approximations(evidence, data))
-        gap = evidence.mode_gap(data, **first)
-        if gap <= _ROUGH:
-            return gap
-        return min([gap, *(evidence.mode_gap(data, **other) for other in others)])
+        for approximation in approximations(evidence, data):
+            steps.append(_newton_step(evidence, data, approximation))
+            if steps[-1].gap <= _ROUGH * evidence.num_data:
+                break
     except RankError:
         raise
     except EvigradError:
-        return None
+        return []
+    return steps
+
+
+def mode_gap(evidence: Evidence, steps: Sequence[NewtonStep]) -> float | None:
+    """Return the mode gap in nats per example, or None without steps.
+
+    The gap is exact for small data sets. For larger data sets it is an upper bound, or an estimate
+    with Kronecker factors of some examples.
+    """
+    return min((step.gap / evidence.num_data for step in steps), default=None)
 
 
 def approximations(evidence: Evidence, data: RunData) -> list[dict[str, Any]]:
@@ -89,10 +100,11 @@ def approximations(evidence: Evidence, data: RunData) -> list[dict[str, Any]]:
     return [by_rows] if rows is None or num_outputs > _MOST_OUTPUTS else [by_rows, by_factors]
 
 
-def _from_examples(approximation: dict[str, Any]) -> dict[str, Any]:
+def _newton_step(evidence: Evidence, data: RunData, approximation: dict[str, Any]) -> NewtonStep:
     # Fewer examples with rows would not give an upper bound.
-    is_bound = approximation["structure"] == "ntk"
-    return approximation if is_bound else approximation | {"examples": _EXAMPLES}
+    examples = None if approximation["structure"] == "ntk" else _EXAMPLES
+    with torch.no_grad():
+        return newton_step(evidence.problem, data, examples=examples, **approximation)
 
 
 def warn_of_tails(evidence: Evidence, data: RunData) -> None:
@@ -139,7 +151,13 @@ def tail_gain(residuals: Tensor) -> float:
     return float((means.amax(0) - normal).mean())
 
 
-def warn_of_mode(evidence: Evidence, data: RunData, gap: float | None, epochs: int) -> None:
+def warn_of_mode(
+    evidence: Evidence,
+    data: RunData,
+    gap: float | None,
+    epochs: int,
+    steps: Sequence[NewtonStep] = (),
+) -> None:
     """Warn if training has not converged, so that more epochs change the hyperparameters."""
     nats = 0.0 if gap is None else gap * evidence.num_data
     if nats <= _FEW_NATS:
@@ -149,7 +167,7 @@ def warn_of_mode(evidence: Evidence, data: RunData, gap: float | None, epochs: i
     if nats <= determined:
         changes = [
             f"{name} from {before:.3g} to {after:.3g}"
-            for name, (before, after) in changes_at_mode(evidence, data).items()
+            for name, (before, after) in changes_at_mode(evidence, data, steps).items()
             if abs(math.log(after / before)) > math.log(_NOISE if name == "noise" else _PRECISION)
         ]
         if not changes:
@@ -163,25 +181,29 @@ def warn_of_mode(evidence: Evidence, data: RunData, gap: float | None, epochs: i
     )
 
 
-def changes_at_mode(evidence: Evidence, data: RunData) -> dict[str, tuple[float, float]]:
+def changes_at_mode(
+    evidence: Evidence, data: RunData, steps: Sequence[NewtonStep] = ()
+) -> dict[str, tuple[float, float]]:
     """Return learned precisions and noise, now and for the weights after a step toward the mode.
 
     A precision is inversely proportional to the squares of its weights, and a noise is proportional
     to the residuals. Precisions of weights that the data do not determine, with less than one
     effective parameter, are omitted. After the step, fewer parameters than one count as one. The
-    result is empty if nothing is learned, or if the step cannot be computed.
+    result is empty if nothing is learned, or if the step cannot be computed. ``steps`` are steps by
+    the first approximations, which are not computed again.
 
     Raises:
         RankError: If another rank fails.
     """
-    approximation = _from_examples(approximations(evidence, data)[-1])
     now, prior = hyperparameter_values(evidence), evidence.prior
     names = prior.learned_groups()
     learns_prior = "prior.log_precision" in evidence.hyperparameters()
     learned = {"noise", *(f"precision/{name}" for name in names if learns_prior)}
     try:
+        better = approximations(evidence, data)[len(steps) :]
+        step = _newton_step(evidence, data, better[-1]) if better else steps[-1]
         before = _sizes(evidence, data)
-        with torch.no_grad(), nearer_to_mode(evidence.problem, data, **approximation):
+        with torch.no_grad(), step.taken():
             after = _sizes(evidence, data)
     except RankError:
         raise

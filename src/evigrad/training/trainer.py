@@ -23,8 +23,9 @@ from evigrad.errors import (
 from evigrad.evidence import Evidence
 from evigrad.inputs import with_tensors
 from evigrad.measure.metrics import evaluate, hyperparameter_values, probe_outputs
+from evigrad.posterior import NewtonStep
 from evigrad.training import checkpoint, history
-from evigrad.training.convergence import mode_gap, warn_of_mode, warn_of_tails
+from evigrad.training.convergence import mode_gap, steps_to_mode, warn_of_mode, warn_of_tails
 from evigrad.training.cycles import Cycles
 from evigrad.training.data import RunData, derived_seed, stream
 from evigrad.training.history import Row
@@ -142,6 +143,7 @@ class Trainer:
         self.history: list[Row] = []  # one row for each epoch so far
         self.metrics: dict[str, dict[str, float]] = {"train": {}, "test": {}}
         self.seconds = 0.0  # time of training so far
+        self._steps_to_mode: Sequence[NewtonStep] = []
         # Only fixed points of weights around zero start from different decays.
         starts = rates.start_decays
         is_fixed_point = self.learner is not None and self.learner.fixed_point is not None
@@ -240,7 +242,7 @@ class Trainer:
         self.evidence.model.eval()
         gap = self.history[-1].get("mode_gap")
         if self.learner is not None:
-            warn_of_mode(self.evidence, self.data, gap, len(self.history))
+            warn_of_mode(self.evidence, self.data, gap, len(self.history), self._steps_to_mode)
             warn_of_tails(self.evidence, self.data)
         return FitResult(
             model=self.evidence.model,
@@ -407,7 +409,8 @@ class Trainer:
         if self.learner is not None:
             # The gap needs a pass over all data, which may take longer than an epoch.
             is_due = epoch == self.epochs and schedule.data_in_epoch(num_data) == num_data
-            columns["mode_gap"] = mode_gap(evidence, self.data) if is_due else None
+            self._steps_to_mode = steps_to_mode(evidence, self.data) if is_due else []
+            columns["mode_gap"] = mode_gap(evidence, self._steps_to_mode)
         return columns
 
     def _evaluate(self, epoch: int) -> None:
