@@ -18,8 +18,9 @@ defaults of ``fit``. These rules and the following methods were fixed before the
 * ``weight decay 5e-4``: the noise is learned on the training loss, here and in the next two.
 * ``grid``: the best of four decays on 10 % held-out data, then trained again on all data.
 * ``early stopping``: no decay, from the best epoch by the log likelihood of 10 % held-out data.
-* ``evigrad``: the defaults of ``fit``. ``evigrad, scalar`` learns one decay for all weights. The
-  others use another estimator: anchored rows (the default for few data), or the paper's.
+* ``evigrad``: the defaults of ``fit``. ``evigrad, scalar`` learns one decay for all weights.
+  ``evigrad, chosen weight`` uses ``fit(validation_fraction=0.5)``. The others use another
+  estimator: anchored rows (the default for few data), or the paper's.
 * ``gradient boosting``: scikit-learn's ``HistGradientBoosting…`` with early stopping, the best of
   four numbers of leaves on 10 % held-out data, then trained again. It gets missing numbers as they
   are. The noise of a regression is fitted to the errors on the held-out data.
@@ -46,7 +47,7 @@ import pandas
 import torch
 from learning import Result, Results, make_parser, parse
 from measure import Clock, Peak, show, summaries, with_error, with_gains
-from rivals import NO_DECAY, USUAL, Fitted, Pair, Task, train
+from rivals import HELD_OUT_SHARE, NO_DECAY, USUAL, Fitted, Pair, Task, train
 from scipy import stats
 from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
 from sklearn_tables import folder_of, packed_table
@@ -275,6 +276,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "weight decay 5e-4": run_usual,
     "evigrad": run_learned,
     "evigrad, scalar": partial(run_learned, prior="scalar"),
+    "evigrad, chosen weight": partial(run_learned, validation_fraction=HELD_OUT_SHARE),
     "early stopping": run_early,
     "grid": run_grid,
     "gradient boosting": run_boosting,

@@ -589,3 +589,46 @@ def test_accuracy_is_interpolated(monkeypatch):
     assert script.at_accuracy(runs, 0.97, 0.95, "weights") == pytest.approx(0.4375)
     assert script.at_accuracy(runs, 0.97, 0.9, "removed") == 0.75
     assert script.at_accuracy(runs, 0.9, 0.97, "removed") == 0.0
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::evigrad.errors.EvigradWarning", "ignore::FutureWarning")
+def test_pretrained(monkeypatch, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    script = load_script("pretrained", monkeypatch)
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
+    sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(
+        vocab_size=20, num_hidden_layers=1, max_position_embeddings=8, **sizes
+    )
+
+    def make_reader(num_outputs):
+        encoder = transformers.BertModel(config, add_pooling_layer=False)
+        encoder.embeddings.requires_grad_(False)
+        return script.Reader(encoder, num_outputs)
+
+    ids = torch.randint(1, 20, (60, 6), generator=torch.Generator().manual_seed(0))
+    y = torch.arange(60) % 6
+    monkeypatch.setattr(script, "make_reader", make_reader)
+    monkeypatch.setattr(script, "read", lambda *_: ((ids, y), (ids[:12], y[:12])))
+    monkeypatch.setattr(script, "SIZE", 30)
+    monkeypatch.setattr(script, "ESTIMATOR", "kfac-10-1")
+    short = Schedule(epochs=3, batch_size=10, eval_every=0)
+    monkeypatch.setattr(script, "SCHEDULE", short)
+    monkeypatch.setattr(script, "ROUNDS", script.replace(short, every=1, prior_blocks=1))
+    (page := tmp_path / "page.md").write_text("<!-- pretrained -->\n<!-- end pretrained -->\n")
+    arguments = ["--sets", "questions", "--seeds", "0", "--results", str(tmp_path)]
+    script.main([*arguments, "--pages", str(page)])
+    runs = runs_of(tmp_path / "pretrained.csv")
+    assert [row for row, _ in runs] == [f"questions: {method}" for method in script.METHODS]
+    assert page.read_text().count("\n| questions | ") == len(runs)
+    weights = {row: int(run["num_weights"]) for (row, _), run in runs.items()}
+    assert weights["questions: last layer"] == 8 * 6 + 6
+    assert weights["questions: LoRA, evigrad"] < weights["questions: evigrad"]
+    decays = set(json.loads(runs["questions: grid", 0]["decay"]).values())
+    assert len(decays) == 2  # of the backbone and of the last layer
+    assert len(set(json.loads(runs["questions: evigrad", 0]["decay"]).values())) > 2
+    # Padding does not change the outputs.
+    model = make_reader(6).eval()
+    torch.testing.assert_close(model(torch.nn.functional.pad(ids, (0, 2))), model(ids))
