@@ -20,7 +20,7 @@ def is_first_process() -> bool:
 
 
 def show(kind: str, text: str) -> None:
-    """Print an ``error``, ``warning`` or ``note`` on one line, colored in a terminal.
+    """Print an ``error``, ``warning`` or ``note``, in color and wrapped at words in a terminal.
 
     Only the first of several processes prints notes and warnings.
     """
@@ -28,9 +28,9 @@ def show(kind: str, text: str) -> None:
         return
     line = " ".join(text.split())
     label = "" if kind == "note" else f"{kind}: "
-    # In a Text, brackets are not markup. The terminal wraps long lines.
-    message = Text(f"{label}{line}", style=_STYLES[kind])
-    Console(stderr=True, soft_wrap=True, highlight=False).print(message)
+    message = Text(f"{label}{line}", style=_STYLES[kind])  # in which brackets are not markup
+    console = Console(stderr=True, highlight=False)
+    console.print(message, soft_wrap=not console.is_terminal)
 
 
 def print_table(

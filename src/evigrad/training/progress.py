@@ -54,13 +54,14 @@ class RichDisplay:
         console = Console(stderr=True, highlight=False)
         # Without room for both, the values are worth more than the bar.
         bar = [BarColumn(bar_width=20)] if console.width >= _WIDE else []
-        text = TextColumn("{task.description}", table_column=Column(no_wrap=True), markup=False)
+        self._column = Column(no_wrap=True)
+        text = TextColumn("{task.description}", table_column=self._column, markup=False)
         self._title, self._task = title, None
         self._progress = Progress(*bar, text, console=console)
 
     def say(self, line: str) -> None:
         """Print a line above the live one."""
-        self._progress.console.print(f"{self._title}: {line}", markup=False, soft_wrap=True)
+        self._progress.console.print(f"{self._title}: {line}", markup=False)
 
     def show(self, text: str, share: float) -> None:
         """Redraw the live line."""
@@ -71,7 +72,8 @@ class RichDisplay:
         self._progress.update(self._task, completed=share, description=line)
 
     def close(self) -> None:
-        """Stop the live line, and leave its last state on the screen."""
+        """Stop the live line, and leave all of its last state on the screen."""
+        self._column.no_wrap = False
         self._progress.stop()
 
 
