@@ -1,4 +1,4 @@
-"""Well-known sets from the Hugging Face hub, played by a module that has no network."""
+"""Well-known sets from the Hugging Face Hub, played by a module that has no network."""
 
 import importlib
 import socket

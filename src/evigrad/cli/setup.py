@@ -173,7 +173,7 @@ def set_up(
     Args:
         data: Data set: digits, mnist5k, autompg (tabular), or the NAME of Parquet files in the data
             folder. If the folder lacks mnist, fashion_mnist, cifar10, cifar100 or tiny_imagenet,
-            they are downloaded from the Hugging Face hub. NAME:rotated90, NAME:rotated180,
+            they are downloaded from the Hugging Face Hub. NAME:rotated90, NAME:rotated180,
             NAME:translated8 and NAME:scaled transform every image once. A path that ends in .csv,
             .tsv or .parquet is a table, whose features and numeric targets are standardized.
         data_dir: Folder with NAME_train.parquet and NAME_test.parquet. Default: the environment

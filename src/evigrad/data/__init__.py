@@ -54,7 +54,7 @@ def available(data_dir: str | os.PathLike[str] | None = None) -> list[str]:
         data_dir: Folder of Parquet files. Default: the environment variable ``EVIGRAD_DATA``.
 
     Returns:
-        Names of shipped data sets, of image sets in the folder or on the Hugging Face hub, and of
+        Names of shipped data sets, of image sets in the folder or on the Hugging Face Hub, and of
         tables in the folder, in this order. Names of sets on the hub are included only if the
         library ``datasets`` is installed.
 
@@ -99,7 +99,7 @@ def load(
     - NAME, if the data folder has ``NAME_train.parquet`` and ``NAME_test.parquet``: images with
       integer labels.
     - ``mnist``, ``fashion_mnist``, ``cifar10``, ``cifar100``, ``tiny_imagenet``: downloaded from
-      the Hugging Face hub if they are not in the data folder. This needs ``evigrad[hub]``.
+      the Hugging Face Hub if they are not in the data folder. This needs ``evigrad[hub]``.
     - ``uci/NAME`` or NAME, if the data folder has ``uci/NAME.parquet``: a table.
     - A path that ends in .csv, .tsv or .parquet: a table of features and a target, which may be
       classes or numbers. Text features become 0/1 columns.

@@ -1,4 +1,4 @@
-"""Well-known image sets from the Hugging Face hub, if its library `datasets` is installed."""
+"""Well-known image sets from the Hugging Face Hub, if its library `datasets` is installed."""
 
 import socket
 from importlib import import_module
@@ -63,7 +63,7 @@ def hub_images(name: str, elsewhere: str) -> tuple[Images, Images]:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST_REASON]}"
         raise ConfigurationError(
             f"The data set '{name}' was not found, and the download of {place.repository} from the"
-            f" Hugging Face hub failed ({reason}). {elsewhere}"
+            f" Hugging Face Hub failed ({reason}). {elsewhere}"
         ) from error
     where = place.repository
     return _images(f"{where}, train", train), _images(f"{where}, {place.test}", test)

@@ -1,4 +1,4 @@
-"""Load image sets from Parquet files in the format of the Hugging Face hub, or from packages."""
+"""Load image sets from Parquet files in the format of the Hugging Face Hub, or from packages."""
 
 import gzip
 import io
