@@ -28,6 +28,10 @@ KEYS = ("log_likelihood", "noise", "full", "at_mode", "kfac", *LOG_DETS)
 COLUMNS = ("row", "seed", *KEYS)
 
 
+def row_of(decay: float) -> str:
+    return f"{SET}: {decay:g}"
+
+
 def run(task: Task, decay: float) -> Result:
     """Return the columns of a training with a fixed decay."""
     fitted = train(task, decay=decay, optimization=Optimization(noise_on_loss=True))
@@ -55,10 +59,11 @@ def table_of(runs: Sequence[Result]) -> str:
         " | noise | seeds |",
         f"|{'---|' * 9}",
     ]
-    for s in summaries(runs, [f"{decay:.0e}" for decay in DECAYS], KEYS):
+    for s in summaries(runs, list(map(row_of, DECAYS)), KEYS):
         keys = ("log_likelihood", "full", "at_mode", "kfac", *LOG_DETS, "noise")
         cells = [with_error(s[key], s[f"{key}_error"], 3) for key in keys]
-        lines.append(f"| {' | '.join([s['row'], *cells, s['seed_spans']])} |")
+        decay = s["row"].partition(": ")[2]
+        lines.append(f"| {' | '.join([decay, *cells, s['seed_spans']])} |")
     return "\n".join(lines)
 
 
@@ -69,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for seed in options.seeds:
         task = make_task(SET, seed, options.data_dir)
         for decay in DECAYS:
-            if not results.has(row := f"{decay:.0e}", seed):
+            if not results.has(row := row_of(decay), seed):
                 results.add({"row": row, "seed": seed, **run(task, decay)})
     show("fixed decays", table_of(results.read()), options.pages)
 

@@ -1,11 +1,11 @@
 """Write the first table of the benchmarks: evigrad and the best baseline on every data set.
 
-It reads the CSV files of ``rivals.py``, ``transfer.py``, ``large_tables.py`` and
+It reads the CSV files of ``rivals.py``, ``transfer.py``, ``pretrained.py``, ``large_tables.py`` and
 ``large_images.py``. A baseline is one network with the architecture and the epochs of evigrad, so
-ensembles and gradient boosting are in the other tables only. The difference is a mean over the
-seeds that evigrad and the baseline share, and the best baseline is the one with the lowest mean. It
-needs at least three shared seeds, unless no baseline has as many. Times include searches, and are
-divided by the time of one training with a fixed weight decay.
+ensembles, adapters and gradient boosting are in the other tables only. The difference is a mean
+over the seeds that evigrad and the baseline share, and the best baseline is the one with the lowest
+mean. It needs at least three shared seeds, unless no baseline has as many. Times include searches,
+and are divided by the time of one training with a fixed weight decay.
 
     python benchmarks/overview.py --results docs/results --pages docs/benchmarks.md \
         benchmarks/README.md
@@ -21,8 +21,8 @@ from measure import mean_and_error, show, with_error
 from rivals import LABELS
 
 OURS = ("evigrad", "default", "choice", "kfac-400-1", "diag-ef")
-NO_BASELINE = (*OURS, "ensemble", "gradient boosting", "last layer, choice")
-USUAL = ("weight decay 5e-4", "map-5e-4", "map-noise", "usual")
+NO_BASELINE = (*OURS, "ensemble", "gradient boosting", "last layer, choice", "LoRA")
+USUAL = ("weight decay 5e-4", "map-5e-4", "map-noise", "usual", "AdamW, 0.01")
 FEWEST = 3
 # Name, file, prefix of the rows, examples, weights, and the row of evigrad.
 POSTERIOR = "default, posterior"
@@ -38,6 +38,7 @@ SETS = (
     ("CIFAR-10", "rivals_cifar10", "", 1000, 62_006, "default"),
     ("fine-tuning", "transfer_100", "", 100, 173_845, "default"),
     ("fine-tuning", "transfer_1000", "", 1000, 173_845, "default"),
+    ("TREC questions", "pretrained", "questions: ", 500, 10_649_094, "evigrad"),
     ("diamonds", "large_tables", "diamonds: ", 43_152, 20_481, "evigrad"),
     ("movies", "large_tables", "movies: ", 47_030, 18_945, "evigrad"),
     ("MNIST", "large_images", "mnist-3000: ", 3000, 14_538, "evigrad"),
