@@ -39,6 +39,7 @@ SETS = (
     ("fine-tuning", "transfer_100", "", 100, 173_845, "default"),
     ("fine-tuning", "transfer_1000", "", 1000, 173_845, "default"),
     ("TREC questions", "pretrained", "questions: ", 500, 10_649_094, "evigrad"),
+    ("CIFAR-10, EfficientNet", "pretrained", "photos: ", 500, 3_383_818, "evigrad"),
     ("diamonds", "large_tables", "diamonds: ", 43_152, 20_481, "evigrad"),
     ("movies", "large_tables", "movies: ", 47_030, 18_945, "evigrad"),
     ("MNIST", "large_images", "mnist-3000: ", 3000, 14_538, "evigrad"),

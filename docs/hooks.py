@@ -180,7 +180,7 @@ MOVED = {
     },
     "results": {"": "benchmarks"},
     "rivals": {"": "benchmarks#against-other-methods"},
-    "rotated": {"": "benchmarks#rotated-digits"},
+    "rotated": {"": "inputs#learn-an-augmentation"},
     "sklearn": {
         "another-network-other-settings": "sklearn#use-another-network-or-other-settings",
         "comparison-with-other-estimators": "benchmarks#tabular-data-with-scikit-learn",

@@ -87,7 +87,7 @@ def test_formulas_are_no_source(site: dict[Path, Page]) -> None:
 
 def test_short_names_and_numbers_are_not_broken(site: dict[Path, Page]) -> None:
     pages = {path.name: path.read_text() for path in site}
-    assert '<code class="whole">ntk-400-rows-anchored</code>' in pages["theory.html"]
+    assert '<code class="whole">ntk-400-rows-anchored</code>' in pages["choosing.html"]
     assert re.search(r'<td class="whole">[−.\d]+ ± [.\d]+</td>', pages["benchmarks.html"])
 
 
