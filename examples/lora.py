@@ -11,6 +11,9 @@ and share a learned precision. `fit` rotates the ranks, so that superfluous rank
 It takes 90 s of process time. With weight decay 5e-3, the test log likelihood is −1.401 for rank 8
 and −0.504 for rank 1. It is −0.547 with a precision per matrix, and −0.525 with a precision per
 rank, which leaves 25 of 32 ranks. Rank 1 is slightly better, but needs a search.
+
+``fit`` warns that training has not converged, because a step toward the mode would change one
+precision by half. Twice as many epochs lower the test log likelihood to −0.675 and −0.587.
 """
 
 import argparse
