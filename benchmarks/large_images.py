@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from learning import Result, Results, make_parser, parse
-from measure import show, summaries, with_error, with_gains
+from measure import cells_of, show, summaries, with_gains
 from rivals import NO_DECAY, Fitted, fixed_prior, metrics
 
 import evigrad
@@ -145,15 +145,12 @@ def table_of(runs: Sequence[Result]) -> str:
     for name, (kind, size) in SETS.items():
         rows = [f"{name}: {method}" for method in METHODS]
         for s in summaries(with_gains(runs, rows), rows, (*KEYS, "gain", "ratio")):
-            cells = [
-                with_error(factor * s[key], factor * s[f"{key}_error"], digits)
-                for key, digits, factor in (
-                    *(("log_likelihood", 4, 1), ("gain", 4, 1), ("accuracy", 2, 100)),
-                    *(("ece", 4, 1), ("train_log_likelihood", 4, 1)),
-                )
-            ]
-            for key, digits in (("log_evidence", 3), ("seconds", 0), ("ratio", 2)):
-                cells.append(with_error(s[key], math.nan, digits))
+            values = (
+                *(("log_likelihood", 4, 1), ("gain", 4, 1), ("accuracy", 2, 100)),
+                *(("ece", 4, 1), ("train_log_likelihood", 4, 1)),
+            )
+            times = (("log_evidence", 3, 1), ("seconds", 0, 1), ("ratio", 2, 1))
+            cells = [*cells_of(s, values), *cells_of(s, times, errors=False)]
             cells = [kind, f"{size:,}", s["row"].partition(": ")[2], *cells, s["seed_spans"]]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

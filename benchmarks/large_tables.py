@@ -46,7 +46,7 @@ import numpy as np
 import pandas
 import torch
 from learning import Result, Results, make_parser, parse
-from measure import Clock, Peak, show, summaries, with_error, with_gains
+from measure import Clock, Peak, cells_of, show, summaries, with_gains
 from rivals import HELD_OUT_SHARE, NO_DECAY, USUAL, Fitted, Pair, Task, train
 from scipy import stats
 from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
@@ -319,13 +319,12 @@ def table_of(runs: list[Result]) -> str:
                 f"{size[0]:,} × {size[1]}",
                 s["row"].partition(": ")[2],
             ]
-            for key, digits, factor in (
+            values = (
                 *(("log_likelihood", 4, 1), ("gain", 4, 1), ("accuracy", 2, 100)),
                 *(("rmse", 4, 1), ("coverage", 1, 100)),
-            ):
-                cells.append(with_error(factor * s[key], factor * s[f"{key}_error"], digits))
-            for key, digits in (("seconds", 0), ("ratio", 2), ("peak", 0)):
-                cells.append(with_error(s[key], math.nan, digits))
+            )
+            times = (("seconds", 0, 1), ("ratio", 2, 1), ("peak", 0, 1))
+            cells += [*cells_of(s, values), *cells_of(s, times, errors=False)]
             lines.append(f"| {' | '.join([*cells, s['seed_spans']])} |")
     return "\n".join(lines)
 

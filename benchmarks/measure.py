@@ -183,6 +183,18 @@ def with_error(mean: float, error: float, digits: int) -> str:
     return f"{mean:.{digits}f}{spread}"
 
 
+def cells_of(
+    summary: Mapping[str, Any], columns: Iterable[tuple[str, int, float]], errors: bool = True
+) -> list[str]:
+    """Return means of a summary as text, from names, digits and factors of its columns."""
+    return [
+        with_error(
+            factor * summary[key], factor * summary[f"{key}_error"] if errors else math.nan, digits
+        )
+        for key, digits, factor in columns
+    ]
+
+
 def spans(numbers: Iterable[int]) -> str:
     """Return integers as ranges, ``0-2, 5``."""
     ranges: list[list[int]] = []

@@ -48,7 +48,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from learning import Result, Results, make_parser, parse
-from measure import Clock, Peak, show, summaries, with_error, with_gains
+from measure import Clock, Peak, cells_of, show, summaries, with_gains
 from rivals import NO_DECAY, USUAL, Fitted, Task, judged, train
 from sklearn_tables import folder_of
 from torch import Tensor, nn
@@ -312,13 +312,9 @@ def table_of(runs: Sequence[Result]) -> str:
         weights = {r["row"]: r["num_weights"] for r in runs}
         for s in summaries(with_gains(runs, rows), rows, (*KEYS, "gain", "ratio")):
             cells = [name, f"{weights[s['row']]:,}", s["row"].partition(": ")[2]]
-            for key, digits, factor in (
-                *(("log_likelihood", 3, 1), ("gain", 3, 1)),
-                *(("accuracy", 1, 100), ("ece", 3, 1)),
-            ):
-                cells.append(with_error(factor * s[key], factor * s[f"{key}_error"], digits))
-            for key, digits in (("seconds", 0), ("ratio", 2), ("peak", 0)):
-                cells.append(with_error(s[key], math.nan, digits))
+            values = (("log_likelihood", 3, 1), ("gain", 3, 1), ("accuracy", 1, 100), ("ece", 3, 1))
+            times = (("seconds", 0, 1), ("ratio", 2, 1), ("peak", 0, 1))
+            cells += [*cells_of(s, values), *cells_of(s, times, errors=False)]
             lines.append(f"| {' | '.join([*cells, s['seed_spans']])} |")
     return "\n".join(lines)
 
