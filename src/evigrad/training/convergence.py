@@ -103,7 +103,7 @@ def approximations(evidence: Evidence, data: RunData) -> list[dict[str, Any]]:
 def _newton_step(evidence: Evidence, data: RunData, approximation: dict[str, Any]) -> NewtonStep:
     # Fewer examples with rows would not give an upper bound.
     examples = None if approximation["structure"] == "ntk" else _EXAMPLES
-    with torch.no_grad():
+    with torch.no_grad(), evidence.problem.restored_on_error():
         return newton_step(evidence.problem, data, examples=examples, **approximation)
 
 
