@@ -18,8 +18,6 @@ resumes it where it was stopped. It stores every finished run.
         --pages benchmarks/README.md
 """
 
-import copy
-import math
 import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -28,7 +26,7 @@ from typing import Any
 
 from learning import Result, Results, make_parser, parse
 from measure import cells_of, show, summaries, with_gains
-from rivals import NO_DECAY, Fitted, fixed_prior, metrics
+from rivals import NO_DECAY, BestEpoch, Fitted, fixed_prior, metrics
 
 import evigrad
 from evigrad import FitResult, Schedule
@@ -93,16 +91,10 @@ def run(name: str, method: str, seed: int, data_dir: str | None, runs: Path) -> 
     folder = runs / f"{name}-{method}-{seed}".replace(" ", "-").replace(",", "")
     folder.mkdir(parents=True, exist_ok=True)
     clock, options = ProcessTime(folder), dict(METHODS[method])
-    callbacks, train, best = [clock], data.train, {"score": -math.inf}
+    train, held_out = data.train, None
     if method == "early stopping":
         train, held_out = data.split_validation(HELD_OUT, seed)
-
-        def keep(_: object) -> None:
-            score = Fitted(model).log_likelihood(held_out)
-            if score > best["score"]:
-                best.update(score=score, weights=copy.deepcopy(model.state_dict()))
-
-        callbacks.append(keep)
+    best = BestEpoch(lambda: Fitted(model).log_likelihood(held_out), model)
     if "decay" in options:
         prior = fixed_prior(options.pop("decay"), len(train[0]))
         options |= {"estimator": None, "prior": prior}
@@ -114,12 +106,12 @@ def run(name: str, method: str, seed: int, data_dir: str | None, runs: Path) -> 
         run_dir=folder / "run",
         resume=(folder / "run").exists(),
         progress=False,
-        callbacks=callbacks,
+        callbacks=[clock, best] if held_out else [clock],
         **options,
     )
     seconds = clock.seconds
-    if "weights" in best:
-        model.load_state_dict(best["weights"])
+    if held_out:
+        best.restore()
     fitted, (x, y) = Fitted(result.model), data.test
     evidences = [row["log_evidence"] for row in result.history if row["log_evidence"] is not None]
     scores = metrics(fitted.outputs(x), y)

@@ -36,7 +36,6 @@ The folder of texts has TREC.train.all and TREC.test.all from the repository
 harvardnlp/sent-conv-torch, with a number and a sentence per line.
 """
 
-import math
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -49,7 +48,7 @@ import torch
 import torch.nn.functional as F
 from learning import Result, Results, make_parser, parse
 from measure import Clock, Peak, cells_of, show, summaries, with_gains
-from rivals import NO_DECAY, USUAL, Fitted, Task, judged, train
+from rivals import NO_DECAY, USUAL, BestEpoch, Fitted, Task, judged, train
 from sklearn_tables import folder_of
 from torch import Tensor, nn
 
@@ -249,18 +248,10 @@ def run_grid(task: Tuning) -> Fitted:
 def run_early(task: Tuning) -> Fitted:
     """Return the best epoch on held-out data, without decay."""
     part, held_out = task.held_out()
-    model, best, kept = task.network(), -math.inf, {}
-
-    def keep(_: object) -> None:
-        nonlocal best, kept
-        score = Fitted(model).log_likelihood(held_out)
-        if score > best:
-            weights = model.named_parameters()
-            best, kept = score, {n: w.detach().clone() for n, w in weights if w.requires_grad}
-
-    options = WITH_ADAM | {"model": model, "callbacks": [keep]}
-    fitted = train(task, part, decay=NO_DECAY, **options)
-    model.load_state_dict(kept, strict=False)
+    model = task.network()
+    best = BestEpoch(lambda: Fitted(model).log_likelihood(held_out), model)
+    fitted = train(task, part, decay=NO_DECAY, model=model, callbacks=[best], **WITH_ADAM)
+    best.restore()
     return fitted
 
 

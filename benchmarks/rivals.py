@@ -227,6 +227,26 @@ class Fitted:
         return log_likelihood(self.outputs(data[0]), data[1], self.noise)
 
 
+class BestEpoch:
+    """A callback of ``fit`` that keeps the modules of the epoch with the highest score."""
+
+    def __init__(self, score: Callable[[], float], *modules: nn.Module) -> None:
+        self._score, self._modules = score, modules
+        self._best, self._kept = -math.inf, [module.state_dict() for module in modules]
+
+    def __call__(self, _: object) -> None:
+        """Keep a copy of the modules if an epoch is the best so far."""
+        score = self._score()
+        if score > self._best:
+            self._best = score
+            self._kept = [copy.deepcopy(module.state_dict()) for module in self._modules]
+
+    def restore(self) -> None:
+        """Load the best epoch into the modules."""
+        for module, state in zip(self._modules, self._kept, strict=True):
+            module.load_state_dict(state)
+
+
 def log_likelihood(f: Tensor, y: Tensor, noise: float | None) -> float:
     """Return the mean log likelihood of the outputs, in nats per example."""
     likelihood = Categorical() if noise is None else Gaussian(noise, learnable=False)
@@ -488,18 +508,11 @@ def run_early(task: Task) -> Result:
         return {key: columns[key] for key in ("log_likelihood", "rmse", "epochs")} | {
             "seconds": clock.seconds
         }
-    best, kept = -math.inf, {}
     model = task.network()
-
-    def keep(_: object) -> None:
-        nonlocal best, kept
-        score = Fitted(model).log_likelihood(held_out)
-        if score > best:
-            best, kept = score, copy.deepcopy(model.state_dict())
-
+    best = BestEpoch(lambda: Fitted(model).log_likelihood(held_out), model)
     with Clock() as clock:
-        fitted = train(task, part, model=model, decay=NO_DECAY, callbacks=[keep])
-        model.load_state_dict(kept)
+        fitted = train(task, part, model=model, decay=NO_DECAY, callbacks=[best])
+        best.restore()
     return judged(task, fitted) | {"seconds": clock.seconds, "decay": 0.0}
 
 
@@ -529,13 +542,13 @@ class Batches(Sampler[Tensor]):
         return iter(order.tensor_split(self._count))
 
 
-def train_laplace(task: Task) -> tuple[Any, Fitted]:
+def train_laplace(task: Task, **rounds: Any) -> tuple[Any, Fitted]:
     """Return a training of laplace-torch, with the weights of the best log evidence."""
     from laplace import marglik_training  # pyright: ignore[reportMissingImports]
 
     data, model = task.data, task.network()
     x, y = data.train
-    schedule = plan_schedule(SCHEDULE, len(x))
+    schedule = plan_schedule(task.schedule or SCHEDULE, len(x))
     rates = plan_optimization(Optimization(), make_likelihood(data.likelihood), "layerwise")
     batches = Batches(len(x), schedule.batch_size, task.seed)
     steps = planned(schedule.epochs) * len(batches)
@@ -551,7 +564,7 @@ def train_laplace(task: Task) -> tuple[Any, Fitted]:
             scheduler_kwargs={"T_max": steps, "eta_min": rates.lr_min},
             n_epochs=planned(schedule.epochs),
             prior_structure="layerwise",
-            **LAPLACE,
+            **(LAPLACE | rounds),
         )
     names = [name for name, _ in model.named_parameters()]
     precisions = laplace.prior_precision.detach().tolist()

@@ -58,7 +58,10 @@ MOVED = {
     },
     "benchmarks": {
         "all-measurements": "benchmarks",
+        "posterior-predictions": "posterior#when-it-helps-and-when-it-hurts",
+        "rotated-digits": "inputs#learn-an-augmentation",
         "tightness-against-time": "benchmarks#tightness-of-the-bounds",
+        "where-learning-starts": "benchmarks",
     },
     "choosing": {
         "predict-memory-before-a-run": "choosing#inspect-an-estimator-before-a-run",
@@ -187,7 +190,7 @@ MOVED = {
         "measured": "benchmarks#tabular-data-with-scikit-learn",
     },
     "small": {"": "experiments/paper/README.md"},
-    "start": {"": "benchmarks#where-learning-starts"},
+    "start": {"": "benchmarks"},
     "trainers": {
         "use-evigrad-in-other-trainers": "trainers",
         "why-not-the-optimisers-weight_decay": "trainers#why-not-the-optimizers-weight_decay",
