@@ -49,7 +49,10 @@ MOVED = {
         "how-tight-it-is": "benchmarks#tightness-of-the-bounds",
         "when-to-use-something-else": "choosing",
     },
-    "architecture": {"the-house": "architecture#subpackages"},
+    "architecture": {
+        "the-house": "architecture#subpackages",
+        "where-fast-derivatives-are-checked": "src/evigrad/network/README.md",
+    },
     "augmentation": {
         "": "inputs#learn-an-augmentation",
         "other-hyperparameters-of-the-forward-pass": (
