@@ -305,7 +305,8 @@ class Posterior:
         """Return a posterior of classes whose mean and covariance are scaled by held-out data.
 
         Two numbers maximize the log likelihood: a factor on the mean of the outputs, which is an
-        inverse temperature, and one on their covariance. This posterior does not change.
+        inverse temperature, and one on their covariance. This posterior does not change. The factor
+        on the mean suits this covariance, so do not use ``link="plug-in"``, which ignores it.
 
         Args:
             x: Inputs that were not used for training. Training data would give too confident
