@@ -12,12 +12,13 @@ All methods train for the same number of epochs with batches of 100 and the othe
 
 All predictions are MAP predictions for 10,000 test images, which are only evaluated. ``seconds``
 are the process time of training. A training writes checkpoints to ``--runs``, and the script
-resumes it where it was stopped. It stores every finished run.
+resumes it where it was stopped, except for early stopping. It stores every finished run.
 
     python benchmarks/large_images.py --data-dir DIR --results docs/results \
         --pages benchmarks/README.md
 """
 
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -89,11 +90,12 @@ def run(name: str, method: str, seed: int, data_dir: str | None, runs: Path) -> 
     network, settings = NETWORKS[kind]
     model = make_model(network, data.input_shape, data.num_outputs, seed, **settings)
     folder = runs / f"{name}-{method}-{seed}".replace(" ", "-").replace(",", "")
-    folder.mkdir(parents=True, exist_ok=True)
-    clock, options = ProcessTime(folder), dict(METHODS[method])
     train, held_out = data.train, None
     if method == "early stopping":
         train, held_out = data.split_validation(HELD_OUT, seed)
+        shutil.rmtree(folder, ignore_errors=True)  # the best epoch is not in the checkpoints
+    folder.mkdir(parents=True, exist_ok=True)
+    clock, options = ProcessTime(folder), dict(METHODS[method])
     best = BestEpoch(lambda: Fitted(model).log_likelihood(held_out), model)
     if "decay" in options:
         prior = fixed_prior(options.pop("decay"), len(train[0]))
