@@ -53,9 +53,7 @@ from learning import Result, Results, make_parser, parse
 from measure import Clock, Peak, cells_of, show, summaries, with_gains
 from rivals import (
     HELD_OUT_SHARE,
-    MEMBERS,
     NO_DECAY,
-    OTHER_MEMBER,
     USUAL,
     BestEpoch,
     Fitted,
@@ -63,6 +61,7 @@ from rivals import (
     Task,
     train,
     train_laplace,
+    train_members,
 )
 from scipy import stats
 from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
@@ -72,7 +71,7 @@ from torch import Tensor
 from evigrad import Optimization, Predictive, Schedule
 from evigrad.data import DataSet
 from evigrad.data.dataset import Scaling, stratified_split
-from evigrad.likelihoods import Categorical, Gaussian, Likelihood, make_likelihood
+from evigrad.likelihoods import Likelihood, make_likelihood
 
 TEST, HELD_OUT, HIDDEN, BATCH = 0.2, 0.1, (128, 128), 500
 EPOCHS = {"flights": 15, "late": 15, "diamonds": 50, "movies": 50}
@@ -189,8 +188,7 @@ def judged(task: TableTask, members: Sequence[Fitted]) -> Result:
     """Return the columns of a network, or of the mean distribution of several, on the test set."""
     x, y = task.data.test
     outputs = [fitted.outputs(x).double() for fitted in members]
-    likelihoods = [likelihood_of(task, fitted) for fitted in members]
-    pairs = list(zip(likelihoods, outputs, strict=True))
+    pairs = list(zip((fitted.likelihood for fitted in members), outputs, strict=True))
     with torch.no_grad():
         log_probs = torch.stack([likelihood.log_prob(f, y) for likelihood, f in pairs])
         log_prob = log_probs.logsumexp(0) - math.log(len(members))
@@ -203,13 +201,6 @@ def judged(task: TableTask, members: Sequence[Fitted]) -> Result:
     inside = (below > 0.05) & (below < 0.95)
     rmse = float((torch.stack(outputs).mean(0) - y).square().mean().sqrt())
     return columns | {"rmse": rmse, "coverage": float(inside.double().mean())}
-
-
-def likelihood_of(task: TableTask, fitted: Fitted) -> Likelihood:
-    """Return the likelihood of a network, with its noise."""
-    if fitted.evidence is not None:
-        return fitted.evidence.likelihood
-    return Categorical() if fitted.noise is None else Gaussian(fitted.noise, learnable=False)
 
 
 def mean_log_prob(likelihood: Likelihood, fitted: Fitted, pair: Pair) -> float:
@@ -238,7 +229,7 @@ def run_grid(task: TableTask) -> tuple[Fitted, Any]:
     scores = {}
     for decay in DECAYS:
         fitted = train(task, part, decay=decay, **options)
-        scores[decay] = mean_log_prob(likelihood_of(task, fitted), fitted, held_out)
+        scores[decay] = mean_log_prob(fitted.likelihood, fitted, held_out)
     best = max(scores, key=lambda decay: scores[decay])
     return train(task, decay=best, **options), best
 
@@ -255,8 +246,7 @@ def run_early(task: TableTask) -> tuple[Fitted, Any]:
 
 
 def run_ensemble(task: TableTask) -> tuple[list[Fitted], Any]:
-    seeds = [task.seed + OTHER_MEMBER * member for member in range(MEMBERS)]
-    return [train(task, decay=USUAL, seed=seed, **plain(task)) for seed in seeds], None
+    return train_members(task, **plain(task)), None
 
 
 def run_laplace(task: TableTask) -> tuple[Fitted, Any]:

@@ -82,7 +82,7 @@ import evigrad
 from evigrad import Optimization, Schedule
 from evigrad.data import DataSet, load
 from evigrad.data.dataset import Scaling, stratified_split
-from evigrad.likelihoods import Categorical, Gaussian, make_likelihood
+from evigrad.likelihoods import Categorical, Gaussian, Likelihood, make_likelihood
 from evigrad.models import make_model
 from evigrad.plots.style import LIGHT, decorate, name_points, new_figure, plain_ticks
 from evigrad.priors import GaussianPrior
@@ -216,6 +216,11 @@ class Fitted:
     evidence: evigrad.Evidence | None = None
     choice: WeightChoice | None = None
 
+    @property
+    def likelihood(self) -> Likelihood:
+        """Return the likelihood of the network's training, with its noise."""
+        return likelihood_of(self.noise) if self.evidence is None else self.evidence.likelihood
+
     def outputs(self, x: Tensor) -> Tensor:
         """Return the outputs for any number of inputs."""
         self.model.eval()
@@ -249,8 +254,12 @@ class BestEpoch:
 
 def log_likelihood(f: Tensor, y: Tensor, noise: float | None) -> float:
     """Return the mean log likelihood of the outputs, in nats per example."""
-    likelihood = Categorical() if noise is None else Gaussian(noise, learnable=False)
-    return float(likelihood.log_prob(f.double(), y).mean())
+    return float(likelihood_of(noise).log_prob(f.double(), y).mean())
+
+
+def likelihood_of(noise: float | None) -> Likelihood:
+    """Return the likelihood of classes, or of numbers with a noise."""
+    return Categorical() if noise is None else Gaussian(noise, learnable=False)
 
 
 def best_scale(f: Tensor, y: Tensor) -> float:
@@ -516,11 +525,16 @@ def run_early(task: Task) -> Result:
     return judged(task, fitted) | {"seconds": clock.seconds, "decay": 0.0}
 
 
+def train_members(task: Task, **options: Any) -> list[Fitted]:
+    """Return networks with weight decay 5e-4, different initial weights and orders of the data."""
+    seeds = [task.seed + OTHER_MEMBER * member for member in range(MEMBERS)]
+    return [train(task, decay=USUAL, seed=seed, **options) for seed in seeds]
+
+
 def run_ensemble(task: Task) -> Result:
     """Return the mean probabilities of several networks with weight decay 5e-4."""
     with Clock() as clock:
-        seeds = [task.seed + OTHER_MEMBER * member for member in range(MEMBERS)]
-        networks = [train(task, decay=USUAL, seed=seed) for seed in seeds]
+        networks = train_members(task)
     x, y = task.data.test
     log_probs = torch.stack([network.outputs(x).double().log_softmax(1) for network in networks])
     columns = metrics(log_probs.logsumexp(0) - math.log(MEMBERS), y)

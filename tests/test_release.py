@@ -16,7 +16,6 @@ ROOT = Path(__file__).parent.parent
 TEN_LINES = """
 import sys
 from pathlib import Path
-from typing import Any
 sys.path.insert(0, sys.argv[1])
 import torch
 import evigrad
