@@ -563,7 +563,7 @@ def train_laplace(task: Task, **rounds: Any) -> tuple[Any, Fitted]:
     data, model = task.data, task.network()
     x, y = data.train
     schedule = plan_schedule(task.schedule or SCHEDULE, len(x))
-    rates = plan_optimization(Optimization(), make_likelihood(data.likelihood), "layerwise")
+    rates = plan_optimization(Optimization(), make_likelihood(data.likelihood), "layerwise", len(x))
     batches = Batches(len(x), schedule.batch_size, task.seed)
     steps = planned(schedule.epochs) * len(batches)
     with warnings.catch_warnings():

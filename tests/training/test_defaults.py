@@ -136,7 +136,7 @@ def test_many_data_need_fewer_epochs():
         assert plan_schedule(Schedule(**options), num_data, num_items).epochs == epochs
 
 
-def test_there_are_two_starts_if_any_noise_is_learned():
+def test_there_are_two_starts_if_any_noise_is_learned_from_few_data():
     for likelihood, starts in [
         (Gaussian(), (0.01, 0.001)),
         (Gaussian(learnable=False), (0.01,)),
@@ -146,7 +146,9 @@ def test_there_are_two_starts_if_any_noise_is_learned():
         (Joint({"a": (2, Categorical()), "b": (1, Weighted(Gaussian()))}), (0.01, 0.001)),
         (Joint({"a": (2, Categorical()), "b": (1, Gaussian(learnable=False))}), (0.01,)),
     ]:
-        assert plan_optimization(Optimization(), likelihood, "layerwise").start_decay == starts
+        for num_data, expected in [(14_999, starts), (15_000, (0.01,))]:
+            planned = plan_optimization(Optimization(), likelihood, "layerwise", num_data)
+            assert planned.start_decay == expected
 
 
 @pytest.mark.each(1)

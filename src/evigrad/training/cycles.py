@@ -8,6 +8,7 @@ only a little.
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 from statistics import fmean
 
 from evigrad.training.history import Row
@@ -74,8 +75,9 @@ def has_settled(before: Sequence[Row], after: Sequence[Row]) -> bool:
 
 def _state(history: Sequence[Row]) -> dict[str, float]:
     """Return log evidence, mode gap and log noise at the end of a history."""
-    values = [row["log_evidence"] for row in history if row["log_evidence"] is not None]
-    state = {"log_evidence": fmean(values[-_ROUNDS:])} if values else {}
+    latest = (e for row in reversed(history) if (e := row["log_evidence"]) is not None)
+    values = list(islice(latest, _ROUNDS))
+    state = {"log_evidence": fmean(values)} if values else {}
     for name, value in history[-1].items():
         if value is not None and name == "mode_gap":
             state[name] = value

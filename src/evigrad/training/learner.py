@@ -183,7 +183,9 @@ class Learner:
             if evidence.ranks.count > 1 and in_custom_loop:
                 alike["data"] = self.data.fingerprint()
             self.schedule = plan_schedule(schedule, evidence.num_data)
-            optimization = plan_optimization(optimization, evidence.likelihood, evidence.prior)
+            optimization = plan_optimization(
+                optimization, evidence.likelihood, evidence.prior, evidence.num_data
+            )
             if in_custom_loop:
                 refuse(chosen, of_learner(self.schedule, optimization, evidence))
             self.hyper_optimizer = make_hyper_optimizer(hyperparameters, optimization)

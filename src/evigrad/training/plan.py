@@ -19,13 +19,14 @@ LEARNED_PRECISION = 1.0
 # the network fits noisy labels and targets before their noise is learned, and precisions recover
 # slowly. With a much stronger one, networks on few data end at zero (benchmarks/README.md).
 BURN_IN_DECAY = 1e-2
-# A second start if noise is learned. The first one can end far below the evidence of a network
-# that fits the data, because large noise keeps weights small and small weights keep the noise
-# large. Where targets are noise, this one overfits, so the evidence decides (benchmarks/README.md).
-WEAK_DECAY = 1e-3
 # The burn-in's precision does not grow further with N, so that the decay for few data does not
 # restrain many.
 BURN_IN_DATA = 1500
+# A second start if noise is learned. The first one can end far below the evidence of a network
+# that fits the data, because large noise keeps weights small and small weights keep the noise
+# large. Where targets are noise, this one overfits, so the evidence decides (benchmarks/README.md).
+# From 15,000 examples on, the first start is as weak, and the second one gains nothing.
+WEAK_DECAY = 1e-3
 # Weight decay of the burn-in for weights with a nonzero prior mean, such as pretrained ones. With a
 # weak one, few data are fitted before it is learned how close the weights should stay.
 PRETRAINED_DECAY = 1.0
@@ -76,7 +77,7 @@ def plan(settings: Settings, num_data: int, num_items: int | None = None) -> Set
         settings,
         precision=precision,
         schedule=schedule,
-        optimization=plan_optimization(settings.optimization, likelihood, settings.prior),
+        optimization=plan_optimization(settings.optimization, likelihood, settings.prior, num_data),
     )
 
 
@@ -127,7 +128,7 @@ def plan_schedule(schedule: Schedule, num_data: int, num_items: int | None = Non
 
 
 def plan_optimization(
-    optimization: Optimization, likelihood: Likelihood, prior: str | GaussianPrior
+    optimization: Optimization, likelihood: Likelihood, prior: str | GaussianPrior, num_data: int
 ) -> Optimization:
     """Return an optimization in which ``lr``, ``prior_update`` and ``start_decay`` are set."""
     lr, update = optimization.lr, optimization.prior_update
@@ -143,7 +144,9 @@ def plan_optimization(
         update = "fixed_point" if has_fixed_point else "adam"
     starts = optimization.start_decay
     if starts is None:
-        starts = (BURN_IN_DECAY, WEAK_DECAY) if _learns_noise(likelihood) else (BURN_IN_DECAY,)
+        is_strong = burn_in_precision(BURN_IN_DECAY, num_data) > WEAK_DECAY * num_data
+        is_tried = is_strong and _learns_noise(likelihood)
+        starts = (BURN_IN_DECAY, WEAK_DECAY) if is_tried else (BURN_IN_DECAY,)
     return replace(optimization, lr=lr, prior_update=update, start_decay=starts)
 
 
