@@ -523,9 +523,12 @@ def test_recorded_numbers_are_compared(monkeypatch, tmp_path, capsys):
 def test_large_data_have_a_known_truth(monkeypatch, kind):
     """No network is better on many test data than the distribution that they come from."""
     script = load_script("large_data", monkeypatch)
-    row = script.measured(f"{kind}-200", 2, None)
-    assert (row["steps"], row["rounds"]) == (4, 2)
-    assert 0 < row["below_the_truth"] < 2
+    monkeypatch.setattr(script, "TEST", 2000)
+    run = script.run(f"{kind}-200", 0.02, seed=0)
+    assert (run["epochs"], run["steps"]) == (20, 40)
+    assert 0 < run["below_the_truth"] < 2
+    runs = [run | {"row": f"regression-40000: {length:g}", "seed": 0} for length in script.LENGTHS]
+    assert "| regression, 40,000 rows |" in script.table_of(runs)
 
 
 def test_checks_of_a_gpu_run_on_a_cpu(monkeypatch, tmp_path, capsys):
