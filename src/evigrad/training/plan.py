@@ -25,8 +25,8 @@ BURN_IN_DATA = 1500
 # A second start if noise is learned. The first one can end far below the evidence of a network
 # that fits the data, because large noise keeps weights small and small weights keep the noise
 # large. Where targets are noise, this one overfits, so the evidence decides (benchmarks/README.md).
-# From 15,000 examples on, the first start is as weak, and the second one gains nothing.
-WEAK_DECAY = 1e-3
+# Many data prevent that, and then it is the only start.
+WEAK_DECAY, MANY_DATA = 1e-3, 15_000
 # Weight decay of the burn-in for weights with a nonzero prior mean, such as pretrained ones. With a
 # weak one, few data are fitted before it is learned how close the weights should stay.
 PRETRAINED_DECAY = 1.0
@@ -144,9 +144,9 @@ def plan_optimization(
         update = "fixed_point" if has_fixed_point else "adam"
     starts = optimization.start_decay
     if starts is None:
-        is_strong = burn_in_precision(BURN_IN_DECAY, num_data) > WEAK_DECAY * num_data
-        is_tried = is_strong and _learns_noise(likelihood)
-        starts = (BURN_IN_DECAY, WEAK_DECAY) if is_tried else (BURN_IN_DECAY,)
+        starts = (BURN_IN_DECAY,)
+        if _learns_noise(likelihood):
+            starts = (BURN_IN_DECAY, WEAK_DECAY) if num_data < MANY_DATA else (WEAK_DECAY,)
     return replace(optimization, lr=lr, prior_update=update, start_decay=starts)
 
 

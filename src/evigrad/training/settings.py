@@ -157,8 +157,8 @@ class Optimization:
             hyperprior.
         start_decay: Weight decay of the burn-in, from which fixed_point starts. With several
             values, the network trains with each value for a third of the epochs. Training continues
-            from the value with the highest log evidence. Default: 0.01, or 0.01 and 0.001 if the
-            likelihood learns its noise from fewer than 15,000 examples.
+            from the value with the highest log evidence. Default: 0.01. If the likelihood learns
+            its noise, 0.01 and 0.001, or only 0.001 from 15,000 examples on.
         prior_lr: Learning rate of log precisions and log noise (Adam) at the start.
         prior_lr_min: Learning rate of log precisions and log noise at the end. The rate follows a
             cosine, step by step.
