@@ -1,6 +1,7 @@
 """The warning that training has not converged: only if a step changes hyperparameters."""
 
 import warnings
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from evigrad import Schedule, fit
 from evigrad.errors import EvigradWarning
 from evigrad.likelihoods import Gaussian
+from evigrad.posterior import mode
 from evigrad.priors import GaussianPrior
 from evigrad.training import convergence
 from evigrad.training.convergence import changes_at_mode, steps_to_mode, warn_of_mode
@@ -136,6 +138,17 @@ def test_the_warning_uses_the_step_of_the_mode_gap(monkeypatch, gap_above):
     if not gap_above:
         monkeypatch.setattr(convergence, "newton_step", None)
     assert changes_at_mode(trainer.evidence, trainer.data, steps) == expected
+
+
+def test_the_gradient_is_computed_once_for_all_approximations(monkeypatch):
+    trainer = grouped(0.7)
+    monkeypatch.setattr(convergence, "_FEW_ROWS", 0)
+    monkeypatch.setattr(convergence, "_ROUGH", 0.0)
+    with patch.object(mode, "log_joint", wraps=mode.log_joint) as log_joint:
+        rows, factors = steps_to_mode(trainer.evidence, trainer.data)
+    assert log_joint.call_count == 1
+    alone = trainer.evidence.mode_gap(trainer.data, structure="kfac") * NUM_DATA
+    assert factors.gap == pytest.approx(alone, rel=1e-6) != rows.gap
 
 
 class Kink(nn.Module):

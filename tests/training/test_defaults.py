@@ -59,12 +59,15 @@ def test_arguments_become_the_settings_of_the_same_name(function: str, lacking: 
     ("prior", "sizes", "expected"),
     [
         ("layerwise", (40_000, 1, 20_000), "kfac-400-C-scaled"),
-        ("layerwise", (40_000, 99, 20_000), "kfac-101-C-scaled"),
+        ("layerwise", (40_000, 9, 20_000), "kfac-222-C-scaled"),
         ("layerwise", (40_000, 999, 20_000), "kfac-100-C-scaled"),
-        ("scalar", (500, 9, 499), "kfac-400-C-scaled"),
+        ("scalar", (500, 9, 499), "kfac-222-C-scaled"),
+        ("layerwise", (40_000, 2, 79_999), "kfac-400-C-scaled"),
         (GaussianPrior({"all": ["*"]}), (40_000, 1, 20_000), "kfac-400-C-scaled"),
         ("layerwise", (90, 99, 401), "ntk-400-rows-anchored"),
         ("layerwise", (500, 9, 500), "ntk-400-rows-anchored"),  # they can be memorized
+        ("layerwise", (14_999, 2, 15_000), "ntk-400-rows-anchored"),
+        ("layerwise", (40_000, 2, 80_000), "ntk-400-rows-anchored"),
         ("layerwise", (4000, 1, 1000), "ntk-400-rows-anchored"),
         ("layerwise", (40_000, 1, 400), "ntk-400-rows-anchored"),
         ("diagonal", (40_000, 1, 20_000), "ntk-400-rows-anchored"),

@@ -67,7 +67,7 @@ def steps_to_mode(evidence: Evidence, data: RunData) -> list[NewtonStep]:
     steps = list[NewtonStep]()
     try:
         for approximation in approximations(evidence, data):
-            steps.append(_newton_step(evidence, data, approximation))
+            steps.append(_newton_step(evidence, data, approximation, steps))
             if steps[-1].gap <= _ROUGH * evidence.num_data:
                 break
     except RankError:
@@ -100,11 +100,14 @@ def approximations(evidence: Evidence, data: RunData) -> list[dict[str, Any]]:
     return [by_rows] if rows is None or num_outputs > _MOST_OUTPUTS else [by_rows, by_factors]
 
 
-def _newton_step(evidence: Evidence, data: RunData, approximation: dict[str, Any]) -> NewtonStep:
+def _newton_step(
+    evidence: Evidence, data: RunData, approximation: dict[str, Any], others: Sequence[NewtonStep]
+) -> NewtonStep:
     # Fewer examples with rows would not give an upper bound.
     examples = None if approximation["structure"] == "ntk" else _EXAMPLES
+    other = others[-1] if others else None
     with torch.no_grad(), evidence.problem.restored_on_error():
-        return newton_step(evidence.problem, data, examples=examples, **approximation)
+        return newton_step(evidence.problem, data, examples=examples, other=other, **approximation)
 
 
 def warn_of_tails(evidence: Evidence, data: RunData) -> None:
@@ -201,7 +204,7 @@ def changes_at_mode(
     learned = {"noise", *(f"precision/{name}" for name in names if learns_prior)}
     try:
         better = approximations(evidence, data)[len(steps) :]
-        step = _newton_step(evidence, data, better[-1]) if better else steps[-1]
+        step = _newton_step(evidence, data, better[-1], steps) if better else steps[-1]
         before = _sizes(evidence, data)
         with torch.no_grad(), step.taken():
             after = _sizes(evidence, data)

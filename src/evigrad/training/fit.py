@@ -95,9 +95,10 @@ def fit(
             sets.
         estimator: Evidence estimator, named STRUCTURE-SUBSET-OUTPUTS, such as ntk-100-1 or
             kfac-N-C. Default: "auto", which is kfac-400-C-scaled if there are more examples than
-            weights and over 4,000 Jacobian rows, and ntk-400-rows-anchored otherwise. The latter is
-            exact for at most 400 Jacobian rows. None trains by plain MAP, without hyperparameter
-            steps.
+            weights (from 15,000 examples on, than half of the weights) and over 4,000 Jacobian
+            rows, and ntk-400-rows-anchored otherwise. With over 5 Jacobian rows per example, the
+            former uses fewer than 400 examples. The latter is exact for at most 400 Jacobian rows.
+            None trains by plain MAP, without hyperparameter steps.
         prior: Which weights share a prior precision (weight decay): scalar (all weights), layerwise
             (the weights of each parameter tensor) or diagonal (none). Use a ``GaussianPrior`` for
             other groups, a hyperprior, or a nonzero mean (``mean="initial"`` for fine-tuning).

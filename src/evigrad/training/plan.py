@@ -48,11 +48,12 @@ FEWEST_EPOCHS_OF_MANY = 10
 FEW_DATA, MORE = 2000, 4
 # If there are more examples than weights, anchored rows overestimate the effective parameters, and
 # the decay is too strong. The curvature of some examples, scaled to all data, predicts better. If
-# there are fewer, networks can memorize their data, and it is much too weak (benchmarks/README.md).
+# there are fewer, networks can memorize their data, and it is much too weak. Of many data, anchored
+# rows are a small share, so that half as many examples as weights suffice (benchmarks/README.md).
 # With as few rows or weights as these, anchored rows are nearly exact.
 FEW_ROWS, FEW_WEIGHTS = 4000, 400
 # Examples in a block of scaled curvature, and rows, unless the examples are too few for factors.
-MOST_EXAMPLES, MOST_BLOCK_ROWS, FEWEST_EXAMPLES = 400, 10_000, 100
+MOST_EXAMPLES, MOST_BLOCK_ROWS, FEWEST_EXAMPLES = 400, 2000, 100
 # Share of the epochs before the first round.
 BURN_IN = 0.1
 ROUNDS = 20
@@ -99,7 +100,8 @@ def plan_estimator(
     varies = prior.varies if isinstance(prior, GaussianPrior) else prior == "diagonal"
     is_nearly_exact = num_data * num_rows <= FEW_ROWS or num_weights <= FEW_WEIGHTS
     needs_rows = varies or settings.anchoring is not None
-    if num_data <= num_weights or is_nearly_exact or needs_rows:
+    share = 1.0 if num_data < MANY_DATA else 0.5
+    if num_data <= share * num_weights or is_nearly_exact or needs_rows:
         return DEFAULT_ESTIMATOR
     size = max(FEWEST_EXAMPLES, min(MOST_EXAMPLES, MOST_BLOCK_ROWS // num_rows))
     return f"kfac-{size}-C-scaled" if size < num_data else "kfac-N-C"
