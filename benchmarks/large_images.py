@@ -3,11 +3,13 @@
 ``mnist`` trains MiniNet, and ``cifar10`` a Fixup Wide ResNet of depth 10 without augmentation
 (77,387 weights). The seed draws the training images, the initial weights and the order of training.
 All methods train for the same number of epochs with batches of 100 and the other defaults of
-``fit``. Decays, epochs and methods were fixed before the first run:
+``fit``. Decays, epochs and methods were fixed before the first run, except for ``start_decay`` and
+the examples of scaled curvature:
 
 * ``weight decay 5e-4``, ``weight decay 1e-4``, ``weight decay 5e-3``: one decay for all weights.
 * ``evigrad``: the defaults of ``fit``. ``evigrad, scalar`` learns one decay for all weights. The
-  others use another estimator: anchored rows (the default for few data), or the paper's.
+  others use another estimator (``kfac-N-C-scaled`` is the default for many data, anchored rows for
+  few, and the others are the paper's), or a tenth of the weight decay during the burn-in.
 * ``early stopping``: no decay, from the best epoch by the log likelihood of 10 % held-out data.
 
 All predictions are MAP predictions for 10,000 test images, which are only evaluated. ``seconds``
@@ -30,7 +32,7 @@ from measure import cells_of, show, summaries, with_gains
 from rivals import NO_DECAY, BestEpoch, Fitted, fixed_prior, metrics
 
 import evigrad
-from evigrad import FitResult, Schedule
+from evigrad import FitResult, Optimization, Schedule
 from evigrad.data import DataSet, load
 from evigrad.models import make_model
 
@@ -51,9 +53,13 @@ METHODS: dict[str, Mapping[str, Any]] = {
     "weight decay 1e-4": {"decay": 1e-4},
     "weight decay 5e-3": {"decay": 5e-3},
     "early stopping": {"decay": NO_DECAY},
+    "evigrad, start_decay 1e-3": {"optimization": Optimization(start_decay=1e-3)},
     **{
         f"evigrad, {name}": {"estimator": name}
-        for name in ("ntk-400-rows-anchored", "ntk-1600-rows-anchored", "kfac-400-1")
+        for name in (
+            *("kfac-100-C-scaled", "kfac-400-C-scaled"),
+            *("ntk-400-rows-anchored", "ntk-1600-rows-anchored", "kfac-400-1"),
+        )
     },
 }
 SETS = {f"{name}-{size}": (name, size) for name, sizes in SIZES.items() for size in sizes}
