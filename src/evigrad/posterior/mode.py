@@ -57,7 +57,8 @@ class NewtonStep:
     gap: float
     _problem: Problem
     _data: Any
-    _log_joint: tuple[float, dict[str, Tensor]]
+    _log_joint: float
+    _gradient: dict[str, Tensor]
     _changes: dict[str, Tensor]
 
     @contextmanager
@@ -78,7 +79,7 @@ class NewtonStep:
             for share in _SHARES:
                 move(share)
                 after, _ = log_joint(self._problem, self._data, slope=False)
-                if after - self._log_joint[0] >= _REACHED * self.gap:
+                if after - self._log_joint >= _REACHED * self.gap:
                     break
             else:
                 move(0.0)
@@ -109,7 +110,7 @@ def newton_step(
     problem = replace(problem, generator=torch.Generator().manual_seed(0))
     with problem.ranks.together():
         posterior = make_posterior(*_sampled(problem, data, examples), structure, rows)
-    value, gradient = other._log_joint if other else log_joint(problem, data)
+    value, gradient = (other._log_joint, other._gradient) if other else log_joint(problem, data)
     changes = posterior._covariance.times(gradient)
     gap = 0.5 * sum((gradient[name] * change).sum().item() for name, change in changes.items())
     if not math.isfinite(gap):
@@ -118,7 +119,7 @@ def newton_step(
             " large. Look for weights, inputs or prior precisions that have diverged, and lower"
             " their learning rates."
         )
-    return NewtonStep(gap, problem, data, (value, gradient), changes)
+    return NewtonStep(gap, problem, data, value, gradient, changes)
 
 
 def _sampled(problem: Problem, data: Any, examples: int | None) -> tuple[Problem, Any]:

@@ -15,6 +15,8 @@ T = TypeVar("T")
 
 # Default of a learned prior precision at the start, for steps of Adam.
 LEARNED_PRECISION = 1.0
+# From this number of examples on, defaults differ for the start and the estimator.
+MANY_DATA = 15_000
 # Weight decay of the burn-in, from which the fixed point starts: 20 times 5e-4. With a weaker one,
 # the network fits noisy labels and targets before their noise is learned, and precisions recover
 # slowly. With a much stronger one, networks on few data end at zero (benchmarks/README.md).
@@ -26,7 +28,7 @@ BURN_IN_DATA = 1500
 # that fits the data, because large noise keeps weights small and small weights keep the noise
 # large. Where targets are noise, this one overfits, so the evidence decides (benchmarks/README.md).
 # Many data prevent that, and then it is the only start.
-WEAK_DECAY, MANY_DATA = 1e-3, 15_000
+WEAK_DECAY = 1e-3
 # Weight decay of the burn-in for weights with a nonzero prior mean, such as pretrained ones. With a
 # weak one, few data are fitted before it is learned how close the weights should stay.
 PRETRAINED_DECAY = 1.0
