@@ -101,6 +101,10 @@ class Rule(ABC):
         """Return whether the examples may be in dimension 1 of input and output instead of 0."""
         return self.at_positions
 
+    def in_pieces(self, slot: str) -> bool:
+        """Return whether ``rows`` of one row at a time take no more work than all at once."""
+        return slot == "bias"  # its rows are sums
+
     def call(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
@@ -517,6 +521,10 @@ class Elementwise(Rule):
 
     def data_second(self, match: Match) -> bool:
         return all(match.input.dim() - p.dim() > 1 for p in match.slots.values())
+
+    def in_pieces(self, slot: str) -> bool:
+        del slot
+        return True
 
     def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
         parameter = match.slots[slot]

@@ -499,9 +499,8 @@ class Linearization:
         """Return rows of all examples, or of one example, from the calls' output gradients."""
         rows: dict[str, Tensor] = {}
         for name in names:
-            # Rows of biases are sums. For other rows, each piece would repeat work on the input.
-            is_sum = all(slot == "bias" for _, slot in self._uses[name])
-            for call, slot, pieces in self._joined_uses(name, gradients, in_pieces=is_sum):
+            in_pieces = all(call.rule.in_pieces(slot) for call, slot in self._uses[name])
+            for call, slot, pieces in self._joined_uses(name, gradients, in_pieces=in_pieces):
                 if index is not None:
                     call, pieces = call.datum(index), [p[index : index + 1] for p in pieces]
                 parts = [call.rows(slot, piece) for piece in pieces]
