@@ -326,7 +326,7 @@ class Linearization:
             return torch.stack([call.inner(slot, g, cotangent) for call, slot, g in uses]).sum()
 
         def factors() -> Tensor:
-            parts = [call.factors(g, average=False) for call, _, g in uses]
+            parts = [call.factors([g], average=False) for call, _, g in uses]
             rows = [torch.einsum("mkgto,mgti->mkgoi", u.gradients, u.inputs) for u in parts]
             rows = [r.mT if u.transposed else r for r, u in zip(rows, parts, strict=True)]
             return torch.stack(rows).sum(0).reshape(*cotangent.shape[:2], *shape)
@@ -374,14 +374,15 @@ class Linearization:
                 )
         with self._computing():
             gradients = self._gradients(vectors)
-            factors = dict[str, list[KroneckerUse]]()
-            for name in names:
-                factors[name] = []
-                uses = self._joined_uses(name, gradients, vectors, in_pieces=True)
-                for call, _, pieces in uses:
-                    piece_factors = [call.factors(piece, average) for piece in pieces]
-                    use = piece_factors[0].with_gradients([f.gradients for f in piece_factors])
-                    factors[name].append(use)
+            factors = {
+                name: [
+                    call.factors(pieces, average=average)
+                    for call, _, pieces in self._joined_uses(
+                        name, gradients, vectors, in_pieces=True
+                    )
+                ]
+                for name in names
+            }
         # Detached, because a view of the recorded input requires a gradient if the input does.
         if self._differentiable:
             return factors
@@ -524,7 +525,7 @@ class Linearization:
         """
         (call, slot), *more = self._uses[name]
         columns = gradients[id(call)]
-        if in_pieces and columns is not None and not more and call.samples == 1:
+        if in_pieces and columns is not None and not more:
             return [(call, slot, columns.pieces)]
         uses = []
         for call, slot in self._uses[name]:

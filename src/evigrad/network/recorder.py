@@ -154,18 +154,23 @@ class Call:
         shape = torch.Size((self.parts, *self.output_shape[1:]))
         return replace(self, match=match, output_shape=shape, num_data=1)
 
-    def factors(self, gradient: Float[Tensor, "m k F *out"], average: bool) -> KroneckerUse:
+    def factors(
+        self, pieces: Sequence[Float[Tensor, "m k F *out"]], *, average: bool
+    ) -> KroneckerUse:
         """Return the Kronecker factors of this call's contribution to the rows.
 
-        If ``average``, average the inputs and sum the output gradients over each example's
-        augmentation samples. Otherwise, samples count as positions.
+        The gradients are ``pieces``, each with some of the rows. If ``average``, average the inputs
+        and sum the gradients over each example's augmentation samples. Otherwise, samples count as
+        positions.
         """
-        match = self._match_in(gradient)
+        match = self._match_in(pieces[0])
         if average and self.samples > 1 and self.parts % self.samples == 0:
             shape = (self.num_data, self.samples, self.parts // self.samples)
             match = replace(match, input=match.input.unflatten(0, shape).mean(1).flatten(0, 1))
-            gradient = gradient.unflatten(2, shape[1:]).sum(2)
-        return self.rule.factors(match, gradient.to(self.match.slots["weight"].dtype))
+            pieces = [gradient.unflatten(2, shape[1:]).sum(2) for gradient in pieces]
+        dtype = self.match.slots["weight"].dtype
+        uses = [self.rule.factors(match, gradient.to(dtype)) for gradient in pieces]
+        return uses[0].with_gradients([gradients for use in uses for gradients in use.pieces])
 
     def products(self, gradient: Float[Tensor, "m k F *out"]) -> tuple[Tensor, Tensor]:
         """See ``Rule.products``. Augmentation samples count as positions."""
