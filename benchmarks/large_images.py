@@ -3,8 +3,8 @@
 ``mnist`` trains MiniNet, and ``cifar10`` a Fixup Wide ResNet of depth 10 without augmentation
 (77,387 weights). The seed draws the training images, the initial weights and the order of training.
 All methods train for the same number of epochs with batches of 100 and the other defaults of
-``fit``. Decays, epochs and methods were fixed before the first run, except for ``start_decay`` and
-the examples of scaled curvature:
+``fit``. Decays, epochs and methods were fixed before the first run, except for ``start_decay``, the
+examples of scaled curvature, and ``cifar10-10000-long``, with as many epochs as ``fit`` would take:
 
 * ``weight decay 5e-4``, ``weight decay 1e-4``, ``weight decay 5e-3``: one decay for all weights.
 * ``evigrad``: the defaults of ``fit``. ``evigrad, scalar`` learns one decay for all weights. The
@@ -62,7 +62,10 @@ METHODS: dict[str, Mapping[str, Any]] = {
         )
     },
 }
-SETS = {f"{name}-{size}": (name, size) for name, sizes in SIZES.items() for size in sizes}
+# Network, images and epochs.
+SETS = {
+    f"{name}-{size}": (name, size, EPOCHS[size]) for name, sizes in SIZES.items() for size in sizes
+} | {"cifar10-10000-long": ("cifar10", 10_000, 100)}
 
 
 class ProcessTime:
@@ -86,13 +89,13 @@ class ProcessTime:
 @lru_cache(maxsize=1)
 def read(name: str, seed: int, data_dir: str | None) -> DataSet:
     """Return the images of a seed."""
-    data, size = SETS[name]
+    data, size, _ = SETS[name]
     return load(data, data_dir, subset=None if size == max(SIZES[data]) else size, seed=seed)
 
 
 def run(name: str, method: str, seed: int, data_dir: str | None, runs: Path) -> Result:
     """Return the columns of a training."""
-    data, (kind, size) = read(name, seed, data_dir), SETS[name]
+    data, (kind, size, epochs) = read(name, seed, data_dir), SETS[name]
     network, settings = NETWORKS[kind]
     model = make_model(network, data.input_shape, data.num_outputs, seed, **settings)
     folder = runs / f"{name}-{method}-{seed}".replace(" ", "-").replace(",", "")
@@ -109,7 +112,7 @@ def run(name: str, method: str, seed: int, data_dir: str | None, runs: Path) -> 
     result: FitResult = evigrad.fit(
         model,
         train,
-        schedule=Schedule(epochs=EPOCHS[size], batch_size=BATCH, eval_every=0),
+        schedule=Schedule(epochs=epochs, batch_size=BATCH, eval_every=0),
         seed=seed,
         run_dir=folder / "run",
         resume=(folder / "run").exists(),
@@ -128,7 +131,7 @@ def run(name: str, method: str, seed: int, data_dir: str | None, runs: Path) -> 
         "log_evidence": evidences[-1] if evidences else None,
         "seconds": seconds,
         "decay": {key: float(d) for key, d in result.evidence.weight_decay().items()},
-        "epochs": EPOCHS[size],
+        "epochs": epochs,
         "num_data": size,
         "num_weights": sum(p.numel() for p in model.parameters()),
     }
@@ -137,12 +140,12 @@ def run(name: str, method: str, seed: int, data_dir: str | None, runs: Path) -> 
 def table_of(runs: Sequence[Result]) -> str:
     """Return means of the seeds as Markdown, with the gain over the usual decay, seed by seed."""
     lines = [
-        "| data set | images | method | test log likelihood | gain over weight decay 5e-4"
+        "| data set | images | epochs | method | test log likelihood | gain over weight decay 5e-4"
         " | accuracy, % | calibration error | training log likelihood | log evidence | seconds"
         " | time ratio | seeds |",
-        f"|{'---|' * 12}",
+        f"|{'---|' * 13}",
     ]
-    for name, (kind, size) in SETS.items():
+    for name, (kind, size, epochs) in SETS.items():
         rows = [f"{name}: {method}" for method in METHODS]
         for s in summaries(with_gains(runs, rows), rows, (*KEYS, "gain", "ratio")):
             values = (
@@ -151,7 +154,14 @@ def table_of(runs: Sequence[Result]) -> str:
             )
             times = (("log_evidence", 3, 1), ("seconds", 0, 1), ("ratio", 2, 1))
             cells = [*cells_of(s, values), *cells_of(s, times, errors=False)]
-            cells = [kind, f"{size:,}", s["row"].partition(": ")[2], *cells, s["seed_spans"]]
+            cells = [
+                kind,
+                f"{size:,}",
+                str(epochs),
+                s["row"].partition(": ")[2],
+                *cells,
+                s["seed_spans"],
+            ]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
