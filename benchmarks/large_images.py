@@ -57,8 +57,8 @@ METHODS: dict[str, Mapping[str, Any]] = {
     **{
         f"evigrad, {name}": {"estimator": name}
         for name in (
-            *("kfac-100-C-scaled", "kfac-400-C-scaled"),
-            *("ntk-400-rows-anchored", "ntk-1600-rows-anchored", "kfac-400-1"),
+            *("kfac-400-C-scaled", "kfac-400-1"),
+            *("ntk-400-rows-anchored", "ntk-1600-rows-anchored"),
         )
     },
 }
