@@ -45,6 +45,7 @@ SETS = (
     ("MNIST", "large_images", "mnist-3000: ", 3000, 14_538, "evigrad"),
     ("MNIST", "large_images", "mnist-60000: ", 60_000, 14_538, "evigrad"),
     ("CIFAR-10, 30 epochs", "large_images", "cifar10-10000: ", 10_000, 77_387, "evigrad"),
+    ("CIFAR-10, 100 epochs", "large_images", "cifar10-10000-long: ", 10_000, 77_387, "evigrad"),
     ("CIFAR-10", "large_images", "cifar10-50000: ", 50_000, 77_387, "evigrad"),
     ("synthetic regression", "large_tables", "regression: ", 160_000, 18_049, "evigrad"),
     ("synthetic classes", "large_tables", "classification: ", 160_000, 18_436, "evigrad"),
