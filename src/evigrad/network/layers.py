@@ -78,6 +78,7 @@ class Rule(ABC):
     Attributes:
         name: Name in ``JacobianPlan.describe()``.
         kronecker: Slots for which ``factors`` and ``matrix`` are defined, such as "weight".
+        in_pieces: Slots whose rows take no more work one at a time than all at once.
         at_positions: Whether the function acts separately on each entry of the dimensions between
             the first and the last. Several calls are then equivalent to one call with more entries.
         transposed: Whether the weight has the shape (in, out) instead of (out, in).
@@ -85,6 +86,7 @@ class Rule(ABC):
 
     name: str
     kronecker: frozenset[str] = frozenset()
+    in_pieces: frozenset[str] = frozenset({"bias"})
     at_positions: bool = False
     transposed: bool = False
 
@@ -100,10 +102,6 @@ class Rule(ABC):
     def data_second(self, match: Match) -> bool:
         """Return whether the examples may be in dimension 1 of input and output instead of 0."""
         return self.at_positions
-
-    def in_pieces(self, slot: str) -> bool:
-        """Return whether ``rows`` of one row at a time take no more work than all at once."""
-        return slot == "bias"  # its rows are sums
 
     def call(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -502,6 +500,8 @@ class Elementwise(Rule):
             broadcasts.
     """
 
+    in_pieces = frozenset({"input", "other"})
+
     def __init__(
         self, name: str, derivatives: Mapping[str, Callable[[Tensor, Tensor, Any], Any]]
     ) -> None:
@@ -521,10 +521,6 @@ class Elementwise(Rule):
 
     def data_second(self, match: Match) -> bool:
         return all(match.input.dim() - p.dim() > 1 for p in match.slots.values())
-
-    def in_pieces(self, slot: str) -> bool:
-        del slot
-        return True
 
     def rows(self, slot: str, match: Match, gradient: Float[Tensor, "m k F *out"]) -> Tensor:
         parameter = match.slots[slot]

@@ -500,7 +500,7 @@ class Linearization:
         """Return rows of all examples, or of one example, from the calls' output gradients."""
         rows: dict[str, Tensor] = {}
         for name in names:
-            in_pieces = all(call.rule.in_pieces(slot) for call, slot in self._uses[name])
+            in_pieces = all(slot in call.rule.in_pieces for call, slot in self._uses[name])
             for call, slot, pieces in self._joined_uses(name, gradients, in_pieces=in_pieces):
                 if index is not None:
                     call, pieces = call.datum(index), [p[index : index + 1] for p in pieces]
