@@ -13,7 +13,7 @@ from evigrad.errors import ConfigurationError
 from evigrad.invariances import AffineInvariance, Averaged
 from evigrad.models import fixup_scalars, make_model
 from evigrad.training import optimizers
-from evigrad.training.optimizers import cosine
+from evigrad.training.optimizers import clear_negligible, cosine
 
 SMALL: dict[str, Any] = {"estimator": None, "epochs": 4, "lr": 0.01, "lr_min": 0.0001}
 
@@ -103,3 +103,39 @@ def test_adam_refuses_float16_before_training_and_other_optimisers_do_not():
     sgd = Optimization(optimizer="sgd", lr=0.1)
     result = fit(model, (x, y), schedule=schedule, optimization=sgd, **arguments)
     assert math.isfinite(result.train_metrics["log_likelihood"])
+
+
+def test_weights_of_inactive_units_become_zero_before_they_are_subnormal(monkeypatch):
+    x, y = torch.rand(20, 3), torch.arange(20) % 2
+    trained = []
+    for is_cleared in (True, False):
+        model = make_model("mlp", (3,), 2, seed=0, hidden=(4,), activation="relu")
+        first = next(m for m in model.modules() if isinstance(m, nn.Linear))
+        with torch.no_grad():
+            first.weight[0], first.bias[0] = 1e-33, -10.0
+        if not is_cleared:
+            monkeypatch.setattr("evigrad.training.weights.clear_negligible", lambda _: None)
+        trainer = trainer_of(model, (x, y), **SMALL, optimizer="sgd", batch_size=5)
+        trainer.train_weights(1)
+        momentum = trainer.weights.optimizer.state[first.weight]["momentum_buffer"]
+        for tensor in (first.weight, momentum):
+            assert tensor[0].any() != is_cleared
+            assert tensor[1:].all()
+        trained.append([p.detach().clone() for p in model.parameters()])
+    for cleared, kept in zip(*trained, strict=True):
+        torch.testing.assert_close(cleared, kept, rtol=0, atol=1e-30)
+
+
+def test_negligible_states_of_adam_become_zero_too():
+    weight = nn.Parameter(torch.tensor([1e-35, 0.5]))
+    unused = nn.Parameter(torch.tensor([1e-35, -1e-29], dtype=torch.float64))
+    adam = torch.optim.Adam([weight, unused], lr=0.0)
+    weight.grad = torch.tensor([1e-33, 1.0])
+    adam.step()
+    clear_negligible(adam)
+    assert torch.equal(weight, torch.tensor([0.0, 0.5]))
+    assert torch.equal(unused, torch.tensor([0.0, -1e-29], dtype=torch.float64))
+    state = adam.state[weight]
+    assert torch.equal(state["exp_avg"], torch.tensor([0.0, 0.1]))
+    assert state["step"] == 1
+    assert unused not in adam.state

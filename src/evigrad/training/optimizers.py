@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from evigrad.errors import ConfigurationError, listed
@@ -16,6 +16,7 @@ MOMENTUM = 0.9  # of sgd
 # Learning rate of Fixup's scalar biases and multipliers, relative to the other weights
 # (Zhang et al., 2019).
 SCALAR_RATE = 0.1
+NEGLIGIBLE = 1e-30  # numbers below 1.2e-38 are subnormal in float32
 
 
 def cosine(progress: float, start: float, end: float) -> float:
@@ -74,3 +75,17 @@ def make_hyper_optimizer(hyperparameters: Mapping[str, nn.Parameter], s: Optimiz
         params = [p for name, p in hyperparameters.items() if name.startswith(starts)]
         groups.append({"params": params, "lr": first, "lr_first": first, "lr_last": last})
     return Adam(groups, lr=s.prior_lr, weight_decay=0.0)
+
+
+@torch.no_grad()
+def clear_negligible(optimizer: Optimizer) -> None:
+    """Set weights and states of the optimizer below 1e-30 to zero.
+
+    Weight decay shrinks the weights of inactive units until they are subnormal. Many processors
+    compute with subnormal numbers so slowly that an epoch can take several times as long
+    (benchmarks/README.md). The flag of ``torch.set_flush_denormal`` applies to a single thread.
+    """
+    for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
+        for tensor in (weight, *optimizer.state.get(weight, {}).values()):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                tensor.masked_fill_(tensor.abs() < NEGLIGIBLE, 0.0)

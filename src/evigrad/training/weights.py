@@ -18,7 +18,12 @@ from evigrad.network.modes import seeded
 from evigrad.training.cycles import Cycles
 from evigrad.training.data import RunData, batches, derived_seed
 from evigrad.training.learner import Learner
-from evigrad.training.optimizers import cosine, make_hyper_optimizer, make_weight_optimizer
+from evigrad.training.optimizers import (
+    clear_negligible,
+    cosine,
+    make_hyper_optimizer,
+    make_weight_optimizer,
+)
 from evigrad.training.plan import planned
 from evigrad.training.settings import Settings
 
@@ -129,6 +134,7 @@ class WeightTrainer:
                         raise self._diverged(what, epoch, last)
                 self.loss_optimizer.zero_grad()
         self.optimizer.zero_grad(set_to_none=True)
+        clear_negligible(self.optimizer)
         # Statistics of normalization layers. Each rank has the statistics of its own data.
         evidence.ranks.share(list(evidence.model.buffers()))
         if spoiled := finite - self._finite_parts():
