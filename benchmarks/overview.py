@@ -24,6 +24,7 @@ OURS = ("evigrad", "default", "choice", "kfac-400-1", "diag-ef")
 NO_BASELINE = (*OURS, "ensemble", "gradient boosting", "last layer, choice", "LoRA")
 USUAL = ("weight decay 5e-4", "map-5e-4", "map-noise", "usual", "AdamW, 0.01")
 FEWEST = 3
+LARGE = 0.0015  # smaller standard errors need four digits
 # Name, file, prefix of the rows, examples, weights, and the row of evigrad.
 POSTERIOR = "default, posterior"
 SETS = (
@@ -81,7 +82,8 @@ def row_of(
     )
     shared = list(gains[best])
     gain, error = mean_and_error(list(gains[best].values()))
-    gain = round(gain, 3) + 0.0  # no −0.000
+    digits = 3 if error >= LARGE else 4
+    gain = round(gain, digits) + 0.0  # no −0.000
     ratio = fmean(learned[s]["seconds"] / usual[s]["seconds"] for s in shared if s in usual)
     cells = (
         name,
@@ -89,7 +91,7 @@ def row_of(
         f"{weights:,}",
         LABELS.get(best, best),
         with_error(*mean_and_error([learned[s]["log_likelihood"] for s in shared]), 3),
-        f"{'+' if gain > 0 else ''}{with_error(gain, error, 3)}",
+        f"{'+' if gain > 0 else ''}{with_error(gain, error, digits)}",
         f"{ratio:.1f}",
     )
     return f"| {' | '.join(cells)} |"

@@ -1,4 +1,4 @@
-"""Compare ``fit`` with usual ways to fine-tune pretrained networks of millions of weights.
+"""Compare ``fit`` with usual ways to fine-tune pretrained networks with millions of weights.
 
 * ``questions``: the kind of a question, out of six (TREC). The network is the text encoder
   all-MiniLM-L6-v2 (10.6 million weights without its embeddings, which stay fixed) with a mean over
