@@ -1,9 +1,8 @@
 """Trainings on data sets of several sizes and variants (Figure 7 and the Appendix)."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from evigrad.errors import ConfigurationError
 from experiments import figures
 from experiments.cases import Case, Row
 from experiments.definition import Experiment, Options
@@ -29,32 +28,17 @@ class Subsets(Experiment):
         sizes: Numbers of training examples.
         variants: Label to data set.
         rows: Label to options of its trainings.
-        only: Label to the variants of its row. Default: all variants.
     """
 
     sizes: list[int]
     variants: dict[str, str]
     rows: dict[str, Options]
-    only: dict[str, list[str]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for label, variants in self.only.items():
-            unknown = {label} - self.rows.keys() | set(variants) - self.variants.keys()
-            if unknown:
-                raise ConfigurationError(
-                    f"The experiment {self.name} has no row or variant"
-                    f" {', '.join(sorted(unknown))}, which 'only' names. Use labels of its rows and"
-                    " variants."
-                )
 
     def cases(self) -> list[Case]:
         """Return a training for each variant, row, size and seed."""
         cases = []
         for variant, data in self.variants.items():
             for label, options in self.rows.items():
-                if variant not in self.only.get(label, [variant]):
-                    continue
                 for size in self.sizes:
                     for seed in self.seeds:
                         data_options = {"data": data, "subset": size}
