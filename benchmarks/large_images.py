@@ -4,12 +4,13 @@
 (77,387 weights). The seed draws the training images, the initial weights and the order of training.
 All methods train for the same number of epochs with batches of 100 and the other defaults of
 ``fit``. Decays, epochs and methods were fixed before the first run, except for ``start_decay``, the
-examples of scaled curvature, and ``cifar10-10000-long``, with as many epochs as ``fit`` would take:
+examples of scaled curvature, and the ``-long`` sets, with as many epochs as ``fit`` would take:
 
 * ``weight decay 5e-4``, ``weight decay 1e-4``, ``weight decay 5e-3``: one decay for all weights.
 * ``evigrad``: the defaults of ``fit``. ``evigrad, scalar`` learns one decay for all weights. The
   others use another estimator (``kfac-N-C-scaled`` is the default for many data, anchored rows for
-  few, and the others are the paper's), or a tenth of the weight decay during the burn-in.
+  few, and the others are the paper's), one block for all steps of a round, or a tenth of the
+  weight decay during the burn-in.
 * ``early stopping``: no decay, from the best epoch by the log likelihood of 10 % held-out data.
 
 All predictions are MAP predictions for 10,000 test images, which are only evaluated. ``seconds``
@@ -54,6 +55,10 @@ METHODS: dict[str, Mapping[str, Any]] = {
     "weight decay 5e-3": {"decay": 5e-3},
     "early stopping": {"decay": NO_DECAY},
     "evigrad, start_decay 1e-3": {"optimization": Optimization(start_decay=1e-3)},
+    "evigrad, kfac-1000-C-scaled, one block": {
+        "estimator": "kfac-1000-C-scaled",
+        "prior_blocks": 1,
+    },
     **{
         f"evigrad, {name}": {"estimator": name}
         for name in (
@@ -65,7 +70,10 @@ METHODS: dict[str, Mapping[str, Any]] = {
 # Network, images and epochs.
 SETS = {
     f"{name}-{size}": (name, size, EPOCHS[size]) for name, sizes in SIZES.items() for size in sizes
-} | {"cifar10-10000-long": ("cifar10", 10_000, 100)}
+} | {
+    "mnist-60000-long": ("mnist", 60_000, 34),
+    "cifar10-10000-long": ("cifar10", 10_000, 100),
+}
 
 
 class ProcessTime:
@@ -109,10 +117,11 @@ def run(name: str, method: str, seed: int, data_dir: str | None, runs: Path) -> 
     if "decay" in options:
         prior = fixed_prior(options.pop("decay"), len(train[0]))
         options |= {"estimator": None, "prior": prior}
+    blocks = options.pop("prior_blocks", None)
     result: FitResult = evigrad.fit(
         model,
         train,
-        schedule=Schedule(epochs=epochs, batch_size=BATCH, eval_every=0),
+        schedule=Schedule(epochs=epochs, batch_size=BATCH, eval_every=0, prior_blocks=blocks),
         seed=seed,
         run_dir=folder / "run",
         resume=(folder / "run").exists(),

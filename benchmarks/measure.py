@@ -229,17 +229,19 @@ def summaries(
 def with_gains(runs: Sequence[Mapping[str, Any]], rows: Sequence[str]) -> list[dict[str, Any]]:
     """Return the runs of some rows with their gain and time ratio over the first row, by seed.
 
-    The ratio is None for a run without ``seconds``, such as of another session than the first row.
+    The ratio is None if one of the two runs has no ``seconds``, because they are from different
+    sessions.
     """
     first = {r["seed"]: r for r in runs if r["row"] == rows[0]}
     return [
         {
             **r,
             "gain": r["log_likelihood"] - first[r["seed"]]["log_likelihood"],
-            "ratio": r["seconds"] and r["seconds"] / first[r["seed"]]["seconds"],
+            "ratio": r["seconds"] and s and r["seconds"] / s,
         }
         for r in runs
         if r["row"] in rows and r["seed"] in first
+        for s in [first[r["seed"]]["seconds"]]
     ]
 
 

@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import json
 import math
+import sys
 import tarfile
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from evigrad import Evidence, Schedule
 from evigrad.blocks.anchors import Anchoring
+from evigrad.data import load
 from evigrad.likelihoods import Categorical
 from evigrad.models import make_model
 from evigrad.priors import GaussianPrior
@@ -378,6 +380,29 @@ def test_sklearn_tables_by_optuna(monkeypatch, tmp_path):
 def test_spans(monkeypatch):
     script = load_script("measure", monkeypatch)
     assert script.spans([5, 0, 2, 1]) == "0-2, 5" and script.spans([3]) == "3"
+
+
+def test_sizes_of_blocks_are_compared_on_the_networks_of_large_images(monkeypatch, tmp_path):
+    script = load_script("block_sizes", monkeypatch)
+    images = sys.modules["large_images"]
+    digits = load("digits", subset=60, seed=0).with_test_subset(20)
+    for module in (script, images):
+        monkeypatch.setattr(module, "read", lambda *_: digits)
+    monkeypatch.setitem(images.NETWORKS, "digits", ("digitsnet", {}))
+    monkeypatch.setitem(images.SETS, "digits-60", ("digits", 60, 2))
+    monkeypatch.setattr(script, "BLOCKS", {20: 3, 30: 2})
+    (page := tmp_path / "page.md").write_text("<!-- block sizes -->\n<!-- end block sizes -->\n")
+    options = ["--seeds", "0", "--results", str(tmp_path), "--runs", str(tmp_path / "runs")]
+    options += ["--sets", "digits-60"]
+    images.main([*options, "--methods", "weight decay 5e-4", "evigrad"])
+    script.main([*options, "--pages", str(page)])
+    runs = runs_of(tmp_path / "block_sizes.csv")
+    assert [row for row, _ in runs] == ["digits-60: 20", "digits-60: 30", "digits-60: all"]
+    # Predictions are still alike, so all examples have about the same curvature.
+    assert all(float(run["share"]) == pytest.approx(1, abs=0.02) for run in runs.values())
+    *parts, whole = (float(run["effective"]) for run in runs.values())
+    assert parts == pytest.approx([whole, whole], rel=0.05) and whole > 1
+    assert "| digits-60 | all |" in page.read_text()
 
 
 @pytest.mark.long

@@ -16,8 +16,8 @@ MEASURED = "benchmarks/README"
 PAGES = ("README", *(f"docs/{path.stem}" for path in sorted((ROOT / "docs").glob("*.md"))))
 # Scripts whose tables come from the CSV files.
 SCRIPTS = (
-    *("fixed_decays", "large_images", "large_tables", "posterior", "pretrained", "relevance"),
-    *("rivals", "rotated", "sklearn_tables", "transfer"),
+    *("block_sizes", "fixed_decays", "large_images", "large_tables", "posterior", "pretrained"),
+    *("relevance", "rivals", "rotated", "sklearn_tables", "transfer"),
 )
 WITH_ERROR = re.compile(r"\d[\d.,]* ± [\d.,]*\d")
 
