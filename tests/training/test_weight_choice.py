@@ -305,7 +305,8 @@ def test_trials_are_trainings_on_the_other_data(
             network(), train, laplace=laplace, schedule=schedule, progress=False
         ).model
         log_probabilities, _ = log_probabilities_of(model, Categorical(), (x[:20], y[:20]))
-        equal += value == float(log_probabilities.sum() / 20)
+        # Sums of equal numbers differ in their last digit on some processors.
+        equal += value == pytest.approx(float(log_probabilities.sum() / 20), rel=1e-14)
     # The best trial and at least one neighbor did not stop halfway.
     assert equal >= 2 if pauses else equal == len(choice.trials)
 
